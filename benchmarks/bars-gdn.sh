@@ -7,7 +7,7 @@ ssdprof bench gdn --shape qwen3.5-397b-tp8 --seq 8k,64k --dtypes all --against f
 ssdprof bench gdn --shape olmo-hybrid-7b --seq 8k,64k --cells 8x4k --dtypes all --against fla --out $R-olmo
 ssdprof bench gdn --shape qwen3.5-9b --seq 64k --draw quarter-ungated --dtypes all --against fla,flashinfer --out $R-ungated
 ssdprof bench gdn --shape qwen3.5-9b --seq 64k,128k --draw normalised --against fla --out $R-normalised
-ssdprof bench gdn --shape qwen3.5-9b --seq 8k,64k --also fused_portable --out $R-portable
+ssdprof bench gdn --shape qwen3.5-9b --seq 8k,64k --impl unfused,fused,fused_portable --out $R-portable
 ssdprof bench gdn --shape qwen3.5-9b,qwen3.5-397b --seq 4k --cells 8x4k,32x1k --packed 64x1k-4k --dtypes all --against fla --out $R-batches
 ssdprof bench gdn --shape qwen3.5-0.8b,qwen3.5-27b --seq 4k --against fla --out $R-4k
 S=4/8x16x16,4/8x32x32,4/8x60x60,4/8x64x64,4/8x100x100,4/8x120x120,4/8x192x192,4/8x256x256,4/8x64x256,4/8x256x64

@@ -3,8 +3,8 @@
 R=ssd-new
 M=mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano
 O=nemotron-nano-9b-v2,codestral-mamba-7b,falcon-h1-3b,zamba2-2.7b,zamba2-7b
-P="--dtype fp16 --against published --published $HOME/mamba"
-ssdprof bench ssd --shape mamba2-2.7b --seq 1 --batch 1,4,16,64,256 --against selective_state_update --also recurrent_in_place --out $R-decoding
+P="--dtype fp16 --against published=$HOME/mamba"
+ssdprof bench ssd --shape mamba2-2.7b --seq 1 --batch 1,4,16,64,256 --against selective_state_update --impl unfused,fused,recurrent_in_place --out $R-decoding
 ssdprof bench ssd --shape nemotron-3-nano --seq 4k,128k $P --out $R-published-nemotron-3-nano
 ssdprof bench ssd --shape granite-4.0-h-small --seq 4k,32k,128k $P --out $R-published-granite-4.0-h-small
 ssdprof bench ssd --shape mamba2-2.7b --seq 1k,4k,16k,64k,128k,256k --cells 32x1k,8x4k $P --out $R-published-mamba2-2.7b

@@ -27,7 +27,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import intermediates_of, states_of
 from ssdprof.core.case import Prefill
 from ssdprof.core.report import Report
-from ssdprof.core.stalls import KernelStalls, Samples, StallReport
+from ssdprof.core.stalls import KernelStalls, StallReport, StallSamples
 from ssdprof.files import write_text
 from ssdprof.jobs import stall_files
 from ssdprof.report import markdown
@@ -275,7 +275,7 @@ def _of_stalls(row: Mapping[str, str], report: StallReport) -> float | None:
     return 100 * samples / kernel.busy_samples if stages and kernel.busy_samples else None
 
 
-def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[Samples]:
+def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[StallSamples]:
     """Samples of the busy stages of these names and their parts, except those after a minus."""
     wanted = [name for name in names if not name.startswith("-")]
     without = [name[1:] for name in names if name.startswith("-")]

@@ -29,7 +29,8 @@ from ssdprof.kernels.ssd.hopper.launch import hopper_launch
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.ssd import OPERATOR, draw
+from ssdprof.operators.ssd import OPERATOR
+from ssdprof.operators.ssd_inputs import draw
 
 SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b,10x64x128x1,4x64x128x1"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import html as text_html
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from rich.console import Console
@@ -26,7 +26,8 @@ from ssdprof import files, operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.core.base import DType
 from ssdprof.core.case import Case, call_size
-from ssdprof.core.conditions import Outcome, parse_percent
+from ssdprof.core.conditions import parse_percent
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.environment.machine import collect
@@ -36,8 +37,8 @@ from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs import limits, options, reading, subject
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
-from ssdprof.jobs.compare import replaying
 from ssdprof.jobs.export import exported, format_of
+from ssdprof.jobs.replay import replaying
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
@@ -50,6 +51,13 @@ from ssdprof.report.terminal import render
 from ssdprof.store import reports, tuned
 from ssdprof.store.header import draft
 
+Asked = TypeVar(
+    "Asked",
+    options.RunOptions,
+    options.AnswersOptions,
+    options.PrefillOptions,
+    options.BenchOptions,
+)
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # options that a function does not have
 _OF_THE_SCREEN = ("json", "full", "dry_run", "prefill", "stalls")
@@ -126,15 +134,15 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
 
     Raises BadInputError if there is none, or if it cannot be read.
     """
-    found = Path(where) if where is not None else None
-    folder, report = reports.load(found, *(() if where else ("run", "bench", "prefill", "answers")))
+    kinds = () if where else ("run", "bench", "prefill", "answers")
+    folder, report = reports.load(None if where is None else Path(where), *kinds)
     return Results(report, folder)
 
 
 # --- the commands
 
 
-def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+def run(model: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
     layers.
 
@@ -142,94 +150,102 @@ def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
     Raises SsdprofError where the command ends with an exit code above 1.
     """
     watcher = watcher or Watcher()
-    asked, found, ranks = subject.run(_asked(options.RunOptions, "run", model, given))
+    asked, model_or_captures, ranks = subject.run(
+        _asked(options.RunOptions, "run", model, settings)
+    )
     _use_tuned(asked, watcher)
-    folder, report = run_job.run(found, asked, watcher, ranks)
+    folder, report = run_job.run(model_or_captures, asked, watcher, ranks)
     return Results(report, folder)
 
 
-def answers(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+def answers(model: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Compare a model's next-token predictions between implementations.  Options: those of `ssdprof
     answers`.
     """
     watcher = watcher or Watcher()
-    asked, found = subject.answers(_asked(options.AnswersOptions, "answers", model, given))
+    asked, whole = subject.answers(_asked(options.AnswersOptions, "answers", model, settings))
     _use_tuned(asked, watcher)
-    folder, report = answers_job.answers(answers_job.loaded_as(found, asked), asked, watcher)
+    folder, report = answers_job.answers(answers_job.loaded_as(whole, asked), asked, watcher)
     return Results(report, folder)
 
 
-def prefill(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+def prefill(model: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Time a whole model up to its first token, on an NVIDIA GPU.  Options: those of `ssdprof
     prefill`.
     """
     watcher = watcher or Watcher()
-    asked = subject.prefill(_asked(options.PrefillOptions, "prefill", model, given))
+    asked = subject.prefill(_asked(options.PrefillOptions, "prefill", model, settings))
     _use_tuned(asked, watcher)
     folder, report = prefill_job.time_prefills(asked, prefill_job.find(asked), watcher)
     return Results(report, folder)
 
 
-def bench(operator: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+def bench(operator: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Time kernels on random inputs, on an NVIDIA GPU.  Options: those of `ssdprof bench`."""
     watcher = watcher or Watcher()
-    asked, names, too_large = subject.bench(_asked(options.BenchOptions, "bench", operator, given))
+    asked, names, too_large = subject.bench(
+        _asked(options.BenchOptions, "bench", operator, settings)
+    )
     request = bench_job.resolved(asked, names, too_large, watcher)
     _use_tuned(asked, watcher)
     folder, report = bench_job.bench(request, operators.get(operator), watcher)
     return Results(report, folder)
 
 
-def _use_tuned(asked: Any, watcher: Watcher) -> None:
+def _use_tuned(asked: Asked, watcher: Watcher) -> None:
     if not asked.no_tuned:
         tuned.use_saved(watcher.say)
 
 
-def _asked(kind: type, command: str, first: str, given: dict[str, Any]) -> Any:
+def _asked(kind: type[Asked], command: str, first: str, settings: Mapping[str, object]) -> Asked:
     """The options of a command, read as its command line reads them."""
     flags = _flags(kind)
-    if unknown := [name for name in given if name not in flags]:
+    if unknown := [name for name in settings if name not in flags]:
         raise BadInputError(
             f"{command}() has no option {unknown[0]!r}.", nearest(unknown[0], flags)
         )
-    line = [
-        str(first),
-        *(word for name, value in given.items() for word in _words(flags[name][0], value)),
-    ]
+    line: list[str] = [str(first)]
+    for name, value in settings.items():
+        line += _words(flags[name][0], value)
     return replace(options.parsed(kind, line), command=("ssdprof", command, *line))
 
 
 def _flags(kind: type) -> dict[str, tuple[str, Parameter]]:
     return {
-        name: (flag, one) for name, flag, one in options.flags(kind) if name not in _OF_THE_SCREEN
+        name: (flag, parameter)
+        for name, flag, parameter in options.flags(kind)
+        if name not in _OF_THE_SCREEN
     }
 
 
-def _words(flag: str, value: Any) -> Iterator[str]:
+def _words(flag: str, value: object) -> Iterator[str]:
     """An option as it is typed: a sequence is separated by commas, or repeats an option that may be
     repeated.
     """
-    if isinstance(value, bool):
-        yield from [flag] * value
+    if value is True:
+        yield flag
     elif isinstance(value, list | tuple):
-        each = map(str, value) if flag == "--gate" else [",".join(map(str, value))]
-        yield from (word for one in each for word in (flag, one))
-    elif value is not None:
-        yield from (flag, str(value))
+        words = [str(part) for part in value]
+        for word in words if flag == "--gate" else [",".join(words)]:
+            yield flag
+            yield word
+    elif value is not None and value is not False:
+        yield flag
+        yield str(value)
 
 
-def _signed(function: Any, kind: type) -> None:
+def _signed(function: Callable[..., Results], kind: type) -> None:
     """help() and completion show every option of the command."""
-    own = [
-        one
-        for one in Signature.from_callable(function).parameters.values()
-        if one.kind != Parameter.VAR_KEYWORD
+    parameters = [
+        parameter
+        for parameter in Signature.from_callable(function).parameters.values()
+        if parameter.kind != Parameter.VAR_KEYWORD
     ]
-    named = (
-        one.replace(name=name, annotation=(*get_args(one.annotation), str)[0])
-        for name, (_, one) in _flags(kind).items()
-    )
-    function.__signature__ = Signature([*own, *named], return_annotation=Results)
+    for name, (_, parameter) in _flags(kind).items():
+        annotation = next(iter(get_args(parameter.annotation)), str)
+        parameters.append(parameter.replace(name=name, annotation=annotation))
+    signature = Signature(parameters, return_annotation=Results)
+    function.__signature__ = signature  # type: ignore[attr-defined]
 
 
 _signed(run, options.RunOptions)
@@ -274,16 +290,16 @@ def compare(
     dims = operator.judged.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     resolve = resolver(device)
-    found = [_implementation(operator, resolve, one) for one in implementations]
-    first = required(resolve(operator.name, baseline))
+    compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
     if isinstance(states, str):
         states = reading.parse_states(states)
-    pairs = run_job.paired(
-        found, first, requested_precisions(dims.dtype, dtypes, states), dims.dtype
-    )
+    first = required(resolve(operator.name, baseline))
+    precisions = requested_precisions(dims.dtype, dtypes, states)
+    plans = run_job.planned(compared, first, precisions, dims.dtype)
     wanted = options.RunOptions(
         model="", smallest_difference=parse_percent("smallest_difference", smallest_difference)
     )
+    place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
     header = draft(
         kind="run",
         subject="given tensors",
@@ -291,13 +307,10 @@ def compare(
         baseline=first.name,
         matched_with=first.name,
         smallest_difference=wanted.smallest_difference,
-        requested=tuple(
-            (f"layer 0, {call_size(dims.seqlen, dims.batch, None)}", one.name, str(precision))
-            for one, precision, _ in pairs
-        ),
+        requested=tuple((place, plan.implementation.name, str(plan.precision)) for plan in plans),
     )
     writer = reports.Writer(Path(), header.changed(id="in memory"), None)
-    with replaying(writer, wanted, lambda *_: pairs, None, watcher or Watcher(), 1) as replay:
+    with replaying(writer, wanted, lambda *_: plans, None, watcher or Watcher(), 1) as replay:
         replay(
             CapturedLayer(
                 layer=LayerRef(index=0, name="", operator=operator.name),
@@ -309,7 +322,8 @@ def compare(
     return Results(writer.report)
 
 
-def _implementation(operator: Operator, resolve: Resolve, one: str | Kernel) -> Implementation:
-    if isinstance(one, str):
-        return required(resolve(operator.name, one))
-    return own_implementation(operator, getattr(one, "__name__", type(one).__name__), one)
+def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) -> Implementation:
+    if isinstance(kernel, str):
+        return required(resolve(operator.name, kernel))
+    name = getattr(kernel, "__name__", type(kernel).__name__)
+    return own_implementation(operator, name, kernel)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import os
 import signal
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -30,16 +30,13 @@ from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
-    library_message,
+    failed_import,
     masked,
     printable,
-    removed,
-    whole_words,
 )
 from ssdprof.jobs import options
 
 INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
-_LONGEST_REASON = 200  # characters
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # the class of click, unknown options included
 
@@ -63,6 +60,7 @@ class Commands(TyperGroup):
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command.  The first of several ranks with the same error reports it."""
         try:
             terminal.check_working_directory()
             result = super().invoke(ctx)
@@ -73,9 +71,6 @@ class Commands(TyperGroup):
                 ctx.exit(error.exit_code)
             # of pydantic, in typer 0.29
             error.message = error.message.removeprefix("Value error, ")
-            if hint := removed(getattr(error, "option_name", "")):
-                error.message += f"  {hint}"
-                error.possibilities = []
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():
@@ -97,7 +92,7 @@ class Commands(TyperGroup):
             ctx.exit(expected.exit_code)
 
 
-def _ranks() -> Any:
+def _ranks() -> ModuleType:
     """The module, imported only after an error, because the import is slow."""
     return import_module("ssdprof.store.ranks")
 
@@ -129,28 +124,6 @@ def _expected(error: OSError) -> SsdprofError | None:
         )
         return BadInputError(what, hint) if names else MissingCapabilityError(what, hint)
     return None
-
-
-def _failed_import(error: Exception) -> SsdprofError | None:
-    """The message for a library that cannot be imported: most often it does not understand a
-    variable, such as TORCH_LOGS.  None for any other error.
-    """
-    modules = (
-        frame.f_globals["__name__"].partition(".")[0]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name == "<module>"
-    )
-    library = next((name for name in modules if name not in ("ssdprof", "__main__")), "")
-    if not library:
-        return None
-    read = library.upper(), f"PY{library.upper()}"
-    found = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(read)]
-    why = whole_words(library_message(error), _LONGEST_REASON)
-    unset = f"These variables are set; unset those that you do not need: {', '.join(found)}.  "
-    return MissingCapabilityError(
-        f"{library} cannot be imported: {why}.",
-        f"{unset if found else ''}Otherwise install {library} again.",
-    )
 
 
 app = typer.Typer(
@@ -206,7 +179,7 @@ def schemas(
     _module("commands.stored").schemas(name)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return import_module(f"ssdprof.{name}")
 
 
@@ -232,20 +205,24 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
 
 
 def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
-    def command(**given: Any) -> None:
-        asked = kind(**given)
+    """The command with these options: calls the functions, each with the result of the one before
+    it.
+    """
+
+    def command(**values: Any) -> None:
+        """In a child process if it calls the user's own kernels, which may end it."""
+        asked = kind(**values)
         if hasattr(asked, "command"):
             asked = replace(asked, command=terminal.command_line())
-        if Commands.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
+        if Commands.of_main and (names := options.own_kernels(values)) and (ended := child.fork()):
             _module("commands.stored").after_child(
                 names, ended, as_json=getattr(asked, "json", False)
             )
             return
         for name in functions:
             module, _, function = name.partition(":")
-            asked = getattr(_module(module), function)(
-                *(asked if isinstance(asked, tuple) else (asked,))
-            )
+            arguments = asked if isinstance(asked, tuple) else (asked,)
+            asked = getattr(_module(module), function)(*arguments)
 
     return options.as_command(kind, command)
 
@@ -286,7 +263,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, _interrupt)
     Commands.of_main = True
-    code: Any = INTERNAL_ERROR
+    code: int | str = INTERNAL_ERROR
     try:
         terminal.prepare()
         app(prog_name="ssdprof")
@@ -296,7 +273,7 @@ def main() -> None:
         _complain(error.message, error.hint)
         code = error.exit_code
     except Exception as error:
-        if failed := _failed_import(error):
+        if failed := failed_import(error):
             _complain(failed.message, failed.hint)
             code = failed.exit_code
         else:

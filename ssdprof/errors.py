@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
@@ -71,31 +72,10 @@ def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
     return BadInputError(f"{what} cannot be read: {reason}.", hint)
 
 
-# Removed options, settings and conditions -> what to write
-REMOVED = {
-    "min-speedup": "--gate speedup:X",
-    "min-match": "--gate match@TOL:P%",
-    "max-rms-ratio": "--gate rms:X",
-    "max-kl": "--gate kl:X",
-    "min-top1": "--gate top1:P%",
-    "max-perplexity-increase": "--gate perplexity-increase:P%",
-    "slower": "time:base+P%",
-    "slower-call": "time@call:base+P%",
-}
-
-
-def removed(word: str) -> str:
-    """A hint for a removed option, setting or condition; empty for another word."""
-    written = REMOVED.get(word.removeprefix("--").replace("_", "-"))
-    return f"Write {written}." if written else ""
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: the most similar known word, if there is one, and the list of
     all.
     """
-    if hint := removed(word):
-        return hint
     names = list(known)
     alike = difflib.get_close_matches(word, names, n=1)
     guess = f"Did you mean {alike[0]}?  " if alike else ""
@@ -126,12 +106,14 @@ def _secrets() -> dict[str, str]:
     library quotes it.
     """
     values = {name.upper(): value for name, value in os.environ.items()}
-    given = [values[name] for name in _ADDRESSES if name in values]
-    given += [word for word in sys.argv[1:] if "://" in word]
-    users = [address.rpartition("://")[2].rpartition("@")[0] for address in given]
+    addresses = [values[name] for name in _ADDRESSES if name in values]
+    addresses += [word for word in sys.argv[1:] if "://" in word or ":" in word.rpartition("@")[0]]
+    users = [address.rpartition("://")[2].rpartition("@")[0] for address in addresses]
     users += [quote(user, safe=":") for user in users]
     tokens = [values[name] for name in _TOKENS if len(values.get(name, "")) >= _SHORTEST_TOKEN]
-    return {f"{user}@": "...@" for user in users if user} | dict.fromkeys(tokens, "...")
+    instead = {f"{user}@": "...@" for user in users if user}
+    passwords = [user for user in users if ":" in user]  # as a part of an address shows them
+    return instead | dict.fromkeys((*passwords, *tokens), "...")
 
 
 def how_ended(exit_code: int) -> str:
@@ -156,10 +138,10 @@ def harmless(text: str) -> str:
     return HARMFUL.sub(escaped, text)
 
 
-def escaped(found: re.Match[str]) -> str:
+def escaped(match: re.Match[str]) -> str:
     """A match of `HARMFUL` with its last character as an escape."""
-    code = ord(found[0][-1])
-    return found[0][:-1] + (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+    code = ord(match[0][-1])
+    return match[0][:-1] + (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
 
 
 def printable(text: str) -> str:
@@ -169,14 +151,23 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
+# begins what does not help, in messages of torch and transformers
+_NO_HELP = re.compile(
+    "Exception raised from|If you were trying to load it from|Model type should be one of"
+    "|Should have a `model_type` key|CUDA kernel errors might be|For debugging consider"
+)
+
+
 def library_message(error: BaseException) -> str:
     """A library's message on one line, without a final full stop.
 
     The type of the error precedes a text that is only a value, such as that of a KeyError.  Very
-    long words and messages, which a damaged file may cause, are shortened.
+    long words and messages, which a damaged file may cause, are shortened; a stack of C++, lists of
+    all known classes and advice on other errors are left out.
     """
-    said = first_fault(error) if type(error).__name__ == "ValidationError" else str(error)
-    words = printable(said).rstrip(". ").split()
+    is_pydantic = type(error).__name__ == "ValidationError"
+    message = _NO_HELP.split(first_fault(error) if is_pydantic else str(error))[0]
+    words = printable(message).rstrip(". ").split()
     text = " ".join(
         word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words
     )
@@ -188,11 +179,38 @@ def library_message(error: BaseException) -> str:
 def first_fault(error: Any) -> str:
     """The first of the errors of pydantic's ValidationError: "cases.0.status: Field required"."""
     first = error.errors()[0]
-    said = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {said}"
+    fault = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {fault}"
 
 
 def whole_words(text: str, most: int) -> str:
     """About so many characters of a text, which ends with a word; what is left out is counted."""
     kept = text if len(text) <= most else text[: most - 30].rpartition(" ")[0] or text[: most - 30]
     return text if kept == text else f"{kept} ({len(text) - len(kept):,} characters more)"
+
+
+_LONGEST_REASON = 200  # characters
+
+
+def failed_import(error: Exception) -> SsdprofError | None:
+    """The message for a library that cannot be imported: most often it does not understand a
+    variable, such as TORCH_LOGS.  None for any other error.
+    """
+    packages = [
+        frame.f_globals["__name__"].partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    ]
+    libraries = [name for name in packages if name not in ("ssdprof", "__main__")]
+    if not libraries:
+        return None
+    prefixes = tuple(prefix + name.upper() for name in libraries for prefix in ("", "PY"))
+    read = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(prefixes)]
+    why = whole_words(library_message(error), _LONGEST_REASON)
+    hint = f"Install {libraries[0]} again."
+    if read:
+        hint = (
+            f"These variables are set; unset those that you do not need: {', '.join(read)}.  "
+            f"Otherwise install {libraries[0]} again."
+        )
+    return MissingCapabilityError(f"{libraries[0]} cannot be imported: {why}.", hint)

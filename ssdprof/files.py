@@ -32,10 +32,10 @@ def regular(file: Path, most: float = LARGEST) -> Path:
     """The same.  OSError for a pipe or a device, which might never end, and for more than `most`
     bytes.
     """
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EINVAL, "It is not a regular file", str(file))
-    if found.st_size > most:
+    if status.st_size > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
     return file
 
@@ -56,14 +56,14 @@ def read_object(file: Path, what: str, hint: str) -> dict[str, Any]:
     Raises BadInputError if there is none, and MissingCapabilityError if the file may not be read.
     """
     try:
-        found = read_json(file)
+        document = read_json(file)
     except OSError as error:
         raise unreadable(what, error, hint) from error
     except ValueError as error:
         raise BadInputError(f"{what} is not valid JSON: {library_message(error)}.", hint) from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise BadInputError(f"{what} holds no JSON object.", hint)
-    return found
+    return document
 
 
 def parse_json(text: str) -> Any:
@@ -74,13 +74,13 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice[:80]!r} occurs twice")
-    return found
+    return fields
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
@@ -135,7 +135,11 @@ def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> Bi
     """Made if it does not exist.  OSError for a link, if flags say so, and for a pipe that nobody
     reads.
     """
-    return open(file, "ab", opener=lambda name, own: os.open(name, own | flags, 0o666))
+
+    def opener(name: str, of_mode: int) -> int:
+        return os.open(name, of_mode | flags, 0o666)
+
+    return open(file, "ab", opener=opener)
 
 
 def put(file: Path, write: Callable[[Path], object]) -> None:

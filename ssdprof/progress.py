@@ -29,7 +29,11 @@ class Watcher:
 
         total: in `unit`, a plural noun; None if it is unknown.  A step may hold other steps.
         """
-        return nullcontext(lambda _: None)
+        return nullcontext(_ignore)
+
+
+def _ignore(*_: object) -> None:
+    """Ignore progress or a step."""
 
 
 class StepClock:
@@ -43,7 +47,7 @@ class StepClock:
     def __init__(
         self,
         budget: float | None = None,
-        on_step: Callable[[str, float], object] = lambda *_: None,
+        on_step: Callable[[str, float], object] = _ignore,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,9 +60,11 @@ class StepClock:
 
     def within(self, what: str) -> StepClock:
         """The same clock for a part of the job."""
-        part = StepClock(
-            None, lambda step, seconds: self._on_step(f"{what}, {step}", seconds), now=self.now
-        )
+
+        def on_step(step: str, seconds: float) -> None:
+            self._on_step(f"{what}, {step}", seconds)
+
+        part = StepClock(None, on_step, now=self.now)
         part._ends = self._ends
         return part
 

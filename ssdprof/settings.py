@@ -7,39 +7,53 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ssdprof.core.conditions import Condition, parse_gate
-from ssdprof.errors import BadInputError, first_fault, library_message, nearest, unreadable
+from ssdprof.core.conditions import OF_SPEED, Change, Condition, parse_gate
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    first_fault,
+    library_message,
+    nearest,
+    unreadable,
+)
 from ssdprof.files import regular
 
+AnyCondition = TypeVar("AnyCondition", Condition, Change)
 _PROJECT = "pyproject.toml"
-_CONFIG = ConfigDict(
-    extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-")
-)
 
 
-def _table(name: str, **keys: Any) -> Any:
-    """A table whose keys may be left out.  keys: the type and the default of each."""
-    return create_model(name, __config__=_CONFIG, **keys)
+def _key(field: str) -> str:
+    return field.replace("_", "-")
 
 
-_LIST = (tuple[str, ...], ())
-_PREFILL = _table("PrefillSettings", gates=_LIST)
-_COMPARE = _table("CompareSettings", fail_if=_LIST, smallest_difference=(str | None, None))
-ProjectSettings = _table(
-    "ProjectSettings",
-    gates=_LIST,  # of run, bench and accuracy
-    prefill=(_PREFILL, _PREFILL()),
-    compare=(_COMPARE, _COMPARE()),
-)
+class _Table(BaseModel):
+    """A table whose keys may be left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=_key)
 
 
-def load(file: Path | None = None) -> Any:
+class PrefillSettings(_Table):
+    gates: tuple[str, ...] = ()
+
+
+class CompareSettings(_Table):
+    fail_if: tuple[str, ...] = ()
+    smallest_difference: str | None = None
+
+
+class ProjectSettings(_Table):
+    gates: tuple[str, ...] = ()  # of run, bench and accuracy
+    prefill: PrefillSettings = PrefillSettings()
+    compare: CompareSettings = CompareSettings()
+
+
+def load(file: Path | None = None) -> ProjectSettings:
     """The settings of `file`, or of the nearest file that has any, from the current folder upwards.
 
     In a folder ssdprof.toml comes before pyproject.toml.  Without a file, all settings are empty.
@@ -47,19 +61,14 @@ def load(file: Path | None = None) -> Any:
     that does not fit.
     """
     folders = (Path.cwd(), *Path.cwd().parents)
-    near = (
-        path
-        for folder in folders
-        for path in (folder / "ssdprof.toml", folder / _PROJECT)
-        if os.path.lexists(path)
-    )
-    for candidate in [file] if file else near:
+    near: list[Path] = []
+    for folder in folders:
+        near += [folder / "ssdprof.toml", folder / _PROJECT]
+    for candidate in [file] if file else filter(os.path.lexists, near):
         values = _values(candidate)
         if values is not None:
-            return _parse(
-                values,
-                f"{candidate}: [tool.ssdprof]" if candidate.name == _PROJECT else str(candidate),
-            )
+            table = ": [tool.ssdprof]" if candidate.name == _PROJECT else ""
+            return _parse(values, f"{candidate}{table}")
     if file is not None:
         raise BadInputError(
             f"{file} has no [tool.ssdprof].", "Add it, or name another file with --config."
@@ -68,20 +77,50 @@ def load(file: Path | None = None) -> Any:
 
 
 def gates(
-    config: Path | None, given: Sequence[Condition], *, prefill: bool = False
+    config: Path | None, requested: Sequence[Condition], *, prefill: bool = False
 ) -> tuple[Condition, ...]:
     """The gates of the command line, then those of the settings file on other values.  Raises
     BadInputError.
     """
     settings = load(config)
     texts = settings.prefill.gates if prefill else settings.gates
-    return (*given, *besides(map(parse_gate, texts), given))
+    return (*requested, *besides(map(parse_gate, texts), requested))
 
 
-def besides(conditions: Iterable[Condition], given: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Those on other values than the given ones, or at other places."""
-    places = {(gate.metric, gate.at) for gate in given}
-    return tuple(gate for gate in conditions if (gate.metric, gate.at) not in places)
+def besides(
+    conditions: Iterable[Condition], requested: Iterable[Condition]
+) -> tuple[Condition, ...]:
+    """Those on other values than the requested ones."""
+    values = {(gate.metric, gate.at) for gate in requested}
+    return tuple(gate for gate in conditions if (gate.metric, gate.at) not in values)
+
+
+def without_speed(
+    conditions: Iterable[AnyCondition],
+    requested: Container[str],
+    option: str,
+    machine: str,
+    say: Callable[[str], None],
+) -> tuple[AnyCondition, ...]:
+    """The conditions without those on speed, for a machine without a GPU.  Says which of the
+    settings file were left out.
+
+    requested: texts of the conditions that the option gave.  machine: for messages.
+    Raises MissingCapabilityError if one of these is on speed.
+    """
+    kept: list[AnyCondition] = []
+    for condition in conditions:
+        if condition.metric not in OF_SPEED:
+            kept.append(condition)
+        elif condition.text in requested:
+            words = f"{option} {condition.text}"
+            raise MissingCapabilityError(
+                f"{words} needs an NVIDIA GPU, and {machine} has none that torch can use.",
+                f"Run on a machine with an NVIDIA GPU, or leave {words} out.",
+            )
+        else:
+            say(f"{condition.text} of the settings file is not judged: {machine} has no GPU.")
+    return tuple(kept)
 
 
 def _values(file: Path) -> dict[str, Any] | None:
@@ -97,20 +136,21 @@ def _values(file: Path) -> dict[str, Any] | None:
         ) from error
     if file.name != _PROJECT:
         return document
-    found = document
+    table = document
     for name in ("tool", "ssdprof"):
-        if name not in found:
+        if name not in table:
             return None
-        found = found[name]
-        if not isinstance(found, dict):
+        table = table[name]
+        if not isinstance(table, dict):
             raise BadInputError(
                 f"{file}: [tool.ssdprof] is not a table.",
                 "Write [tool.ssdprof], and its keys below it.",
             )
-    return found
+    return table
 
 
-def _parse(values: dict[str, Any], source: str) -> Any:
+def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
+    """The settings.  Raises BadInputError, which names the key.  source: for messages."""
     try:
         return ProjectSettings.model_validate(values)
     except ValidationError as error:
@@ -122,10 +162,12 @@ def _parse(values: dict[str, Any], source: str) -> Any:
                 'Write gates = ["speedup:1.5", "match@1e-3:90%"].',
             ) from error
         if first["type"] == "extra_forbidden":
-            model = ProjectSettings
-            for part in path[:-1]:
-                model = model.model_fields[part].annotation
-            known = [field.alias or name for name, field in model.model_fields.items()]
+            tables: dict[str, type[_Table]] = {
+                "prefill": PrefillSettings,
+                "compare": CompareSettings,
+            }
+            table = tables.get(path[0], ProjectSettings)
+            known = [_key(field) for field in table.model_fields]
             raise BadInputError(
                 f"{source} has the unknown key {'.'.join(path)}.", nearest(path[-1], known)
             ) from error

@@ -136,12 +136,7 @@ def test_a_run_that_stored_captures_stands_for_them(
 # --- one case again
 
 
-def test_a_case_runs_again_by_its_command_and_its_script(
-    ran: ssdprof.Results,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_case_runs_again_by_its_command(ran: ssdprof.Results) -> None:
     case = ran.cases[-1]
     shown = CliRunner().invoke(app, ["case", case.id, str(ran.folder)])
     command = (
@@ -149,12 +144,6 @@ def test_a_case_runs_again_by_its_command_and_its_script(
         "--states fp32 --layers 0 --seq 40"
     )
     assert shown.stdout.splitlines() == [f"{case.id}  {case.name}", "passed", command]
-    script = CliRunner().invoke(app, ["case", case.name, str(ran.folder), "--script"]).stdout
-    assert len(script.splitlines()) <= 40
-    assert script.startswith(repr(case.name)[:-1])  # a name is no code
-    monkeypatch.chdir(tmp_path)
-    exec(script, {"__name__": "__main__"})
-    assert capsys.readouterr().out.splitlines()[:2] == [case.name, "passed"]
     missing = CliRunner().invoke(app, ["case", "nothing", str(ran.folder)])
     assert (missing.exit_code, case.id in missing.stderr) == (2, True)
 

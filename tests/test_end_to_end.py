@@ -18,7 +18,7 @@ from torchrun import Start, starting, wait_for
 
 from ssdprof import kernels
 from ssdprof.checkpoint.names import DEMO_FOLDERS
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.store import reports

@@ -44,6 +44,13 @@ def test_an_address_that_is_known_is_masked_whatever_is_in_it(
     assert masked(text) == shown
 
 
+def test_a_password_is_masked_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ssdprof", "run", "bob:p w@127.0.0.1:9/org/model"])
+    assert masked("'bob:p w' is neither a hub id nor a folder") == (
+        "'...' is neither a hub id nor a folder"
+    )
+
+
 def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "api-key 12345678")
     assert masked("sent 'api-key 12345678'") == "sent '...'"
@@ -67,6 +74,14 @@ def test_a_librarys_sentence_is_whole() -> None:
         (ValueError("nan"), "ValueError: nan"),
         (TypeError("expected a float. "), "expected a float"),
         (ValueError("a value of " + "x" * 5000), "a value of " + "x" * 197 + "..."),
+        (
+            RuntimeError("It is too large\nException raised from f at g.h:79\nframe #0"),
+            "It is too large",
+        ),
+        (
+            ValueError("No tokenizer here. If you were trying to load it from X"),
+            "No tokenizer here",
+        ),
     ],
 )
 def test_a_librarys_error_that_is_no_sentence(error: Exception, shown: str) -> None:

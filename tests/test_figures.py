@@ -134,7 +134,7 @@ def test_the_speeds_of_the_readme() -> None:
             assert row[head] == f"{next(found):.2f}x", (row, head)
 
 
-DELTA, KDA = "gdn-performance.md", {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
+DELTA, KDA = "kernels.md", {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
 DRAWN = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}
 # a document, a heading that one of its tables alone has, the bench, and of columns the
 # implementation; a ratio is over the fastest of the libraries
@@ -213,7 +213,7 @@ def test_the_benches_that_a_table_names_have_its_cells() -> None:
 
 def test_the_times_of_ssd() -> None:
     columns = {"fused": "fused", "`mamba_ssm`": "mamba_ssm"}
-    for row in table_with("ssd-performance.md", "share of the floor"):
+    for row in table_with("kernels.md", "share of the floor"):
         rounded = {head: number(row[head]).replace(",", "") for head in columns}
         (cell,) = [
             cell
@@ -232,7 +232,7 @@ def test_the_times_of_ssd() -> None:
 
 def test_the_times_of_prefills() -> None:
     file = library = ""
-    for row in table_with("prefill.md", "Amdahl over unfused"):
+    for row in table_with("whole-models.md", "Amdahl over unfused"):
         if link := re.search(r"\(\.\./(benchmarks/results/.*\.json)\)", row["model"]):
             file = Path(link[1]).stem
             library = row["over the library"].split("`")[1]
@@ -254,14 +254,12 @@ OTHER = {
     "docs/benchmarking.md": "180 1 1.5",
     "docs/ci.md": "95",
     "docs/demo-model.md": "98",
-    "docs/gdn-performance.md": "0.85",
-    "docs/kernels.md": "1.6 2 1.3 3",
+    "docs/kernels.md": "0.85 1.6 2 1.3 3 1 95 11 1.5 0.4",
     "docs/large-models.md": "1 15",
     "docs/measuring.md": "99.7 12.4 3.52 3.51 0 0.8 1 2 1.5 3 0.5 4 1.2 95",
-    "docs/prefill.md": "10",
     "docs/reading-stalls.md": "1.1 15.7 20 2 25 0 2.2 84 22 4 5 3 1.04 13 0.90 26 6 7",
     "docs/reading-the-report.md": "1.03 95 100 20 64 100.000 99.999 0.001 92 99.7 99.9",
-    "docs/tuning.md": "1 95 11 1.5 0.4",
+    "docs/whole-models.md": "10",
     "docs/your-own-kernel.md": "1 600",
 }
 
@@ -341,9 +339,8 @@ def match_pct(name: str) -> float:
 
 def held() -> dict[tuple[str, str], float]:
     """(document, figure as written) -> the number of the results that it rounds."""
-    gdn, ssd, large, measuring = (
-        f"docs/{name}.md"
-        for name in ("gdn-performance", "ssd-performance", "large-models", "measuring")
+    kernels, large, measuring = (
+        f"docs/{name}.md" for name in ("kernels", "large-models", "measuring")
     )
     sizes = ratios("gdn-sizes", "unfused", variant="portable")
     (portable,) = [
@@ -370,18 +367,18 @@ def held() -> dict[tuple[str, str], float]:
         ("README.md", "1.20"): long["mamba_ssm"] / long["fused"],
         ("README.md", "1.69"): (brief := prefill("mamba2-2.7b", 1024))["mamba_ssm"]
         / brief["fused"],
-        ("docs/prefill.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
-        (gdn, "0.76"): floor_us(layer) / 1e3,
-        (gdn, "453"): us["_prep_kernel"],
-        (gdn, "9"): us["_parts_kernel"] + us["_combine_kernel"],
-        (gdn, "1.05"): min(sizes),
-        (gdn, "2.5"): max(sizes),
-        (gdn, "1.19"): device_us(portable, "unfused") / device_us(portable, "fused_portable"),
-        (ssd, "0.65"): floor_us(whole) / 1e3,
-        (ssd, "1.36"): device_us(whole, "fused") / 1e3,
-        (ssd, "6.13"): device_us(whole, "mamba_ssm") / 1e3,
-        (ssd, "22"): device_us(short, "fused"),
-        (ssd, "76"): call_us(short, "fused"),
+        ("docs/whole-models.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
+        (kernels, "0.76"): floor_us(layer) / 1e3,
+        (kernels, "453"): us["_prep_kernel"],
+        (kernels, "9"): us["_parts_kernel"] + us["_combine_kernel"],
+        (kernels, "1.05"): min(sizes),
+        (kernels, "2.5"): max(sizes),
+        (kernels, "1.19"): device_us(portable, "unfused") / device_us(portable, "fused_portable"),
+        (kernels, "0.65"): floor_us(whole) / 1e3,
+        (kernels, "1.36"): device_us(whole, "fused") / 1e3,
+        (kernels, "6.13"): device_us(whole, "mamba_ssm") / 1e3,
+        (kernels, "22"): device_us(short, "fused"),
+        (kernels, "76"): call_us(short, "fused"),
         (measuring, "92.6"): match_pct("h200-granite-4.0-h-1b-128k"),
         (measuring, "91.5"): match_pct("h200-mamba2-2.7b-128k"),
         (large, "4.9"): h200["one-gpu"],
@@ -477,7 +474,7 @@ def test_the_figures_of_repeated_benches() -> None:
 
 
 def test_a_wrong_figure_is_found() -> None:
-    row = table_with("gdn-performance.md", "unfused", "over fla")[0]
+    row = table_with(DELTA, "unfused", "over fla")[0]
     (cell, *_) = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
     assert not microseconds(cell, row | {"fused": "40.5 µs"}, {"fused": "fused"})
     assert not over(cell, row | {"over fla": "2.4x"}, "over fla", ("fla",))

@@ -164,7 +164,6 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
         left_out=(left,),
         clocks=None,
         ceilings=None,
-        notes=(f"{committed.place}, exact: found ring 2, 1.10x [1.09, 1.11].",),
         environment=tuning_fakes.environment(),
     )
 

@@ -81,17 +81,18 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 
 # an operator of the same family, whose kernels and whose part of a record it shares
 BUILDS_ON = {"kda": "gdn"}
+PARTS = ("", "_histories", "_inputs", "_oracle", "_tuning")  # of a record, a file each
 
 
 def test_only_its_own_rooms_know_an_operator() -> None:
     """The registries have a line for each; nothing else imports or compares with one by name."""
     for operator, (name, file) in product(operators.names(), MODULES.items()):
-        beside = (f"ssdprof.operators.{operator}{suffix}" for suffix in ("", "_tuning"))
+        beside = (f"ssdprof.operators.{operator}{suffix}" for suffix in PARTS)
         own = (f"ssdprof.kernels.{operator}", *beside)
         heirs = [
             f"ssdprof.{place}"
             for one in BUILDS_ON
-            for place in (f"kernels.{one}", f"operators.{one}", f"operators.{one}_tuning")
+            for place in (f"kernels.{one}", *(f"operators.{one}{suffix}" for suffix in PARTS))
             if BUILDS_ON[one] == operator
         ]
         if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(

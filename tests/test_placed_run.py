@@ -7,7 +7,7 @@ import json
 import pytest
 from command_line import Answer, passing
 
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Chooser

@@ -12,10 +12,10 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import intermediates_of
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerCapture, Serving
-from ssdprof.jobs import compare, limits
+from ssdprof.jobs import limits, replay
 from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -50,7 +50,7 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
 
 def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = "1 of x became 0."
-    monkeypatch.setattr(compare, "cast_inputs", lambda _operator, inputs, _: (inputs, lost))
+    monkeypatch.setattr(replay, "cast_inputs", lambda _operator, inputs, _: (inputs, lost))
     passing("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
     _, report = reports.load("a")
     name = report.captured[0].name

@@ -5,7 +5,7 @@ safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each c
                operator's own names
 
 Calls are in the order in which their process made them, and name no layer: a forward pass calls
-every layer once, on the same sequences.  docs/from-a-server.md describes both.
+every layer once, on the same sequences.  docs/serving.md describes both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
 _OUTPUT = ("out", "final_states")
-_AGAIN = "Record again: docs/from-a-server.md says how."
+_AGAIN = "Record again: docs/serving.md says how."
 _METADATA_BYTES = 1 << 24
 
 

@@ -208,6 +208,10 @@ def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str
         raise BadInputError(
             f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for."
         )
+    if not ids:
+        raise BadInputError(
+            f"The checkpoint's tokenizer makes no tokens of {name[0].lower()}{name[1:]}.", _AGAIN
+        )
     if len(ids) < least:
         several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
         shorter = "fewer or shorter sequences" if several else f"at most --seq {len(ids)}"

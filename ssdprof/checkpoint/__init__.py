@@ -2,7 +2,8 @@
 the model.
 """
 
+from ssdprof.operators.fla import keep_alone
 from ssdprof.operators.late import lazy
 
 accelerate = lazy("accelerate")  # stored captures need neither, and their imports take seconds
-transformers = lazy("transformers")
+transformers = lazy("transformers", prepare=keep_alone)

@@ -126,21 +126,6 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     model has or that contradict each other.
     """
     stored = read_object(file, where, _AGAIN)
-    codes = stored.get("quantization") or stored.get("quantization_config")
-    if (
-        isinstance(codes, dict)
-        and {"group_size", "bits"} <= codes.keys()
-        and "quant_method" not in codes
-    ):
-        raise BadInputError(
-            f"{where} is of MLX's format, with {shown(codes['bits'])} bits in groups of "
-            f"{shown(codes['group_size'])}: "
-            "ssdprof cannot load it.",
-            (
-                "Take the checkpoint that it was converted from: without mlx-community and without "
-                "-4bit in its name."
-            ),
-        )
     original = "ssm_cfg" in stored and "model_type" not in stored
     outer = _convert_original(stored, where) if original else stored
     model_type = _check_model_type(outer, where)
@@ -150,20 +135,8 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     config = outer if text is None else text
     _check_counts(config, where)
     _check_steps(config, where)
-    if not (codes := config.get("quantization_config")) and modelopt is not None:
-        where = f"ModelOpt's config beside {where}"
-        codes = read_object(modelopt, where, _AGAIN).get("quantization")
-        codes = {**(codes if isinstance(codes, dict) else {}), "quant_method": "modelopt"}
-    if isinstance(codes, dict) and codes.get("quant_method") == "modelopt":
-        algorithm = codes.get("quant_algo")
-        if algorithm != "FP8":  # one scale for each tensor
-            raise refuse_quantization(
-                "modelopt", where, f" as {shown(algorithm)}" if algorithm else ""
-            )
-        config = {
-            **config,
-            "quantization_config": {"quant_method": "fp8", "weight_block_size": None},
-        }
+    if codes := _quantization(stored, config, modelopt):
+        config = {**config, "quantization_config": codes}
     return {
         "config": config,
         "model_type": model_type,
@@ -172,6 +145,26 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
         "named_quantization": quant_method(config),
         "random_weights": stored.get(RANDOM_WEIGHTS) is True,
     }
+
+
+def _quantization(
+    stored: Mapping[str, Any], config: Mapping[str, Any], modelopt: Path | None
+) -> object:
+    """What the config, or ModelOpt's file beside it, says of quantised weights, as transformers
+    takes it.  Formats that it does not know have the method "mlx" or "modelopt".
+    """
+    for codes in (stored.get("quantization"), stored.get("quantization_config")):
+        if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys():
+            return {"quant_method": "mlx", **codes}
+    codes = config.get("quantization_config")
+    if not codes and modelopt is not None:
+        beside = read_object(modelopt, MODELOPT_CONFIG, _AGAIN).get("quantization")
+        codes = {**(beside if isinstance(beside, dict) else {}), "quant_method": "modelopt"}
+    table = codes if isinstance(codes, dict) else {}
+    # one scale for each tensor
+    if (table.get("quant_method"), table.get("quant_algo")) == ("modelopt", "FP8"):
+        return {"quant_method": "fp8", "weight_block_size": None}
+    return codes
 
 
 def _check_model_type(config: Mapping[str, Any], where: str) -> str:
@@ -232,10 +225,22 @@ def quant_method(config: Mapping[str, Any]) -> str | None:
     return method if isinstance(method, str) else None
 
 
-def refuse_quantization(method: object, where: str, format: str = "") -> BadInputError:
-    """The error for weights that would load as if their codes were values."""
+def refuse_quantization(codes: object, label: str) -> BadInputError:
+    """The error for weights that would load as if their codes were values.  codes: what the config
+    says of them.
+    """
+    table = codes if isinstance(codes, dict) else {}
+    method = table.get("quant_method", codes)
+    if method == "mlx":
+        return BadInputError(
+            f"{label} is of MLX's format, with {shown(table['bits'])} bits in groups of "
+            f"{shown(table['group_size'])}: ssdprof cannot load it.",
+            "Take the checkpoint that it was converted from: without mlx-community and without "
+            "-4bit in its name.",
+        )
+    algorithm = f" as {shown(table['quant_algo'])}" if table.get("quant_algo") else ""
     return BadInputError(
-        f"{where} is quantised by {shown(method)}{format}, which ssdprof cannot load.",
+        f"{label} is quantised by {shown(method)}{algorithm}, which ssdprof cannot load.",
         "Take the unquantised checkpoint; NVIDIA's are named ...-BF16.",
     )
 

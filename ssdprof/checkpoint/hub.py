@@ -91,8 +91,8 @@ TOKENIZER_FILES = (
 )
 # Each of these files is a vocabulary; other files only describe one.
 VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
-# tiktoken.model, tekken.json, spiece.model, tokenization_kimi.py
-_OTHER_TOKENIZER = re.compile("tiktoken|tekken|sentencepiece|spiece|tokeniz|vocab")
+# tiktoken.model, tekken.json, spiece.model, source.spm, bpe.model, tokenization_kimi.py
+_OTHER_TOKENIZER = re.compile(r"tiktoken|tekken|sentencepiece|spiece|\.spm$|bpe|tokeniz|vocab")
 _MOST_INNER = 4  # folders that a hint names
 ATTEMPTS = 3  # of a request whose connection drops
 PAUSE_S = 0.5
@@ -182,9 +182,10 @@ class Source:
         """A file of a vocabulary, or of code for one, that ssdprof does not read; empty without
         one.
         """
-        others = sorted(set(self.sizes) - set(TOKENIZER_FILES))
-        found = [name for name in others if _OTHER_TOKENIZER.search(name)]
-        return min(found, key=lambda name: name.endswith(".py"), default="")
+        inner = {str(path.relative_to(self.folder)) for path in self.folder.glob("*/tokenizer*")}
+        others = sorted((inner | self.sizes.keys()) - set(TOKENIZER_FILES))
+        unread = [name for name in others if _OTHER_TOKENIZER.search(name)]
+        return min(unread, key=lambda name: name.endswith(".py"), default="")
 
     def inner_checkpoints(self) -> str:
         """A hint that names the folders of checkpoints in this one, such as those of a training

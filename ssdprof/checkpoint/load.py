@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,7 +51,8 @@ _HEAD = "lm_head.weight"
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
 _MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# keep their stored dtype: fp32 in checkpoints of 16-bit weights
+_EXACT = ("F32", "F64")
+# are computed in fp32 if they are stored so in a checkpoint of 16-bit weights
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
@@ -237,9 +239,7 @@ def _fit(
     Raises, before anything is allocated, for a weight that is missing or of another shape, and for
     a config that describes more parameters than the weights hold.
     """
-    # The scales of ModelOpt, the embedding of the original format
-    names = {r"\.weight_scale$": ".weight_scale_inv"} if ref.quantization == "fp8" else {}
-    names |= {r"\bembedding\.": "embeddings."} if ref.model_type == "mamba2" else {}
+    names = _renamings(ref)
     fit = _Fit(key_mapping=names, found=destinations(empty, shapes, names))
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return fit
@@ -275,6 +275,12 @@ def _fit(
             "The config is damaged, most often in rope_parameters.",
         )
     return fit
+
+
+def _renamings(ref: CheckpointRef) -> dict[str, str]:
+    """For keys that transformers does not know: ModelOpt's scales, the original embedding."""
+    names = {r"\.weight_scale$": ".weight_scale_inv"} if ref.quantization == "fp8" else {}
+    return names | ({r"\bembedding\.": "embeddings."} if ref.model_type == "mamba2" else {})
 
 
 def _refuse_classifier(ref: CheckpointRef, keys: Iterable[str], empty: PreTrainedModel) -> None:
@@ -328,13 +334,13 @@ def _load(
 ) -> PreTrainedModel:
     """empty: the model on the meta device."""
     kind = type(empty)
-    pickled = _pickled(local) if local.tensors is None else None
+    pickled = _pickled(local, empty) if local.tensors is None else None
     shapes = {key: tuple(tensor.shape) for key, tensor in (pickled or local.tensors or {}).items()}
     fit = _fit(local.ref, shapes, empty, local.spare)
     if pickled is None:
-        exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype == "F32"}
+        exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype in _EXACT}
     else:
-        exact = {key for key, tensor in pickled.items() if tensor.dtype == torch.float32}
+        exact = {key for key, tensor in pickled.items() if tensor.dtype.itemsize > 2}
     gates = [
         name
         for key in exact & fit.found.keys()
@@ -433,8 +439,10 @@ def unpickled(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
-    """The tensors of a pickle by stored name."""
+def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tables of floats in a pickle by stored name.  All other entries must be no weights of
+    the model `empty`.
+    """
     path = local.folder / PICKLE
     try:
         found = unpickled(path)
@@ -448,24 +456,35 @@ def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         ) from None
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise broken_file(path.resolve(), PICKLE, error) from None
-    found = found if isinstance(found, dict) else {"": found}
-    for name, one in found.items():
+    entries = found if isinstance(found, dict) else {"": found}
+    for name in entries:
         if not isinstance(name, str):
             raise BadInputError(
                 f"{PICKLE} of {local.ref.repo_id} holds an entry {shown(name)}, which is no name "
                 "of a weight.",
                 "Save the model's state_dict(), or take another revision.",
             )
-        dense = isinstance(one, torch.Tensor) and one.layout == torch.strided and not one.is_meta
-        if not dense or not one.is_floating_point():
-            raise BadInputError(
-                (
-                    f"{PICKLE} of {local.ref.repo_id} holds {shown(name)}, which is no table of "
-                    "floats."
-                ),
-                "The checkpoint is damaged; fetch it again or take another revision.",
-            )
-    return found
+    weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
+    others = sorted(entries.keys() - weights.keys())
+    if damaged := [*destinations(empty, others, _renamings(local.ref))] or (
+        [] if weights else others
+    ):
+        raise BadInputError(
+            f"{PICKLE} of {local.ref.repo_id} holds {shown(damaged[0])}, which is no table of "
+            "floats.",
+            "Save the model's state_dict(), fetch the checkpoint again, or take another revision.",
+        )
+    return weights
+
+
+def _is_dense(entry: object) -> bool:
+    """Whether it is a tensor of floats with values."""
+    return (
+        isinstance(entry, torch.Tensor)
+        and entry.layout == torch.strided
+        and not entry.is_meta
+        and entry.is_floating_point()
+    )
 
 
 def _refuse_missing(
@@ -475,29 +494,41 @@ def _refuse_missing(
 
     unused: stored keys of no parameter.  spare: files that are not read.
     """
-    for name in sorted(lost):
-        _, layers, rest = name.partition("layers.")
-        for key in sorted(unused) if layers else ():
-            path = iter(key.split("."))
-            # a wrapper adds names
-            if all(part in path for part in (layers + rest).split(".")):
-                wrapper = (
-                    "an adapter was not merged"
-                    if ".base_layer." in key
-                    else "it was saved in a wrapper"
-                )
-                raise BadInputError(
-                    f"{ref.repo_id} has {shown(key)}, not {name}: {wrapper}.",
-                    "Save the model itself: merge the adapter, or save what the wrapper holds.",
-                )
+    in_layers = [name for name in sorted(lost) if "layers." in name]
+    for name, key in product(in_layers, sorted(unused)):
+        if ".base_layer." in key and _wraps(key, name):
+            why = "an adapter was not merged"
+        elif _wraps(key, name):
+            why = "it was saved in a wrapper"
+        elif _place(key) == _place(name):
+            why = "it has the names of another library or model type"
+        else:
+            continue
+        raise BadInputError(
+            f"{ref.repo_id} has {shown(key)}, not {name}: {why}.",
+            "Save the model itself, by save_pretrained: merge the adapter, or save what the "
+            "wrapper holds.",
+        )
     if lost:
         which = f"{len(lost)} weights, such as {min(lost)}"
         if len(lost) == 1:
-            which = min(lost)
+            which = f"{min(lost)} among its weights"
         error = _incomplete(f"{ref.repo_id} lacks {which}.")
         if spare:
             error.hint = f"The index does not name {words(spare)}.  {error.hint}"
         raise error
+
+
+def _wraps(key: str, name: str) -> bool:
+    """Whether a stored key has the path of a parameter, from its layer on, and names besides."""
+    path = iter(key.split("."))
+    return all(part in path for part in name[name.index("layers.") :].split("."))
+
+
+def _place(name: str) -> tuple[list[str], str]:
+    """What stays of a name in any library: its numbers, and its last two parts."""
+    path = name.casefold().split(".")
+    return [part for part in path if part.isdecimal()], ".".join(path[-2:])
 
 
 def _other_shape(

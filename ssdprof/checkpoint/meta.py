@@ -33,7 +33,13 @@ from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import LONGEST_SEQLEN, grouped
 from ssdprof.core.subject import Held
 from ssdprof.core.words import words
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    failed_import,
+    library_message,
+)
 from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
@@ -124,25 +130,23 @@ def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def check_known(config: Mapping[str, Any], where: str) -> None:
-    """BadInputError for a model type or a quantisation that the installed transformers does not
-    have.
-
-    It would ignore the quantisation with a warning.
-    """
-    name, quantization = config["model_type"], config.get("quantization_config")
+    """BadInputError for a model type that the installed transformers does not have."""
+    name = config["model_type"]
     if name not in transformers.CONFIG_MAPPING:
         why = "which the installed transformers does not know"
         if config.get("auto_map"):
             why = "whose code is in the repo itself; ssdprof runs no remote code"
         raise BadInputError(f"{where} is of type {shown(name)}, {why}.", SUPPORTED)
-    method = quant_method(config)
+
+
+def check_known_quantization(config: Mapping[str, Any], label: str) -> None:
+    """BadInputError for a quantisation that transformers would ignore with a warning."""
+    codes = config["quantization_config"]
     with quiet_transformers():
-        if quantization and not (
-            method and transformers.quantizers.AutoHfQuantizer.supports_quant_method(quantization)
+        if quant_method(config) in (None, "mlx", "modelopt") or not (
+            transformers.quantizers.AutoHfQuantizer.supports_quant_method(codes)
         ):
-            raise refuse_quantization(
-                quantization.get("quant_method") if method else quantization, where
-            )
+            raise refuse_quantization(codes, label)
 
 
 def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
@@ -277,7 +281,7 @@ def refusals(what: str) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno not in _OF_MACHINE:
-            raise _unusable(what, error) from error
+            raise failed_import(error) or _unusable(what, error) from error
         raise MissingCapabilityError(
             f"A temporary file for {what} cannot be written: {error.strerror}.",
             "Make room there or set TMPDIR to another folder.",
@@ -293,7 +297,7 @@ def refusals(what: str) -> Iterator[None]:
             raise MissingCapabilityError(
                 f"Main memory is too small for {what}.", "Take fewer layers."
             ) from error
-        raise _unusable(what, error) from error
+        raise failed_import(error) or _unusable(what, error) from error
 
 
 def _unusable(what: str, error: Exception) -> BadInputError:

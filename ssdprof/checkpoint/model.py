@@ -4,7 +4,7 @@ operator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,12 +26,14 @@ from ssdprof.checkpoint.weights import (
     CODES,
     INDEX,
     INTEGERS,
+    SINGLE,
     Weights,
     find_weights,
     layer_index,
     usual_dtype,
 )
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
+from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object
 from ssdprof.operators.late import lazy
@@ -62,7 +64,7 @@ class Model:
     named_quantization: what the config says of the weights.
     tokenizer: hub id or folder that the user named.
     notes: sentences for the user before the run, such as which repo a family name stands for.
-    caveats: for the report.
+    adapter: the file of an adapter beside the weights; empty without one.
     """
 
     requested: str
@@ -76,7 +78,21 @@ class Model:
     tokenizer: str | None = None
     siblings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    caveats: tuple[str, ...] = ()
+    adapter: str = ""
+
+    @property
+    def caveats(self) -> Iterator[str]:
+        """Sentences for the report on files that are not read."""
+        if self.adapter:
+            yield (
+                f"{self.adapter} of {self.source.label} is not applied: these are the layers of "
+                "the model without its adapter."
+            )
+        if self.weights.shards and SINGLE in self.weights.outside_index():
+            yield (
+                f"{SINGLE} of {self.source.label} is not read: {INDEX} places the weights in "
+                f"{words(self.weights.files(self.layer_count))}."
+            )
 
     @property
     def where(self) -> str:
@@ -95,6 +111,8 @@ class Model:
     def on_meta(self) -> PreTrainedModel:
         """The whole base model on the meta device; raises what `meta.build` raises."""
         meta.check_known(self.config, self.where)
+        if self.config.get("quantization_config") and self.weights.has_codes:
+            meta.check_known_quantization(self.config, self.source.label)
         plain = {
             key: value for key, value in self.cut_config().items() if key != "quantization_config"
         }
@@ -402,17 +420,13 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
         f"{named} is a family of models, not a repo: taking {source.label}. Others: "
         f"{', '.join(others)}."
     )
-    caveat = (
-        f"{adapter} of {source.label} is not applied: these are the layers of the model "
-        "without its adapter."
-    )
     return Model(
         requested=named,
         source=source,
         tokenizer=tokenizer,
         siblings=others,
         notes=(notes,) if family else (),
-        caveats=(caveat,) if adapter else (),
+        adapter=adapter,
         **found,
     )
 

@@ -169,14 +169,17 @@ class Weights:
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:
-    """The checkpoint's weights; safetensors wherever there are any.
+    """The checkpoint's weights; safetensors wherever there are any.  An index whose files are all
+    there counts before a single file.
 
     BadInputError if ssdprof can read none; ModelUnavailableError if they are unreachable.
     """
+    if INDEX in source.sizes:
+        shards = _read_index(source.path(INDEX))
+        if SINGLE not in source.sizes or source.sizes.keys() >= set(shards.values()):
+            return Weights(source, shards, None)
     if SINGLE in source.sizes:
         return Weights(source, None, SINGLE)
-    if INDEX in source.sizes:
-        return Weights(source, _read_index(source.path(INDEX)), None)
     if is_original and PICKLE in source.sizes:
         return Weights(source, None, PICKLE)
     if not source.complete:
@@ -232,7 +235,7 @@ def _read_index(path: Path) -> dict[str, str]:
                 ),
                 "Do not trust this checkpoint: no honest tool writes such an index.",
             )
-    return dict(pairs)
+    return {key: str(PurePosixPath(file)) for key, file in pairs}  # "./x" is x
 
 
 def stays_inside(name: str) -> bool:

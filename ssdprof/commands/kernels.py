@@ -33,6 +33,7 @@ from ssdprof.store.reports import dump
 
 
 def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
+    """names: implementations.  too_large: sizes that do not fit this GPU."""
     ranks = join()
     reports = ranks is None or ranks.first  # the first rank reports for all
     watcher: Watcher = output.TerminalWatcher() if reports else Watcher()
@@ -48,7 +49,7 @@ def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens
         )
 
 
-def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...] | None) -> None:
+def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
     if options.clear:
         gone = [f"Removed {file}." for file in tuned.clear()] or [
             f"There is nothing in {tuned.folder()}."
@@ -57,33 +58,29 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         return
     device = tune_job.gpu_to_tune()
     operator = operators.get(options.operator)
-    if options.where is None:
-        sources = tune_job.drawn(operator, cells, device)
-    else:
-        sources = tune_job.captured(operator, options.where, seqlens, device)
     wanted: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
     )
     watcher = output.TerminalWatcher()
 
-    found: list[bool] = []
-
-    def write(report: Report) -> None:
-        if options.out is not None:
-            files.write_text(options.out, dump(report) + "\n")
+    improved: list[bool] = []
 
     def keep(report: Report, calls: TunedCalls, find: TunedConfig | None) -> None:
         """After each search, so that an interruption loses nothing."""
         tuned.keep(report.environment, calls, find)
-        found.append(find is not None)
-        write(report)
+        improved.append(find is not None)
 
-    header = {"subject": options.where or operator.name, "command": options.command}
     report = tune_job.tune(
-        operator, sources, wanted, device, watcher, keep, budget=options.budget, **header
+        operator,
+        cells,
+        wanted,
+        device,
+        watcher,
+        keep,
+        budget=options.budget,
+        command=options.command,
     )
-    write(report)
-    if any(found) and report.environment.gpu:
+    if any(improved) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
         watcher.say(f"What was found is kept in {file}.")
     if options.json:
@@ -93,13 +90,14 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
 
 
 def stalls(options: StallsOptions) -> None:
+    """Profile, or read reports of ncu, then print and write what was found."""
     folder = None
     if options.files:
         report = analyse([read(path) for path in options.files])
     else:
         watcher = output.TerminalWatcher()
-        found = None if options.no_tuned else tuned.use_saved(watcher.say)
-        folder, report = stalls_job.profile(replace(options, tuned=found), watcher)
+        configs = None if options.no_tuned else tuned.use_saved(watcher.say)
+        folder, report = stalls_job.profile(replace(options, tuned=configs), watcher)
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.html is not None:

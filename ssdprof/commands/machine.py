@@ -13,9 +13,10 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 def doctor(*, as_json: bool) -> None:
+    """A line for each requirement; absent libraries say which implementations need them."""
     names: dict[str, list[str]] = {}
     for operator in operators.records():
-        for name, library in operator.generated.libraries.items():
+        for name, library in operator.libraries.items():
             if library.package:
                 names.setdefault(library.package, []).append(name)
     checks = (*machine.doctor(), machine.libraries(names))

@@ -14,7 +14,7 @@ import typer
 from ssdprof.commands import output, terminal
 from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import Record, Text
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.toolchain import require_gpu
@@ -50,6 +50,7 @@ class StoredCapture(Record):
 
 
 def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> None:
+    """Run, or plan with --dry-run, then time prefills and profile stalls as the options say."""
     reports = ranks is None or ranks.first  # the first rank reports for all
 
     def check() -> None:
@@ -101,9 +102,9 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
         require_gpu(*prefill_job.NEEDS_GPU)
         wanted = PrefillOptions(
             **{
-                one.name: getattr(options, one.name)
-                for one in fields(ModelOptions)
-                if one.name != "conditions"
+                field.name: getattr(options, field.name)
+                for field in fields(ModelOptions)
+                if field.name != "conditions"
             },
             smallest_difference=options.smallest_difference,
             out=folder / "prefill",
@@ -125,18 +126,19 @@ def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | Non
     stalls`.
     """
     try:
-        found = profile_run(options, folder, report, TerminalWatcher(), tuned=tuned)
+        profiled = profile_run(options, folder, report, TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:
         terminal.say(f"No stalls: {error.message}  {error.hint}")
         return error.exit_code
     if not options.json:
         lines = map(tables.verdict, verdict_lines(report))
-        terminal.out().print(tables.render(stalls.compose(found)), *lines, sep="\n")
+        terminal.out().print(tables.render(stalls.compose(profiled)), *lines, sep="\n")
     terminal.say(f"Stalls are in {folder / stall_files.FOLDER}.")
-    return ExitCode.MISSING_CAPABILITY if found.missing else ExitCode.OK
+    return ExitCode.MISSING_CAPABILITY if profiled.missing else ExitCode.OK
 
 
 def capture(options: CaptureOptions, subject: Subject | None) -> None:
+    """subject: None for a recording of a server."""
     if subject is not None and options.dry_run:
         check = partial(run_job.check_capture, options.out, overwrite=options.force)
         _plan(subject, check, as_json=options.json)

@@ -21,7 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ssdprof.commands import terminal
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
@@ -131,14 +131,12 @@ def end(report: Report) -> None:
 
     The reasons are named on stderr; of the failed cases of a run its report tells.
     """
-    found = Outcome(report)
-    if not found.passed:
-        of_cases = report.kind in ("bench", "prefill")
-        fail(
-            statements.errors(report)
-            if of_cases
-            else (f"GATE FAILED: {one}" for one in found.broken)
-        )
+    outcome = Outcome(report)
+    if outcome.passed:
+        return
+    if report.kind in ("bench", "prefill"):
+        fail(statements.errors(report))
+    fail(f"GATE FAILED: {verdict}" for verdict in outcome.broken)
 
 
 def fail(lines: Iterable[str]) -> NoReturn:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -18,21 +18,22 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from ssdprof import files, operators, settings
-from ssdprof.checkpoint.names import FAMILIES
+from ssdprof.checkpoint.names import FAMILIES, KnownCheckpoint
 from ssdprof.commands import output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import precisions_for
 from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
-from ssdprof.core.report import ListedRun, Report
+from ssdprof.core.outcome import ListedRun
+from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
-from ssdprof.environment.child import Forked
+from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.document import compose
-from ssdprof.report.table import Table
+from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
 from ssdprof.store.ranks import FIRST
@@ -47,16 +48,18 @@ SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 
 
 def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
+    """history: tables of runs that compared the same, instead of one of all."""
     if folder is not None and not folder.is_dir():
         raise BadInputError(
             f"{folder} is not a folder.",
             "Name a folder that holds runs, or leave it out for runs/.",
         )
-    found = reports.listed(folder or reports.RUNS)
-    listed = [ListedRun.of(path.name, report) for path, report in found]
+    stored = reports.listed(folder or reports.RUNS)
+    listed = [ListedRun.of(path.name, report) for path, report in stored]
+    tables = list(brief.history(stored) if history else filter(None, [brief.runs(listed)]))
     if as_json:
-        terminal.print_json([one.model_dump(mode="json") for one in listed])
-    elif tables := list(brief.history(found) if history else filter(None, [brief.runs(listed)])):
+        terminal.print_json([run.model_dump(mode="json") for run in listed])
+    elif tables:
         for table in tables:
             terminal.out().print(SplitTable(table, rest="--json"))
     else:
@@ -68,11 +71,11 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
 # --- after a process that did not come to its end
 
 
-def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None:
+def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     """End as a child process did that ran users' kernels; if it could not say how, report what it
     left.
     """
-    if not ended.fault and (code := ended.last("exit")) is not None:
+    if (code := ended.last("exit")) is not None:
         raise typer.Exit(int(code))
     why = f"The process that ran {' and '.join(names)} {ended.how}"
     rank, _, place = (ended.last("report") or "").partition(" ")
@@ -94,14 +97,10 @@ def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None
 
 
 def accuracy(options: options.AccuracyOptions) -> None:
-    given = tuple(map(parse_gate, options.gate or ()))
+    """Judge a stored run again, by the gates of the options, then the run's, then the settings'."""
+    gates = tuple(map(parse_gate, options.gate or ()))
     limits = [gate for gate in settings.gates(options.config, ()) if gate.metric in _OF_ACCURACY]
     folder, report = reports.load(options.run, "run")
-    if options.baseline not in (None, report.baseline):
-        raise BadInputError(
-            f"Run {report.id} compared with {report.baseline}, not with {options.baseline}.",
-            f"Run the model again with --baseline {options.baseline}.",
-        )
     if options.impl is not None:
         names = parse_implementations("--impl", options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)
@@ -110,7 +109,7 @@ def accuracy(options: options.AccuracyOptions) -> None:
                 f"Run {report.id} has no implementation {name!r}.", nearest(name, known)
             )
         report = report.restricted(implementations=names)
-    kept = (*given, *settings.besides(report.conditions, given))
+    kept = (*gates, *settings.besides(report.conditions, gates))
     report = report.changed(conditions=(*kept, *settings.besides(limits, kept)))
     states = parse_states(options.states)
     table = brief.accuracy_table(
@@ -124,6 +123,7 @@ def accuracy(options: options.AccuracyOptions) -> None:
 
 
 def export(options: options.ExportOptions) -> None:
+    """Write a report in a format, by default that of the file's suffix."""
     chosen = options.format or ("json" if options.json else format_of(options.output or Path()))
     if options.json and chosen != "json":
         raise both("--json", f"--format {chosen}")
@@ -185,133 +185,103 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 
 # --- case
 
-_SCRIPT = """{title}
-
-import ssdprof
-
-report = ssdprof.{kind}(
-{arguments}
-)
-case = next(one for one in report.cases if one.id == "{id}")
-print(case.name, case.result, case.why, sep="\\n")
-for tensor in case.accuracy:
-    rms, floor = tensor.vs_oracle.rms_ratio, tensor.floor.rms_ratio
-    print(tensor.tensor, "rms error against fp64", rms, "floor", floor)
-print("device time [us]", case.device_us)
-"""
+_OF_OUTPUT = ("json", "full", "dry_run", "prefill", "stalls")  # options that no function has
 
 
 def case(options: options.CaseOptions) -> None:
+    """Print a case of a report: how to run it again, as JSON, or as a Python file."""
     _, report = reports.load(options.run, *(() if options.run else _REPORTS))
     known = {case.id: case for case in report.cases}
-    found = known.get(options.case) or {case.name: case for case in report.cases}.get(options.case)
-    if found is None:
+    named = known | {case.name: case for case in report.cases}
+    case = named.get(options.case)
+    if case is None:
         raise BadInputError(
             f"Report {report.id} has no case {options.case!r}.", nearest(options.case, known)
         )
-    words = report.again(found)
+    words = report.again(case)
     if options.json:
-        print(found.model_dump_json(exclude_defaults=True, indent=1))
+        print(case.model_dump_json(exclude_defaults=True, indent=1))
     elif not words:
         raise BadInputError(f"No command made report {report.id}.", "Call ssdprof.compare again.")
-    elif options.script:
-        given = _arguments(words[2:])
-        shown = "\n".join(
-            f"    {f'{name}=' * bool(name)}{value!r}," for name, value in given.items()
-        )
-        title = repr(f"{found.name}, of report {report.id}.")
-        print(_SCRIPT.format(title=title, kind=words[1], arguments=shown, id=found.id), end="")
     else:
-        result = ": ".join(filter(None, (found.result, found.why)))
-        print(f"{found.id}  {found.name}\n{result}\n{shlex.join(words)}")
-
-
-def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The words of a command as arguments of its function: that of the name "" comes first."""
-    found: dict[str, Any] = {}
-    for word in words:
-        if word.startswith("--"):
-            last, _, value = word.removeprefix("--").replace("-", "_").partition("=")
-            found[last] = (
-                [*found[last], value] if last == "gate" and last in found else value or True
-            )
-        elif not found:
-            found[""] = word
-        elif isinstance(found[last], list):
-            found[last][-1] = word
-        else:
-            found[last] = (
-                [*([] if found[last] is True else [found[last]]), word] if last == "gate" else word
-            )
-    return {
-        name: value
-        for name, value in found.items()
-        if name not in ("json", "full", "dry_run", "prefill", "stalls")
-    }
+        result = ": ".join(filter(None, (case.result, case.why)))
+        print(f"{case.id}  {case.name}\n{result}\n{shlex.join(words)}")
 
 
 # --- compare
 
 
 def compare(options: options.CompareOptions) -> None:
+    """Compare two stored reports, and end with exit code 1 if a change is not allowed."""
     if options.json and options.format not in (None, "json"):
         raise both("--json", f"--format {options.format}")
     stored = settings.load(options.config).compare
     texts = stored.fail_if if options.fail_if is None else options.fail_if
-    allowed = [parse_change(text) for text in texts]
+    allowed = tuple(map(parse_change, texts))
     smallest = parse_percent(
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
     target = _target(options.output, force=options.force)
     chosen = options.format or (format_of(target, _OF_COMPARISONS) if target else "")
-    (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
-    sides = (options.base, base), (options.new, new)
-    found = pairs.compare(*sides, smallest_difference=smallest, allowed=allowed)
-    changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
-    document = comparison.compose(found, tuple(changes), every=bool(options.format or target))
+    base_folder, base = reports.load(options.base)
+    new_folder, new = reports.load(options.new)
+    if new.environment.gpu is None:
+        allowed = settings.without_speed(
+            allowed, options.fail_if or (), "--fail-if", "NEW's machine", terminal.say
+        )
+    compared = pairs.compare(
+        (options.base, base), (options.new, new), smallest_difference=smallest, allowed=allowed
+    )
+    before, after = stall_files.of_run(base_folder), stall_files.of_run(new_folder)
+    changes = tuple(stalls.changes(before, after))
+    document = comparison.compose(compared, changes, every=bool(options.format or target))
     if options.json or chosen == "json":
-        _write(pairs.DOCUMENT.dump_json(found, indent=1).decode(), target, force=options.force)
+        _write(pairs.DOCUMENT.dump_json(compared, indent=1).decode(), target, force=options.force)
     elif chosen == "html":
         _write(html.of_document(document), target, force=options.force)
     elif chosen:
         _write(markdown.render(document), target, force=options.force)
     else:
         terminal.out().print(render(document, rest="--format markdown"))
-    if not found.passed:
-        offences = [f"FAILED: {one}" for offenders in found.verdicts.values() for one in offenders]
-        if found.nothing_compared:
-            offences.append(f"FAILED: nothing was compared: {found.nothing_compared}")
-        output.fail(offences)
+    if compared.passed:
+        return
+    offences = list(chain.from_iterable(compared.verdicts.values()))
+    lines = [f"FAILED: {offence}" for offence in offences]
+    if compared.nothing_compared:
+        lines.append(f"FAILED: nothing was compared: {compared.nothing_compared}")
+    output.fail(lines)
 
 
 # --- models
 
 
 def models(*, as_json: bool) -> None:
+    """A table of checkpoints for each family."""
     if as_json:
         terminal.print_json([asdict(row) for row in FAMILIES])
         return
-    for row in FAMILIES:
-        outline = operators.get(row.operator)
-        table = Table(
-            title=f"{row.title}: {outline.title}, model type {row.model_type}",
-            headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
-            rows=tuple(
-                (
-                    known.repo,
-                    f"{known.parameters / 1e9:g} B",
-                    f"{known.operator_layers} of {known.layers}"
-                    if known.operator_layers
-                    else "not known",
-                    f"{known.trained_context:,}" if known.trained_context else MISSING,
-                    outline.words.format(**known.dims) if known.dims else "not known",
-                )
-                for known in row.checkpoints
-            ),
-            align=("left", "right", "right", "right", "left"),
-            note=f"{' or '.join(row.typed)} takes {row.flagship}." if row.typed else "",
-        )
-        terminal.out().print(SplitTable(table), "")
+    for family in FAMILIES:
+        outline = operators.get(family.operator)
+        rows = [_checkpoint(known, outline.words) for known in family.checkpoints]
+        title = f"{family.title}: {outline.title}, model type {family.model_type}"
+        note = f"{' or '.join(family.typed)} takes {family.flagship}." if family.typed else ""
+        if shown := table(title, rows, ("checkpoint", "operator's sizes"), note=note):
+            terminal.out().print(SplitTable(shown), "")
+
+
+def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:
+    layers, context = "not known", MISSING
+    if known.operator_layers:
+        layers = f"{known.operator_layers} of {known.layers}"
+    if known.trained_context:
+        context = f"{known.trained_context:,}"
+    return {
+        "checkpoint": known.repo,
+        "parameters": f"{known.parameters / 1e9:g} B",
+        "layers": layers,
+        "trained on": context,
+        "operator's sizes": words.format(**known.dims) if known.dims else "not known",
+    }
 
 
 # --- schemas
@@ -328,7 +298,7 @@ SCHEMAS = {
     "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
-    "runs": ("runs", "ssdprof.core.report:ListedRun[]"),
+    "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),
     "stalls-v4": ("stalls", "ssdprof.core.stalls:StallReport"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),
     "settings-v1": ("", "ssdprof.settings:ProjectSettings"),

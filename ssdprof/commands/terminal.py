@@ -133,8 +133,8 @@ def only_data_on_stdout() -> Iterator[None]:
     with (
         os.fdopen(os.dup(1), "wb") as stdout,
         # a kernel may close it
-        unread(os.dup(2), close=True) as theirs,
-        redirect_stdout(theirs),
+        unread(os.dup(2), close=True) as diverted,
+        redirect_stdout(diverted),
     ):
         os.dup2(2, 1)
         try:

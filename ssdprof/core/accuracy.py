@@ -123,6 +123,13 @@ class ErrorTest(Record):
         )
 
 
+def _explains_most(test: ErrorTest) -> tuple[bool, float]:
+    """A gain explains all other errors, and a whole head those of its places, unless one of them
+    is far worse.
+    """
+    return test.test == "gain", test.used * (2 if test.test == "rms" else 1)
+
+
 class Accuracy(Record):
     """One output tensor.
 
@@ -146,39 +153,37 @@ class Accuracy(Record):
     @property
     def reason(self) -> str:
         """Why it does not pass, in a sentence; empty if it does."""
-        ours, floor = self.vs_oracle, self.floor
-        if ours.nonfinite:
-            where = (
-                f"{self.tensor}: {ours.nonfinite} elements are not finite, the first at "
-                f"{ours.first_nonfinite}"
-            )
-            if not floor.nonfinite:
-                return f"{where}; the exact answer is finite everywhere"
-            return (
-                f"{where}; the exact answer, rounded to {self.dtype}, is itself not finite in "
-                f"{floor.nonfinite} "
-                f"elements, the first at {floor.first_nonfinite}"
-            )
-        for one in self.budget:
-            if one.error > one.budget:
+        if self.vs_oracle.nonfinite:
+            return self._nonfinite_reason()
+        for use in self.budget:
+            if use.error > use.budget:
                 return (
-                    f"{self.tensor}, head {one.head}: {one.norm}|ours - oracle| is "
-                    f"{one.error:.3g}, its budget "
-                    f"{one.budget:.3g}; the largest difference is at {one.position}"
+                    f"{self.tensor}, head {use.head}: {use.norm}|ours - oracle| is "
+                    f"{use.error:.3g}, its budget {use.budget:.3g}; the largest difference is at "
+                    f"{use.position}"
                 )
-        if failed := [one for one in self.checks if one.used > 1]:
-            # a gain explains all the rest, and a head its places, unless one is far worse
-            worst = max(
-                failed,
-                key=lambda one: (one.test == "gain", one.used * (2 if one.test == "rms" else 1)),
-            )
-            return f"{self.tensor}, {worst.words}"
+        if failed := [test for test in self.checks if test.used > 1]:
+            return f"{self.tensor}, {max(failed, key=_explains_most).words}"
         if self.coarser:
             return (
                 f"{self.tensor}: {self.claimed} states are claimed, but a head has only "
                 f"{self.coarser} numbers"
             )
         return ""
+
+    def _nonfinite_reason(self) -> str:
+        """Elements that are not finite, and whether the exact answer is."""
+        error, floor = self.vs_oracle, self.floor
+        where = (
+            f"{self.tensor}: {error.nonfinite} elements are not finite, the first at "
+            f"{error.first_nonfinite}"
+        )
+        if not floor.nonfinite:
+            return f"{where}; the exact answer is finite everywhere"
+        return (
+            f"{where}; the exact answer, rounded to {self.dtype}, is itself not finite in "
+            f"{floor.nonfinite} elements, the first at {floor.first_nonfinite}"
+        )
 
     @property
     def over_floor(self) -> float | None:

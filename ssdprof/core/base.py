@@ -30,7 +30,7 @@ Intermediates = Literal["exact", "relaxed"]
 # what happened; whether it is right is `Case.result`
 Status = Literal["ran", "refused", "out of memory", "failed"]
 Fault = Literal["refused", "out of memory", "failed"]
-Result = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
+CaseResult = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 Clock = Literal["call", "device"]  # a Python call on an idle device; replay of a recorded graph
 CLOCKS: Final[tuple[Clock, ...]] = ("device", "call")
 TensorName = Literal["out", "final_states"]
@@ -65,10 +65,14 @@ def _time(text: str) -> str:
 
 
 Time = Annotated[str, AfterValidator(_time)]
+
+
+def _harmless(text: object) -> object:
+    return HARMFUL.sub(escaped, text) if isinstance(text, str) else text
+
+
 # a text from anywhere, which is harmless in every output; pydantic itself refuses lone surrogates
-Text = Annotated[
-    str, BeforeValidator(lambda text: HARMFUL.sub(escaped, text) if isinstance(text, str) else text)
-]
+Text = Annotated[str, BeforeValidator(_harmless)]
 
 
 class Record(BaseModel):
@@ -78,7 +82,7 @@ class Record(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings"
     )
 
-    def changed(self, **fields: Any) -> Self:
+    def changed(self, **fields: object) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
         return type(self)(**(self.own | fields))
 
@@ -139,21 +143,21 @@ def precisions_for(
     kinds: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if intermediates == "all" else (intermediates,)
     )
-    return tuple(
-        f"{kind}, {state} states"
-        for kind in kinds
-        for state in states or ("fp32" if kind == "exact" else dtype,)
-    )
+    names: list[PrecisionName] = []
+    for kind in kinds:
+        default: DType = "fp32" if kind == "exact" else dtype
+        names += [f"{kind}, {state} states" for state in states or (default,)]
+    return tuple(names)
 
 
-REPEATS: Final = "repeats bitwise"  # no one promises them: they are told
+REPEATS: Final = "repeats bitwise"  # a law that no kernel promises: only reported
 # begins the names of laws about a pool of states: measure/pools.py
 BETWEEN_CALLS: Final = "between calls: "
 Holds = Literal["yes", "no", "not applicable"]
 
 
 class Probe(Record):
-    """Whether a law holds that every correct kernel obeys, as measure/probes.py tests it.
+    """Whether a law holds that every correct kernel obeys, as measure/laws.py tests it.
 
     detail: the first place that broke it, why the law is not applicable, or in which limits it
     holds.
@@ -166,7 +170,7 @@ class Probe(Record):
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """The items with each key, both in their order."""
-    found: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups

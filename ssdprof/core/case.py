@@ -13,6 +13,7 @@ from ssdprof.core import statistics
 from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import (
     REPEATS,
+    CaseResult,
     Clock,
     Count,
     DType,
@@ -25,7 +26,6 @@ from ssdprof.core.base import (
     PrecisionName,
     Probe,
     Record,
-    Result,
     Size,
     Status,
     TensorName,
@@ -126,9 +126,9 @@ class Summary(Record):
 
     @model_validator(mode="after")
     def _ordered(self) -> Summary:
-        for one in filter(None, (self.call, self.device, *self.over.values())):
-            if not 1e-12 < one.low <= one.value <= one.high < 1e12:
-                raise ValueError(f"{one.value} is not within its interval, or impossible")
+        for time in filter(None, (self.call, self.device, *self.over.values())):
+            if not 1e-12 < time.low <= time.value <= time.high < 1e12:
+                raise ValueError(f"{time.value} is not within its interval, or impossible")
         return self
 
 
@@ -359,10 +359,10 @@ class Case(Record):
             raise ValueError("times belong only to a case that ran")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
-        if self.layer and any(len(one.vs_oracle.worst_position) < 2 for one in self.accuracy):
+        if self.layer and any(len(tensor.vs_oracle.worst_position) < 2 for tensor in self.accuracy):
             raise ValueError("a position has an index for each axis")
-        unique("samples", [(one.process, one.clock) for one in self.samples])
-        unique("a tensor", [one.tensor for one in self.accuracy])
+        unique("samples", [(samples.process, samples.clock) for samples in self.samples])
+        unique("a tensor", [tensor.tensor for tensor in self.accuracy])
         return self
 
     # --- the task
@@ -463,7 +463,7 @@ class Case(Record):
     # --- accuracy
 
     def tensor(self, name: TensorName) -> Accuracy | None:
-        return next((one for one in self.accuracy if one.tensor == name), None)
+        return next((tensor for tensor in self.accuracy if tensor.tensor == name), None)
 
     @property
     def error(self) -> Deviation | None:
@@ -482,19 +482,17 @@ class Case(Record):
         return bands[0] if bands else None
 
     @cached_property
-    def result(self) -> Result:
+    def result(self) -> CaseResult:
         """What follows from the status and the errors."""
         if self.status != "ran":
             return self.status
-        if self.nonfinite or any(one.vs_oracle.nonfinite for one in self.accuracy):
+        if self.nonfinite or any(tensor.vs_oracle.nonfinite for tensor in self.accuracy):
             return "nonfinite"
         if isinstance(self.task, Answers) and self.task.nonfinite is not None:
             return "nonfinite"
-        return (
-            "inaccurate"
-            if self.later_fault or self.broken_laws or (self.outside_budget and not self.tolerated)
-            else "passed"
-        )
+        if self.later_fault or self.broken_laws or (self.outside_budget and not self.tolerated):
+            return "inaccurate"
+        return "passed"
 
     @property
     def failed(self) -> bool:
@@ -502,16 +500,16 @@ class Case(Record):
 
     @property
     def broken_laws(self) -> tuple[Probe, ...]:
-        """Those that count: of a library that only came along, they are told and no more."""
+        """Those that count: of a library that only came along, they are shown and no more."""
         if self.kind == "library" and not self.named:
             return ()
-        return tuple(one for one in self.probes if one.holds == "no" and one.name != REPEATS)
+        return tuple(law for law in self.probes if law.holds == "no" and law.name != REPEATS)
 
     @property
     def outside_budget(self) -> str:
         """The reasons, and the laws that it breaks; empty if all is well."""
-        reasons = [one.reason for one in self.accuracy if one.reason]
-        laws = [f"law '{one.name}': {one.detail}" for one in self.broken_laws]
+        reasons = [tensor.reason for tensor in self.accuracy if tensor.reason]
+        laws = [f"law '{law.name}': {law.detail}" for law in self.broken_laws]
         return "; ".join([*reasons, *laws])
 
     @property
@@ -526,10 +524,9 @@ class Case(Record):
         """Whether it is timed although it is outside the budget: another library's, close enough to
         be the operator.
         """
-        rms = [one.vs_oracle.rms_ratio for one in self.accuracy]
-        return self.kind in ("library", "served") and all(
-            one is not None and one <= CLOSE for one in rms
-        )
+        ratios = [tensor.vs_oracle.rms_ratio for tensor in self.accuracy]
+        close = all(ratio is not None and ratio <= CLOSE for ratio in ratios)
+        return close and self.kind in ("library", "served")
 
     @property
     def why(self) -> str:
@@ -538,8 +535,8 @@ class Case(Record):
             return self.later_fault
         if isinstance(self.task, Answers) and self.task.nonfinite is not None:
             return f"the distribution at position {self.task.nonfinite:,} is not finite"
-        found = self.reason or ("some element is not finite" if self.nonfinite else "")
-        return found or self.outside_budget
+        nonfinite = "some element is not finite" if self.nonfinite else ""
+        return self.reason or nonfinite or self.outside_budget
 
     @property
     def judged(self) -> bool:
@@ -559,12 +556,12 @@ class Case(Record):
 
     def _of(self, clock: Clock) -> dict[str, tuple[tuple[float, ...], ...]]:
         """Microseconds of each recording of each process."""
-        return {one.process: one.us for one in self.samples if one.clock == clock}
+        return {samples.process: samples.us for samples in self.samples if samples.clock == clock}
 
     def by_clock(self, clock: Clock) -> Estimate | None:
         """The time in microseconds."""
-        if found := self._of(clock):
-            return statistics.of_processes([statistics.median(us) for us in found.values()])
+        if processes := self._of(clock):
+            return statistics.of_processes([statistics.median(us) for us in processes.values()])
         if self.summary is None:
             return None
         return self.summary.call if clock == "call" else self.summary.device
@@ -588,16 +585,20 @@ class Case(Record):
         By the rounds that both were timed in; without those the recorded speedup, or the quotient
         of the two times.
         """
-        own, others = self.by_clock(clock), other.by_clock(clock) if other else None
-        if other is None or other is self or not own or not others:
+        time, other_time = self.by_clock(clock), other.by_clock(clock) if other else None
+        if other is None or other is self or not time or not other_time:
             return None
-        mine, theirs = self._of(clock), other._of(clock)
-        if together := [name for name, us in mine.items() if len(us) == len(theirs.get(name, ()))]:
-            every = [statistics.ratio(theirs[name], mine[name]) for name in together]
-            return statistics.of_processes(every, statistics.SPREAD[clock])
+        rounds, other_rounds = self._of(clock), other._of(clock)
+        ratios = [
+            statistics.ratio(other_rounds[process], us)
+            for process, us in rounds.items()
+            if len(us) == len(other_rounds.get(process, ()))
+        ]
+        if ratios:
+            return statistics.of_processes(ratios, statistics.SPREAD[clock])
         if self.summary and clock in self.summary.over and other.implementation == self.baseline:
             return self.summary.over[clock]
-        return statistics.quotient(others, own)
+        return statistics.quotient(other_time, time)
 
     def floor_us(self, ceilings: Ceilings | None) -> float | None:
         """The least time in which this GPU can move the bytes and do the arithmetic."""

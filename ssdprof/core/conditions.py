@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pydantic import model_validator
 
 from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text
-from ssdprof.core.case import Answers, Prefill
+from ssdprof.core.case import Answers, Case
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
 
-if TYPE_CHECKING:
-    from ssdprof.core.case import Case
-    from ssdprof.core.report import Report
-
-TOLERANCE_NAMES = {tolerance(one): one for one in TOLERANCES}
-JUDGED = "fused"  # the implementation that the gates of benches and prefills judge
-Value = Estimate | float
+OF_SPEED = ("speedup", "time")  # metrics
+TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
+Measured = Estimate | float
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:"
 _NUMBER = r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<percent>%?)"
 _GATE = re.compile(_METRIC + _NUMBER)
@@ -73,70 +69,72 @@ class Change:
     text: str
 
 
-class Verdict(Record):
-    """condition: as the user gave it.  case: its name; empty: the condition judged no case.
-    holds: None if it cannot be judged.  found: in words.
-    """
+class Speedups(Protocol):
+    """A report, as far as the metrics need it."""
 
-    condition: Text
-    case: Text
-    holds: bool | None
-    found: Text = ""
-
-    def __str__(self) -> str:
-        return ": ".join(part for part in (self.condition, self.case, self.found) if part)
+    def speedup(self, case: Case, *, over: str = "") -> Estimate | None:
+        """The speedup of a case over its baseline, or over another implementation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """of: (case, where, report) -> its value; None: there is none.
+    """A value of a case that conditions are about.
 
-    lacks: the reason why not, in words.  applies: whether it is of a case.
-    places: what @ may name; None: any implementation.  place: the default.
-    more: more is better.  unit: of values.  limit, change: examples.
+    value: of a case at a tolerance, clock or implementation; None: the case has none.
+    if_missing: the reason, in words.  applies: whether cases of this kind can have it.
+    choices: what may follow @; None: any implementation.  default: if nothing does.
+    gate, change: examples of limits.
     """
 
-    of: Callable[[Case, str, Report], Value | None]
-    lacks: str = "no such value"
+    value: Callable[[Case, str, Speedups], Measured | None]
     applies: Callable[[Case], bool]
-    places: tuple[str, ...] | None = ()
-    place: str = ""
-    more: bool = False
-    unit: str = ""
-    limit: str
+    gate: str
     change: str
+    unit: str = ""
+    more_is_better: bool = False
+    choices: tuple[str, ...] | None = ()
+    default: str = ""
+    if_missing: str = "no such value"
 
-    def has(self, place: str) -> bool:
-        """Whether @ may name it."""
-        return not place or self.places is None or place in self.places
+    def has(self, at: str) -> bool:
+        """Whether it may follow @."""
+        return not at or self.choices is None or at in self.choices
 
     @property
-    def percent(self) -> bool:
+    def is_percent(self) -> bool:
         return self.unit == "%"
 
     def shown(self, value: float) -> str:
         return f"{value:,}{self.unit}" if isinstance(value, int) else f"{value:.6g}{self.unit}"
 
 
-def _timed(case: Case) -> bool:
-    return not _answers(case)
-
-
-def _call(case: Case) -> bool:
-    return case.dims is not None
-
-
-def _answers(case: Case) -> bool:
+def is_answers(case: Case) -> bool:
     return isinstance(case.task, Answers)
 
 
-def _time(case: Case, clock: str, _report: Report) -> Estimate | None:
+def _is_timed(case: Case) -> bool:
+    return not is_answers(case)
+
+
+def _is_call(case: Case) -> bool:
+    return case.dims is not None
+
+
+def _speedup(case: Case, over: str, report: Speedups) -> Estimate | None:
+    return report.speedup(case, over=over)
+
+
+def _time(case: Case, clock: str, _: Speedups) -> Estimate | None:
     if clock == "call":
         return case.call_us
     return case.device_us if clock == "device" else case.time_us
 
 
-def _rms(case: Case, _where: str, _report: Report) -> float | None:
+def _match(case: Case, tolerance_name: str, _: Speedups) -> float | None:
+    return case.match_pct(TOLERANCE_NAMES[tolerance_name])
+
+
+def _rms(case: Case, _at: str, _: Speedups) -> float | None:
     """Over the floor; infinite if the floor is 0 and the error is not."""
     out = case.tensor("out")
     if out is None:
@@ -146,10 +144,18 @@ def _rms(case: Case, _where: str, _report: Report) -> float | None:
     return math.inf if out.vs_oracle.rms_ratio else 0.0
 
 
-def _of_answers(name: str) -> Callable[[Case, str, Report], float | None]:
+def _memory(case: Case, _at: str, _: Speedups) -> int | None:
+    return case.workspace_bytes
+
+
+def _launches(case: Case, _at: str, _: Speedups) -> int | None:
+    return case.kernels
+
+
+def _of_answers(name: str) -> Callable[[Case, str, Speedups], float | None]:
     """A value of the answers' whole prompt."""
 
-    def value(case: Case, _where: str, _report: Report) -> float | None:
+    def value(case: Case, _at: str, _: Speedups) -> float | None:
         return getattr(case.band, name) if case.band else None
 
     return value
@@ -157,77 +163,69 @@ def _of_answers(name: str) -> Callable[[Case, str, Report], float | None]:
 
 METRICS: dict[str, Metric] = {
     "speedup": Metric(
-        of=lambda case, over, report: report.speedup(case, over=over),
-        lacks="it or its baseline was not timed",
-        applies=_timed,
-        places=None,
-        more=True,
-        unit="x",
-        limit="1.5",
+        value=_speedup,
+        applies=_is_timed,
+        gate="1.5",
         change="base-3%",
+        unit="x",
+        more_is_better=True,
+        choices=None,
+        if_missing="it or its baseline was not timed",
     ),
     "time": Metric(
-        of=_time,
-        lacks="not timed",
-        applies=_timed,
-        places=("call", "device"),
-        unit=" us",
-        limit="500",
+        value=_time,
+        applies=_is_timed,
+        gate="500",
         change="base+3%",
+        unit=" us",
+        choices=("call", "device"),
+        if_missing="not timed",
     ),
     "match": Metric(
-        of=lambda case, within, _: case.match_pct(TOLERANCE_NAMES[within]),
-        lacks="not compared with a baseline",
-        applies=_call,
-        places=tuple(TOLERANCE_NAMES),
-        place="1e-3",
-        more=True,
-        unit="%",
-        limit="99%",
+        value=_match,
+        applies=_is_call,
+        gate="99%",
         change="base-0.1",
+        unit="%",
+        more_is_better=True,
+        choices=tuple(TOLERANCE_NAMES),
+        default="1e-3",
+        if_missing="not compared with a baseline",
     ),
     "rms": Metric(
-        of=_rms,
-        lacks="not compared with the fp64 oracle",
-        applies=_call,
+        value=_rms,
+        applies=_is_call,
+        gate="1.5",
+        change="base+5%",
         unit=" times the floor",
-        limit="1.5",
-        change="base+5%",
+        if_missing="not compared with the fp64 oracle",
     ),
-    "memory": Metric(
-        of=lambda case, _where, _report: case.workspace_bytes,
-        applies=_call,
-        unit=" bytes",
-        limit="1e9",
-        change="base+5%",
-    ),
-    "launches": Metric(
-        of=lambda case, _where, _report: case.kernels, applies=_call, limit="2", change="base+0"
-    ),
+    "memory": Metric(value=_memory, applies=_is_call, gate="1e9", change="base+5%", unit=" bytes"),
+    "launches": Metric(value=_launches, applies=_is_call, gate="2", change="base+0"),
     "kl": Metric(
-        of=_of_answers("kl_mean"),
-        applies=_answers,
-        unit=" nats",
-        limit="0.001",
+        value=_of_answers("kl_mean"),
+        applies=is_answers,
+        gate="0.001",
         change="base+0.001",
+        unit=" nats",
     ),
     "top1": Metric(
-        of=_of_answers("top1_pct"),
-        applies=_answers,
-        more=True,
-        unit="%",
-        limit="99%",
+        value=_of_answers("top1_pct"),
+        applies=is_answers,
+        gate="99%",
         change="base-0.1",
+        unit="%",
+        more_is_better=True,
     ),
     "perplexity": Metric(
-        of=_of_answers("perplexity"), applies=_answers, limit="8", change="base+1%"
+        value=_of_answers("perplexity"), applies=is_answers, gate="8", change="base+1%"
     ),
     "perplexity-increase": Metric(
-        of=_of_answers("perplexity_increase_pct"),
-        applies=_answers,
-        unit="%",
-        limit="0.1%",
+        value=_of_answers("perplexity_increase_pct"),
+        applies=is_answers,
+        gate="0.1%",
         change="base+0.1",
+        unit="%",
     ),
 }
 
@@ -235,7 +233,7 @@ METRICS: dict[str, Metric] = {
 def parse_gate(text: str) -> Condition:
     """ "match@1e-2:99%" -> the gate.  Raises BadInputError, which says what to write."""
     name, metric = _metric("gate", text)
-    hint = f"Write {name}:{metric.limit}."
+    hint = f"Write {name}:{metric.gate}."
     if re.search(":base[+-]", text):
         raise BadInputError(
             f"The gate {text!r} compares with another report.",
@@ -244,10 +242,10 @@ def parse_gate(text: str) -> Condition:
     parts = _GATE.fullmatch(text)
     if parts is None:
         raise BadInputError(f"The gate {text!r} cannot be read.", hint)
-    at = _place("gate", text, metric, parts)
+    at = _choice("gate", text, metric, parts)
     limit = float(parts["number"])
-    largest = 100 if metric.percent else math.inf
-    if bool(parts["percent"]) != metric.percent or math.isinf(limit) or limit > largest:
+    largest = 100 if metric.is_percent else math.inf
+    if bool(parts["percent"]) != metric.is_percent or math.isinf(limit) or limit > largest:
         raise BadInputError(f"The gate {text!r} has a limit that does not fit {name}.", hint)
     return Condition(metric=name, at=at, limit=limit, text=text)
 
@@ -262,14 +260,18 @@ def parse_change(text: str) -> Change:
     parts = _CHANGE.fullmatch(text)
     if parts is None:
         raise BadInputError(f"The change {text!r} cannot be read.", hint)
-    at = _place("change", text, metric, parts)
+    at = _choice("change", text, metric, parts)
     relative, limit = bool(parts["percent"]), float(parts["number"])
-    worse = parts["sign"] == ("-" if metric.more else "+")
-    if not worse or (relative and metric.percent) or math.isinf(limit):
+    worse = parts["sign"] == ("-" if metric.more_is_better else "+")
+    if not worse or (relative and metric.is_percent) or math.isinf(limit):
         raise BadInputError(f"The change {text!r} has a limit that does not fit {name}.", hint)
     return Change(
         metric=name, at=at, limit=limit / 100 if relative else limit, relative=relative, text=text
     )
+
+
+def number(value: Measured) -> float:
+    return value.value if isinstance(value, Estimate) else value
 
 
 def _metric(what: str, text: str) -> tuple[str, Metric]:
@@ -280,13 +282,13 @@ def _metric(what: str, text: str) -> tuple[str, Metric]:
     return name, METRICS[name]
 
 
-def _place(what: str, text: str, metric: Metric, parts: re.Match[str]) -> str:
-    """The place of a gate or a change, or the default.  Raises BadInputError for an unknown one."""
-    at = parts["at"] or metric.place
+def _choice(what: str, text: str, metric: Metric, parts: re.Match[str]) -> str:
+    """What follows @, or the default.  Raises BadInputError for what the metric does not take."""
+    at = parts["at"] or metric.default
     if not metric.has(at):
         raise BadInputError(
             f"The {what} {text!r} has an unknown place.",
-            f"{parts['metric']} takes {', '.join(metric.places or ()) or 'no @'}.",
+            f"{parts['metric']} takes {', '.join(metric.choices or ()) or 'no @'}.",
         )
     return at
 
@@ -303,162 +305,3 @@ def parse_percent(option: str, text: str) -> float:
             "Give a number from 0% to below 100%, such as 1%.",
         )
     return value / 100
-
-
-# --- judging
-
-
-def judged(report: Report) -> tuple[Case, ...]:
-    """The cases that conditions judge."""
-    by_name = report.kind in ("bench", "prefill")
-    return tuple(
-        case
-        for case in report.cases
-        if case.judged
-        and (not (by_name or isinstance(case.task, Prefill)) or case.implementation == JUDGED)
-    )
-
-
-def verdicts(report: Report) -> Iterator[Verdict]:
-    """A verdict for each condition of the report and each case that it applies to.
-
-    Cases that did not pass are not judged: they fail a report anyway, except that a requested case
-    without a time breaks a speedup.  A condition that judged no case is broken.
-    """
-    for condition in report.conditions:
-        found = list(_of(condition, report))
-        yield from found
-        if all(one.holds is None for one in found):
-            yield Verdict(
-                condition=condition.text,
-                case="",
-                holds=False,
-                found="no case passed that it could judge",
-            )
-
-
-def broken(report: Report) -> tuple[Verdict, ...]:
-    """The verdicts that do not hold."""
-    return tuple(one for one in verdicts(report) if one.holds is False)
-
-
-def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
-    cases = [case for case in judged(report) if METRICS[condition.metric].applies(case)]
-    found: list[tuple[str, bool | None, str]] = []
-    for case in cases:
-        if case.result == "passed":
-            holds, words = _judge(condition, case, report)
-            # an answer without a next token has no perplexity
-            found.append(
-                (case.name, bool(holds) if holds is not None or not _answers(case) else None, words)
-            )
-    if condition.metric in ("speedup", "time"):
-        untimed = [
-            case for case in cases if isinstance(case.task, Prefill) and case.result != "passed"
-        ]
-        found += [(case.name, False, f"{case.result}: {case.why}") for case in untimed]
-        for out in report.left_out:
-            if not out.implementations or JUDGED in out.implementations:
-                place = f"{out.place}, {JUDGED}" if report.kind == "prefill" else out.place
-                found.append((place, False, f"left out: {out.reason}"))
-    for name, verdict, words in found:
-        yield Verdict(condition=condition.text, case=name, holds=verdict, found=words)
-
-
-def _judge(condition: Condition, case: Case, report: Report) -> tuple[bool | None, str]:
-    """Whether a case is within the limit, and its value if not; None if it has no such value."""
-    metric = METRICS[condition.metric]
-    value = number(metric.of(case, condition.at, report))
-    if value is None:
-        return None, metric.lacks
-    holds = value >= condition.limit if metric.more else value <= condition.limit
-    return holds, "" if holds else metric.shown(value)
-
-
-def number(value: Value | None) -> float | None:
-    return value.value if isinstance(value, Estimate) else value
-
-
-# --- the outcome of a report, from which its headline and every command's exit code follow
-
-
-class Outcome:
-    """The result of any kind of report.  Refusals do not fail a prefill, nor other libraries a
-    bench.  Libraries fail a run only if the user named them, and never by a refusal.
-
-    ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-    judged: number of cases that were compared or failed, without those of other libraries and those
-    of answers.
-    failed: the judged cases that did not pass.
-    outside: cases of baselines outside their budget: the verdict is on what is compared with them.
-    refused: requested cases that an implementation does not support, except other libraries.
-    missing: number of requested cases that are neither in the report nor left out by name.
-    broken: conditions that do not hold, each with its case.
-    answers: the judged cases of the model's answers.  answers_failed: those that did not pass, or
-    break a condition.
-    passed: all requested cases were compared and passed, and all conditions hold; False if nothing
-    was compared.
-    """
-
-    def __init__(self, report: Report) -> None:
-        bench = report.kind == "bench"
-        own = [
-            case
-            for case in report.cases
-            if case.kind != "library"
-            or not (case.baseline or bench)
-            or (case.named and case.result != "refused")
-        ]
-        calls = [case for case in own if not _answers(case)]
-        refused = [case for case in calls if case.result == "refused"]
-        rivals = {case.rated_against for case in report.cases}
-        self.outside = [
-            one
-            for one in report.cases
-            if one.outside_budget and (one.place, one.implementation) in rivals
-        ]
-        excused = [case for case in self.outside if case.only_outside]
-        requested = {", ".join(one) for one in report.requested}
-        self.ended_early = _ended_early(report)
-        self.judged = len([case for case in calls if case not in (*refused, *excused)])
-        self.failed = tuple(case for case in calls if case.failed and case not in excused)
-        self.refused = tuple(
-            one
-            for one in refused
-            if not isinstance(one.task, Prefill) and (not requested or one.name in requested)
-        )
-        self.missing = len(report.missing)
-        self.broken = broken(report)
-        self.answers = tuple(case for case in own if _answers(case) and case.judged)
-        limits = {one.case for one in self.broken}
-        self.answers_failed = tuple(
-            case for case in self.answers if case.result != "passed" or case.name in limits
-        )
-        failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
-        self.passed = self.judged + len(self.answers) > 0 and not (self.ended_early or failed)
-
-    @property
-    def word(self) -> str:
-        """ "passed", "failed", "refused" or "incomplete"."""
-        if self.passed:
-            return "passed"
-        if self.failed or self.broken or self.answers_failed:
-            return "failed"
-        return "refused" if self.refused else "incomplete"
-
-
-def exact_answer_is_finite(case: Case) -> bool:
-    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's
-    output can be.
-    """
-    return not any(tensor.floor.nonfinite for tensor in case.accuracy)
-
-
-def _ended_early(report: Report) -> str:
-    if not report.complete:
-        names = {"bench": "this bench", "prefill": "the command", "tune": "the command"}
-        what = names.get(report.kind, "this run")
-        return f"{what} did not reach its end"
-    if not report.capture_complete:
-        return "the replayed capture was interrupted and may lack layers or prompts"
-    return ""

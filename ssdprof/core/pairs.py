@@ -14,14 +14,14 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionName, grouped
 from ssdprof.core.case import Answers, Case, Drawn, Prefill
-from ssdprof.core.conditions import METRICS, Change, Outcome, Verdict, number
+from ssdprof.core.conditions import METRICS, OF_SPEED, Change, number
+from ssdprof.core.outcome import Outcome, Verdict
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.errors import BadInputError
 
 TotalBy = Literal["device time", "call time", "speedup", "call speedup"]
 TotalOver = Literal["layer", "call", "length"]
-_TIMED = ("time", "speedup")  # metrics
 
 
 def subject(report: Report) -> str:
@@ -31,25 +31,23 @@ def subject(report: Report) -> str:
 
 def unfinished(report: Report) -> str:
     """Why it is incomplete; empty if it is complete."""
-    found = Outcome(report)
-    return found.ended_early or (
-        f"{found.missing} of the requested cases are missing" if found.missing else ""
-    )
+    outcome = Outcome(report)
+    missing = f"{outcome.missing} of the requested cases are missing" if outcome.missing else ""
+    return outcome.ended_early or missing
 
 
-# a report, after its name as the user gave it
-Side = Annotated[
-    tuple[str, Report],
-    PlainSerializer(
-        lambda side: {
-            "name": side[0],
-            "unfinished": unfinished(side[1]),
-            "id": side[1].id,
-            "subject": subject(side[1]),
-        },
-        return_type=dict[Literal["name", "unfinished", "id", "subject"], str],
-    ),
-]
+def _side(side: tuple[str, Report]) -> dict[Literal["name", "unfinished", "id", "subject"], str]:
+    """What the document has of a report, after its name as the user gave it."""
+    name, report = side
+    return {
+        "name": name,
+        "unfinished": unfinished(report),
+        "id": report.id,
+        "subject": subject(report),
+    }
+
+
+Side = Annotated[tuple[str, Report], PlainSerializer(_side)]
 
 
 def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
@@ -69,9 +67,7 @@ def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
     }
 
 
-_Case = Annotated[
-    Case | None, PlainSerializer(_values, return_type=dict[str, str | int | float | None] | None)
-]
+_Case = Annotated[Case | None, PlainSerializer(_values)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +95,9 @@ class Pair:
 
     @property
     def case(self) -> Case:
-        found = self.new or self.base
-        assert found is not None
-        return found
+        case = self.new or self.base
+        assert case is not None
+        return case
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -110,11 +106,9 @@ class Pair:
             return (self.verdict,)
         if self.time or self.call or self.over_baseline:
             return ()
-        return (
-            self.incomparable
-            if isinstance(self.case.task, Prefill)
-            else tuple(filter(None, [self.other_inputs]))
-        )
+        if isinstance(self.case.task, Prefill):
+            return self.incomparable
+        return (self.other_inputs,) if self.other_inputs else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +151,11 @@ class Comparison:
         """The reason why nothing was compared; empty if some case was."""
         if any(not pair.apart for pair in self.pairs):
             return ""
-        both = [pair for pair in self.pairs if pair.base and pair.new]
-        return (
-            "; ".join(dict.fromkeys(why for pair in both for why in pair.apart))
-            or "no case is in both"
-        )
+        reasons: dict[str, None] = {}
+        for pair in self.pairs:
+            if pair.base and pair.new:
+                reasons |= dict.fromkeys(pair.apart)
+        return "; ".join(reasons) or "no case is in both"
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -184,34 +178,39 @@ def compare(
     smallest_difference: the smallest relative difference of two times that counts.
     Raises BadInputError if the two are of different kinds.
     """
-    one, other = base[1], new[1]
-    if one.kind != other.kind:
+    base_report, new_report = base[1], new[1]
+    if base_report.kind != new_report.kind:
         raise BadInputError(
-            f"BASE is a {one.kind} and NEW is a {other.kind}.",
+            f"BASE is a {base_report.kind} and NEW is a {new_report.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
-    # by name, in the order of NEW; those that are only in BASE come last
-    theirs, ours = (
-        {
-            case.name: case
-            for case in report.cases
-            if not isinstance(case.task, Answers) or case.judged
-        }
-        for report in (one, other)
-    )
+    before, after = _by_name(base_report), _by_name(new_report)
+    # in the order of NEW; those that are only in BASE come last
     pairs = [
-        _pair(name, theirs.get(name), ours.get(name), one, other, smallest_difference)
-        for name in dict.fromkeys((*ours, *theirs))
+        _pair(name, before.get(name), after.get(name), base_report, new_report, smallest_difference)
+        for name in after | before
     ]
     return Comparison(
         base=base,
         new=new,
         smallest_difference=smallest_difference,
-        machine=_different(_needs(one), _needs(other)),
+        machine=_different(_needs(base_report), _needs(new_report)),
         pairs=tuple(pairs),
         totals=tuple(_totals(pairs, smallest_difference)),
-        verdicts={change.text: tuple(_offenders(change, pairs, one, other)) for change in allowed},
+        verdicts={
+            change.text: tuple(_offenders(change, pairs, base_report, new_report))
+            for change in allowed
+        },
     )
+
+
+def _by_name(report: Report) -> dict[str, Case]:
+    """The cases that are compared: of the answers, those that gates apply to."""
+    return {
+        case.name: case
+        for case in report.cases
+        if not isinstance(case.task, Answers) or case.judged
+    }
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
@@ -231,7 +230,8 @@ def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
         if whole.conv_and_norm == "model" or whole.left_to_model:
             needs["convolution"] = whole.convolution
     return needs | {
-        name: report.environment.packages.get(one, "unknown") for name, one in packages.items()
+        name: report.environment.packages.get(package, "unknown")
+        for name, package in packages.items()
     }
 
 
@@ -245,45 +245,58 @@ def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ..
 
 
 def _pair(
-    name: str, base: Case | None, new: Case | None, one: Report, other: Report, smallest: float
+    name: str,
+    base: Case | None,
+    new: Case | None,
+    base_report: Report,
+    new_report: Report,
+    smallest: float,
 ) -> Pair:
-    """one, other: the reports of the two cases."""
+    """What changed between the two cases, as far as they can be compared."""
     if base is None or new is None:
+        only_in = "only in BASE" if base else "only in NEW"
+        return Pair(name=name, base=base, new=new, verdict=only_in)
+    is_prefill = isinstance(new.task, Prefill)
+    verdict = "not comparable" if base.time_us and new.time_us else "not timed"
+    what = "model" if is_prefill else "shape"
+    if sizes := _different({what: _shape(base, base_report)}, {what: _shape(new, new_report)}):
         return Pair(
-            name=name, base=base, new=new, verdict="only in BASE" if base else "only in NEW"
+            name=name,
+            base=base,
+            new=new,
+            verdict=verdict,
+            incomparable=sizes,
+            other_inputs="" if is_prefill else sizes[0],
         )
-    whole = isinstance(new.task, Prefill)
-    timed = "not comparable" if base.time_us and new.time_us else "not timed"
-    if differ := _different({"shape": _shape(base, one)}, {"shape": _shape(new, other)}):
-        why = differ[0].replace("shape", "model", whole)
-        inputs = "" if whole else why
-        return Pair(
-            name=name, base=base, new=new, verdict=timed, incomparable=(why,), other_inputs=inputs
-        )
-    differ = _different(_needs(one, base), _needs(other, new))
-    # those of a bench are drawn with a fixed seed
-    prompts = [
-        {}
-        if whole or isinstance(case.task, Drawn)
-        else {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
-        for case, report in ((base, one), (new, other))
-    ]
-    call = None if differ else _quotient(base.call_us, new.call_us)
-    time = None if differ else call if whole else _quotient(base.device_us, new.device_us)
-    same_baseline = base.baseline == new.baseline
-    over_baseline = _quotient(other.speedup(new), one.speedup(base)) if same_baseline else None
-    judged_by = time or over_baseline
+    machines = _different(_needs(base_report, base), _needs(new_report, new))
+    time = call = over_baseline = None
+    if not machines:
+        call = _quotient(base.call_us, new.call_us)
+        time = call if is_prefill else _quotient(base.device_us, new.device_us)
+    if base.baseline == new.baseline:
+        over_baseline = _quotient(new_report.speedup(new), base_report.speedup(base))
+    if ratio := time or over_baseline:
+        verdict = ratio.verdict(smallest)
     return Pair(
         name=name,
         base=base,
         new=new,
-        verdict=judged_by.verdict(smallest) if judged_by else timed,
+        verdict=verdict,
         time=time,
         call=call,
         over_baseline=over_baseline,
-        incomparable=differ,
-        other_inputs="".join(_different(*prompts)),
+        incomparable=machines,
+        other_inputs="".join(_different(_inputs(base, base_report), _inputs(new, new_report))),
     )
+
+
+def _inputs(case: Case, report: Report) -> dict[str, str]:
+    """The model and the prompt of a captured call; those of a bench are generated from a fixed
+    seed.
+    """
+    if isinstance(case.task, Prefill | Drawn):
+        return {}
+    return {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
 
 
 def _shape(case: Case, report: Report) -> str:
@@ -312,15 +325,16 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
             by = "call time" if pair.time else "call speedup"
         return *_calls(case), case.implementation, case.precision, by
 
-    judged = (pair for pair in pairs if pair.time or pair.over_baseline)
-    for (where, over, name, precision, by), own in grouped(judged, key).items():
-        change = statistics.mean([ratio for one in own if (ratio := one.time or one.over_baseline)])
+    compared = (pair for pair in pairs if pair.time or pair.over_baseline)
+    for (where, over, name, precision, by), group in grouped(compared, key).items():
+        ratios = [ratio for pair in group if (ratio := pair.time or pair.over_baseline)]
+        change = statistics.mean(ratios)
         yield Total(
             where=where,
             over=over,
             implementation=name,
             precision=precision,
-            cases=len(own),
+            cases=len(group),
             by=by,
             change=change,
             verdict=change.verdict(smallest),
@@ -331,10 +345,8 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
     """All calls that add up with the case, in words, and what they are over."""
     if case.layer is None:
         return case.where, "length"
-    return case.calls, "layer" if case.call is None or case.call.kind in (
-        "packed",
-        "verify",
-    ) else "call"
+    of_whole_sequences = case.call is None or case.call.kind in ("packed", "verify")
+    return case.calls, "layer" if of_whole_sequences else "call"
 
 
 # --- allowed changes
@@ -350,15 +362,15 @@ def _offenders(
     """
     both = [pair for pair in pairs if pair.base and pair.new]
     faults = {pair.name: _fault(change, pair, base, new) for pair in both}
-    said = [(name, fault) for name, fault in faults.items() if fault]
+    offences = [(name, fault) for name, fault in faults.items() if fault]
     if both and (lost := _lost(change, pairs, new)):
-        said.append(("", f"NEW has no case of {', '.join(lost)}"))
+        offences.append(("", f"NEW has no case of {', '.join(lost)}"))
     if incomplete := unfinished(new):
-        said.append(("", f"NEW is incomplete: {incomplete}"))
+        offences.append(("", f"NEW is incomplete: {incomplete}"))
     elif all(fault is None for fault in faults.values()):
-        said.append(("", f"no case could be judged: {_why_none(change, both)}"))
-    for name, fault in said:
-        yield Verdict(condition=change.text, case=name, holds=False, found=fault)
+        offences.append(("", f"no case could be judged: {_why_none(change, both)}"))
+    for name, fault in offences:
+        yield Verdict(condition=change.text, case=name, holds=False, actual=fault)
 
 
 def _lost(change: Change, pairs: Sequence[Pair], new: Report) -> list[str]:
@@ -376,7 +388,7 @@ def _lost(change: Change, pairs: Sequence[Pair], new: Report) -> list[str]:
 
 def _why_none(change: Change, both: Sequence[Pair]) -> str:
     """Why no pair has two values that can be compared."""
-    timed = change.metric in _TIMED
+    timed = change.metric in OF_SPEED
     reasons: list[str] = []
     for pair in both:
         reasons += pair.incomparable if timed else [pair.other_inputs]
@@ -394,28 +406,35 @@ def _fault(change: Change, pair: Pair, base_report: Report, new_report: Report) 
     assert new
     if not metric.applies(new):
         return None
-    if change.metric in _TIMED and base.time_us and not new.time_us:
+    if change.metric in OF_SPEED and base.time_us and not new.time_us:
         return f"timed in BASE; {_status(new)} in NEW"
-    if change.metric == "time":
-        return _time_rose(change, pair, base, new)
-    if _shape(base, base_report) != _shape(new, new_report):
+    if not _comparable(change, pair, base_report, new_report):
         return None
-    if change.metric == "speedup":
-        if not (change.at or pair.over_baseline):
-            return None
-        speedup = base_report.speedup(base, over=change.at)
-        return _speedup_fell(change, speedup, new_report.speedup(new, over=change.at), pair)
-    if pair.other_inputs:
-        return None
-    before = number(metric.of(base, change.at, base_report))
+    before = metric.value(base, change.at, base_report)
     if before is None:
         return None
-    now = number(metric.of(new, change.at, new_report))
+    now = metric.value(new, change.at, new_report)
     if now is None:
-        return f"{metric.shown(before)} in BASE; {_status(new)} in NEW"
+        return f"{metric.shown(number(before))} in BASE; {_status(new)} in NEW"
+    if isinstance(before, Estimate) and isinstance(now, Estimate):
+        return _worse_interval(change, before, now, pair)
+    before, now = number(before), number(now)
     step = change.limit * before if change.relative else change.limit
-    worsened = now < before - step if metric.more else now > before + step
+    worsened = now < before - step if metric.more_is_better else now > before + step
     return f"{metric.shown(before)} in BASE, {metric.shown(now)} in NEW" if worsened else ""
+
+
+def _comparable(change: Change, pair: Pair, base_report: Report, new_report: Report) -> bool:
+    """Whether the values of a pair depend on the kernels alone: see `Pair`."""
+    assert pair.base
+    assert pair.new
+    if change.metric == "time":
+        return bool(pair.call if change.at == "call" else pair.time)
+    if _shape(pair.base, base_report) != _shape(pair.new, new_report):
+        return False
+    if change.metric == "speedup":
+        return bool(change.at or pair.over_baseline)
+    return not pair.other_inputs
 
 
 def _status(new: Case) -> str:
@@ -423,32 +442,16 @@ def _status(new: Case) -> str:
     return "no such value" if new.result == "passed" else new.result
 
 
-def _time_rose(change: Change, pair: Pair, base: Case, new: Case) -> str | None:
-    """Whether the whole interval of the time's rise is above the limit: see `_fault`."""
-    by_call = change.at == "call" or isinstance(base.task, Prefill)
-    before, now = (base.call_us, new.call_us) if by_call else (base.device_us, new.device_us)
-    comparable = pair.call if by_call else pair.time
-    if not (comparable and before and now):
-        return None
+def _worse_interval(change: Change, before: Estimate, now: Estimate, pair: Pair) -> str:
+    """The ratio of two times or speedups, if the whole interval of the change is above the limit;
+    else "".
+    """
     ratio = statistics.quotient(now, before)
-    rose = ratio.low - 1 if change.relative else statistics.difference(now, before).low
-    interval = "" if by_call else _interval(ratio)
-    return f"{ratio.value:.4g} times BASE's time{interval}" if rose > change.limit else ""
-
-
-def _speedup_fell(
-    change: Change, before: Estimate | None, now: Estimate | None, pair: Pair
-) -> str | None:
-    """Whether the whole interval of the speedup's fall is above the limit: see `_fault`."""
-    if before is None:
-        return None
-    if now is None:
-        return f"a speedup over {change.at} in BASE, none in NEW"
-    ratio = statistics.quotient(now, before)
-    fell = 1 - ratio.high if change.relative else statistics.difference(before, now).low
-    interval = "" if isinstance(pair.case.task, Prefill) else _interval(ratio)
-    return f"{ratio.value:.4g} times BASE's speedup{interval}" if fell > change.limit else ""
-
-
-def _interval(ratio: Estimate) -> str:
-    return f" [{ratio.low:.4g}, {ratio.high:.4g}]"
+    if METRICS[change.metric].more_is_better:
+        worsened = 1 - ratio.high if change.relative else statistics.difference(before, now).low
+    else:
+        worsened = ratio.low - 1 if change.relative else statistics.difference(now, before).low
+    by_call = change.at == "call" or pair.case.clock == "call"
+    interval = "" if by_call else f" [{ratio.low:.4g}, {ratio.high:.4g}]"
+    words = f"{ratio.value:.4g} times BASE's {change.metric}{interval}"
+    return words if worsened > change.limit else ""

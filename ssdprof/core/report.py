@@ -28,7 +28,7 @@ from ssdprof.core.base import (
     unique,
 )
 from ssdprof.core.case import Answers, Case, Drawn, Prefill
-from ssdprof.core.conditions import Condition, Outcome
+from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import (
     Ceilings,
@@ -39,7 +39,6 @@ from ssdprof.core.subject import (
     Placement,
     Prompt,
 )
-from ssdprof.errors import SsdprofError
 
 # of options with a value
 _NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")
@@ -138,9 +137,12 @@ class Report(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Report:
+        """No name twice; errors along the positions of a length have equal slices; each call that
+        ran has its errors.
+        """
         unique("a case", [case.name for case in self.cases])
         unique("a requested case", self.requested)
-        unique("a process", [one.process for one in self.processes])
+        unique("a process", [line.process for line in self.processes])
         if len(self.processes) > self.files:
             raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
         slices: dict[int, int] = {}
@@ -176,22 +178,26 @@ class Report(Record):
 
     @property
     def captured(self) -> tuple[LayerRef, ...]:
-        found = dict.fromkeys(layer for one in self.processes for layer in one.captured)
-        return tuple(sorted(found, key=lambda layer: layer.index))
+        layers: set[LayerRef] = set()
+        for line in self.processes:
+            layers.update(line.captured)
+        return tuple(sorted(layers, key=lambda layer: layer.index))
 
     @property
     def peak_bytes(self) -> int | None:
-        return max(
-            (one.peak_bytes for one in self.processes if one.peak_bytes is not None), default=None
-        )
+        peaks = [line.peak_bytes for line in self.processes if line.peak_bytes is not None]
+        return max(peaks, default=None)
 
     @property
     def seconds(self) -> float:
-        return max((one.seconds for one in self.processes), default=0.0)
+        return max((line.seconds for line in self.processes), default=0.0)
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        return tuple(dict.fromkeys(left for one in self.processes for left in one.left_out))
+        cases: dict[LeftOut, None] = {}
+        for line in self.processes:
+            cases |= dict.fromkeys(line.left_out)
+        return tuple(cases)
 
     @property
     def cast_words(self) -> str:
@@ -202,17 +208,18 @@ class Report(Record):
     def doubts(self) -> dict[str, int]:
         """A sentence on inputs that no model has -> the number of their layers."""
         layers: dict[str, set[int]] = {}
-        for one in self.processes:
-            for text, found in one.doubts.items():
-                layers.setdefault(text, set()).update(found)
-        return {text: len(found) for text, found in layers.items()}
+        for line in self.processes:
+            for text, indices in line.doubts.items():
+                layers.setdefault(text, set()).update(indices)
+        return {text: len(indices) for text, indices in layers.items()}
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """All notes."""
-        return tuple(
-            dict.fromkeys((*self.notes, *(note for one in self.processes for note in one.notes)))
-        )
+        notes = dict.fromkeys(self.notes)
+        for line in self.processes:
+            notes |= dict.fromkeys(line.notes)
+        return tuple(notes)
 
     # --- cases
 
@@ -246,17 +253,10 @@ class Report(Record):
         if isinstance(case.task, Drawn):
             if case.kind == "library" or name == case.implementation:
                 return None
-            timed = [one for one in there if one.device_us]
-            found = min(
-                timed, key=lambda one: one.device_us.value if one.device_us else 0.0, default=None
-            )
-        else:
-            found = min(
-                there,
-                key=lambda one: one.precision != exact_precision(case.precision),
-                default=None,
-            )
-        return None if found is case else found
+            return min(filter(_device_time, there), key=_device_time, default=None)
+        exact = exact_precision(case.precision)
+        nearest = min(there, key=lambda other: other.precision != exact, default=None)
+        return None if nearest is case else nearest
 
     def speedup(self, case: Case, clock: Clock | None = None, over: str = "") -> Estimate | None:
         """Over the case's baseline, or over another implementation.  clock: None: the one that
@@ -266,8 +266,8 @@ class Report(Record):
 
     def faster(self, case: Case, clock: Clock | None = None) -> Faster | None:
         """The verdict of `speedup`."""
-        found = self.speedup(case, clock)
-        return found.verdict(self.smallest_difference) if found else None
+        speedup = self.speedup(case, clock)
+        return speedup.verdict(self.smallest_difference) if speedup else None
 
     def predicted(self, case: Case) -> float | None:
         """The speedup of a prefill over its baseline by Amdahl's law: from the share of the
@@ -317,7 +317,7 @@ class Report(Record):
             if case.layer:
                 wanted["--layers"] = str(case.layer.index)
             # stored captures have their own prompts
-            packed = any(one.serving.packed for one in self.prompts)
+            packed = any(prompt.serving.packed for prompt in self.prompts)
             if not packed and (isinstance(case.task, Prefill) or self.placement):
                 wanted["--seq"] = str(case.call.prompt_seqlen if case.call else case.seqlen)
         dropped |= wanted.keys()
@@ -327,7 +327,9 @@ class Report(Record):
                 kept.append(word)
             elif "=" not in word:
                 next(words, None)
-        return (*kept, *(word for pair in wanted.items() for word in pair))
+        for option, value in wanted.items():
+            kept += [option, value]
+        return tuple(kept)
 
     # --- completeness
 
@@ -343,15 +345,15 @@ class Report(Record):
             )
 
         return tuple(
-            one
-            for one in self.requested
-            if ", ".join(one) not in there and not is_left_out(*one[:2])
+            parts
+            for parts in self.requested
+            if ", ".join(parts) not in there and not is_left_out(*parts[:2])
         )
 
     @property
     def complete(self) -> bool:
         """Whether every process reached its end."""
-        return len(self.processes) == self.files and all(one.complete for one in self.processes)
+        return len(self.processes) == self.files and all(line.complete for line in self.processes)
 
     def restricted(
         self,
@@ -374,63 +376,19 @@ class Report(Record):
                 names is None or implementation in names
             )
 
-        cases = (
-            one
-            for one in self.cases
-            if not isinstance(one.task, Answers) and kept(one.precision, one.implementation)
+        cases = tuple(
+            case
+            for case in self.cases
+            if not isinstance(case.task, Answers) and kept(case.precision, case.implementation)
         )
-        asked = (
-            one
-            for one in self.requested
-            if not one[0].startswith("answers") and kept(one[2], one[1])
+        requested = tuple(
+            (place, implementation, precision)
+            for place, implementation, precision in self.requested
+            if not place.startswith("answers") and kept(precision, implementation)
         )
-        return self.changed(cases=tuple(cases), requested=tuple(asked))
+        return self.changed(cases=cases, requested=requested)
 
 
-class ListedRun(Record):
-    """A report's folder.
-
-    name: of the folder; other commands take it.  model: or the operator of a bench.
-    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition
-        does not hold; "refused": an implementation does not support a case; "incomplete": nothing
-        went wrong, but cases are missing; "unreadable": see `reason`, and all other fields but the
-        name are empty.
-    state: "partial" if it did not reach its end.
-    gpu: None on a machine without one.
-    """
-
-    name: Text
-    kind: Text = ""
-    created: Text = ""  # ISO 8601, UTC
-    commit: Text = ""  # of the working directory's repository
-    model: Text = ""
-    random_weights: bool = False
-    seqlens: tuple[int, ...] = ()  # of the prompts
-    layers: int = 0  # replayed ones
-    cases: int = 0
-    gates: int = 0
-    gpu: Text | None = None
-    verdict: Text
-    state: Literal["complete", "partial"] | None = None
-    reason: Text = ""
-
-    @classmethod
-    def of(cls, name: str, report: Report | SsdprofError) -> ListedRun:
-        """name: of its folder.  report: or what is wrong with it."""
-        if isinstance(report, SsdprofError):
-            return cls(name=name, verdict="unreadable", reason=report.message)
-        return cls(
-            name=name,
-            kind=report.kind,
-            created=report.created,
-            commit=report.commit,
-            model=report.subject,
-            random_weights=bool(report.model and report.model.random_weights),
-            seqlens=tuple(prompt.seqlen for prompt in report.prompts),
-            layers=len(report.captured),
-            cases=len(report.cases),
-            gates=len(report.conditions),
-            gpu=report.environment.gpu.name if report.environment.gpu else None,
-            verdict=Outcome(report).word,
-            state="complete" if report.complete else "partial",
-        )
+def _device_time(case: Case) -> float:
+    """In microseconds; 0 if it was not timed."""
+    return case.device_us.value if case.device_us else 0.0

@@ -15,7 +15,7 @@ from ssdprof.core.subject import Dims, Environment, LayerRef
 
 STALLS_VERSION: Final = 4
 
-Samples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
+StallSamples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
 # a condition for valid tables -> whether it holds, and details
 SelfChecks = dict[Text, tuple[Literal["ok", "failed", "not checked"], Text]]
 
@@ -38,7 +38,7 @@ class Line(Record):
     function: Text  # "" if unknown
     stage: Text
     text: Text  # as recorded with the report; "" if it was not
-    samples: Samples
+    samples: StallSamples
 
     @property
     def total(self) -> int:
@@ -78,11 +78,11 @@ class KernelStalls(Record):
     dram_peak_gb_per_s: float | None = None
     tensor_peak_tflops: float | None = None
     sample_count: int | None = None  # None: no warp was sampled
-    samples: Samples = Field(default_factory=dict)
+    samples: StallSamples = Field(default_factory=dict)
     # without samples: reason -> waiting warps per issuing one
     average: dict[Text, float] = Field(default_factory=dict)
     # by the algorithm's order; "stage" or "stage.part"
-    stages: dict[Text, Samples] = Field(default_factory=dict)
+    stages: dict[Text, StallSamples] = Field(default_factory=dict)
     idle: tuple[Text, ...] = ()  # stages whose warps are idle, which costs no time
     lines: tuple[Line, ...] = ()  # hottest first; idle warps included
     # samples on lines without a stage (libraries, helpers, the compiler's own)

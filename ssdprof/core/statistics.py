@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # microseconds: (rounds) of each recording
-Rounds = Sequence[Sequence[float]] | Sequence[NDArray[np.float64]]
+RecordedTimes = Sequence[Sequence[float]] | Sequence[NDArray[np.float64]]
 Faster = Literal["faster", "slower", "no difference"]
 
 # 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom
@@ -75,12 +75,12 @@ class Estimate(NamedTuple):
         return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
 
 
-def median(samples: Rounds) -> Estimate:
+def median(samples: RecordedTimes) -> Estimate:
     """The geometric mean over recordings of the median over rounds."""
     return _estimate(_medians(samples))
 
 
-def ratio(baseline: Rounds, other: Rounds) -> Estimate:
+def ratio(baseline: RecordedTimes, other: RecordedTimes) -> Estimate:
     """How many times as fast `other` is: `median(baseline) / median(other)`.
 
     Both were sampled in the same rounds.  The ratio is computed for each recording, so that a drift
@@ -96,11 +96,9 @@ def of_processes(several: Sequence[Estimate], spread: float | None = None) -> Es
         more degrees of freedom (moderated t: Smyth 2004, doi:10.2202/1544-6115.1027), unless they
         differ by far more.
     """
-    return (
-        several[0]
-        if len(several) == 1
-        else _estimate(np.array([one.value for one in several]), spread)
-    )
+    if len(several) == 1:
+        return several[0]
+    return _estimate(np.array([estimate.value for estimate in several]), spread)
 
 
 def quotient(above: Estimate, below: Estimate) -> Estimate:
@@ -112,26 +110,24 @@ def quotient(above: Estimate, below: Estimate) -> Estimate:
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
 
 
-def difference(one: Estimate, other: Estimate) -> Estimate:
-    """one - other, of two independent measurements: the squares of the half-widths add up."""
-    value = one.value - other.value
-    return Estimate(
-        value,
-        value - math.hypot(one.value - one.low, other.high - other.value),
-        value + math.hypot(one.high - one.value, other.value - other.low),
-    )
+def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
+    """minuend - subtrahend, two independent measurements: the squares of the half-widths add up."""
+    value = minuend.value - subtrahend.value
+    below = math.hypot(minuend.value - minuend.low, subtrahend.high - subtrahend.value)
+    above = math.hypot(minuend.high - minuend.value, subtrahend.value - subtrahend.low)
+    return Estimate(value, value - below, value + above)
 
 
 def mean(ratios: Sequence[Estimate]) -> Estimate:
     """The geometric mean.  Its bounds are the means of the bounds of all ratios."""
-    log, width = fmean(math.log(one.value) for one in ratios), fmean(map(_width, ratios))
+    log, width = fmean(math.log(ratio.value) for ratio in ratios), fmean(map(_width, ratios))
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
 
 
-def settled(samples: Iterable[Rounds], smallest_difference: float) -> bool:
+def settled(samples: Iterable[RecordedTimes], smallest_difference: float) -> bool:
     """Whether more recordings would hardly change the verdict on any pair: see `_decided`."""
     medians = [_medians(values) for values in samples]
-    ratios = [one / other for one, other in combinations(medians, 2)]
+    ratios = [first / second for first, second in combinations(medians, 2)]
     return all(
         _decided(math.log(_mean(values)), _half_width(values), smallest_difference)
         for values in ratios
@@ -167,10 +163,10 @@ def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) ->
         of the clock that affects all of them is not noise.  A single implementation is compared
         with its own median.
     """
-    logs = [np.log(own) for own in rounds]
-    ratios = [one - other for one, other in combinations(logs, 2)] or [
-        own - np.median(own) for own in logs
-    ]
+    logs = [np.log(times) for times in rounds]
+    ratios = [first - second for first, second in combinations(logs, 2)]
+    if len(logs) == 1:
+        ratios = [logs[0] - np.median(logs[0])]
     return all(median_error(values) <= smallest_difference for values in ratios)
 
 
@@ -183,7 +179,7 @@ def median_error(values: NDArray[np.float64]) -> float:
     return 1.2533 * sigma / math.sqrt(len(values))
 
 
-def _medians(samples: Rounds) -> NDArray[np.float64]:
+def _medians(samples: RecordedTimes) -> NDArray[np.float64]:
     """(recordings,)"""
     return np.array([float(np.median(rounds)) for rounds in samples])
 
@@ -208,5 +204,5 @@ def _half_width(values: NDArray[np.float64], spread: float | None = None) -> flo
     return _T[freedom - 1] * math.sqrt(variance / len(values))
 
 
-def _width(one: Estimate) -> float:
-    return math.log(one.high / one.low) / 2
+def _width(estimate: Estimate) -> float:
+    return math.log(estimate.high / estimate.low) / 2

@@ -89,7 +89,8 @@ class CallRef(Record):
         """
         if self.kind == "packed":
             among = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
-            return f"in {self.sequences:,} packed sequence{'s' * (self.sequences != 1)}{among}"
+            noun = "sequence" if self.sequences == 1 else "sequences"
+            return f"in {self.sequences:,} packed {noun}{among}"
         prompt = tokens(self.prompt_seqlen, self.sequences)
         if self.kind == "verify":
             return f"drafted at the end of {prompt}"
@@ -124,20 +125,15 @@ class Serving(Record):
                 for number in range(1, count + 1)
             ]
 
-        found: Sequence[CallRef | None] = [None]
+        of_prompt: Sequence[CallRef | None] = [None]
         if self.packed:
-            found = [
-                CallRef(
-                    kind="packed",
-                    number=1,
-                    count=1,
-                    prompt_seqlen=seqlen,
-                    sequences=len(self.packed),
-                )
+            sequences = len(self.packed)
+            of_prompt = [
+                CallRef(kind="packed", number=1, count=1, prompt_seqlen=seqlen, sequences=sequences)
             ]
         elif self.chunk is not None:
-            found = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
-        return (*found, *numbered("decode", self.decode))
+            of_prompt = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
+        return (*of_prompt, *numbered("decode", self.decode))
 
 
 def drafted_call(seqlen: int, batch: int) -> CallRef:
@@ -354,10 +350,10 @@ class CaptureManifest(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> CaptureManifest:
-        unique("a prompt", [one.seqlen for one in self.prompts])
-        unique("a file", [one.file for one in self.layers])
-        unique("a call", [(one.layer.index, one.seqlen, one.call) for one in self.layers])
-        if any(one.layer.index >= self.checkpoint.layer_count for one in self.layers):
+        unique("a prompt", [prompt.seqlen for prompt in self.prompts])
+        unique("a file", [stored.file for stored in self.layers])
+        unique("a call", [(call.layer.index, call.seqlen, call.call) for call in self.layers])
+        if any(call.layer.index >= self.checkpoint.layer_count for call in self.layers):
             raise ValueError(f"there are only {self.checkpoint.layer_count} layers")
         return self
 

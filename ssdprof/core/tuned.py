@@ -9,9 +9,9 @@ from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment
 
 TUNED_VERSION: Final = 4
-Value = int | float | bool | Text
+Setting = int | float | bool | Text
 # operator, kernel and intermediates of calls, and their sizes by the operator's names
-TunedCalls = dict[Text, Value]
+TunedCalls = dict[Text, Setting]
 
 
 class TunedConfig(Record):
@@ -24,7 +24,7 @@ class TunedConfig(Record):
     """
 
     calls: TunedCalls
-    settings: dict[Text, Value]
+    settings: dict[Text, Setting]
     device_ratio: float
     device_interval: Interval
     created: Text

@@ -50,12 +50,14 @@ def ratio(value: float | None) -> str:
     return MISSING if value is None else f"{_ratio(value)}x"
 
 
-def speedup(found: Estimate | None, *, by_call: bool = False) -> str:
+def speedup(estimate: Estimate | None, *, by_call: bool = False) -> str:
     """A ratio and its interval: "1.52x [1.49, 1.55]".  by_call: without it, because another
     process's may not overlap with it.
     """
-    interval = "" if found is None or by_call else f" [{_ratio(found.low)}, {_ratio(found.high)}]"
-    return ratio(found and found.value) + interval
+    if estimate is None:
+        return MISSING
+    interval = "" if by_call else f" [{_ratio(estimate.low)}, {_ratio(estimate.high)}]"
+    return ratio(estimate.value) + interval
 
 
 def counts(smallest_difference: float) -> str:
@@ -145,7 +147,9 @@ def plural(number: int, noun: str) -> str:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.2f}" if 0.1 <= value < 100 else small(value) if value < 0.1 else f"{value:.0f}"
+    if value < 0.1:
+        return small(value)
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def sparkline(values: Sequence[float]) -> str:

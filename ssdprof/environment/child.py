@@ -6,23 +6,23 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ssdprof.errors import BadInputError, how_ended
 
-_POLL_S = 0.1
-_LINGER_S = 10.0  # for a process that has done its work; threads of a user's kernel may keep it
+_LINGER_S = 10  # for a process that has done its work; threads of a user's kernel may keep it
 _SILENT_S = 600.0  # a user's kernel that is at work for so long without a sign of life hangs
-_SKEW_S = 2.0  # between a line's clock and the time when it came
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -79,84 +79,36 @@ class Stopped(KeyboardInterrupt):
     """
 
 
-class Forked:
-    """A child process as its parent knows it.
+class Ended(NamedTuple):
+    """A child process that has ended, as its parent knows it.
 
-    told: its lines.  code: as in `subprocess`, once it has ended.  stopped: signals that asked this
-    process to stop.
-    fault: why this process ends the child; else empty.
+    told: its lines.  code: as in `subprocess`.  stopped: signals that asked this process to stop.
+    quiet_s: from its last line to its end.
     """
 
-    def __init__(self, pid: int, pipe: int) -> None:
-        self.told: list[str] = []
-        self.code = self.stopped = 0
-        self.fault = ""
-        self._pid, self._pipe, self._cut = pid, pipe, b""
-        self._polled = time.monotonic()
-        self._silent_s = self._lingers_s = 0.0
-        self._at_work = self._done = False
+    told: list[str]
+    code: int
+    stopped: int
+    quiet_s: float
 
     @property
     def how(self) -> str:
         """ "ended early, with SIGSEGV"."""
-        return (
-            f"was stopped: {self.fault}"
-            if self.fault
-            else f"ended early, with {how_ended(self.code)}"
-        )
+        if self.code == 1 and self.quiet_s >= _SILENT_S:  # faulthandler's exit code
+            return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
+        return f"ended early, with {how_ended(self.code)}"
 
     def last(self, word: str) -> str | None:
         """What follows a word in the last line that begins with it."""
-        return next(
-            (line.partition(" ")[2] for line in reversed(self.told) if line.split(" ")[0] == word),
-            None,
-        )
-
-    def stop(self, *_: object) -> None:
-        """A handler of signals."""
-        self.stopped += 1
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGTERM if self.stopped == 1 else signal.SIGKILL)
-
-    def listen(self) -> bool:
-        """Read what there is.  Whether there was anything."""
-        found = b""
-        with suppress(BlockingIOError):
-            while more := os.read(self._pipe, 1 << 16):
-                found += more
-        *lines, self._cut = (self._cut + found).split(b"\n")
-        for line in lines:
-            clock, _, text = line.decode(errors="replace").partition(" ")
-            try:
-                known = self._polled - _SKEW_S <= float(clock) <= time.monotonic() + _SKEW_S
-            except ValueError:
-                known = False
-            if not known:
-                self.fault = "its clock is not that of this machine"
-            self.told.append(text)
-            self._silent_s = 0.0
-            self._at_work = (
-                text.startswith("case ") if text.split(" ")[0] == "case" else self._at_work
-            )
-            self._done = self._done or text.startswith("exit ")
-        return bool(found)
-
-    def must_end(self) -> bool:
-        """Whether the child must be killed.  Called at every poll; a pause of this process itself
-        does not count.
-        """
-        now = time.monotonic()
-        passed, self._polled = min(now - self._polled, 1.0), now
-        self._silent_s += passed
-        if self._done:
-            self._lingers_s += passed
-            return self._lingers_s > _LINGER_S
-        if self._at_work and self._silent_s > _SILENT_S:
-            self.fault = self.fault or f"a call of its kernel did not end within {_SILENT_S:g} s"
-        return bool(self.fault)
+        for line in reversed(self.told):
+            first, _, rest = line.partition(" ")
+            if first == word:
+                return rest
+        return None
 
 
 _parent: int | None = None  # where this process tells its parent, if it was forked by `fork`
+_at_work = False  # whether a user's kernel is
 _alive_s = 0.0  # when it last told that it is alive
 
 
@@ -169,13 +121,20 @@ def end_with(parent: int) -> None:
 
 def tell(line: str) -> None:
     """Tell the parent a line, the first word of which says what it is.  From "case CASE" to "case"
-    a kernel is at work.
-
-    The line also has the time by this process's clock, which a user's kernel may have replaced.
+    a kernel is at work: if it then says nothing for `_SILENT_S`, Python prints where it hangs, and
+    ends this process.
     """
-    if _parent is not None:
-        with suppress(OSError):  # what runs here may have closed it
-            os.write(_parent, f"{time.monotonic()} {line}\n".encode())
+    global _at_work
+    if _parent is None:
+        return
+    with suppress(OSError):  # what runs here may have closed it
+        os.write(_parent, f"{line}\n".encode())
+    if line.startswith("case"):
+        _at_work = line != "case"
+    if _at_work:
+        faulthandler.dump_traceback_later(_SILENT_S, exit=True, file=2)
+    else:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def alive() -> None:
@@ -199,43 +158,45 @@ def finish(code: int) -> None:
     except (OSError, ValueError, AttributeError):
         os._exit(code)
     tell(f"exit {code}")
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LINGER_S)
     atexit._run_exitfuncs()
     os._exit(code)
 
 
-def fork() -> Forked | None:
-    """Go on in a child process, which leads a session of its own: None.  In this one, the child
-    that has ended.
+def fork() -> Ended | None:
+    """Go on in a child process, which leads a session of its own: None.  In this one, how the child
+    ended.
 
     Must be called before there are threads, and before a GPU is used.  No process of the child's
     session is left.
     """
     global _parent
-    read, write = os.pipe()
-    parent, pid = os.getpid(), os.fork()
-    if not pid:
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent
-        end_with(parent)
-        os.close(read)
-        _parent = write
-        return None
-    os.close(write)
-    os.set_blocking(read, False)
-    child = Forked(pid, read)
-    before = {
-        number: signal.signal(number, child.stop) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    while not (gone := os.waitpid(pid, os.WNOHANG))[0]:
-        if not (select.select([read], [], [], _POLL_S)[0] and child.listen()):
-            time.sleep(_POLL_S)
-        if child.must_end():
-            os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    child.listen()
-    os.close(read)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    child.code = os.waitstatus_to_exitcode(gone[1])
-    return child
+    stopped = 0
+
+    def stop(*_: object) -> None:
+        """A handler of signals."""
+        nonlocal stopped
+        stopped += 1
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM if stopped == 1 else signal.SIGKILL)
+
+    with tempfile.TemporaryFile() as told:
+        parent, pid = os.getpid(), os.fork()
+        if not pid:
+            os.setsid()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent
+            end_with(parent)
+            _parent = os.dup(told.fileno())
+            return None
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, stop) for number in signals}
+        _, status = os.waitpid(pid, 0)
+        quiet_s = time.time() - os.fstat(told.fileno()).st_mtime
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        told.seek(0)
+        lines = told.read().decode(errors="replace").splitlines()
+    return Ended(lines, os.waitstatus_to_exitcode(status), stopped, quiet_s)

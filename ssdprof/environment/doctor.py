@@ -78,44 +78,41 @@ def _packages() -> Iterator[Check]:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = installed_version(requirement.name)
         name = requirement.name
+        version = installed_version(name)
         hint = f"pip install '{requirement}'"
-        if found is None:
+        if version is None:
             yield _check(name, "missing", "not installed", hint)
-        elif not requirement.specifier.contains(found, prereleases=True):
-            yield _check(name, "warn", f"{found} is not {requirement.specifier}", hint)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield _check(name, "warn", f"{version} is not {requirement.specifier}", hint)
         else:
-            yield _check(name, "ok", found)
+            yield _check(name, "ok", version)
 
 
 def _pair(of_torch: str, of_triton: str) -> Check:
     """Whether the tests ran with these versions."""
-    minor = [".".join(one.split(".")[:2]) for one in (of_torch, of_triton)]
-    if minor[1] in _TESTED.get(minor[0], ()):
-        return _check("torch and triton", "ok", f"{minor[0]} with {minor[1]}, a tested pair")
-    tested = "; ".join(f"{one} with {' or '.join(others)}" for one, others in _TESTED.items())
-    return _check(
-        "torch and triton",
-        "warn",
-        f"{minor[0]} with {minor[1]} is no tested pair",
-        f"Tested: {tested}.",
-    )
+    minor_torch = ".".join(of_torch.split(".")[:2])
+    minor_triton = ".".join(of_triton.split(".")[:2])
+    name, pair = "torch and triton", f"{minor_torch} with {minor_triton}"
+    if minor_triton in _TESTED.get(minor_torch, ()):
+        return _check(name, "ok", f"{pair}, a tested pair")
+    tested = "; ".join(f"{version} with {' or '.join(_TESTED[version])}" for version in _TESTED)
+    return _check(name, "warn", f"{pair} is no tested pair", f"Tested: {tested}.")
 
 
 def _gpu() -> Iterator[Check]:
-    found = gpu()
-    if found is None:
+    """The GPU, its memory and other users, the tools that compile for it, and its clocks."""
+    device = gpu()
+    if device is None:
         yield _absent_gpu()
         return
     details = (
-        f"{found.name}, compute capability {found.compute_capability}, driver "
-        f"{found.driver}, CUDA {found.cuda}"
+        f"{device.name}, compute capability {device.compute_capability}, driver "
+        f"{device.driver}, CUDA {device.cuda}"
     )
-    if float(found.compute_capability) < 8:
-        yield _check(
-            "gpu", "warn", details, "The kernels are written for compute capability 8.0 and later."
-        )
+    if float(device.compute_capability) < 8:
+        hint = "The kernels are written for compute capability 8.0 and later."
+        yield _check("gpu", "warn", details, hint)
     else:
         yield _check("gpu", "ok", details)
     try:
@@ -123,7 +120,7 @@ def _gpu() -> Iterator[Check]:
         yield _check("gpu memory", "ok", f"{size_words(free)} free of {size_words(total)}")
     except MissingCapabilityError as error:
         yield _check("gpu memory", "missing", error.message.rstrip("."), error.hint)
-    yield from _company(found.name)
+    yield from _company(device.name)
     yield from needs()
     if read_clocks() is None:
         hint = "Reports will not say whether the GPU was throttled."
@@ -166,14 +163,14 @@ def _company(gpu_name: str) -> Iterator[Check]:
             "Their work disturbs times.  To see them, run: nvidia-smi "
             "--query-compute-apps=pid,name --format=csv"
         )
-        yield _check(
-            "gpu sharing", "warn", f"{others} other process{'es' * (others > 1)} on it", hint
-        )
+        processes = "process" if others == 1 else "processes"
+        yield _check("gpu sharing", "warn", f"{others} other {processes} on it", hint)
     elif others == 0:
         yield _check("gpu sharing", "ok", "no other process computes on it")
 
 
 def _kernels() -> Check:
+    """How the bundled kernels run: compiled, in Triton's interpreter, or not at all."""
     usable = torch.cuda.is_available()
     if INTERPRETED:
         slow = "Results are correct but slow to compute; nothing is timed."
@@ -251,6 +248,7 @@ def _hub() -> Check:
 
 
 def _cache() -> Check:
+    """The hub's folder for checkpoints, and the free space there."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)

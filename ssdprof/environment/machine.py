@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from operator import or_
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TypeVar
 
 import pynvml
 import torch
@@ -62,7 +63,8 @@ def collect() -> Environment:
     """The current GPU, if there is one, the machine and the versions.  Holds no host name, user
     name, path or token.
     """
-    packages = {name: found for name in _PACKAGES if (found := installed_version(name)) is not None}
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    packages = {name: version for name, version in versions.items() if version is not None}
     if torch.cuda.is_available():
         # Triton's own, or that of TRITON_PTXAS_PATH
         packages["ptxas"] = str(knobs.nvidia.ptxas.version)
@@ -86,9 +88,13 @@ def gpu() -> Gpu | None:
         sm_count=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         l2_bytes=properties.L2_cache_size,
-        driver=ask_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or "unknown",
+        driver=ask_nvml(_driver_version) or "unknown",
         cuda=torch.version.cuda or "unknown",
     )
+
+
+def _driver_version(nvml: ModuleType) -> str:
+    return str(nvml.nvmlSystemGetDriverVersion())
 
 
 def installed_version(package: str) -> str | None:
@@ -158,20 +164,19 @@ def read_clocks() -> Reading | None:
     it.
     """
     uuid = current_uuid()
-    return (
-        None
-        if uuid is None
-        else ask_nvml(lambda nvml: _reading(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
-    )
+    if uuid is None:
+        return None
 
+    def reading(nvml: ModuleType) -> Reading:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return (
+            nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+        )
 
-def _reading(nvml: Any, handle: Any) -> Reading:
-    return (
-        nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-        nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
-        nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
-    )
+    return ask_nvml(reading)
 
 
 def current_uuid() -> str | None:
@@ -183,7 +188,7 @@ def current_uuid() -> str | None:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
-def ask_nvml(question: Callable[[Any], T]) -> T | None:
+def ask_nvml(question: Callable[[ModuleType], T]) -> T | None:
     """NVML's answer; None if its library cannot be loaded, the driver does not run, or does not
     know.
     """
@@ -254,12 +259,12 @@ def _left_in_groups() -> Iterator[int]:
             continue
         top = _GROUPS / controllers
         limit, used, cached = _V1 if controllers else _V2
-        own = top / path.lstrip("/")  # missing in a container that sees its own group as the root
-        for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+        inner = top / path.lstrip("/")  # missing in a container that sees its own group as the root
+        for group in (inner, *inner.parents[: len(inner.parts) - len(top.parts)]):
             try:
                 allowed, taken = (int((group / name).read_text()) for name in (limit, used))
-                found = _numbers(group / "memory.stat")
-                yield allowed - taken + sum(found.get(name, 0) for name in cached)
+                sizes = _numbers(group / "memory.stat")
+                yield allowed - taken + sum(sizes.get(name, 0) for name in cached)
             except (OSError, ValueError):  # no such group, or its limit is "max"
                 continue
 

@@ -15,11 +15,13 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal
 
 import torch
 
 from ssdprof.core.base import Record, Text
+from ssdprof.core.words import plural
 from ssdprof.environment.machine import ask_nvml, gpu_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.device import INTERPRETED
@@ -56,19 +58,15 @@ class Check(Record):
     hint: Text = ""  # empty if ok
 
 
-def _need(name: str, found: str, lacking: str, command: str) -> Check:
+def _need(name: str, met_by: str, lacking: str, command: str) -> Check:
     """A requirement, which `command` meets.  Package managers need root; `export` and `unset` do
     not.
     """
-    if found:
-        return Check(name=name, status="ok", detail=found)
-    as_root = os.geteuid() != 0 and not command.startswith(("export ", "unset "))
-    return Check(
-        name=name,
-        status="missing",
-        detail=lacking,
-        hint=f"Run{' as root' if as_root else ''}: {command}",
-    )
+    if met_by:
+        return Check(name=name, status="ok", detail=met_by)
+    needs_root = os.geteuid() != 0 and not command.startswith(("export ", "unset "))
+    run = "Run as root" if needs_root else "Run"
+    return Check(name=name, status="missing", detail=lacking, hint=f"{run}: {command}")
 
 
 def needs() -> Iterator[Check]:
@@ -115,7 +113,7 @@ def unusable_gpu() -> str:
     version, uuids = (None if torch.cuda.is_available() else ask_nvml(_driver)) or (0, [])
     if not uuids:
         return ""
-    there = f"{len(uuids)} NVIDIA GPU{'s' * (len(uuids) > 1)}"
+    there = plural(len(uuids), "NVIDIA GPU")
     if torch.version.cuda is None:
         return f"The driver has {there}, and this torch is built without CUDA.  {cuda_torch()}"
     if int(torch.version.cuda.split(".")[0]) > version // 1000:
@@ -160,11 +158,12 @@ def installs(what: Literal["ncu", "driver"]) -> str:
 
 def others_on_gpu(uuid: str) -> int | None:
     """Number of other processes that compute on the GPU; None if the driver does not report it."""
-    running = ask_nvml(
-        lambda nvml: len(
-            nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
-        )
-    )
+
+    def count(nvml: ModuleType) -> int:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+
+    running = ask_nvml(count)
     # In a container, process ids are those of the host: one of them is this process.
     mine = 1 if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     return None if running is None else max(0, running - mine)
@@ -174,12 +173,11 @@ def find_ncu() -> str | None:
     """The ncu on PATH, else the latest where NVIDIA's installers put it."""
     if on_path := shutil.which("ncu"):
         return on_path
-    folders = (
-        f for one in _NCU_FOLDERS for f in sorted(Path("/").glob(one.lstrip("/")), reverse=True)
-    )
-    return next(
-        (str(folder / "ncu") for folder in folders if os.access(folder / "ncu", os.X_OK)), None
-    )
+    for pattern in _NCU_FOLDERS:
+        for folder in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
+            if os.access(folder / "ncu", os.X_OK):
+                return str(folder / "ncu")
+    return None
 
 
 def ncu_version(program: str) -> str:
@@ -205,16 +203,14 @@ def _compiler() -> Check:
         return _need(
             "C compiler", shutil.which(wanted) or "", f"CC={wanted} is not a program", "unset CC"
         )
-    found = shutil.which("gcc") or shutil.which("clang") or ""
-    return _need(
-        "C compiler", found, "there is no C compiler (gcc or clang)", f"{_installer()} gcc"
-    )
+    compiler = shutil.which("gcc") or shutil.which("clang") or ""
+    lacking = "there is no C compiler (gcc or clang)"
+    return _need("C compiler", compiler, lacking, f"{_installer()} gcc")
 
 
 def _c_library(compiler: str) -> Check:
     """The headers of the C library, which may be missing in a slim image with a compiler."""
-    package = _C_LIBRARY[_manager()]
-    found = "dlfcn.h"
+    package, header = _C_LIBRARY[_manager()], "dlfcn.h"
     try:
         subprocess.run(
             [compiler, "-E", "-xc", "-"],
@@ -224,13 +220,9 @@ def _c_library(compiler: str) -> Check:
             timeout=30,
         )
     except (OSError, subprocess.SubprocessError):
-        found = ""
-    return _need(
-        "C library",
-        found,
-        f"{compiler} finds no dlfcn.h of the C library",
-        f"{_installer()} {package}",
-    )
+        header = ""
+    lacking = f"{compiler} finds no dlfcn.h of the C library"
+    return _need("C library", header, lacking, f"{_installer()} {package}")
 
 
 def _headers() -> Check:
@@ -240,9 +232,9 @@ def _headers() -> Check:
     package = {"apt-get": f"python{version}-dev", "dnf": f"python{version}-devel"}.get(
         _manager(), "python3-dev"
     )
-    found = str(header) if os.path.exists(header) else ""
+    installed = str(header) if os.path.exists(header) else ""
     lacking = f"Python's headers are not installed ({header} is missing)"
-    return _need("Python headers", found, lacking, f"{_installer()} {package}")
+    return _need("Python headers", installed, lacking, f"{_installer()} {package}")
 
 
 def _driver_library() -> Check:
@@ -294,6 +286,7 @@ def _linked_folders() -> list[str] | None:
 
 
 def _cache() -> Check:
+    """Triton's folder for compiled kernels, from which it also loads modules."""
     # stays "~" for a user without a home, as in Triton
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
@@ -331,7 +324,7 @@ def _installer() -> str:
     return _INSTALLERS[_manager()]
 
 
-def _driver(nvml: Any) -> tuple[int, list[str]]:
+def _driver(nvml: ModuleType) -> tuple[int, list[str]]:
     """The latest version of CUDA that the driver supports, 12040 for 12.4, and the UUIDs of its
     GPUs.
     """

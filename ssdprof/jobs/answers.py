@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Precisions = Callable[[DType], tuple[Precision, ...]]
 
 
@@ -70,7 +73,7 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
         model=subject.ref,
         environment=collect(),
         prompts=loaded.prompts,
-        notes=subject.located.caveats,
+        notes=tuple(subject.located.caveats),
         conditions=wanted.conditions,
         baseline="unfused",
         segment_length=max(loaded.segment_lengths),
@@ -89,9 +92,12 @@ def check(subject: Subject, wanted: AnswersOptions) -> list[Implementation]:
     """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run`
     calls it too.
     """
-    get, of = resolver(limits.device()), {layer.operator for layer in subject.layers}
+    resolve_here = resolver(limits.device())
     limits.check_replay(subject.seqlens)
-    return [required(get(operator, name)) for operator in of for name in wanted.implementations]
+    compared: list[Implementation] = []
+    for operator in {layer.operator for layer in subject.layers}:
+        compared += [required(resolve_here(operator, name)) for name in wanted.implementations]
+    return compared
 
 
 def _weights(wanted: AnswersOptions) -> Literal["own", "fp32"]:
@@ -127,39 +133,55 @@ def compare_answers(
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
             ids, layers = ids.to(loaded.model.device), loaded.subject.layers
             run = PromptRun(loaded.model, ids, segment_length, mixers, ref.model_type, layers)
-            models = list(
-                _models(
-                    run, dtype_name(loaded.whole.dtype), request, precisions, prompt.token_sha256
-                )
-            )
-            if not all(case.name in writer.earlier for case, _, _ in models):
-                _compare(run, models, loaded.whole, request, watcher, writer)
+            dtype = dtype_name(loaded.whole.dtype)
+            variants = list(_variants(run, dtype, request, precisions, prompt.token_sha256))
+            if all(variant.case.name in writer.earlier for variant in variants):
+                continue
+            comparison = _Comparison(run, loaded.whole, request, watcher, variants)
+            comparison.run(variants, writer)
 
 
-def _models(
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    """A case, and what computes the operators of which layers; the reference computes the
+    others.
+    """
+
+    case: Case
+    compute: Compute
+    layers: frozenset[int]
+
+
+def _variants(
     prompt: PromptRun, dtype: DType, request: AnswersOptions, precisions: Precisions, inputs: str
-) -> Iterator[tuple[Case, Compute, frozenset[int]]]:
-    """First noise, then all layers together, then each layer alone: what computes the operators of
-    which layers.
+) -> Iterator[_Variant]:
+    """First noise, then all layers together, then each layer alone.
 
     dtype: of the model.  inputs: of the cases.
     """
     mixers, layers = prompt.mixers, frozenset(prompt.wanted)
 
-    def case(
-        name: str, precision: Precision, *, change: str = "", alone: int | None = None
-    ) -> Case:
-        return Case(
-            task=Answers(
-                kind="answers",
-                reference="",
-                weights=dtype,
-                own_weights=request.weights != "fp32",
-                layers=tuple(sorted(layers)),
-                segment_length=prompt.segment_length,
-                change=change,
-                alone=alone,
-            ),
+    def variant(
+        name: str,
+        precision: Precision,
+        compute: Compute,
+        *,
+        change: str = "",
+        alone: int | None = None,
+    ) -> _Variant:
+        """change: in words, of noise.  alone: the layer."""
+        task = Answers(
+            kind="answers",
+            reference="",
+            weights=dtype,
+            own_weights=request.weights != "fp32",
+            layers=tuple(sorted(layers)),
+            segment_length=prompt.segment_length,
+            change=change,
+            alone=alone,
+        )
+        case = Case(
+            task=task,
             batch=1,
             seqlen=prompt.ids.shape[1],
             inputs=inputs,
@@ -167,110 +189,125 @@ def _models(
             precision=str(precision),
             status="ran",
         )
+        computed = layers if alone is None else frozenset({alone})
+        return _Variant(case=case, compute=compute, layers=computed)
 
     operator = operators.get(mixers[0].operator)  # a model has one kind of operator
-    baseline, noises = operator.baseline, (with_moved_bits, in_other_chunks)
-    for change, noise in zip(
-        ("last bit of its inputs moved", "in chunks of half the length"), noises, strict=True
+    exact = implemented(operator.baseline, Precision(), mixers)
+    for change, compute in (
+        ("last bit of its inputs moved", with_moved_bits(exact)),
+        ("in chunks of half the length", in_other_chunks(exact)),
     ):
-        moved = noise(implemented(baseline, Precision(), mixers))
-        yield case(baseline, Precision(), change=change), moved, layers
-    computes = {
-        (name, one): implemented(name, one, mixers)
-        for name in request.implementations
-        for one in own_precisions(resolve(operator, name), dtype, precisions(dtype))
-    }
-    for wanted, compute in computes.items():
-        yield case(*wanted), compute, layers
+        yield variant(operator.baseline, Precision(), compute, change=change)
+    computes: dict[tuple[str, Precision], Compute] = {}
+    for name in request.implementations:
+        for precision in own_precisions(resolve(operator, name), dtype, precisions(dtype)):
+            computes[name, precision] = implemented(name, precision, mixers)
+    for (name, precision), compute in computes.items():
+        yield variant(name, precision, compute)
     for layer in sorted(layers) if request.per_layer else ():
-        for wanted, compute in computes.items():
-            yield case(*wanted, alone=layer), compute, frozenset({layer})
+        for (name, precision), compute in computes.items():
+            yield variant(name, precision, compute, alone=layer)
 
 
-def _compare(
-    prompt: PromptRun,
-    models: Sequence[tuple[Case, Compute, frozenset[int]]],
-    whole: Any,
-    request: AnswersOptions,
-    watcher: Watcher,
-    writer: Writer,
-) -> None:
-    """whole: the model with its head.  The cases of an interrupted comparison are there already."""
-    device, began = prompt.ids.device, time.monotonic()
-    if device.type == "cuda":
-        forget_peak(device)
+class _Comparison:
+    """Compares a model's answers on one prompt with those of a reference, which runs first.
 
-    def generated(compute: Compute, layers: frozenset[int] | None) -> Sequence[int]:
-        """Greedy tokens.  The operator computes the prompt; the model's own step computes each
-        token after it.
+    whole: the model with its head.
+    """
+
+    def __init__(
+        self,
+        prompt: PromptRun,
+        whole: PreTrainedModel,
+        request: AnswersOptions,
+        watcher: Watcher,
+        variants: Sequence[_Variant],
+    ) -> None:
+        """Runs the reference.  BadInputError if its logits are not finite."""
+        self._prompt, self._whole, self._request = prompt, whole, request
+        self._watcher, self._began = watcher, time.monotonic()
+        if prompt.ids.device.type == "cuda":
+            forget_peak(prompt.ids.device)
+        # with the reference: its own runs, and for each case the share of the layers that are left
+        # to it
+        count = len({mixer.layer_index for mixer in prompt.mixers})
+        left = sum(1 - len(variant.layers) / count for variant in variants)
+        with watcher.step("Running the reference"):
+            self._reference, self._name, self._remark = choose_reference(
+                request.reference, prompt, 1 + bool(request.generate) + left
+            )
+            self._exact = hidden_states(prompt, self._reference)
+            _check_finite(whole, self._exact)
+            self._tokens = self._generated(self._reference)
+
+    def run(self, variants: Sequence[_Variant], writer: Writer) -> None:
+        """Write every case that an interrupted comparison has not written."""
+        device = self._prompt.ids.device
+        with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
+            for variant in variants:
+                if variant.case.name not in writer.earlier:
+                    writer.case(self._compared(variant))
+                    now = time.monotonic()
+                    writer.update(seconds=writer.report.first.seconds + now - self._began)
+                    self._began = now
+                    if device.type == "cuda":
+                        writer.peaked(peak_bytes(device))
+                advance(1)
+
+    def _compared(self, variant: _Variant) -> Case:
+        """The case with its answers, or with its fault."""
+        assert isinstance(variant.case.task, Answers)
+        answers = variant.case.task.changed(reference=self._name, remark=self._remark)
+        case = variant.case.changed(task=answers)
+        try:
+            with while_it_runs(case):
+                return case.changed(task=answers.changed(**self._differences(variant, answers)))
+        except MissingCapabilityError as error:
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            return case.changed(status="out of memory", reason=first_line(error.__cause__))
+        except Exception as error:
+            status, reason = status_of(error, self._prompt.ids.device, case.implementation)
+            return case.changed(status=status, reason=reason)
+
+    def _differences(self, variant: _Variant, answers: Answers) -> dict[str, object]:
+        """Fields of the answers: the logits against the reference's, a block of positions at a
+        time.
         """
-        if not request.generate:
-            return ()
-        with intercept(
-            prompt.mixers, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)
-        ):
-            return greedy(whole, prompt.ids, request.generate, prompt.segment_length)
-
-    def answers_of(alone: int | None, compute: Compute, layers: frozenset[int]) -> dict[str, Any]:
-        """Compares the logits with the reference's, a block of positions at a time."""
-        hidden = hidden_states(
-            prompt, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)
-        )
+        prompt, whole = self._prompt, self._whole
+        hidden = hidden_states(prompt, self._handler(variant.compute, variant.layers))
         blocks, length = [], rows_that_fit(whole.get_input_embeddings().num_embeddings)
         for start in range(0, hidden.shape[1], length):
             rows = slice(start, start + length)
-            high, low = (logits(whole, states[:, rows])[0] for states in (exact, hidden))
+            high, low = (logits(whole, states[:, rows])[0] for states in (self._exact, hidden))
             blocks.append(compare_logits(high, low, prompt.ids[0, 1:][rows]))
         divergence = joined(blocks)
         if (position := first_nonfinite(divergence)) is not None:
             return {"nonfinite": position}
-        found: dict[str, Any] = {"bands": bands(divergence)}
-        if request.generate and alone is None:
-            tokens = generated(compute, layers)
-            differing = (
-                number
-                for number, (one, other) in enumerate(zip(first, tokens, strict=True))
-                if one != other
-            )
-            found |= {"generated": len(tokens), "first_difference": next(differing, None)}
-        return found
+        fields: dict[str, object] = {"bands": bands(divergence)}
+        if self._request.generate and answers.alone is None:
+            tokens = self._generated(variant.compute, variant.layers)
+            pairs = enumerate(zip(self._tokens, tokens, strict=True))
+            differing = (number for number, (exact, token) in pairs if exact != token)
+            fields |= {"generated": len(tokens), "first_difference": next(differing, None)}
+        return fields
 
-    count = len({mixer.layer_index for mixer in prompt.mixers})
-    # with the reference: its own runs, and for each case the share of the layers that are left to
-    # it
-    runs = 1 + bool(request.generate) + sum(1 - len(layers) / count for _, _, layers in models)
-    with watcher.step("Running the reference"):
-        reference, name, remark = choose_reference(request.reference, prompt, runs)
-        exact = hidden_states(prompt, reference)
-        _check_finite(whole, exact)
-        first = generated(reference, None)
-    with watcher.step("Comparing answers", len(models), unit="cases") as advance:
-        for case, compute, layers in models:
-            if case.name not in writer.earlier:
-                assert isinstance(case.task, Answers)
-                answers = case.task.changed(reference=name, remark=remark)
-                case = case.changed(task=answers)
-                try:
-                    with while_it_runs(case):
-                        case = case.changed(
-                            task=answers.changed(**answers_of(answers.alone, compute, layers))
-                        )
-                except MissingCapabilityError as error:
-                    if not isinstance(error.__cause__, torch.OutOfMemoryError):
-                        raise
-                    case = case.changed(status="out of memory", reason=first_line(error.__cause__))
-                except Exception as error:
-                    status, reason = status_of(error, device, case.implementation)
-                    case = case.changed(status=status, reason=reason)
-                writer.case(case)
-                writer.update(seconds=writer.report.first.seconds + time.monotonic() - began)
-                began = time.monotonic()
-                if device.type == "cuda":
-                    writer.peaked(peak_bytes(device))
-            advance(1)
+    def _generated(self, compute: Compute, layers: frozenset[int] | None = None) -> Sequence[int]:
+        """Greedy tokens.  The operator computes the prompt; the model's own step computes each
+        token after it.
+        """
+        if not self._request.generate:
+            return ()
+        prompt = self._prompt
+        with intercept(prompt.mixers, self._handler(compute, layers)):
+            return greedy(self._whole, prompt.ids, self._request.generate, prompt.segment_length)
+
+    def _handler(self, compute: Compute, layers: frozenset[int] | None) -> Compute:
+        return by_layer(self._prompt.mixers, compute, layers=layers, elsewhere=self._reference)
 
 
-def _check_finite(whole: Any, hidden: torch.Tensor) -> None:
+def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
     """BadInputError if the model's head gives NaN or infinity on the reference's own hidden states,
     (batch, seqlen, width): then no implementation can be told from another.
     """

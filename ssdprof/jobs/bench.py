@@ -16,7 +16,7 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.core.case import Case, Drawn
-from ssdprof.core.report import LeftOut, Report
+from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import Dims
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
@@ -25,9 +25,10 @@ from ssdprof.jobs.compare import Comparer, Entry, Verdicts
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import Call, TimeIsUp, first_line
+from ssdprof.measure.first_run import TimeIsUp, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
-from ssdprof.measure.probes import TURNING_KEYS, Prober
+from ssdprof.measure.laws import TURNING_KEYS
+from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
@@ -43,7 +44,7 @@ from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
-from ssdprof.store.reports import load, opened
+from ssdprof.store.reports import Writer, load, opened
 
 BY_TOKEN = "recurrent"  # runs if sequences have only a few tokens
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
@@ -71,79 +72,43 @@ def bench(
     it.
     """
     device = require_gpu(*NEEDS_GPU)
-    header = dict[str, Any](
+    requested: list[Requested] = []
+    for cell in request.measured:
+        for implementation, precision in compared(request, operator, cell):
+            requested.append((_place(cell), implementation.name, str(precision)))
+    began = time.monotonic()
+    with opened(
+        request.out,
+        watcher,
+        ranks,
+        partial(source_files, request.compared),
+        sampler=request.sampler,
         kind="bench",
         subject=operator.name,
         command=request.command,
         environment=collect(),
-        requested=tuple(
-            (_place(cell), implementation.name, str(precision))
-            for cell in request.measured
-            for implementation, precision in compared(request, operator, cell)
-        ),
+        requested=tuple(requested),
         conditions=request.conditions,
         baseline=request.baseline,
         matched_with=request.match_with or operator.baseline,
         smallest_difference=request.smallest_difference,
         kernels=kernels_hash(operator.name),
-        absent=tuple(one.absent for one in request.compared if one.absent),
+        absent=tuple(known.absent for known in request.compared if known.absent),
         samplers=request.processes or (1 if ranks else PROCESSES),
-    )
-    began = time.monotonic()
-    end = math.inf if request.budget is None else began + request.budget
-    files = partial(source_files, request.compared)
-    with opened(request.out, watcher, ranks, files, sampler=request.sampler, **header) as writer:
-        clocks = watch_clocks()
-        began -= writer.report.first.seconds
+    ) as writer:
+        clocks, before = watch_clocks(), writer.report.first.seconds
         writer.update(ceilings=writer.report.ceilings or measure_ceilings(device))
-        mine = ranks.share(request.measured) if ranks else request.measured
-        comparer = Comparer(
-            timer=CudaTimer(device),
-            ceilings=writer.report.ceilings,
-            process=writer.process,
-            isolated=IsolatedFirstCall(min(request.first_call, FIRST_CALL_S)),
-            watcher=watcher,
-            oracle_must_fit=True,
-        )
-        verdicts: dict[Cell, Verdicts] = {}
-        assert comparer.isolated
-        prober = Prober(comparer.isolated, only=TURNING_KEYS)
-        with watcher.step("Measuring", len(mine), unit="cells") as advance:
-            for done, cell in enumerate(mine):
-                there = [
-                    ", ".join(one) in writer.earlier
-                    for one in writer.report.requested
-                    if one[0] == _place(cell)
-                ]
-                if all(there) and not request.sampler:
-                    advance(1)
-                    continue
-                seconds, left = sampling_seconds(end - time.monotonic(), len(mine) - done), ""
-                smallest = request.smallest_difference
-                sampling = SamplingPlan(
-                    smallest_difference=smallest, max_rounds=MAX_ROUNDS, seconds=seconds
-                )
-                own = replace(
-                    comparer, sampling=sampling, first_call_s=request.first_call, until=end
-                )
-                try:
-                    cases: Iterable[Case]
-                    if request.sampler:
-                        entries = _entries(request, operator, cell, device, None, prober)
-                        cases = own.sample_again(entries, str(cell), writer.earlier)
-                    else:
-                        cases = measured(request, operator, cell, device, own, verdicts, prober)
-                    for case in cases:
-                        writer.case(case)
-                except TimeIsUp as error:
-                    left = f"the budget of {request.budget:g} s was spent{error}"
-                except torch.OutOfMemoryError as error:
-                    left = f"out of memory: {first_line(error)}"
-                if left:
-                    writer.update(
-                        left_out=(*writer.report.left_out, LeftOut(place=_place(cell), reason=left))
+        cells = ranks.share(request.measured) if ranks else request.measured
+        end = math.inf if request.budget is None else began + request.budget
+        cell_bench = CellBench(request, operator, device, writer, watcher, end)
+        with watcher.step("Measuring", len(cells), unit="cells") as advance:
+            for done, cell in enumerate(cells):
+                if request.sampler or not cell_bench.is_done(cell):
+                    cell_bench.measure(
+                        cell, sampling_seconds(end - time.monotonic(), len(cells) - done)
                     )
-                writer.update(clocks=clocks(), seconds=time.monotonic() - began)
+                    seconds = before + time.monotonic() - began
+                    writer.update(clocks=clocks(), seconds=seconds)
                 advance(1)
     return load(writer.folder)
 
@@ -157,12 +122,10 @@ def resolved(
     Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a
     baseline that is unavailable.
     """
-    operator, get = operators.get(asked.operator), resolver(torch.device("cuda"))
-    found = [get(operator.name, name) for name in names]
-    over, matched = (
-        get(operator.name, name)
-        for name in (asked.baseline or "", asked.match_with or operator.baseline)
-    )
+    operator, resolve = operators.get(asked.operator), resolver(torch.device("cuda"))
+    requested = [resolve(operator.name, name) for name in names]
+    baseline = resolve(operator.name, asked.baseline or "")
+    matched = resolve(operator.name, asked.match_with or operator.baseline)
     if (
         not asked.verify
         and matched.name != operator.baseline
@@ -173,14 +136,16 @@ def resolved(
             "Leave one of them out.",
         )
     require_gpu(*NEEDS_GPU)
-    compared = {
-        one.name: one
-        for one in (*found, required(over), *([required(matched)] if asked.match_with else []))
-    }
-    for one in too_large:
-        watcher.say(f"{one} is left out: it has more than {asked.max_tokens} tokens.")
+    everyone = [*requested, required(baseline)]
+    if asked.match_with:
+        everyone.append(required(matched))
+    for tokens in too_large:
+        watcher.say(f"{tokens} is left out: it has more than {asked.max_tokens} tokens.")
     return replace(
-        asked, compared=tuple(compared.values()), baseline=over.name, match_with=matched.name
+        asked,
+        compared=tuple({known.name: known for known in everyone}.values()),
+        baseline=baseline.name,
+        match_with=matched.name,
     )
 
 
@@ -195,26 +160,24 @@ def compared(
     part even if they are not named.
     """
     wanted = requested_precisions(cell.dtype, request.intermediates, request.states)
+    exact = tuple(dict.fromkeys(replace(each, intermediates="exact") for each in wanted))
     once = {BY_TOKEN, *operator.generated.alternatives}
     everyone = sorted(
-        (one for one in request.compared if not one.absent), key=lambda one: one.kind != "library"
+        (known for known in request.compared if not known.absent),
+        key=lambda known: known.kind != "library",
     )
     if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
-
-    def precisions(one: Implementation) -> Sequence[Precision]:
-        if one.kind != "bundled":
-            return own_precisions(one, cell.dtype, wanted)
-        if one.name in once:
-            return (Precision(),)
-        return (
-            tuple(dict.fromkeys(replace(precision, intermediates="exact") for precision in wanted))
-            if one.name == operator.baseline
-            else wanted
-        )
-
-    named = {one.name: one for one in everyone}
-    return [(one, precision) for one in named.values() for precision in precisions(one)]
+    cases: list[tuple[Implementation, Precision]] = []
+    for known in {known.name: known for known in everyone}.values():
+        if known.kind != "bundled":
+            precisions = own_precisions(known, cell.dtype, wanted)
+        elif known.name in once:
+            precisions = (Precision(),)
+        else:
+            precisions = exact if known.name == operator.baseline else wanted
+        cases += [(known, precision) for precision in precisions]
+    return cases
 
 
 def sizes(
@@ -237,95 +200,136 @@ def sampling_seconds(left: float, cells_left: int) -> float:
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
-def measured(
-    request: BenchOptions,
-    operator: Operator,
-    cell: Cell,
-    device: torch.device,
-    comparer: Comparer,
-    verdicts: dict[Cell, Verdicts],
-    prober: Prober,
-) -> Iterable[Case]:
-    """The cases of a cell: a cell that is left out has none, also if some were verified before.
+class CellBench:
+    """Measures one cell after the other.  end: of the budget, by time.monotonic."""
 
-    verdicts: what short checks found.  Raises TimeIsUp, also half-way.
-    """
-    if time.monotonic() >= comparer.until:
-        raise TimeIsUp
-    checked, known = cell, None
-    if request.check == "short" and not cell.tokens.packed:
-        checked = replace(
-            cell,
-            tokens=replace(
-                cell.tokens, sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)
+    def __init__(
+        self,
+        request: BenchOptions,
+        operator: Operator,
+        device: torch.device,
+        writer: Writer,
+        watcher: Watcher,
+        end: float,
+    ) -> None:
+        """GPU work: `CudaTimer` allocates."""
+        isolated = IsolatedFirstCall(min(request.first_call, FIRST_CALL_S))
+        self._request, self._operator, self._writer = request, operator, writer
+        self._device = device
+        self._prober = Prober(isolated, only=TURNING_KEYS)
+        self._verdicts: dict[Cell, Verdicts] = {}  # of short checks
+        self._comparer = Comparer(
+            timer=CudaTimer(device),
+            ceilings=writer.report.ceilings,
+            process=writer.process,
+            first_call_s=request.first_call,
+            until=end,
+            isolated=isolated,
+            watcher=watcher,
+            oracle_must_fit=True,
+        )
+
+    def is_done(self, cell: Cell) -> bool:
+        """Whether an interrupted bench that goes on has measured it."""
+        names = (
+            ", ".join(case) for case in self._writer.report.requested if case[0] == _place(cell)
+        )
+        return all(name in self._writer.earlier for name in names)
+
+    def measure(self, cell: Cell, seconds: float) -> None:
+        """Write the cases of a cell, or why it is left out.  seconds: of sampling."""
+        request = self._request
+        comparer = replace(
+            self._comparer,
+            sampling=SamplingPlan(
+                smallest_difference=request.smallest_difference,
+                max_rounds=MAX_ROUNDS,
+                seconds=seconds,
             ),
         )
-    if checked != cell:
-        if checked not in verdicts:
-            entries = _entries(request, operator, checked, device, None, prober)
-            compared = replace(comparer, timer=None).compare(entries, str(checked))
-            found = {(case.name, case.chunk_size): case for case in compared}
-            verdicts[checked] = {
-                one.key: found[one.case.name, one.case.chunk_size] for one in entries
+        try:
+            if request.sampler:
+                entries = self._entries(cell)
+                cases = comparer.sample_again(entries, str(cell), self._writer.earlier)
+            else:
+                cases = self.measured(cell, comparer)
+            for case in cases:
+                self._writer.case(case)
+            return
+        except TimeIsUp as error:
+            reason = f"the budget of {request.budget:g} s was spent{error}"
+        except torch.OutOfMemoryError as error:
+            reason = f"out of memory: {first_line(error)}"
+        self._writer.leave_out(_place(cell), reason)
+
+    def measured(self, cell: Cell, comparer: Comparer) -> Iterable[Case]:
+        """The cases of a cell: a cell that is left out has none, also if some were verified before.
+
+        Raises TimeIsUp, also half-way.
+        """
+        if time.monotonic() >= comparer.until:
+            raise TimeIsUp
+        verdicts, checked = None, cell
+        if self._request.check == "short" and not cell.tokens.packed:
+            seqlen = min(cell.tokens.seqlen, CHECKED_SEQLEN)
+            checked = replace(cell, tokens=replace(cell.tokens, sequences=1, seqlen=seqlen))
+        if checked != cell:
+            verdicts = self._short_verdicts(checked, comparer)
+        entries = self._entries(cell, checked.tokens.seqlen if verdicts else None)
+        cases = {case.name: case for case in comparer.compare(entries, str(cell), verdicts)}
+        if verdicts:  # later cells find all kernels compiled
+            self._verdicts[checked] = {
+                key: case.changed(first_call=None) for key, case in verdicts.items()
             }
-        known = verdicts[checked]
-    tokens = checked.tokens.seqlen if known else None
-    entries = _entries(request, operator, cell, device, tokens, prober)
-    cases = {case.name: case for case in comparer.compare(entries, str(cell), known)}
-    if known:  # later cells find all kernels compiled
-        verdicts[checked] = {key: case.changed(first_call=None) for key, case in known.items()}
-    return cases.values()
+        return cases.values()
 
+    def _short_verdicts(self, checked: Cell, comparer: Comparer) -> Verdicts:
+        if checked not in self._verdicts:
+            entries = self._entries(checked)
+            compared = replace(comparer, timer=None).compare(entries, str(checked))
+            cases = {(case.name, case.chunk_size): case for case in compared}
+            self._verdicts[checked] = {
+                entry.key: cases[entry.case.name, entry.case.chunk_size] for entry in entries
+            }
+        return self._verdicts[checked]
 
-def _entries(
-    request: BenchOptions,
-    operator: Operator,
-    cell: Cell,
-    device: torch.device,
-    checked: int | None,
-    prober: Prober,
-) -> list[Entry]:
-    """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
-    instead; None: its own.  prober: of the law that a bench tests.
-    """
-    inputs = operator.generated.draw(cell, device)
-    sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
-    inputs = sized[min(sized)] if sized else inputs
-    dims, work = operator.judged.cost(inputs)
-    words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
-    common: dict[str, Any] = {
-        "task": drawn_of(cell, checked, dims),
-        "batch": dims.batch,
-        "seqlen": dims.seqlen,
-        "inputs": words,
-        **work,
-    }
-    entries: list[Entry] = []
-    for one, precision in compared(request, operator, cell):
-        own = dict(
-            common,
-            implementation=one.name,
-            kind=one.kind,
-            version=one.version,
-            precision=str(precision),
-        )
-        own["baseline"] = "" if one.name == request.baseline else request.baseline
-        for size in sizes(request, operator, one):
-            given = sized[size] if size else inputs
-            label = f"{one.name} {precision}{f', chunk {size}' if size else ''}"
-            call = Call(
-                operator=operator,
-                implementation=one,
-                inputs=given,
-                precision=precision,
-                label=label,
-            )
-            case = Case(**own, chunk_size=size, status="ran")
-            probes = partial(prober.probe, one, given, precision)
-            entries.append(Entry(case=case, call=call, probes=probes))
-    for entry in entries:
-        entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
-    return entries
+    def _entries(self, cell: Cell, checked: int | None = None) -> list[Entry]:
+        """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
+        instead; None: its own.
+        """
+        request, operator = self._request, self._operator
+        inputs = operator.generated.draw(cell, self._device)
+        sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
+        inputs = sized[min(sized)] if sized else inputs
+        dims, work = operator.judged.cost(inputs)
+        fields: dict[str, Any] = {
+            "task": drawn_of(cell, checked, dims),
+            "batch": dims.batch,
+            "seqlen": dims.seqlen,
+            "inputs": ", ".join((cell.dtype, *cell.drawn, cell.layout)),
+            **work,
+        }
+        entries: list[Entry] = []
+        for implementation, precision in compared(request, operator, cell):
+            baseline = "" if implementation.name == request.baseline else request.baseline
+            for size in sizes(request, operator, implementation):
+                of_size = sized[size] if size else inputs
+                chunk = f", chunk {size}" if size else ""
+                entry = Entry.of(
+                    operator,
+                    implementation,
+                    of_size,
+                    precision,
+                    label=f"{implementation.name} {precision}{chunk}",
+                    baseline=baseline,
+                    chunk_size=size,
+                    **fields,
+                )
+                entry.probes = partial(self._prober.probe, implementation, of_size, precision)
+                entries.append(entry)
+        for entry in entries:
+            entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
+        return entries
 
 
 def drawn_of(cell: Cell, checked: int | None, dims: Dims) -> Drawn:
@@ -351,20 +355,16 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
     """
 
     def likeness(other: Entry) -> tuple[bool, bool, bool]:
-        ours, theirs = entry.case, other.case
-        our_precision, their_precision = entry.call.precision, other.call.precision
+        precision = other.call.precision
         return (
-            their_precision.exact,
-            our_precision.state_dtype == their_precision.state_dtype,
-            ours.chunk_size == theirs.chunk_size,
+            precision.exact,
+            precision.state_dtype == entry.call.precision.state_dtype,
+            other.case.chunk_size == entry.case.chunk_size,
         )
 
-    found = max(
-        (other for other in entries if other.case.implementation == name),
-        key=likeness,
-        default=None,
-    )
-    return None if found is entry else found
+    others = (other for other in entries if other.case.implementation == name)
+    most_like = max(others, key=likeness, default=None)
+    return None if most_like is entry else most_like
 
 
 def _place(cell: Cell) -> str:

@@ -69,11 +69,10 @@ def existing_file(text: str) -> Path:
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     """The names among a command's options that are, or may be, kernels of the user."""
-    texts = (
-        given.get(name) or ""
-        for name in ("implementations", "impl", "also", "baseline", "match_with")
-    )
-    words = dict.fromkeys(word.strip() for text in texts for word in text.split(","))
+    words: dict[str, None] = {}
+    for name in ("implementations", "impl", "baseline", "match_with"):
+        text = given.get(name) or ""
+        words |= dict.fromkeys(word.strip() for word in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
     return tuple(word for word in words if ":" in word or word in registered)
 
@@ -118,16 +117,17 @@ def argument(
 def parameters(kind: type) -> Iterator[Parameter]:
     """The options of a class as parameters of a command, those of its base classes first."""
     types = get_type_hints(kind, localns=_LATER, include_extras=True)
-    for one in fields(kind):
-        if "derived" in one.metadata:
+    for each in fields(kind):
+        if "derived" in each.metadata:
             continue
-        type_, default = types[one.name], Parameter.empty if one.default is MISSING else one.default
-        if "typed" in one.metadata:
-            default = one.metadata["typed"]
+        type_ = types[each.name]
+        default = Parameter.empty if each.default is MISSING else each.default
+        if "typed" in each.metadata:
+            default = each.metadata["typed"]
             type_ = str | None if default is None else str
-        declared = one.metadata.get("typer")
+        declared = each.metadata.get("typer")
         annotation = Annotated[type_, declared] if declared else type_
-        yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,14 +136,14 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """
     declared = list(parameters(kind))
     function.__signature__ = Signature(declared)  # type: ignore[attr-defined]
-    function.__annotations__ = {one.name: one.annotation for one in declared}
+    function.__annotations__ = {option.name: option.annotation for option in declared}
     return function
 
 
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
     """The options of a class: as a Python name, as it is typed, and as a parameter."""
-    for one in parameters(kind):
-        declared = getattr(one.annotation, "__metadata__", (None,))[0]
+    for parameter in parameters(kind):
+        declared = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(declared, ArgumentInfo):
             continue
         words = (
@@ -151,19 +151,23 @@ def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
             *(getattr(declared, "param_decls", None) or ()),
         )
         typed = [word for word in words if isinstance(word, str) and word.startswith("--")]
-        for word in typed or [f"--{one.name.replace('_', '-')}"]:
-            yield word.removeprefix("--").replace("-", "_"), word, one
+        for word in typed or [f"--{parameter.name.replace('_', '-')}"]:
+            yield word.removeprefix("--").replace("-", "_"), word, parameter
 
 
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
     """The options of a class from the words of a command line.  Raises BadInputError."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(as_command(kind, lambda **given: kind(**given)))
+
+    def create(**settings: object) -> Kind:
+        return kind(**settings)
+
+    app.command()(as_command(kind, create))
     try:
-        found: Kind = typer.main.get_command(app).main(line, standalone_mode=False)
+        options: Kind = typer.main.get_command(app).main(line, standalone_mode=False)
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # of click
         raise BadInputError(error.format_message().replace("Value error, ", "")) from None
-    return found
+    return options
 
 
 # --- shared by several commands
@@ -180,7 +184,7 @@ _WAYS = (
 )
 
 Baseline = Annotated[str, info("NAME", "The implementation that the others are compared with.")]
-FirstCall = Annotated[
+FirstCallOption = Annotated[
     float,
     info(
         "SECONDS",
@@ -227,16 +231,16 @@ NoTuned = Annotated[
 _DRY_RUN = (
     "Show the download, the memory needed, and what would keep the model from running; then stop."
 )
-DryRun = Annotated[bool, info("", _DRY_RUN, "--dry-run")]
+DryRunOption = Annotated[bool, info("", _DRY_RUN, "--dry-run")]
 RunFolder = Annotated[
     Path | None, info("DIR", "Folder of the run.", shown="runs/<time>-<model>", parser=path)
 ]
-Output = Annotated[
+OutputOption = Annotated[
     Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)
 ]
 Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
 _SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
-Shape = Annotated[
+ShapeOption = Annotated[
     str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b, qwen3-next-80b or kimi-linear-48b")
 ]
 Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
@@ -245,7 +249,7 @@ _PLACES = (
     "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or "
     "on the disk."
 )
-Placement = Annotated[
+PlacementOption = Annotated[
     Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
     info("", _PLACES, shown="the fastest that fits"),
 ]
@@ -315,7 +319,7 @@ class ModelOptions:
 class ServedModelOptions(ModelOptions):
     """And where the weights are, and how a server would run the prompt."""
 
-    placement: Placement = None
+    placement: PlacementOption = None
     batch: int = option(1, "N", "Run N different prompts side by side.", min=1, max=65536)
     packed: Tokens | None = words(
         "NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k."
@@ -368,7 +372,7 @@ class RunOptions(ServedModelOptions):
     )
     implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call_s: FirstCall = 180
+    first_call_s: FirstCallOption = 180
     thorough: bool = flag(
         "--thorough", "Test the laws of the operator in every case: see docs/measuring.md."
     )
@@ -387,7 +391,7 @@ class RunOptions(ServedModelOptions):
     gate: Gates = None
     config: Config = None
     no_tuned: NoTuned = False
-    dry_run: DryRun = False
+    dry_run: DryRunOption = False
     full: bool = flag("--full", "Print every table instead of one screen.")
     json: Json = False
     sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
@@ -404,7 +408,7 @@ class CaptureOptions(ServedModelOptions):
     recorded: Literal["flashinfer", "safetensors"] | None = option(
         None,
         "",
-        "MODEL is a folder that a server wrote: see docs/from-a-server.md.",
+        "MODEL is a folder that a server wrote: see docs/serving.md.",
         "--from",
         shown="a model",
     )
@@ -416,7 +420,7 @@ class CaptureOptions(ServedModelOptions):
         parser=path,
     )
     force: bool = flag("--force", "Replace a complete capture in DIR.")
-    dry_run: DryRun = False
+    dry_run: DryRunOption = False
     json: Json = False
 
 
@@ -435,12 +439,6 @@ class AccuracyOptions:
     impl: str | None = option(
         None, "I[,I...]", "Implementations that the run compared.", "--impl", shown="all of them"
     )
-    baseline: str | None = option(
-        None,
-        "NAME",
-        "The implementation that the run compared them with.",
-        shown="the run's baseline",
-    )
     intermediates: SomeIntermediates = "all"
     states: str = option("all", "D[,D...]", _STATES)
     gate: Gates = None
@@ -458,7 +456,7 @@ class AnswersOptions(ModelOptions):
     one was not, or does not.
     """
 
-    placement: Placement = None
+    placement: PlacementOption = None
     intermediates: SomeIntermediates = "all"
     states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
     implementations: tuple[str, ...] = _implementations()
@@ -486,7 +484,7 @@ class AnswersOptions(ModelOptions):
     gate: Gates = None
     out: RunFolder = None
     no_tuned: NoTuned = False
-    dry_run: DryRun = False
+    dry_run: DryRunOption = False
     json: Json = False
 
 
@@ -510,7 +508,7 @@ class ExportOptions:
     format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github"] | None = (
         option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
     )
-    output: Output = None
+    output: OutputOption = None
     force: Force = False
     json: FormatJson = False
 
@@ -526,7 +524,6 @@ class CaseOptions:
     run: str | None = argument(
         None, "RUN", "A report's folder, or its name under runs/.", shown="the latest report"
     )
-    script: bool = flag("--script", "Print a Python file that runs it again.")
     json: Json = False
 
 
@@ -556,7 +553,7 @@ class CompareOptions:
     format: Literal["markdown", "html", "json"] | None = option(
         None, "", "What to write.", shown="that of FILE's suffix"
     )
-    output: Output = None
+    output: OutputOption = None
     force: Force = False
     json: FormatJson = False
 
@@ -574,9 +571,8 @@ class PrefillOptions(ModelOptions):
     intermediates: OneIntermediates = "exact"
     state_dtype: OneState = "fp32"
     implementations: tuple[str, ...] = _implementations()
-    against: str = option("", "P[,P...]", "Additional names for --impl.")
     baseline: Baseline = "unfused"
-    first_call_s: FirstCall = 180
+    first_call_s: FirstCallOption = 180
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
         "",
@@ -651,7 +647,7 @@ class BenchOptions:
     """
 
     operator: str = argument(..., "OPERATOR", "ssd, gdn or kda.")
-    shape: Shape = None
+    shape: ShapeOption = None
     seq: str = option("1k,4k,16k,64k", "N[,N...]", _LENGTHS)
     batch: str = option("1", "B[,B...]", _BATCHES)
     cells: str = option("", "BxN[,...]", "Additional pairs of batch x length: 8x4k,32x1k.")
@@ -678,14 +674,6 @@ class BenchOptions:
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
-    published: Path | None = option(
-        None, "DIR", "The same as --against published=DIR.", exists=True, file_okay=False
-    )
-    also: str = option(
-        "",
-        "I[,I...]",
-        "Kernels that are not run by default: fused_portable (GDN), recurrent_in_place (SSD).",
-    )
     baseline: str | None = option(
         None,
         "NAME",
@@ -741,21 +729,14 @@ class TuneOptions:
     """
 
     operator: str = argument("ssd", "OPERATOR", "ssd, gdn or kda.", shown=True)
-    where: str | None = argument(
-        None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones."
-    )
-    shape: Shape = None
-    seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
-    batch: str | None = option(None, "B[,B...]", _BATCHES, shown="1")
-    dtype: str | None = option(None, "D[,D...]", _DTYPES, shown="bf16")
+    shape: ShapeOption = None
+    seq: str = option("1k,8k,64k", "N[,N...]", _LENGTHS)
+    batch: str = option("1", "B[,B...]", _BATCHES)
+    dtype: str = option("bf16", "D[,D...]", _DTYPES)
     intermediates: SomeIntermediates = "exact"
     budget: float | None = option(
         None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1
     )
-    out: Path | None = option(
-        None, "FILE", "Write all candidates and their times to FILE as JSON.", parser=path
-    )
-    force: Force = False
     clear: bool = flag("--clear", "Delete the stored results, and stop.")
     json: Json = False
     command: tuple[str, ...] = derived(())

@@ -151,7 +151,7 @@ def choose(subject: Subject, copies: int = 1) -> Placed:
             f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.",
             "Leave out --placement.",
         )
-    for kind in [wanted] if wanted else [one for one in KINDS if not chooser.lacks(one)]:
+    for kind in [wanted] if wanted else [kind for kind in KINDS if not chooser.lacks(kind)]:
         if (placed := chooser.placed(kind)) is not None:
             return placed
     # a user who names the length of the segments may try it with less memory than is predicted
@@ -267,16 +267,17 @@ class Chooser:
         fits = [f"--seq {1 << n}" for n in shorter if least + self.least_beside(1 << n) <= free][:1]
         if not subject.whole:
             sizes = (
-                subject.located.weight_bytes(one.index, dtype=subject.dtype)
-                for one in subject.ref.layers
+                subject.located.weight_bytes(layer_ref.index, dtype=subject.dtype)
+                for layer_ref in subject.ref.layers
             )
             number = sum(size + computed <= free for size in sizes)
             fits += [f"--layers first:{number}"] if number else []
         fits += [known.repo for known in siblings_that_fit(subject.ref.repo_id, free - computed)]
+        hint = _WHOLE if subject.whole else _NOTHING
         return MissingCapabilityError(
             f"{subject.ref.repo_id} does not fit on {_name(self.main)}{how}: {words}, {takes}, and "
             f"{size_words(free)} are free.",
-            f"What fits: {' or '.join(fits)}." if fits else _WHOLE if subject.whole else _NOTHING,
+            f"What fits: {' or '.join(fits)}." if fits else hint,
         )
 
     def _lengths(self, seqlen: int) -> tuple[int, ...]:
@@ -329,12 +330,12 @@ class Chooser:
         """
         if self.main == "cpu":
             return {}
-        found = {int(self.main): limits.free_bytes()}
+        free = {int(self.main): limits.free_bytes()}
         for index in range(torch.cuda.device_count()) if started() == 1 else ():
             if index != self.main:
                 with suppress(MissingCapabilityError):
-                    found[index] = free_memory(torch.device("cuda", index))
-        return found
+                    free[index] = free_memory(torch.device("cuda", index))
+        return free
 
     def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Place, int]]:
         """Bytes available for weights at each place, after activations."""
@@ -348,7 +349,9 @@ class Chooser:
             # left then.
             wanted = {layer.index for layer in self._subject.layers}
             mixers = (
-                one for one in meta.find_mixers(self._model.base_model) if one.layer_index in wanted
+                mixer
+                for mixer in meta.find_mixers(self._model.base_model)
+                if mixer.layer_index in wanted
             )
             layer = self._batch * self._seqlen * max(map(capture_bytes_per_token, mixers))
             yield "cpu", host_memory() - (0 if self._subject.serving.chunk else 2 * layer)
@@ -356,8 +359,9 @@ class Chooser:
             yield "disk", 0
 
     def _record(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int) -> Placement:
+        """The placement as reports store it.  length: of the longest prompt's segments."""
         serving = self._subject.serving
-        found = meta.weights_by_place(self._model, mapped)
+        by_place = meta.weights_by_place(self._model, mapped)
         layer, module = meta.largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
         calls = sum(
@@ -366,10 +370,10 @@ class Chooser:
         return Placement(
             kind=kind,
             device=_name(self.main),
-            held={_name(place): held for place, held in found.items()},
+            held={_name(place): held for place, held in by_place.items()},
             predicted_peak_bytes=None
             if self.remark
-            else found.get(self.main, Held(layers=0, bytes=0)).bytes + module + computed,
+            else by_place.get(self.main, Held(layers=0, bytes=0)).bytes + module + computed,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )
@@ -505,7 +509,7 @@ class Loaded:
     model: the base model.  whole: the model with its language-model head; None if only the base
     model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.  files: the source of weights on the disk.
+    placement: where the model's weights are.
     """
 
     subject: Subject
@@ -514,7 +518,6 @@ class Loaded:
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
     placement: Placement
-    files: LocalCheckpoint
     whole: Any = None
 
     def run(self, on_layer: OnLayer) -> None:
@@ -583,20 +586,20 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=placed.segment_lengths,
         placement=record,
-        files=local,
         whole=loaded if subject.head else None,
     )
 
 
 def sources(found: Subject | Stored, several: Iterable[Implementation]) -> list[Path]:
     """The files of a local checkpoint or of captures, and of the user's kernels."""
-    folders = [found.folder] if isinstance(found, Stored) else []
-    if isinstance(found, Subject) and found.ref.source == "local":
-        folders = [found.located.source.folder]
-    return [
-        *(path for folder in folders for path in folder.iterdir() if path.is_file()),
-        *source_files(several),
-    ]
+    files = source_files(several)
+    if isinstance(found, Stored):
+        folder = found.folder
+    elif found.ref.source == "local":
+        folder = found.located.source.folder
+    else:
+        return files
+    return [*filter(Path.is_file, folder.iterdir()), *files]
 
 
 def refuse_large_download(subject: Subject, watcher: Watcher) -> None:

@@ -22,9 +22,8 @@ from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import Mixer, find_mixers
-from ssdprof.core.base import KernelOrigin
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.report import LeftOut, Report
+from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.environment.machine import collect, installed_version, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
@@ -32,7 +31,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.jobs.options import ModelOptions, PrefillOptions
-from ssdprof.jobs.plan import load, sources
+from ssdprof.jobs.plan import Loaded, load, sources
 from ssdprof.jobs.run import Resolved, resolve_implementations
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
@@ -78,6 +77,8 @@ def time_prefills(
     """
     device = require_gpu(*NEEDS_GPU)
     resolved = resolve_implementations(request.implementations, request.baseline, subject.layers)
+    # Otherwise moving weights or activations would be part of the time.
+    on_gpu = replace(subject, request=replace(subject.request, placement="one-gpu"))
     steps: dict[str, float] = {}
 
     def on_step(what: str, seconds: float) -> None:
@@ -86,23 +87,62 @@ def time_prefills(
 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
-        # Otherwise moving weights or activations would be part of the time.
-        loaded = load(
-            replace(subject, request=replace(subject.request, placement="one-gpu")),
+        loaded = load(on_gpu, watcher, request.copies)
+    lengths = _lengths(request, loaded, resolved, device)
+    requested: list[Requested] = []
+    for length in lengths:
+        for case in length.cases.values():
+            requested.append((case.place, case.implementation, case.precision))
+    files = partial(sources, subject, resolved.all)
+    with (
+        opened(
+            request.out,
             watcher,
-            request.copies,
-        )
-    mixers = find_mixers(loaded.whole)
-    kinds: tuple[KernelOrigin, ...] = (
-        ("model",) if request.conv_and_norm == "model" else ("model", "bundled")
-    )
-    bundled = ConvAndNorm(mixers if "bundled" in kinds else ())
-    timer, isolated = CudaTimer(device), IsolatedFirstCall(request.first_call_s)
-    each = zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True)
-    lengths = []
-    for kind, (ids, prompt, segment_length) in product(
-        kinds, sorted(each, key=lambda one: one[1].seqlen)
+            None,
+            files,
+            kind="prefill",
+            subject=subject.ref.repo_id,
+            command=request.command,
+            model=subject.ref,
+            environment=collect(),
+            prompts=loaded.prompts,
+            notes=tuple(subject.located.caveats),
+            requested=tuple(requested),
+            conditions=request.conditions,
+            baseline=resolved.baseline,
+            smallest_difference=request.smallest_difference,
+            absent=resolved.absent,
+        ) as writer,
+        limits.memory_errors(),
     ):
+        clocks = watch_clocks()
+        writer.update(steps=dict(steps))
+        for length in lengths:
+            if length.is_done(writer.earlier):
+                continue
+            begun = clock.left() > 0
+            if begun:
+                with watcher.step(f"Prefill of {length.what}"):
+                    length.run(writer, clock.within(length.what))
+            length.leave_out_unseen(writer, begun)
+            if begun:
+                writer.update(clocks=clocks(), steps=dict(steps))
+    return load_report(writer.folder)
+
+
+def _lengths(
+    request: PrefillOptions, loaded: Loaded, resolved: Resolved, device: torch.device
+) -> list[_Length]:
+    """Every prompt with every origin of convolution and norm, with its cases."""
+    subject, mixers = loaded.subject, find_mixers(loaded.whole)
+    origins: list[ConvAndNorm | None] = [None]
+    if request.conv_and_norm != "model":
+        origins.append(ConvAndNorm(mixers))
+    timer, isolated = CudaTimer(device), IsolatedFirstCall(request.first_call_s)
+    prompts = list(zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True))
+    prompts.sort(key=lambda prompt: prompt[1].seqlen)
+    lengths: list[_Length] = []
+    for bundled, (ids, prompt, segment_length) in product(origins, prompts):
         length = _Length(
             request=request,
             model=loaded.whole,
@@ -110,58 +150,16 @@ def time_prefills(
             segment_length=segment_length,
             mixers=mixers,
             layer=subject.layers[len(subject.layers) // 2],
-            bundled=bundled if kind == "bundled" else None,
+            bundled=bundled,
             comparer=Comparer(timer=timer, sampling=ALONE, isolated=isolated),
             timer=timer,
             profile=partial(traced, device=device),
         )
-        for case, of in _cases(length, subject, prompt, resolved):
-            length.cases[case.implementation], length.of[case.implementation] = case, of
+        for case, by_operator in _cases(length, subject, prompt, resolved):
+            length.cases[case.implementation] = case
+            length.of[case.implementation] = by_operator
         lengths.append(length)
-    report = dict[str, Any](
-        kind="prefill",
-        subject=subject.ref.repo_id,
-        command=request.command,
-        model=subject.ref,
-        environment=collect(),
-        prompts=loaded.prompts,
-        notes=subject.located.caveats,
-        requested=tuple(
-            (case.place, case.implementation, case.precision)
-            for length in lengths
-            for case in length.cases.values()
-        ),
-        conditions=request.conditions,
-        baseline=resolved.baseline,
-        smallest_difference=request.smallest_difference,
-        absent=resolved.absent,
-    )
-    files = partial(sources, subject, (*resolved.found, *resolved.baselines))
-    with opened(request.out, watcher, None, files, **report) as writer, limits.memory_errors():
-        clocks = watch_clocks()
-        writer.update(steps=dict(steps))
-        for length in lengths:
-            earlier = [writer.earlier.get(case.name) for case in length.cases.values()]
-            if all(
-                case and (case.samples or case.reason or case.result != "passed")
-                for case in earlier
-            ):
-                continue
-            first = next(iter(length.cases.values()))
-            what = f"{first.size}, {first.where.removeprefix('prefill, ')}"
-            if begun := clock.left() > 0:
-                with watcher.step(f"Prefill of {what}"):
-                    length.run(writer, clock.within(what))
-            if unseen := tuple(name for name in length.cases if name not in length.seen):
-                left = LeftOut(
-                    place=first.place,
-                    implementations=unseen if begun else (),
-                    reason=f"the budget of {request.budget or 0:g} s was spent",
-                )
-                writer.update(left_out=(*writer.report.left_out, left))
-            if begun:
-                writer.update(clocks=clocks(), steps=dict(steps))
-    return load_report(writer.folder)
+    return lengths
 
 
 def _cases(
@@ -193,23 +191,25 @@ def _cases(
         left_to_model=length.bundled.left_to_model if length.bundled else (),
     )
     for name in dict.fromkeys((resolved.baseline, *resolved.present)):
-        of = {mixer.operator: resolved.resolve(mixer.operator, name) for mixer in length.mixers}
-        one = next(iter(of.values()))
-        if one.kind == "library" and name != resolved.baseline and length.bundled:
+        by_operator = {
+            mixer.operator: resolved.resolve(mixer.operator, name) for mixer in length.mixers
+        }
+        known = next(iter(by_operator.values()))
+        if known.kind == "library" and name != resolved.baseline and length.bundled:
             continue
         case = Case(
             task=prefill,
             batch=batch,
             seqlen=seqlen,
             inputs=prompt.token_sha256,
-            implementation=one.name,
-            kind=one.kind,
-            version=one.version if one.kind == "library" else "",
-            precision=str(own_precisions(one, dtype, wanted)[0]),
-            baseline="" if one.name == resolved.baseline else resolved.baseline,
+            implementation=known.name,
+            kind=known.kind,
+            version=known.version if known.kind == "library" else "",
+            precision=str(own_precisions(known, dtype, wanted)[0]),
+            baseline="" if known.name == resolved.baseline else resolved.baseline,
             status="ran",
         )
-        yield case, of
+        yield case, by_operator
 
 
 @dataclass(kw_only=True)
@@ -248,6 +248,27 @@ class _Length:
     @property
     def operator_calls(self) -> int:
         return len(self.mixers) * self.segments
+
+    @property
+    def what(self) -> str:
+        """ "1,024 tokens, bundled convolution and norm"."""
+        first = next(iter(self.cases.values()))
+        return f"{first.size}, {first.where.removeprefix('prefill, ')}"
+
+    def is_done(self, earlier: Mapping[str, Case]) -> bool:
+        """Whether an interrupted command that goes on has timed all."""
+        known = [earlier.get(case.name) for case in self.cases.values()]
+        return all(
+            case and (case.samples or case.reason or case.result != "passed") for case in known
+        )
+
+    def leave_out_unseen(self, writer: Writer, begun: bool) -> None:
+        """Note what the budget left no time for.  begun: whether anything of this length ran."""
+        unseen = tuple(name for name in self.cases if name not in self.seen)
+        if unseen:
+            place = next(iter(self.cases.values())).place
+            reason = f"the budget of {self.request.budget or 0:g} s was spent"
+            writer.leave_out(place, reason, unseen if begun else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:
         """A step begins only if the budget is not spent.  BadInputError if the model bypasses its
@@ -297,22 +318,23 @@ class _Length:
         """Errors of the implementation become its status.  Passes BadInputError and
         MissingCapabilityError on.
         """
-        owns = [self.cases[name] for name in names if self.cases[name].kind == "own"]
+        users = (self.cases[name] for name in names if self.cases[name].kind == "own")
         try:
-            with while_it_runs(next(iter(owns), None)):
+            with while_it_runs(next(users, None)):
                 yield
         except BadInputError:
             raise
         except Exception as error:
             status, reason = status_of(error, self.timer.device, ", ".join(names) or "the model")
-            self.cases |= {
-                name: self.cases[name].changed(status=status, reason=reason) for name in names
-            }
+            for name in names:
+                self._change(name, status=status, reason=reason)
 
-    def _found(self, name: str, **fields: Any) -> None:
+    def _change(self, name: str, **fields: object) -> None:
+        self.cases[name] = self.cases[name].changed(**fields)
+
+    def _change_task(self, name: str, **fields: object) -> None:
         """Fields of the case's `Prefill`."""
-        case = self.cases[name]
-        self.cases[name] = case.changed(task=case.task.changed(**fields))
+        self._change(name, task=self.cases[name].task.changed(**fields))
 
     def _compare_operators(self) -> None:
         """On the model's own tensors while it waits in `layer`: kernels are compiled and tuned, and
@@ -321,45 +343,51 @@ class _Length:
         Their outputs are not judged: `ssdprof run` does that.
         """
 
+        compared: list[str] = []
+
         def compute(call: OperatorCall) -> Result:
             if call.mixer.layer_index == self.layer.index and not compared:
                 compared.append(call.mixer.name)
-                entries = []
-                for name, case in self.cases.items():
-                    one = self.of[name][call.mixer.operator]
-                    precision = Precision.named(case.precision)
-                    bound = Call(
-                        operator=call.operator,
-                        implementation=one,
-                        inputs=call.inputs,
-                        precision=precision,
-                        label=name,
-                    )
-                    entries.append(Entry(case=case, call=bound))
-                verdicts = {entry.key: entry.case for entry in entries}
-                for found in self.comparer.compare(entries, self.layer.name, verdicts):
-                    name = found.implementation
-                    told = {
-                        key: getattr(found, key)
-                        for key in ("status", "later_fault", "nonfinite", "variant", "plan")
-                    }
-                    reason = "" if found.result == "passed" else found.reason
-                    self.cases[name] = self.cases[name].changed(**told, reason=reason)
-                    if found.device_us:
-                        self._found(name, alone_us=found.device_us.value)
+                self._compare_on(call)
             return call.replacement()
 
-        compared: list[str] = []
         with self._judging(), self.running(compute):  # errors of the model itself come again
             self.first_token_logits()
 
+    def _compare_on(self, call: OperatorCall) -> None:
+        """Time all implementations on this call; what fails is noted in their cases."""
+        entries: list[Entry] = []
+        for name, case in self.cases.items():
+            bound = Call(
+                operator=call.operator,
+                implementation=self.of[name][call.mixer.operator],
+                inputs=call.inputs,
+                precision=Precision.named(case.precision),
+                label=name,
+            )
+            entries.append(Entry(case=case, call=bound))
+        verdicts = {entry.key: entry.case for entry in entries}
+        for case in self.comparer.compare(entries, self.layer.name, verdicts):
+            name = case.implementation
+            self._change(
+                name,
+                status=case.status,
+                later_fault=case.later_fault,
+                nonfinite=case.nonfinite,
+                variant=case.variant,
+                plan=case.plan,
+                reason="" if case.result == "passed" else case.reason,
+            )
+            if case.device_us:
+                self._change_task(name, alone_us=case.device_us.value)
+
     def _whole_prefill(self, name: str) -> None:
         """One prefill under the profiler: its answer, the parts of its time, and its memory."""
-        device, logits = self.timer.device, list[torch.Tensor]()
+        device, latest = self.timer.device, list[torch.Tensor]()
 
         def run() -> None:
-            logits[:] = [self.first_token_logits()]
-            logits[0].argmax(-1)
+            latest[:] = [self.first_token_logits()]
+            latest[0].argmax(-1)
 
         with self._judging(name):
             if self.segments > 1:  # keep launches of a tuner out of the profile
@@ -371,19 +399,19 @@ class _Length:
             with self.running(self._compute(name), marks=True) as count:
                 trace = self.profile(run)
             self._check(count)
-            own = logits[0].float().cpu()
+            logits = latest[0].float().cpu()
             peak = peak_bytes(device) if device.type == "cuda" else None
-            self._found(name, parts=part_times(work(trace)), peak_bytes=peak)
-            if not torch.isfinite(own).all():
+            self._change_task(name, parts=part_times(work(trace)), peak_bytes=peak)
+            if not torch.isfinite(logits).all():
                 reason = "the first token's logits have NaN or Inf"
-                self.cases[name] = self.cases[name].changed(nonfinite=True, reason=reason)
+                self._change(name, nonfinite=True, reason=reason)
                 return
             if not self.cases[name].baseline:
-                self.logits = own
+                self.logits = logits
             if self.logits is not None:
-                difference = float((own - self.logits).norm() / self.logits.norm())
-                same = bool((own.argmax(-1) == self.logits.argmax(-1)).all())
-                self._found(name, logits_rms=difference, same_token=same)
+                difference = float((logits - self.logits).norm() / self.logits.norm())
+                same = bool((logits.argmax(-1) == self.logits.argmax(-1)).all())
+                self._change_task(name, logits_rms=difference, same_token=same)
 
     def _check(self, count: CallCount) -> None:
         """Raises BadInputError if one whole prefill bypassed its operator."""
@@ -399,30 +427,31 @@ class _Length:
             )
 
     def _sample(self, writer: Writer, clock: StepClock) -> None:
-        passed = {
-            name: self.cases[name] for name in self.seen if self.cases[name].result == "passed"
-        }
+        """Time whole prefills in turns, if the budget is large enough."""
+        passed = [self.cases[name] for name in self.seen if self.cases[name].result == "passed"]
         if not passed:
             return
-        runs = {name: partial(self._timed, self._compute(name)) for name in passed}
-        with while_it_runs(next((case for case in passed.values() if case.kind == "own"), None)):
-            round_s, smallest = self._round_s(runs, clock), self.request.smallest_difference
-            plan = sampling_plan(round_s, min(self.request.seconds, clock.left()), smallest)
+        runs = {
+            case.implementation: partial(self._timed, self._compute(case.implementation))
+            for case in passed
+        }
+        with while_it_runs(next((case for case in passed if case.kind == "own"), None)):
+            round_s = self._round_s(runs, clock)
+            left = clock.left()
+            plan = sampling_plan(
+                round_s, min(self.request.seconds, left), self.request.smallest_difference
+            )
             needed, left = plan.min_recordings * round_s, clock.left()
+            fields: Mapping[str, Mapping[str, Any]]
             if left < needed:
                 reason = f"the turns need {needed:.0f} s, and {left:.0f} s of the budget were left"
-                found = {name: {"reason": reason} for name in passed}
+                fields = {name: {"reason": reason} for name in runs}
             else:
-                found = time_in_turns(
-                    runs,
-                    self.timer,
-                    plan,
-                    check=lambda *_: "",
-                    process=writer.process,
-                    clocks=("call",),
+                fields = time_in_turns(
+                    runs, self.timer, plan, check=None, process=writer.process, clocks=("call",)
                 )
-        for name, case in passed.items():
-            self.cases[name] = case.changed(**found[name])
+        for name in runs:
+            self._change(name, **fields[name])
             writer.case(self.cases[name])
 
     def _timed(self, compute: Compute) -> Any:
@@ -433,15 +462,13 @@ class _Length:
         """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that
         work is long.
         """
-        tasks = (self.cases[name].task for name in runs)
-        prefills = (task for task in tasks if isinstance(task, Prefill))
-        busy_s = 1e-6 * sum(sum(one.part_us.values()) for one in prefills)
-        if (
-            sampling_plan(
-                busy_s, self.request.seconds, self.request.smallest_difference
-            ).warmup_rounds
-            == 0
-        ):
+        busy_s = 0.0
+        for name in runs:
+            task = self.cases[name].task
+            if isinstance(task, Prefill):
+                busy_s += 1e-6 * sum(task.part_us.values())
+        request = self.request
+        if not sampling_plan(busy_s, request.seconds, request.smallest_difference).warmup_rounds:
             return busy_s
         began = clock.now()
         for name, run in runs.items():

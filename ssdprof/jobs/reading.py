@@ -127,9 +127,8 @@ def parse_kept(
     Raises BadInputError.
     """
     if not verify:
-        return tuple(
-            replace(one, state_every=number) for one in tokens for number in lengths(every)
-        )
+        pairs = product(tokens, lengths(every))
+        return tuple(replace(cell, state_every=number) for cell, number in pairs)
     drafted = lengths(verify)
     if every or max(drafted) > MOST_STEPS:
         raise BadInputError(
@@ -143,22 +142,22 @@ def parse_kept(
 
 def lengths(words: str) -> tuple[int, ...]:
     """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192)."""
-    found: list[int] = []
+    known: list[int] = []
     rest = iter(_words(words))
     for word in rest:
         if word != "...":
-            found.append(parse_seq(word))
+            known.append(parse_seq(word))
             continue
         last = parse_seq(next(rest, ""))
-        if not found or last <= found[-1]:
+        if not known or last <= known[-1]:
             raise BadInputError(
                 f"In {words!r}, '...' does not lead to a longer length.",
                 "Write it between two lengths: 1k,...,256k.",
             )
-        while 2 * found[-1] < last:
-            found.append(2 * found[-1])
-        found.append(last)
-    return tuple(dict.fromkeys(found))
+        while 2 * known[-1] < last:
+            known.append(2 * known[-1])
+        known.append(last)
+    return tuple(dict.fromkeys(known))
 
 
 def expand(
@@ -232,13 +231,13 @@ def parse_shapes(known: InputGenerator[Any], words: str | None) -> tuple[Shape, 
 
 
 def _shape(known: InputGenerator[Any], name: str) -> Shape:
-    found = known.shapes.get(name) or known.parse(name)
-    if found is None:
+    shape = known.shapes.get(name) or known.parse(name)
+    if shape is None:
         raise BadInputError(
             f"{name!r} is not a known shape.",
             f"Known are {', '.join(known.shapes)} and all; or give {known.grammar}.",
         )
-    return found
+    return shape
 
 
 def parse_ways(operator: Operator, words: str) -> tuple[str, ...]:

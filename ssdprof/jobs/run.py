@@ -6,21 +6,20 @@ if requested
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ssdprof import kernels, operators
+from ssdprof import kernels, operators, settings
 from ssdprof.capture import store as captures
+from ssdprof.capture.layers import CapturedLayer, OnLayer
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
 from ssdprof.core.case import call_size
-from ssdprof.core.conditions import Condition
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import (
     CallRef,
@@ -34,24 +33,28 @@ from ssdprof.core.subject import (
 )
 from ssdprof.core.words import plural, words
 from ssdprof.environment.machine import collect
-from ssdprof.environment.toolchain import require_gpu, unusable_gpu
+from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import Precisions, compare_answers
-from ssdprof.jobs.compare import Pair, Pairs, replaying
 from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
-from ssdprof.jobs.plan import load, sources, stored_dims
+from ssdprof.jobs.plan import Loaded, load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
+from ssdprof.jobs.replay import Planned, Planner, replaying
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.domain import doubts
 from ssdprof.operators.implementations import Resolve, own_precisions, required, resolver
+from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import dtype_name, requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import load as load_report
 from ssdprof.store.reports import opened
+
+# the expected number of calls -> a context that compares on each: see `replaying`
+Replaying = Callable[[int], AbstractContextManager[OnLayer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +62,20 @@ class Resolved:
     """The implementations of a job, by name.
 
     names, baseline_name: as they were typed.
-    found: of each operator, in the requested order.  baselines: of each operator.
+    requested: of each operator, in the requested order.  baselines: of each operator.
     decode: whether there are decode steps, for which alone kernels that work in place are then.
     """
 
     resolve: Resolve
     names: tuple[str, ...]
     baseline_name: str
-    found: tuple[Implementation, ...]
+    requested: tuple[Implementation, ...]
     baselines: tuple[Implementation, ...]
     decode: bool = False
+
+    @property
+    def all(self) -> tuple[Implementation, ...]:
+        return (*self.requested, *self.baselines)
 
     @property
     def baseline(self) -> str:
@@ -78,69 +85,72 @@ class Resolved:
     @property
     def absent(self) -> tuple[str, ...]:
         """A sentence for each unavailable implementation."""
-        return tuple(
-            dict.fromkeys(one.absent for one in (*self.found, *self.baselines) if one.absent)
-        )
+        return tuple(dict.fromkeys(filter(None, (known.absent for known in self.all))))
 
     @property
     def present(self) -> tuple[str, ...]:
         """Names of the available implementations; the baseline only if it was named among them."""
-        return tuple(dict.fromkeys(one.name for one in self.found if not one.absent))
+        return tuple(dict.fromkeys(known.name for known in self.requested if not known.absent))
 
-    def pairs(
-        self, precisions: Precisions, operator: str, dtype: DType, call: CallRef | None
-    ) -> list[Pair]:
-        """`paired` for a call of an operator: decode steps have implementations of their own."""
+    def plan(
+        self, precisions: Precisions, operator: Operator, dtype: DType, call: CallRef | None
+    ) -> list[Planned]:
+        """`planned` for a call of an operator: decode steps have implementations of their own."""
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
-        words = ((word, self.resolve(operator, word)) for word in names)
-        in_place = [word for word, one in words if one.kind == "own" and one.in_place is not None]
+        resolve = partial(self.resolve, operator.name)
+        by_name = {name: resolve(name) for name in names}
+        in_place = [
+            name for name, kernel in by_name.items() if kernel.kind == "own" and kernel.in_place
+        ]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
             names, baseline, wanted = (*STEPS, *in_place), STEPS[0], (Precision(),)
         elif self.decode:
             names = tuple(name for name in names if name not in in_place)
-        resolved = (self.resolve(operator, name) for name in names)
-        compared = [replace(one, named=one.kind == "library") for one in resolved if not one.absent]
-        first = self.resolve(operator, baseline)
-        return paired(compared, first, wanted, dtype)
+        compared = [
+            replace(kernel, named=kernel.kind == "library")
+            for kernel in map(resolve, names)
+            if not kernel.absent
+        ]
+        return planned(compared, resolve(baseline), wanted, dtype)
 
 
-def paired(
+def planned(
     compared: Sequence[Implementation],
-    first: Implementation,
+    baseline: Implementation,
     wanted: Sequence[Precision],
     dtype: DType,
-) -> list[Pair]:
-    """Every case: what runs, at which precision, and that of the baseline; baselines come first,
-    compared or not.
+) -> list[Planned]:
+    """Every case of a call; baselines come first, compared or not.
 
     wanted: precisions of those that have none of their own.  dtype: of the inputs.
-    first: the baseline.  It runs at exact intermediates and equal states; if its own precisions
-        lack these, at the first of them.
+    baseline: runs at exact intermediates and equal states; if its own precisions lack these, at
+        the first of them.
     """
-    own = {
-        one.name: own_precisions(one, dtype, ())
-        for one in (*compared, first)
-        if one.precisions is not None
-    }
-    cases = [(one, precision) for precision in wanted for one in compared if one.name not in own]
-    cases += [(one, precision) for one in compared for precision in own.get(one.name, ())]
-    known = own.get(first.name, ())
+    flexible = [known for known in compared if known.precisions is None]
+    cases: list[tuple[Implementation, Precision]] = []
+    for precision in wanted:
+        cases += [(known, precision) for known in flexible]
+    for known in compared:
+        if known.precisions is not None:
+            cases += [(known, precision) for precision in own_precisions(known, dtype, ())]
+    # by the precision of the baseline
     groups: dict[Precision, dict[tuple[str, Precision], Implementation]] = {}
 
     def group(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
-        base = replace(precision, intermediates="exact")
-        if known and base not in known:
-            base = known[0]
-        return groups.setdefault(base, {(first.name, base): first})
+        exact = replace(precision, intermediates="exact")
+        available = own_precisions(baseline, dtype, (exact,))
+        base = exact if exact in available else next(iter(available), exact)
+        return groups.setdefault(base, {(baseline.name, base): baseline})
 
     for precision in wanted:
         group(precision)
-    for one, precision in cases:
-        group(precision)[one.name, precision] = one
-    return [
-        (one, precision, base) for base, of in groups.items() for (_, precision), one in of.items()
-    ]
+    for known, precision in cases:
+        group(precision)[known.name, precision] = known
+    plans: list[Planned] = []
+    for base, members in groups.items():
+        plans += [Planned(known, precision, base) for (_, precision), known in members.items()]
+    return plans
 
 
 def resolve_implementations(
@@ -152,60 +162,74 @@ def resolve_implementations(
     MissingCapabilityError if the baseline is unavailable, or all that would be compared with it.
     """
     resolve = resolver(limits.device())
-    of = dict.fromkeys(layer.operator for layer in layers)
-    found = [resolve(operator, word) for operator in of for word in names]
-    baselines = [resolve(operator, baseline) for operator in of]
-    compared = [one for one in found if one.name != baselines[0].name]
-    for one in baselines if any(not one.absent for one in compared) else [*baselines, *compared]:
-        required(one)
+    names_of_operators = dict.fromkeys(layer.operator for layer in layers)
+    requested: list[Implementation] = []
+    for operator in names_of_operators:
+        requested += [resolve(operator, name) for name in names]
+    baselines = [resolve(operator, baseline) for operator in names_of_operators]
+    others = [known for known in requested if known.name != baselines[0].name]
+    for known in baselines:
+        required(known)
+    if all(known.absent for known in others):
+        for known in others:
+            required(known)
     return Resolved(
         resolve=resolve,
         names=tuple(names),
         baseline_name=baseline,
-        found=tuple(found),
+        requested=tuple(requested),
         baselines=tuple(baselines),
         decode=decode,
     )
 
 
-def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = None) -> Resolved:
+def check(subject: Subject | Stored, options: RunOptions, ranks: Ranks | None = None) -> Resolved:
     """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run`
     calls it too.
 
     ranks: processes that share the layers.
     Loads nothing.  `plan.choose` decides whether a model's weights fit.
     """
-    if ranks is not None and ranks.count > (layers := len(found.layers)):
+    if ranks is not None and ranks.count > len(subject.layers):
         raise BadInputError(
-            f"{ranks.count} ranks cannot share {layers} layer{'s' * (layers != 1)}.",
-            f"Start torchrun --nproc-per-node {layers}, or take more layers.",
+            f"{ranks.count} ranks cannot share {plural(len(subject.layers), 'layer')}.",
+            f"Start torchrun --nproc-per-node {len(subject.layers)}, or take more layers.",
         )
-    for name in dict.fromkeys(layer.operator for layer in found.layers):
-        if found.serving.decode and not set(STEPS) <= set(kernels.names(name)):
+    for name in dict.fromkeys(layer.operator for layer in subject.layers):
+        if subject.serving.decode and not set(STEPS) <= set(kernels.names(name)):
             raise BadInputError(
                 f"Decode steps of {name} cannot be replayed.", "Leave out --decode."
             )
-    whole = found.serving == Serving() and (
-        isinstance(found, Subject) or found.manifest.prompts[0].kind != "recorded"
+    whole = subject.serving == Serving() and (
+        isinstance(subject, Subject) or subject.manifest.prompts[0].kind != "recorded"
     )
-    if replay.verify and not (whole and replay.verify < min(found.seqlens)):
+    if options.verify and not (whole and options.verify < min(subject.seqlens)):
         raise BadInputError(
-            f"--verify {replay.verify} needs prompts of more tokens, each in one call.",
+            f"--verify {options.verify} needs prompts of more tokens, each in one call.",
             "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
         )
     resolved = resolve_implementations(
-        replay.implementations, replay.baseline, found.layers, decode=bool(found.serving.decode)
+        options.implementations,
+        options.baseline,
+        subject.layers,
+        decode=bool(subject.serving.decode),
     )
-    limits.check_replay(found.seqlens, found.batch)
-    if isinstance(found, Stored):
-        of_layers = [(capture.layer, stored_dims(capture).sizes) for capture in found.chosen]
-        for layer, sizes in of_layers:
-            refuse_larger(found.ref, layer, sizes)
-    elif replay.tensor_parallel > 1:
-        of_layers = [(layer, found.located.sizes(layer)) for layer in found.layers]
-    for layer, sizes in of_layers if replay.tensor_parallel > 1 else ():
-        refuse_sharding(found.ref, layer, sizes, replay.tensor_parallel)
+    limits.check_replay(subject.seqlens, subject.batch)
+    _check_sizes(subject, options.tensor_parallel)
     return resolved
+
+
+def _check_sizes(subject: Subject | Stored, ranks: int) -> None:
+    """BadInputError for layers that are too large, or that `ranks` cannot share."""
+    if isinstance(subject, Stored):
+        of_layers = [(capture.layer, stored_dims(capture).sizes) for capture in subject.chosen]
+        for layer, sizes in of_layers:
+            refuse_larger(subject.ref, layer, sizes)
+    elif ranks > 1:
+        of_layers = [(layer, subject.located.sizes(layer)) for layer in subject.layers]
+    if ranks > 1:
+        for layer, sizes in of_layers:
+            refuse_sharding(subject.ref, layer, sizes, ranks)
 
 
 def refuse_sharding(
@@ -232,25 +256,8 @@ def refuse_sharding(
         )
 
 
-def _judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
-    """The conditions without those on times if there is no GPU.  MissingCapabilityError if an
-    option gave one.
-    """
-    if torch.cuda.is_available():
-        return options.conditions
-    of_times = [gate for gate in options.conditions if gate.metric in ("speedup", "time")]
-    for gate in of_times:
-        if gate.text in (options.gate or ()):
-            option = f"--gate {gate.text}"
-            require_gpu(
-                f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out."
-            )
-        watcher.say(f"{gate.text} of the settings file is not judged: this machine has no GPU.")
-    return tuple(gate for gate in options.conditions if gate not in of_times)
-
-
 def run(
-    found: Subject | Stored, replay: RunOptions, watcher: Watcher, ranks: Ranks | None = None
+    subject: Subject | Stored, options: RunOptions, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
     """Capture a model's layers on each prompt, or open stored captures, and compare implementations
     on them.
@@ -258,92 +265,131 @@ def run(
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
-    replay = replace(replay, conditions=_judged_here(replay, watcher))
+    if not torch.cuda.is_available():
+        conditions = settings.without_speed(
+            options.conditions, options.gate or (), "--gate", "this machine", watcher.say
+        )
+        options = replace(options, conditions=conditions)
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
-    resolved = check(found, replay, ranks)
-    layers = ranks.share(found.layers) if ranks else found.layers
-    fields: dict[str, Any]
-    if isinstance(found, Stored):
-        manifest, load_layer = captures.load(found.folder)
-        dtype, prompts = stored_dims(found.chosen[0]).dtype, manifest.prompts
-        fields = {"segment_length": manifest.segment_length, "capture_complete": manifest.complete}
-        calls = sum(capture.layer in layers for capture in found.chosen)
-    else:
-        loaded = load(found, watcher)
-        dtype, prompts = dtype_name(loaded.model.dtype), loaded.prompts
-        fields = {"segment_length": max(loaded.segment_lengths), "placement": loaded.placement}
-        fields |= {"notes": found.located.caveats}
-        mine = replace(loaded, subject=replace(found, layers=layers))
-        calls = mine.subject.calls
+    resolved = check(subject, options, ranks)
+    layers = ranks.share(subject.layers) if ranks else subject.layers
+    source = subject if isinstance(subject, Stored) else load(subject, watcher)
+    dtype, prompts, header = _source_fields(source)
     precisions = partial(
-        requested_precisions, intermediates=replay.intermediates, states=replay.states
+        requested_precisions, intermediates=options.intermediates, states=options.states
     )
-    pairs = partial(resolved.pairs, precisions)
-    cast = None if replay.dtype == dtype else replay.dtype
+    planner = partial(resolved.plan, precisions)
+    cast = None if options.dtype == dtype else options.dtype
     with opened(
-        replay.out,
+        options.out,
         watcher,
         ranks,
-        partial(sources, found, (*resolved.found, *resolved.baselines)),
-        sampler=replay.sampler,
+        partial(sources, subject, resolved.all),
+        sampler=options.sampler,
         kind="run",
-        subject=found.ref.repo_id,
-        command=replay.command,
-        model=found.ref,
+        subject=subject.ref.repo_id,
+        command=options.command,
+        model=subject.ref,
         environment=collect(),
-        prompts=tuple(prompts),
-        requested=tuple(_requested(found, prompts, pairs, cast or dtype, replay.verify)),
-        conditions=replay.conditions,
+        prompts=prompts,
+        requested=tuple(_requested(subject, prompts, planner, cast or dtype, options.verify)),
+        conditions=options.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
-        smallest_difference=replay.smallest_difference,
+        smallest_difference=options.smallest_difference,
         cast=(dtype, cast) if cast else None,
-        tensor_parallel=replay.tensor_parallel,
+        tensor_parallel=options.tensor_parallel,
         absent=resolved.absent,
-        samplers=replay.processes if limits.device().type == "cuda" else 1,
-        **fields,
+        samplers=options.processes if limits.device().type == "cuda" else 1,
+        **header,
     ) as writer:
-        with replaying(writer, replay, pairs, cast, watcher, calls) as on_layer:
-            if isinstance(found, Stored):
-                for capture in found.chosen:
-                    if capture.layer in layers:
-                        on_layer(load_layer(capture, limits.device()))
-            elif replay.save_captures:
-                with mine.stored_in(writer.captures, overwrite=True) as kept:
-                    mine.run(lambda captured: (kept.add(captured), on_layer(captured)))
-            else:
-                mine.run(on_layer)
-        # with --decode the model is whole, but none are compared
-        if isinstance(found, Subject) and found.whole and not found.serving.decode:
-            names = tuple(
-                dict.fromkeys(one.name for one in resolved.found if one.kind != "library")
-            )
-            wanted = AnswersOptions(model=replay.model, implementations=names, weights="own")
-            compare_answers(loaded, wanted, precisions, watcher, writer)
+        replay = partial(replaying, writer, options, planner, cast, watcher)
+        if isinstance(source, Stored):
+            _replay_stored(source, layers, replay)
+        else:
+            mine = replace(source, subject=replace(source.subject, layers=layers))
+            _replay_captured(mine, writer.captures if options.save_captures else None, replay)
+            # with --decode the model is whole, but none are compared
+            if source.subject.whole and not source.subject.serving.decode:
+                compared = (known.name for known in resolved.requested if known.kind != "library")
+                asked = AnswersOptions(
+                    model=options.model,
+                    implementations=tuple(dict.fromkeys(compared)),
+                    weights="own",
+                )
+                compare_answers(source, asked, precisions, watcher, writer)
     return load_report(writer.folder)
 
 
+def _source_fields(source: Stored | Loaded) -> tuple[DType, tuple[Prompt, ...], dict[str, object]]:
+    """The model's dtype, the prompts, and other fields of the report."""
+    if isinstance(source, Stored):
+        manifest = source.manifest
+        return (
+            stored_dims(source.chosen[0]).dtype,
+            tuple(manifest.prompts),
+            {"segment_length": manifest.segment_length, "capture_complete": manifest.complete},
+        )
+    return (
+        dtype_name(source.model.dtype),
+        source.prompts,
+        {
+            "segment_length": max(source.segment_lengths),
+            "placement": source.placement,
+            "notes": tuple(source.subject.located.caveats),
+        },
+    )
+
+
+def _replay_stored(source: Stored, layers: Sequence[LayerRef], replay: Replaying) -> None:
+    """Compare on stored captures."""
+    _, read = captures.load(source.folder)
+    chosen = [capture for capture in source.chosen if capture.layer in layers]
+    with replay(len(chosen)) as on_layer:
+        for capture in chosen:
+            on_layer(read(capture, limits.device()))
+
+
+def _replay_captured(loaded: Loaded, folder: Path | None, replay: Replaying) -> None:
+    """Compare while the model runs.  folder: where captures are stored too; None: nowhere."""
+    store = nullcontext() if folder is None else loaded.stored_in(folder, overwrite=True)
+    with replay(loaded.subject.calls) as on_layer, store as writer:
+
+        def on_capture(captured: CapturedLayer) -> None:
+            if writer is not None:
+                writer.add(captured)
+            on_layer(captured)
+
+        loaded.run(on_capture)
+
+
 def _requested(
-    found: Subject | Stored, prompts: Sequence[Prompt], pairs: Pairs, dtype: DType, verify: int
+    subject: Subject | Stored,
+    prompts: Sequence[Prompt],
+    planner: Planner,
+    dtype: DType,
+    verify: int,
 ) -> Iterator[Requested]:
     """Every implementation and precision in every call of every layer; what a server recorded is
     told there.
     """
     for prompt in prompts:
-        for layer in found.layers:
+        for layer in subject.layers:
             calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
             if verify:
                 calls = (drafted_call(prompt.seqlen, prompt.batch),)
-            if prompt.kind == "recorded" and isinstance(found, Stored):
-                own = (
-                    one for one in found.chosen if (one.layer, one.seqlen) == (layer, prompt.seqlen)
+            if prompt.kind == "recorded" and isinstance(subject, Stored):
+                calls = tuple(
+                    capture.call
+                    for capture in subject.chosen
+                    if (capture.layer, capture.seqlen) == (layer, prompt.seqlen)
                 )
-                calls = tuple(one.call for one in own)
             for call in calls:
                 size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
-                for implementation, precision, _ in pairs(layer.operator, dtype, call):
-                    yield f"layer {layer.index}, {size}", implementation.name, str(precision)
+                for plan in planner(operators.get(layer.operator), dtype, call):
+                    place = f"layer {layer.index}, {size}"
+                    yield place, plan.implementation.name, str(plan.precision)
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
@@ -387,16 +433,16 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
     watcher.say(
         f"{plural(calls, 'call')} of {plural(len(layers), 'layer')}.  {recording.left_out}".rstrip()
     )
-    kept = nullcontext() if options.dry_run else writer
-    found: dict[str, None] = {}
-    with limits.memory_errors(), kept as out, watcher.step("Reading calls", calls) as advance:
+    store = nullcontext() if options.dry_run else writer
+    suspicions: dict[str, None] = {}
+    with limits.memory_errors(), store as out, watcher.step("Reading calls", calls) as advance:
         for captured in recording.layers(options.layers):
             if out is not None:
                 out.add(captured)
             for text in doubts(operators.get(captured.layer.operator), captured.inputs):
-                found[text] = None
+                suspicions[text] = None
             advance(1)
-    for text in found:
+    for text in suspicions:
         watcher.say(f"Suspect the recording: {text}")
     return folder, writer.manifest
 
@@ -417,7 +463,12 @@ def capture(
             writer,
             watcher.step("Capturing layers", subject.calls) as advance,
         ):
-            loaded.run(lambda captured: (writer.add(captured), advance(1)))
+
+            def add(captured: CapturedLayer) -> None:
+                writer.add(captured)
+                advance(1)
+
+            loaded.run(add)
     except KeyboardInterrupt:
         if writer.kept or not writer.manifest.layers:
             raise

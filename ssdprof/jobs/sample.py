@@ -35,8 +35,8 @@ def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
         bench_job.bench(request, operators.get(request.operator), watcher)
     else:
         of_calls = replace(asked, answers=False, prefill=False, stalls=False, trace=None)
-        replay, found, _ = subject.run(replace(of_calls, out=folder, sampler=number))
-        run_job.run(found, replay, watcher)
+        replay, model_or_captures, _ = subject.run(replace(of_calls, out=folder, sampler=number))
+        run_job.run(model_or_captures, replay, watcher)
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
         except SsdprofError as error:
             print(f"error: {error.message}", file=sys.stderr)
         child.finish(0)
-    elif ended.fault or ended.last("exit") is None:
+    elif ended.last("exit") is None:
         reports.close(folder, number, ended.last("case") or "", f"Process {number} {ended.how}")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,10 +51,10 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
     with _made(out / stall_files.FOLDER, overwrite=request.force) as folder:
         if run is None:
             place = Path(where or "").expanduser()
-            return folder, _profile([place], lambda: _of_model(request), request, folder, watcher)
+            return folder, _profile([place], partial(_of_model, request), request, folder, watcher)
         _refuse_changed(run[1])
         return folder, _profile(
-            [run[0] / CAPTURES], lambda: _of_run(run[1], request), request, folder, watcher
+            [run[0] / CAPTURES], partial(_of_run, run[1], request), request, folder, watcher
         )
 
 
@@ -76,13 +77,18 @@ def profile_run(
     longest = max(prompt.seqlen for prompt in report.prompts)
     # the prompt as one call of every operator, without decode steps; a pack is drawn with the same
     # lengths
-    whole = replace(
-        asked, layers=str(layer), seqlens=None if asked.packed else (longest,), chunk=None, decode=0
+    whole = partial(
+        replace,
+        asked,
+        layers=str(layer),
+        seqlens=None if asked.packed else (longest,),
+        chunk=None,
+        decode=0,
     )
     request = StallsOptions(layer=layer, tuned=tuned, command=report.command)
     places = [Path(asked.model).expanduser(), folder / CAPTURES]
     with _made(folder / stall_files.FOLDER, overwrite=False) as out:
-        return _profile(places, lambda: whole, request, out, watcher)
+        return _profile(places, whole, request, out, watcher)
 
 
 def _profile(
@@ -105,19 +111,19 @@ def _profile(
         ):
             launched, left_out = _launch(captures, layer, request, Path(cache), watcher, advance)
             reports = [
-                folder / f"{files.safe_name(one.implementation)}.ncu-rep"
-                for one in launched.values()
+                folder / f"{files.safe_name(launch.implementation)}.ncu-rep"
+                for launch in launched.values()
             ]
             try:
                 program, newest = ncu.find()
-                for (job, one), report in zip(launched.items(), reports, strict=True):
-                    ncu.profile(job, one, program, report, timeout_s=request.timeout_s)
+                for (job, launch), report in zip(launched.items(), reports, strict=True):
+                    ncu.profile(job, launch, program, report, timeout_s=request.timeout_s)
                     advance(1)
                 version = newest
             except MissingCapabilityError as error:
                 missing = " ".join(part for part in (error.message, error.hint) if part)
         checkpoint = read_manifest(captures).checkpoint
-        found = analyse(
+        stall_report = analyse(
             [] if missing else [read(report) for report in reports],
             tuple(launched.values()),
             missing=missing,
@@ -133,8 +139,8 @@ def _profile(
             environment=machine.collect(),
             ncu=version,
         )
-    stall_files.write(folder, found)
-    return found
+    stall_files.write(folder, stall_report)
+    return stall_report
 
 
 def _launch(
@@ -159,12 +165,12 @@ def _launch(
             tuned=request.tuned,
         )
         try:
-            one = ncu.launch(job, timeout_s=request.timeout_s)
-            if not one.launches:
+            launch = ncu.launch(job, timeout_s=request.timeout_s)
+            if not launch.launches:
                 raise BadInputError(
-                    f"{one.implementation} launches no Triton kernel.", "Leave it out of --impl."
+                    f"{launch.implementation} launches no Triton kernel.", "Leave it out of --impl."
                 )
-            launched[job] = one
+            launched[job] = launch
         except SsdprofError as error:
             kind = kind_of(operators.get(layer.layer.operator), name)
             if kind == "own":  # a crash or a timeout of the user's kernel counts as a failed gate
@@ -234,7 +240,7 @@ def _captured(
 def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
     """The requested layer, or the middle one; the requested length, or the longest."""
     every = read_manifest(folder).layers
-    found = [
+    fitting = [
         stored
         for stored in every
         if stored.whole
@@ -244,7 +250,7 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
         and request.layer in (None, stored.layer.index)
         and request.seqlen in (None, stored.seqlen)
     ]
-    if not found:
+    if not fitting:
         there = sorted({(stored.layer.index, stored.seqlen) for stored in every})
         raise BadInputError(
             (
@@ -253,7 +259,8 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
             ),
             f"It holds (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
         )
-    longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
+    most = max(stored.seqlen for stored in fitting)
+    longest = [stored for stored in fitting if stored.seqlen == most]
     return longest[len(longest) // 2]
 
 

@@ -112,11 +112,11 @@ class Stored:
     @property
     def seqlens(self) -> tuple[int, ...]:
         """The distinct lengths of the prompts in tokens."""
-        found = (
+        lengths = (
             capture.call.prompt_seqlen if capture.call else capture.seqlen
             for capture in self.chosen
         )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(lengths))
 
     @property
     def batch(self) -> int:
@@ -131,10 +131,8 @@ class Stored:
 def captures_of(request: declared.ModelOptions) -> Path | None:
     """The folder of stored captures, if the request names one, or a run that stored them."""
     folder = Path(request.model).expanduser()
-    return next(
-        (one for one in (folder, folder / CAPTURES, RUNS / folder / CAPTURES) if is_capture(one)),
-        None,
-    )
+    places = (folder, folder / CAPTURES, RUNS / folder / CAPTURES)
+    return next(filter(is_capture, places), None)
 
 
 def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Subject:
@@ -216,8 +214,11 @@ def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
 
 def _model_options(request: declared.ServedModelOptions) -> set[str]:
     """Names of the options of a model that were given."""
-    served = (one for one in fields(declared.ServedModelOptions) if "derived" not in one.metadata)
-    return {one.name for one in served if getattr(request, one.name) != one.default}
+    return {
+        option.name
+        for option in fields(declared.ServedModelOptions)
+        if "derived" not in option.metadata and getattr(request, option.name) != option.default
+    }
 
 
 def refuse_large(subject: Subject) -> None:
@@ -251,7 +252,7 @@ def read(options: Options) -> Options:
 
     Refuses options of a model that exclude each other.
     """
-    known = {one.name: one.metadata for one in fields(options)}  # type: ignore[arg-type]
+    known = {each.name: each.metadata for each in fields(options)}  # type: ignore[arg-type]
     typed = {
         name: getattr(options, name) for name, metadata in known.items() if "typed" in metadata
     }
@@ -264,32 +265,32 @@ def read(options: Options) -> Options:
     }
     if "conditions" in known:
         values["conditions"] = _conditions(options)
-    found: Options = replace(options, **values)  # type: ignore[type-var]
-    if isinstance(found, declared.ServedModelOptions):
-        _refuse_contradictions(found)
-    return found
+    asked: Options = replace(options, **values)  # type: ignore[type-var]
+    if isinstance(asked, declared.ServedModelOptions):
+        _refuse_contradictions(asked)
+    return asked
 
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
     """Those of the command line, then those of the settings file, if the command reads it."""
-    given = tuple(map(parse_gate, getattr(options, "gate", None) or ()))
+    gates = tuple(map(parse_gate, getattr(options, "gate", None) or ()))
     if not hasattr(options, "config"):
-        return given
+        return gates
     return settings.gates(
-        options.config, given, prefill=isinstance(options, declared.PrefillOptions)
+        options.config, gates, prefill=isinstance(options, declared.PrefillOptions)
     )
 
 
 def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
     """Options on how a server runs the prompt."""
     if options.packed is not None:
-        for option, given in (
+        for option, is_given in (
             ("--seq", options.seqlens is not None),
             ("--batch", options.batch > 1),
             ("--chunked-prefill", options.chunk is not None),
             ("--decode", options.decode > 0),
         ):
-            if given:
+            if is_given:
                 why = "packed sequences are one call of their own lengths"
                 raise reading.both(
                     "--packed",
@@ -326,10 +327,11 @@ def refuse_ranks(*what: str) -> None:
 
 
 def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | Stored, Ranks | None]:
+    """The request, what is replayed, and the processes that share it."""
     asked = read(options)
-    given = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
-    if asked.dtype is not None and given:
-        raise reading.both("--dtype", given[0], "--dtype changes the inputs of the replay alone")
+    also = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
+    if asked.dtype is not None and also:
+        raise reading.both("--dtype", also[0], "--dtype changes the inputs of the replay alone")
     if asked.stalls and asked.tensor_parallel > 1:
         raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
     if asked.verify:  # in fp32, as decode steps; `fused` takes single steps
@@ -351,7 +353,7 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
     served = not whole or (asked.batch, asked.tensor_parallel, asked.verify) != (1, 1, 0)
     if served and (asked.answers or asked.prefill):
         raise BadInputError(
-            f"{given[0]} runs one whole sequence through all heads of the model.",
+            f"{also[0]} runs one whole sequence through all heads of the model.",
             (
                 "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
                 "--verify."
@@ -369,7 +371,7 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
         "--processes": asked.processes > 1,
         "--trace": asked.trace,
     }
-    refuse_ranks(*given, *(name for name, wanted in alone.items() if wanted))
+    refuse_ranks(*also, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
     if (ranks is None or ranks.first) and not asked.sampler:
         check_folder(asked.out)
@@ -382,9 +384,9 @@ def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, 
     asked = read(options)
     if asked.recorded is None:
         return asked, find(asked)
-    if given := _model_options(asked) - {"model", "layers"}:
+    if refused := _model_options(asked) - {"model", "layers"}:
         raise BadInputError(
-            f"A recording has its own model and prompts: {words(sorted(given))} cannot be given.",
+            f"A recording has its own model and prompts: {words(sorted(refused))} cannot be given.",
             "--layers is the only model option that applies to it.",
         )
     return asked, None
@@ -402,12 +404,10 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
     refuse_ranks("ssdprof prefill")
     asked = read(options)
-    more = reading.parse_implementations("--impl", options.against) if options.against else ()
-    names = tuple(dict.fromkeys((*asked.implementations, *more)))
     check_folder(asked.out)
-    refuse_unknown("--impl", names)
+    refuse_unknown("--impl", asked.implementations)
     refuse_unknown("--baseline", (asked.baseline,))
-    return replace(asked, implementations=names)
+    return asked
 
 
 def bench(
@@ -424,8 +424,8 @@ def bench(
     )
     if options.verify or options.state_every:
         option = "--verify" if options.verify else "--state-every"
-        given = {"--packed": options.packed, "--cells": options.verify and options.cells}
-        if other := next((name for name, words in given.items() if words), ""):
+        others = {"--packed": options.packed, "--cells": options.verify and options.cells}
+        if other := next((name for name, typed in others.items() if typed), ""):
             raise reading.both(option, other)
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
     if options.verify:  # `fused` takes single steps
@@ -433,14 +433,8 @@ def bench(
         if asked.implementations == declared.COMPARED:
             asked = replace(asked, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
-    against = [word.strip() for word in options.against.split(",") if word.strip()]
-    if options.published is not None:  # gives one of them its checkout
-        against = [
-            *(name for name in against if name != "published"),
-            f"published={options.published}",
-        ]
+    against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
-    also = reading.parse_implementations("--also", options.also) if options.also else ()
     sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not (options.sampler or follows()):
         check_folder(options.out)
@@ -459,38 +453,22 @@ def bench(
         or next(iter(libraries), "fused" if options.verify else operator.baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
-    return request, (*libraries, *asked.implementations, *also), too_large
+    return request, (*libraries, *asked.implementations), too_large
 
 
-def tune(
-    options: declared.TuneOptions,
-) -> tuple[declared.TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:
-    """The cells of drawn inputs, or none and the lengths of captured ones."""
+def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:
+    """The cells to search for; none to clear what was found."""
     refuse_ranks("ssdprof tune")
     if options.clear:
-        return options, (), None
-    if options.out is not None:
-        check_target(options.out, replace=options.force)
-    known = operators.get(options.operator).generated
-    if options.where is not None:
-        if options.shape is not None or options.batch is not None or options.dtype is not None:
-            raise BadInputError(
-                "Captured inputs have their own shape, batch and dtype.",
-                "Leave out --shape, --batch and --dtype.",
-            )
-        return options, (), None if options.seq is None else reading.lengths(options.seq)
-    tokens, _ = reading.parse_tokens(
-        options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31
-    )
-    dtypes = reading.parse_dtypes(options.dtype or "bf16")
-    return (
-        options,
-        reading.expand(reading.parse_shapes(known, options.shape), dtypes, tokens, "contiguous"),
-        None,
-    )
+        return options, ()
+    tokens, _ = reading.parse_tokens(options.seq, options.batch, "", "", max_tokens=2**31)
+    shapes = reading.parse_shapes(operators.get(options.operator).generated, options.shape)
+    dtypes = reading.parse_dtypes(options.dtype)
+    return options, reading.expand(shapes, dtypes, tokens, "contiguous")
 
 
 def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
+    """The request; its model or run is found by `jobs.stalls`."""
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():
         raise BadInputError(
@@ -501,7 +479,7 @@ def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
         check_target(file, replace=options.force)
     asked = read(options)
     if asked.files and any(
-        one is not None for one in (asked.where, asked.layer, asked.seqlen, asked.out)
+        option is not None for option in (asked.where, asked.layer, asked.seqlen, asked.out)
     ):
         raise BadInputError(
             "--from reads existing reports and profiles nothing.",

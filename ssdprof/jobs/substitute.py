@@ -60,7 +60,11 @@ def by_layer(
         site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere
         for site in sites
     }
-    return lambda call: chosen[call.mixer.layer_index](call)
+
+    def compute_in_layer(call: OperatorCall) -> Result:
+        return chosen[call.mixer.layer_index](call)
+
+    return compute_in_layer
 
 
 # --- parts of the model
@@ -98,14 +102,14 @@ def part_times(work: Sequence[GpuWork]) -> dict[PartName, dict[str, float]]:
     work.
     """
     names: tuple[PartName, ...] = get_args(PartName)
-    by_part = grouped(work, lambda one: one[0] if one[0] in names else "rest")
+    by_part = grouped(work, lambda kernel: kernel[0] if kernel[0] in names else "rest")
     return {name: _kernel_times(by_part[name]) for name in names if name in by_part}
 
 
 def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
     kernels = {
-        kernel: sum(us for *_, us in own)
-        for kernel, own in grouped(work, lambda one: one[1]).items()
+        name: sum(us for *_, us in launches)
+        for name, launches in grouped(work, lambda kernel: kernel[1]).items()
     }
     every = sorted(kernels.items(), key=lambda item: -item[1])
     others = {"others": sum(us for _, us in every[_SHOWN:])} if len(every) > _SHOWN else {}
@@ -115,9 +119,12 @@ def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
 def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:
     mixers = [site.module for site in sites]
     attention = [module for module in model.modules() if is_attention(module)]
+    norms: dict[nn.Module, None] = {}
+    for site in sites:
+        norms |= dict.fromkeys(gated_norms(site))
     return {
         "mixer": list(dict.fromkeys(mixers)),
-        "gated norm": list(dict.fromkeys(norm for site in sites for norm in gated_norms(site))),
+        "gated norm": list(norms),
         "attention": attention,
         "MLP": _mlps(model, {*mixers, *attention}),
     }
@@ -127,7 +134,7 @@ def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
     """The other modules with weight matrices in a decoder layer, outermost ones only, experts and
     routers included.
     """
-    found: list[nn.Module] = []
+    outermost: list[nn.Module] = []
     taken: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if module in others:
@@ -139,9 +146,9 @@ def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
             and not others.intersection(module.modules())
             and any(parameter.ndim > 1 for parameter in module.parameters())
         ):
-            found.append(module)
+            outermost.append(module)
             taken = (*taken, f"{name}.")
-    return found
+    return outermost
 
 
 def _mark(module: nn.Module, part: PartName, restore: ExitStack) -> None:

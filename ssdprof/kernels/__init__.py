@@ -10,7 +10,7 @@ Importing this package is cheap.  Each name below is imported with its dependenc
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdprof.kernels import registry
 from ssdprof.kernels.registry import Implementation
@@ -85,7 +85,7 @@ def names(operator: str) -> list[str]:
     return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

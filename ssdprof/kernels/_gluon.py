@@ -6,8 +6,6 @@ Each operator has its own for a segment and for all arguments of a role, because
 fields is that of the arguments in machine code.
 """
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -31,11 +29,11 @@ reinterpret = (
 def constants(value):
     """`value` with None and whole numbers, also in tuples, as constants."""
     if isinstance(value, gl.tuple):
-        return gl.tuple([constants(one) for one in value])
+        return gl.tuple([constants(part) for part in value])
     return gl.constexpr(value) if value is None or isinstance(value, int) else value
 
 
-def aggregate(cls: type) -> Any:
+def aggregate(cls: type) -> type:
     """A Gluon aggregate with a constructor: its annotated fields, in their order or by name, some
     with defaults.
     """

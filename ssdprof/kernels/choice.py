@@ -147,9 +147,9 @@ class Fused:
         )
         variant, call, names = self.place(call)
         launch = variant.prepare(call, variant.configure(call))
-        return (
-            (lambda inputs: launch(_replaced(inputs, names, contiguous_copy))) if names else launch
-        )
+        if not names:
+            return launch
+        return lambda inputs: launch(_replaced(inputs, names, contiguous_copy))
 
     def plan(
         self,

@@ -12,7 +12,6 @@ the last program also those of the empty chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +20,7 @@ import triton.language as tl
 # chooses the interpreter or a GPU before a kernel is defined
 import ssdprof.kernels.functions  # noqa: F401
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Kernel, launch
 from ssdprof.kernels.tensors import strides_of_each
 
 _BLOCK = 128  # sequences or chunks per iteration
@@ -79,21 +78,21 @@ class Chunks:
 
     def launch(
         self,
-        kernel: Any,
+        kernel: Kernel,
         programs: int,
-        given: tuple[torch.Tensor | None, ...],
-        made: tuple[torch.Tensor, ...],
-        *scalars: Any,
-        **options: Any,
+        read: tuple[torch.Tensor | None, ...],
+        written: tuple[torch.Tensor, ...],
+        *scalars: object,
+        **options: object,
     ) -> None:
-        """Launch a stage's kernel: of given and new tensors, with `spans` between them, their
-        strides, the number of positions, and scalars.
+        """Launch a stage's kernel: of the tensors that it reads and writes, with `spans`
+        between them, their strides, the number of positions, and scalars.
         """
         launch(
             kernel,
             programs,
-            (*given, self.spans, *made),
-            (strides_of_each(*given, *made), self.inputs.length, *scalars),
+            (*read, self.spans, *written),
+            (strides_of_each(*read, *written), self.inputs.length, *scalars),
             CHUNK_SIZE=self.size,
             **options,
         )

@@ -14,10 +14,10 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +77,7 @@ def skip_idle_work() -> None:
     shape alone.
     """
 
-    def patch_builtin(pkg: Any, *rest: Any) -> None:
+    def patch_builtin(pkg: ModuleType, *rest: object) -> None:
         names = _builtins(pkg)
         if not names or not tl.core.is_builtin(getattr(pkg, names[0])):
             return  # a launch in progress has replaced them all
@@ -91,25 +91,27 @@ def skip_idle_work() -> None:
         tl.core.block_type.__init__,
         interpreter._get_np_dtype,
     )
-    tensors: dict[Any, dict[str, Any]] = {}
-    blocks: dict[Any, dict[str, Any]] = {}
-    np_dtypes: dict[str, Any] = {}
+    tensors: dict[Hashable, dict[str, object]] = {}
+    blocks: dict[Hashable, dict[str, object]] = {}
+    np_dtypes: dict[str, npt.DTypeLike] = {}
 
-    def tensor(self: Any, handle: Any, type: Any) -> None:
+    def tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
         key = type.scalar.name, tuple(type.shape) if type.is_block() else ()
         if key not in tensors:
             init_tensor(self, handle, type)
             tensors[key] = vars(self) | {"handle": None}
         vars(self).update(tensors[key], handle=handle, type=type)
 
-    def block(self: Any, element_ty: Any, shape: Any) -> None:
+    def block(
+        self: tl.block_type, element_ty: tl.dtype, shape: Sequence[int | tl.constexpr]
+    ) -> None:
         key = element_ty.name, *(getattr(size, "value", size) for size in shape)
         if key not in blocks:
             init_block(self, element_ty, shape)
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key])
 
-    def known_np_dtype(kind: Any) -> Any:
+    def known_np_dtype(kind: tl.dtype) -> npt.DTypeLike:
         name = kind.scalar.name
         if name not in np_dtypes:
             np_dtypes[name] = np_dtype(kind)
@@ -124,7 +126,7 @@ def skip_idle_work() -> None:
 
 
 @cache
-def _builtins(pkg: Any) -> tuple[str, ...]:
+def _builtins(pkg: ModuleType) -> tuple[str, ...]:
     return tuple(name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member))
 
 
@@ -132,15 +134,20 @@ def follow_bfloat16() -> None:
     """Replace the interpreter's casts, products and element-wise operations that involve
     bfloat16.
     """
-    builder: Any = InterpreterBuilder
+    builder = InterpreterBuilder
     cast, binary, dot = builder.cast_impl, builder.binary_op, builder.create_dot
 
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+    def cast_impl(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
         if dst_type.scalar == tl.bfloat16:
             return _narrow(_widen(src).data.astype(np.float32))
         return cast(self, _widen(src), dst_type)
 
-    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
+    def binary_op(
+        self: InterpreterBuilder,
+        lhs: TensorHandle,
+        rhs: TensorHandle,
+        op: Callable[..., npt.NDArray[np.float32]],
+    ) -> TensorHandle:
         if lhs.dtype.scalar != tl.bfloat16:
             return binary(self, lhs, rhs, op)
         result = op(_widen(lhs).data, _widen(rhs).data)
@@ -148,20 +155,22 @@ def follow_bfloat16() -> None:
             return TensorHandle(result.astype(np.uint16), tl.bfloat16)
         return _narrow(result)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def create_dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object
+    ) -> TensorHandle:
         return dot(self, _widen(a), _widen(b), *rest)
 
     builder.cast_impl, builder.binary_op, builder.create_dot = cast_impl, binary_op, create_dot
 
 
-def _widen(handle: Any) -> Any:
+def _widen(handle: TensorHandle) -> TensorHandle:
     """Convert bfloat16 values to fp32, and leave others unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
-def _narrow(values: npt.NDArray[np.float32]) -> Any:
+def _narrow(values: npt.NDArray[np.float32]) -> TensorHandle:
     """Round fp32 values to nearest even bfloat16."""
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
     return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
@@ -178,12 +187,12 @@ if INTERPRETED:
 # --- what no Triton kernel of this package does
 
 
-def refuse_gradient(name: str, tensors: Iterable[Any]) -> None:
-    """Raises UnsupportedError if one of the tensors requires a gradient.  name: of the
+def refuse_gradient(name: str, arguments: Iterable[object]) -> None:
+    """Raises UnsupportedError if a tensor among the arguments requires a gradient.  name: of the
     implementation.
     """
     if torch.is_grad_enabled() and any(
-        isinstance(one, torch.Tensor) and one.requires_grad for one in tensors
+        isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments
     ):
         raise UnsupportedError(
             f"{name}: forward only; call it under torch.no_grad() or detach the inputs"

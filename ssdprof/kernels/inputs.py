@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+Scalar = int | float | bool | str | tuple[float, ...] | None
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,10 +33,6 @@ class Output(NamedTuple):
 
     out: torch.Tensor
     final_states: torch.Tensor
-
-
-# A call without its tensors.  It serves all inputs of one `signature` and keeps none of them.
-PreparedLaunch = Callable[[Any], Output]
 
 
 class Inputs:
@@ -65,7 +62,7 @@ class Inputs:
         kept.  A sequence that neither reads nor writes is padding, whose tokens may be NaN
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
     operator: ClassVar[str]
     FIRST: ClassVar[str]
     LINEAR: ClassVar[tuple[str, ...]]
@@ -76,7 +73,7 @@ class Inputs:
     accepted: torch.Tensor | None = None
 
     @classmethod
-    def unchecked(cls, **values: Any) -> Self:
+    def unchecked(cls, **values: object) -> Self:
         """All fields by name, without a check.  The caller knows the signature, or calls `check`
         later.
         """
@@ -175,28 +172,31 @@ class Inputs:
                 raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {first}")
 
     @property
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, object]:
         """Without those that are None."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are given, by argument name."""
-        given = self._arguments.items()
-        return {name: value for name, value in given if isinstance(value, torch.Tensor)}
+        """The arguments that are tensors, by name, without those that are None."""
+        arguments = self._arguments.items()
+        return {name: value for name, value in arguments if isinstance(value, torch.Tensor)}
 
     @property
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, Scalar]:
         """The arguments that are not tensors, without those that are None."""
-        given = self._arguments.items()
-        return {name: value for name, value in given if not isinstance(value, torch.Tensor)}
+        arguments = self._arguments.items()
+        return {
+            name: value for name, value in arguments if isinstance(value, (int, float, str, tuple))
+        }
 
     @property
     def form(self) -> Hashable:
         """All properties of the inputs except the values of their tensors."""
         of_tensors = (
-            (name, one.shape, one.stride(), one.dtype) for name, one in self.tensors.items()
+            (name, tensor.shape, tensor.stride(), tensor.dtype)
+            for name, tensor in self.tensors.items()
         )
         return (type(self), *of_tensors, *self.scalars.items())
 
@@ -245,3 +245,7 @@ class Inputs:
         """Chunks per row of the batch; an upper bound for packed sequences."""
         whole = -(-self.length // self.power_of_two_chunk)
         return whole if self.cu_seqlens is None else whole + self.sequences
+
+
+# A call without its tensors.  It serves all inputs of one `signature` and keeps none of them.
+PreparedLaunch = Callable[[Any], Output]

@@ -15,14 +15,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
-from itertools import count
 from threading import Lock, Thread
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 from triton.runtime.cache import triton_key
 
 from ssdprof.kernels.device import INTERPRETED, has_gpu
@@ -34,6 +34,14 @@ _FIXED = {
     "sanitize_overflow": False,
 }
 Kept = TypeVar("Kept")
+
+
+class Kernel(Protocol):
+    """What `triton.jit` and `gluon.jit` return."""
+
+    fn: Callable[..., object]
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]: ...
 
 
 class Constants(SimpleNamespace):
@@ -57,22 +65,23 @@ class Launcher:
     Triton settings that affect compilation, such as its debug mode, are those of the first launch.
     """
 
-    def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Kernel, scalars: tuple[object, ...], options: dict[str, object]
+    ) -> None:
         names = _arguments(kernel.fn)
         if "S" in names and "S" not in options:
-            # Triton takes no attribute for a constant
-            wrap = (lambda value: value) if INTERPRETED else tl.constexpr
-            constants = {name: wrap(value) for name, value in options.items() if name.isupper()}
-            options = {"S": Constants(**constants)} | {
-                n: v for n, v in options.items() if n not in constants
-            }
+            constants = {name: value for name, value in options.items() if name.isupper()}
+            launch_options = {n: value for n, value in options.items() if n not in constants}
+            if not INTERPRETED:  # Triton takes no attribute for a constant
+                constants = {name: tl.constexpr(value) for name, value in constants.items()}
+            options = {"S": Constants(**constants)} | launch_options
         self.kernel, self._scalars, self._options = kernel, scalars, options
         self._constants = (*scalars, *(options[name] for name in names if name in options))
         self._descriptors = names.index("tensors") if "tensors" in names else None
-        self._compiled: Any = None
+        self._compiled: CompiledKernel | None = None
         self._direct: DirectLaunch | None = None
 
-    def __call__(self, programs: int, *tensors: Any) -> None:
+    def __call__(self, programs: int, *tensors: object) -> None:
         if self._direct is not None and self._direct(programs, tensors):
             return
         grid, first = (programs, 1, 1), self._descriptors
@@ -98,7 +107,7 @@ def kept(
     launches: dict[Hashable, Kept],
     signature: Hashable,
     prepare: Callable[..., Kept],
-    *arguments: Any,
+    *arguments: object,
 ) -> Kept:
     """The launch for the signature of a call.  If there is none, `prepare(*arguments)`, which takes
     most of a call's time on the host, is added.
@@ -119,11 +128,11 @@ def place(tensor: torch.Tensor | None) -> Hashable:
 
 
 def launch(
-    kernel: Any,
+    kernel: Kernel,
     programs: int,
     tensors: tuple[torch.Tensor | None, ...],
-    scalars: tuple[Any, ...],
-    **options: Any,
+    scalars: tuple[object, ...],
+    **options: object,
 ) -> None:
     """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be
     that of the tensors.
@@ -134,7 +143,7 @@ def launch(
 
 
 @cache
-def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+def _arguments(function: Callable[..., object]) -> tuple[str, ...]:
     return tuple(signature(function).parameters)
 
 
@@ -166,75 +175,86 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# --- launches through the CUDA driver
+# --- launches through the CUDA driver.  Triton's launcher encodes every descriptor at every launch.
+# On an H200 this takes a fifth of a call of GDN with 1,024 tokens (benchmarks/log/gdn.md, row 52).
 
 _WARP = 32
-_MOST_ENCODED = 256  # addresses per descriptor whose encoding is kept: more than a model has layers
+_MOST_ENCODED = 2048  # descriptors of a kernel: several, for each layer of a model
 # most parameters at the end for addresses of scratch memory, which Triton allocates if a kernel
 # needs it
 _SCRATCH = 2
-_SLOT = 8  # bytes per parameter that is not a descriptor
-
-Address = ctypes.c_uint64
-Map = ctypes.c_uint64 * 16  # an encoded descriptor: CUtensorMap
-SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-
-
-# A parameter of a kernel: its ctypes type, the value of a number, the index of its tensor or
-# descriptor among the tensors of a launch (-1: none), Triton's data for encoding a descriptor
-Field = tuple[Any, int | float, int, dict[str, Any] | None]
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
+_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_PROMOTE_TO_L2_128B = 2
+_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 @cache
-def cuda_driver() -> Any | None:
-    """The CUDA driver's `launch` and `parameter`; None without a driver of version 12.4 or newer.
+def cuda_driver() -> ctypes.CDLL | None:
+    """The CUDA driver; None without one that encodes descriptors.
 
-    They return a status, 0 on success, and release Python's global lock, because a launch blocks
-    while the queue of the stream is full.
+    Its functions return a status, 0 on success, and release Python's global lock, because a launch
+    blocks while the queue of the stream is full.
     """
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-        launch, parameter = library.cuLaunchKernel, library.cuFuncGetParamInfo
+        driver = ctypes.CDLL("libcuda.so.1")
+        launch, encode = driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled
     except (OSError, AttributeError):
         return None
-    pointer = ctypes.c_void_p
-    launch.argtypes = [pointer, *[ctypes.c_uint] * 7, *[pointer] * 3]
-    parameter.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
-    return SimpleNamespace(launch=launch, parameter=parameter)
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    launch.argtypes = [pointer, *[number] * 7, *[pointer] * 3]
+    encode.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
+    return driver
 
 
 class DirectLaunch:
-    """A compiled kernel and its parameters.  A call writes the parameters that depend on addresses.
+    """A compiled kernel and its parameters.  A call writes those that depend on addresses.
 
-    tensors: of the first launch.  Raises ValueError if Triton's encoding of a descriptor is not
-    recognised.
+    tensors, constants: the arguments of the first launch, which may be tuples.  Raises ValueError
+    or KeyError if the launch has options or arguments that this package does not use, or if the
+    kernel does not have the parameters that Triton 3.6 derives from the arguments.
     """
 
     def __init__(
-        self, driver: Any, compiled: Any, fields: Sequence[Field], tensors: Sequence[Any]
+        self,
+        driver: ctypes.CDLL,
+        compiled: CompiledKernel,
+        tensors: tuple[object, ...],
+        constants: tuple[object, ...],
     ) -> None:
+        metadata = compiled.metadata
+        special = metadata.launch_cooperative_grid or metadata.launch_pdl
+        scratch_bytes = metadata.global_scratch_size + metadata.profile_scratch_size
+        if metadata.num_ctas != 1 or special or scratch_bytes:
+            raise ValueError("options that this package does not use")
         self._driver, self._function = driver, compiled.function
-        self._threads, self._shared_bytes = (
-            _WARP * compiled.metadata.num_warps,
-            compiled.metadata.shared,
-        )
+        self._threads, self._shared_bytes = _WARP * metadata.num_warps, metadata.shared
         self._lock = Lock()
-        self._memory = ctypes.create_string_buffer(len(fields) * _SLOT)
-        self._parameters = (ctypes.c_void_p * len(fields))()
-        self._pointers: list[tuple[int, Any]] = []
-        self._descriptors: list[tuple[int, int, Callable[[Any], int]]] = []
-        for number, (kind, value, place, meta) in enumerate(fields):
-            if meta is not None:
-                encoded = _encoder(meta)
-                encoded(tensors[place])
-                self._descriptors.append((number, place, encoded))
-                continue
-            parameter = kind.from_buffer(self._memory, number * _SLOT)
-            self._parameters[number] = ctypes.addressof(parameter)
-            if place >= 0:
-                self._pointers.append((place, parameter))
-            else:
-                parameter.value = value
+        self._pointers: list[tuple[int, ctypes.c_uint64]] = []
+        self._descriptors: list[tuple[int, int, dict[str, Any]]] = []
+        self._maps: dict[tuple[int, int], tuple[int, object]] = {}
+        self._values: list[Any] = []
+        metas = iter(metadata.tensordesc_meta or ())
+        kinds = tuple(compiled.src.signature.values())
+        for index, (kind, value) in enumerate(_leaves(kinds, (*tensors, *constants))):
+            if kind.startswith("tensordesc"):
+                self._descriptors.append((len(self._values), index, next(metas)))
+                self._values.append(ctypes.c_uint64())
+                self._values += [ctypes.c_int32(size) for size in value.shape]
+                self._values += [ctypes.c_int64(stride) for stride in value.strides]
+            elif kind.startswith("*"):
+                self._values.append(ctypes.c_uint64())
+                self._pointers.append((index, self._values[-1]))
+            elif kind != "constexpr":
+                self._values.append(_SCALARS[kind](value))
+        scratch = parameter_count(compiled.asm["ptx"]) - len(self._values)
+        if not 0 <= scratch <= _SCRATCH:
+            raise ValueError("other parameters")
+        self._values += [ctypes.c_uint64()] * scratch
+        addresses = map(ctypes.addressof, self._values)
+        self._parameters = (ctypes.c_void_p * len(self._values))(*addresses)
+        for _, index, meta in self._descriptors:
+            self._encoded(index, tensors[index], meta)
 
     def __call__(self, programs: int, tensors: Sequence[Any]) -> bool:
         """Launch.  False if nothing was launched: the caller then uses Triton's launcher, which
@@ -245,159 +265,87 @@ class DirectLaunch:
         active = triton.runtime.driver.active
         stream = active.get_current_stream(active.get_current_device())
         with self._lock:
-            for place, parameter in self._pointers:
-                parameter.value = tensors[place].data_ptr()
-            for number, place, encoded in self._descriptors:
-                self._parameters[number] = encoded(tensors[place])
-            return not self._driver.launch(
+            for index, pointer in self._pointers:
+                pointer.value = tensors[index].data_ptr()
+            for parameter, index, meta in self._descriptors:
+                self._parameters[parameter] = self._encoded(index, tensors[index], meta)
+            return not self._driver.cuLaunchKernel(
                 self._function,
-                programs,
-                1,
-                1,
-                self._threads,
-                1,
-                1,
+                *(programs, 1, 1),
+                *(self._threads, 1, 1),
                 self._shared_bytes,
                 stream,
                 self._parameters,
                 None,
             )
 
-
-def _encoder(meta: dict[str, Any]) -> Callable[[Any], int]:
-    """A function from a descriptor to the address of its encoded form.  It keeps one encoded form
-    per address.
-    """
-    kept: dict[int, tuple[int, Any]] = {}
-
-    def of(descriptor: Any) -> int:
-        address = descriptor.base.data_ptr()
-        found = kept.get(address)
-        if found is None:
-            if len(kept) >= _MOST_ENCODED:
-                kept.clear()
-            encoded = encode(descriptor, meta)
-            found = kept[address] = (_map_in(encoded), encoded)
-        return found[0]
-
-    return of
-
-
-def encode(descriptor: Any, meta: dict[str, Any]) -> Any:
-    """Triton's object that contains the encoded descriptor."""
-    # absent without NVIDIA's backend
-    from triton.backends.nvidia.driver import make_tensordesc_arg as make
-
-    unused = [None] * (make.__code__.co_argcount - 2)  # Triton 3.9 has a third parameter
-    return make(descriptor, meta, *unused)[0]
-
-
-def _map_in(encoded: Any) -> int:
-    """Address of the map at the end of Triton's object.  Raises ValueError for any other object."""
-    where = id(encoded) + type(encoded).__basicsize__ - ctypes.sizeof(Map)
-    if type(encoded).__name__ != "PyCUtensorMap" or where <= id(encoded) or where % 64:
-        raise ValueError("no encoded descriptor")
-    return int(where)
+    def _encoded(self, index: int, descriptor: Any, meta: dict[str, Any]) -> int:
+        """The address of the descriptor's encoded form, a CUtensorMap, of which one is kept for
+        each address of a tensor.  meta: Triton's choice of box and swizzle.
+        """
+        base, rank = descriptor.base, len(descriptor.shape)
+        key = index, base.data_ptr()
+        if key in self._maps:
+            return self._maps[key][0]
+        if len(self._maps) >= _MOST_ENCODED:
+            self._maps.clear()
+        memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+        address = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        numbers, bytes_ = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
+        # the driver's first dimension is the innermost one, whose stride is known
+        outer = (stride * base.dtype.itemsize for stride in descriptor.strides[-2::-1])
+        if self._driver.cuTensorMapEncodeTiled(
+            address,
+            _MAP_DTYPES[base.dtype],
+            rank,
+            key[1],
+            bytes_(*descriptor.shape[::-1]),
+            bytes_(*outer),
+            numbers(*meta["block_size"][::-1]),
+            numbers(*[1] * rank),
+            0,
+            meta["swizzle"],
+            _PROMOTE_TO_L2_128B,
+            0,
+        ):
+            raise ValueError("the driver does not encode this descriptor")
+        self._maps[key] = address, memory
+        return address
 
 
 def direct_launch(
-    compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]
+    compiled: CompiledKernel, tensors: tuple[object, ...], constants: tuple[object, ...]
 ) -> DirectLaunch | None:
-    """A direct launch of the kernel that Triton compiled for these arguments; the last of `tensors`
-    may be a tuple.
-
-    None if the CUDA driver is older than 12.4, if the launch has options or arguments that this
-    package does not use, or if the kernel's parameters differ from those that Triton 3.6 derives
-    from the arguments.
+    """A direct launch of the kernel that Triton compiled for these arguments; None if only Triton
+    can launch it.
     """
     driver = cuda_driver()
     if driver is None:
         return None
     try:
-        if not _is_plain(compiled.metadata):
-            return None
-        fields = list(_fields(compiled, tensors, constants))
-        sizes = _sizes(driver, compiled.function, parameter_count(compiled.asm["ptx"]))
-        scratch = len(sizes) - len(fields)
-        # 0, because `_is_plain` requires that there is no scratch memory
-        fields += [(Address, 0, -1, None)] * scratch
-        if scratch > _SCRATCH or [ctypes.sizeof(kind) for kind, *_ in fields] != sizes:
-            return None
-        return DirectLaunch(driver, compiled, fields, list(_leaves(tensors)))
+        return DirectLaunch(driver, compiled, tensors, constants)
     # another version of Triton
-    except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, KeyError, IndexError, StopIteration, TypeError, ValueError):
         return None
 
 
-def _leaves(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    for one in arguments:
-        yield from _leaves(one) if isinstance(one, tuple) else (one,)
-
-
-def _is_plain(metadata: Any) -> bool:
-    """Whether the launch uses neither clusters, cooperative or dependent launches, nor scratch
-    memory.
-    """
-    special = metadata.launch_cooperative_grid or metadata.launch_pdl
-    return metadata.num_ctas == 1 and not (
-        special or metadata.global_scratch_size or metadata.profile_scratch_size
-    )
-
-
-def _fields(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> Iterator[Field]:
-    """The kernel's parameters, in their order."""
-    metas, places = list(compiled.metadata.tensordesc_meta or ()), count()
-
-    def of(kind: Any, value: Any, is_tensor: bool) -> Iterator[Field]:
-        """The fields of one argument, which may be a tuple, in the order of the kernel's
-        parameters.
-        """
+def _leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    """Each argument with Triton's name of its type, in the order of the kernel's parameters."""
+    for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, tuple):
-            for one, part in zip(kind, value, strict=True):
-                yield from of(one, part, is_tensor)
-            return
-        place = next(places) if is_tensor else -1
-        if kind.startswith("tensordesc"):
-            yield Map, 0, place, metas.pop(0)
-            yield from ((ctypes.c_int32, size, -1, None) for size in value.shape)
-            yield from ((ctypes.c_int64, stride, -1, None) for stride in value.strides)
-        elif kind.startswith("*"):
-            yield Address, 0, place, None
-        elif kind != "constexpr":
-            yield SCALARS[kind], value, -1, None
-
-    kinds = compiled.src.signature.values()
-    for index, (kind, value) in enumerate(zip(kinds, (*tensors, *constants), strict=True)):
-        yield from of(kind, value, index < len(tensors))
+            yield from _leaves(kind, value)
+        else:
+            yield kind, value
 
 
 def parameter_count(ptx: str) -> int:
-    """Parameters of a module's only kernel.
-
-    The driver reveals the number only by an error for the first index beyond it, which
-    `compute-sanitizer` reports.
-    """
+    """Parameters of a module's only kernel."""
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
-
-
-def _sizes(driver: Any, function: int, count: int) -> list[int]:
-    """The size of each parameter of a kernel, in bytes.  Raises ValueError if there are fewer than
-    `count`.
-    """
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-
-    def of(index: int) -> int:
-        if driver.parameter(function, index, ctypes.byref(offset), ctypes.byref(size)):
-            raise ValueError("no such parameter")
-        return size.value
-
-    return [of(index) for index in range(count)]
 
 
 def _hooked() -> bool:
     """Whether a launch hook of Triton is set."""
     hooks = triton.knobs.runtime
-    return bool(
-        getattr(hooks.launch_enter_hook, "calls", None)
-        or getattr(hooks.launch_exit_hook, "calls", None)
+    return any(
+        getattr(hook, "calls", None) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)
     )

@@ -10,6 +10,8 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from ssdprof.kernels.inputs import Inputs, Output
     from ssdprof.kernels.precision import Precision
 
@@ -31,10 +33,15 @@ class Plan:
     reason: str = ""  # reason for this variant and configuration
 
 
+def keeps_every_state(inputs: Inputs) -> bool:
+    """For an implementation that returns the state after each token."""
+    return inputs.state_every == 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)`
-    launches nothing.
+    launches nothing.  inputs: those of the operator, for example `GDNInputs`.
 
     Both raise UnsupportedError for inputs that the implementation does not support.
 
@@ -60,8 +67,8 @@ class Implementation:
 
     operator: str
     name: str
-    run: Callable[[Any, Precision], Output]
-    plan: Callable[[Any, Precision], Plan]
+    run: Callable[..., Output]
+    plan: Callable[..., Plan]
     kind: Literal["bundled", "library", "own", "served"] = "bundled"
     version: str = ""
     word: str = ""
@@ -71,20 +78,18 @@ class Implementation:
     needs_gpu: bool = False
     cuts_operands: bool = False
     neglects: float = 0.0
-    keeps: Callable[[Any], bool] = lambda _inputs: False
+    keeps: Callable[..., bool] = lambda _inputs: False
     pools: bool = False
-    in_place: Callable[[Any, Precision], Any] | None = None
+    in_place: Callable[..., Output] | None = None
     batch_invariant: bool = False
-    precisions: Callable[[Any], tuple[Any, ...]] | None = None
-    copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
+    precisions: Callable[..., tuple[Precision, ...]] | None = None
+    copies: Callable[..., Sequence[torch.Tensor]] = lambda _inputs: ()
 
     def __post_init__(self) -> None:
-        of = (
-            self.run.args[1]
-            if isinstance(self.run, partial) and self.run.func is _checked
-            else self.run
-        )
-        object.__setattr__(self, "run", partial(_checked, self, of))
+        run = self.run
+        if isinstance(run, partial) and run.func is _checked:
+            run = run.args[1]  # `replace` made this from another implementation
+        object.__setattr__(self, "run", partial(_checked, self, run))
 
     @property
     def isolated(self) -> bool:
@@ -93,22 +98,23 @@ class Implementation:
 
 
 def _checked(
-    one: Implementation,
-    run: Callable[[Any, Precision], Output],
-    inputs: Inputs,
-    precision: Precision,
+    implementation: Implementation, run: Callable[..., Output], inputs: Inputs, precision: Precision
 ) -> Output:
-    if getattr(inputs, "state_every", 0) and not one.keeps(inputs):
+    """`run(inputs, precision)`.  UnsupportedError for states on the way, pools and slots that the
+    implementation does not declare to support.
+    """
+    name = implementation.name
+    if getattr(inputs, "state_every", 0) and not implementation.keeps(inputs):
         raise UnsupportedError(
-            f"{one.name}: it does not keep the state every {inputs.state_every} positions"
+            f"{name}: it does not keep the state every {inputs.state_every} positions"
         )
-    if getattr(inputs, "state_indices", None) is not None and not one.pools:
+    if getattr(inputs, "state_indices", None) is not None and not implementation.pools:
         raise UnsupportedError(
-            f"{one.name}: one initial state for each sequence, no pool with state_indices"
+            f"{name}: one initial state for each sequence, no pool with state_indices"
         )
-    serving = (getattr(inputs, name, None) for name in ("write_indices", "accepted"))
+    serving = (getattr(inputs, field, None) for field in ("write_indices", "accepted"))
     if any(indices is not None for indices in serving):
-        raise UnsupportedError(f"{one.name}: slots are written by calls in place only")
+        raise UnsupportedError(f"{name}: slots are written by calls in place only")
     return run(inputs, precision)
 
 
@@ -182,14 +188,13 @@ def key_of_calls(**properties: Any) -> CallKey:
 
 
 # Configurations that a search has found to be faster on a GPU than the committed ones.  There are
-# none until a program
-# calls `use_overrides`: the library reads no file.  `ssdprof` loads those that `ssdprof tune` has
-# saved.
+# none until a program calls `use_overrides`: the library reads no file.  `ssdprof` loads those that
+# `ssdprof tune` has saved.
 _overrides: dict[CallKey, Any] = {}
 _listeners: list[Callable[[], None]] = []
 
 
-def use_overrides(operator: str, configs: Mapping[CallKey, Any]) -> None:
+def use_overrides(operator: str, configs: Mapping[CallKey, object]) -> None:
     """Use exactly these configurations for an operator from now on, in this process; with none, the
     committed ones.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from math import gcd, prod
-from typing import Any
 
 import torch
 import triton
@@ -36,19 +35,20 @@ def is_expanded(tensor: torch.Tensor | None) -> bool:
     """Whether several indices share an element, as after `expand`.  Such a tensor must not be
     written to.
     """
-    return tensor is not None and any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    if tensor is None:
+        return False
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in sizes_and_strides)
 
 
 def strides_unit(*tensors: torch.Tensor) -> int:
     """The largest power of two up to 16 that divides all strides except the last ones; for
     `in_units`.
     """
-    return gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
+    return gcd(16, *(gcd(*tensor.stride()[:-1]) for tensor in tensors))
 
 
-def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+def tile_strides(tensor: torch.Tensor | None) -> tuple[int | tl.constexpr, ...]:
     """Strides of a (batch, position, head, dimension) tensor that is read in tiles of positions and
     dimensions.
 
@@ -71,7 +71,9 @@ def offset_dtype(
     these strides.
     """
     spans = [
-        chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in tensors if one is not None
+        chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3)
+        for tensor in tensors
+        if tensor is not None
     ]
     spans += [sizes[0] * strides[2] + sizes[1] * strides[3] for strides in states if strides]
     return tl.int32 if max(spans) < 2**31 else tl.int64
@@ -92,7 +94,9 @@ class Part:
 
     __slots__ = ("_address", "begin", "dtype", "memory", "nbytes")
 
-    def __init__(self, memory: Any, begin: int, nbytes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, memory: torch.Tensor | Part, begin: int, nbytes: int, dtype: torch.dtype
+    ) -> None:
         self.memory, self.begin, self.nbytes, self.dtype = memory, begin, nbytes, dtype
         self._address: int = memory.data_ptr() + begin
 
@@ -101,35 +105,38 @@ class Part:
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         """A strided view.  Requires an fp32 part, because the workspace is fp32."""
-        view: torch.Tensor = self.memory.as_strided(
-            shape, strides, self.begin // self.memory.element_size()
-        )
-        return view
+        assert isinstance(self.memory, torch.Tensor)
+        return self.memory.as_strided(shape, strides, self.begin // self.memory.element_size())
 
     def tensor(self) -> torch.Tensor:
         """A one-dimensional view."""
-        view: torch.Tensor = self.memory.view(torch.uint8)[
-            self.begin : self.begin + self.nbytes
-        ].view(self.dtype)
-        return view
+        assert isinstance(self.memory, torch.Tensor)
+        memory = self.memory.view(torch.uint8)[self.begin : self.begin + self.nbytes]
+        return memory.view(self.dtype)
+
+
+Place = tuple[int, int, torch.dtype]  # where a part begins, its bytes and dtype
 
 
 def places(
-    parts: dict[str, tuple[Any, ...] | None],
-) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
+    parts: dict[str, tuple[torch.dtype, *tuple[int, ...]] | None],
+) -> tuple[int, dict[str, Place | None]]:
     """The bytes of a workspace of consecutive parts, each aligned to `ALIGNMENT`, and the arguments
     of each `Part`.
 
     parts: dtype and sizes of each; None: it has no place
     """
-    end, found = 0, dict[str, tuple[int, int, torch.dtype] | None]()
+    end = 0
+    part_places: dict[str, Place | None] = {}
     for name, part in parts.items():
-        found[name] = None
-        if part is not None:
-            dtype, *shape = part
-            found[name] = end, prod(shape) * dtype.itemsize, dtype
-            end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return end, found
+        if part is None:
+            part_places[name] = None
+            continue
+        dtype, *shape = part
+        nbytes = prod(shape) * dtype.itemsize
+        part_places[name] = end, nbytes, dtype
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return end, part_places
 
 
 # --- TMA descriptors.  They are built and checked once, and later calls only set the tensor.
@@ -235,7 +242,7 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Layout of a tile in shared memory.  Cached, because computing it takes most of the
     preparation of a launch.
     """

@@ -31,6 +31,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, oracle_output
 from ssdprof.measure.first_run import status_of
+from ssdprof.measure.laws import Broken, NotApplicable
 from ssdprof.operators import tensors
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.rounding import unit_roundoff
@@ -44,14 +45,6 @@ CALLS = 64  # of a chain
 REPLAYS = 10
 SLACK = 2.0**-12  # of the largest number of a head
 Parts = dict[str, torch.Tensor]  # the tensors of some tokens, by name
-
-
-class Broken(Exception):
-    """A law does not hold.  The message is the first place."""
-
-
-class NotApplicable(Exception):
-    """The message is the reason."""
 
 
 # --- calls

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ssdprof.core.statistics import settled, steady
 
-Samples = list[NDArray[np.float64]]  # microseconds: (rounds) of each recording
+Recordings = list[NDArray[np.float64]]  # microseconds: (rounds) of each recording
 Name = tuple[str, Any]  # the clock, "call" or "device", and the key of the run
 Sampler = Callable[[], float]  # runs once, returns microseconds
 Rounds = dict[Name, NDArray[np.float64]]  # microseconds, of one recording
@@ -48,7 +48,7 @@ class SamplingPlan:
 
 def sample_in_turns(
     set_up: SetUp, plan: SamplingPlan, *, now: Callable[[], float] = time.monotonic
-) -> dict[Name, Samples]:
+) -> dict[Name, Recordings]:
     """Sample in several recordings, each made by a call of `set_up`.
 
     set_up(generator): new samplers at new addresses; the generator is for random choices.  The

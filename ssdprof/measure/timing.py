@@ -29,8 +29,7 @@ from ssdprof.measure.first_run import (
     refuse_if_interrupted,
     type_and_message,
 )
-from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.sampling import Samples as Recordings
+from ssdprof.measure.sampling import Name, Recordings, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.trace import busy_us, traced, work
 from ssdprof.operators.operator import Output
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ssdprof.operators.operator import Operator
 
 MANY = 0.1  # of the positions: fewer may be a padding
+MOST = 0.6
 LONGEST_KEY = 2.0  # without the norm inside; a normalised one, rounded, has about 1
 
 
@@ -21,9 +22,12 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
     """A sentence on each input that makes results worthless however accurate they are."""
     given = operator.binding.positional(inputs)
     for name, values in given.items():
+        is_zero = (values == 0).flatten(2).all(-1)
         if values.shape[1] > 1 and bool((values == values[:, :1]).all()):
             what = "the same" if values.any() else "0"
             yield f"{name} is {what} in every position, so that wrong kernels may pass."
+        elif float(is_zero.float().mean()) >= MOST:
+            yield f"{name} is 0 in most positions, so that wrong kernels may pass."
     outside = [*(_of_delta_rule(inputs, given) if "g" in given else ())]
     outside += _of_ssd(inputs, given) if "dt" in given else ()
     for what, is_outside, why in outside:
@@ -59,7 +63,7 @@ def _of_ssd(
     inputs: Any, given: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, str]]:
     """As `_of_delta_rule`."""
-    yield "A is above 0", inputs.A > 0, "it is minus no exponential, and states grow"
+    yield "A is not below 0", inputs.A >= 0, "it is minus no exponential, and nothing is forgotten"
     if not inputs.dt_softplus:
         dt = given["dt"].float()
         if inputs.dt_bias is not None:

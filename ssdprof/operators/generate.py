@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.late import packages, torch
+from ssdprof.operators.late import deferred, packages, torch
 from ssdprof.operators.tensors import dtype_name, dtype_named, exact_fp32
 
 if TYPE_CHECKING:
@@ -129,17 +129,24 @@ class Library:
 
 def installed(
     package: str,
-    version: Callable[[], str],
-    precisions: Callable[[Any], tuple[Any, ...]],
     load: Callable[[], Implementation],
+    precisions: Callable[[Any], tuple[Any, ...]],
     *,
+    version: Callable[[], str] | None = None,
     needs_gpu: bool = True,
 ) -> Library:
-    """An installed library.  package: that pip installs.  precisions: (name of the inputs' dtype)
-    -> its own.
+    """An installed library.
+
+    package: that pip installs.  precisions: (name of the inputs' dtype) -> its own.  version: None:
+    the package's.
     """
+
+    def load_installed(_checkout: Path | None) -> Implementation:
+        number = packages.package_version(package) if version is None else version()
+        return replace(load(), version=number, precisions=precisions)
+
     return Library(
-        load=lambda _: replace(load(), version=version(), precisions=precisions),
+        load=load_installed,
         hint=f"pip install {package}, or leave it out.",
         package=package,
         needs_gpu=needs_gpu,
@@ -150,31 +157,65 @@ def of_transformers(
     package: str,
     distribution: str,
     precisions: Callable[[Any], tuple[Any, ...]],
-    load: Callable[[str], Implementation],
+    load: str,
+    *arguments: str,
 ) -> dict[str, Library]:
     """What models compute: with transformers' torch function, and with a package that it finds.
 
-    load: (package, or "").
+    load: the function in `ssdprof.kernels` of the arguments and of the package, or "".
     """
 
-    def version(package: str) -> str:
-        return f"{package} {packages.package_version(package)}"
+    def version() -> str:
+        return f"transformers {packages.package_version('transformers')}"
+
+    def version_with_package() -> str:
+        number = packages.package_version(distribution)
+        return f"{version()} with {distribution} {number}"
 
     return {
         "model": installed(
             "transformers",
-            lambda: version("transformers"),
+            deferred(load, *arguments, ""),
             exact_fp32,
-            lambda: load(""),
+            version=version,
             needs_gpu=False,
         ),
         "model:installed": installed(
             distribution,
-            lambda: f"{version('transformers')} with {version(distribution)}",
+            deferred(load, *arguments, package),
             precisions,
-            lambda: load(package),
+            version=version_with_package,
         ),
     }
+
+
+@dataclass(frozen=True)
+class Trait(Generic[I]):
+    """Something special in edge inputs.
+
+    name: "g above 0".  apply: changes the drawn tensors, or returns other inputs.
+    rule: what a kernel must do with it, unless the formulas say so.
+    """
+
+    name: str
+    apply: Callable[[I], I | None]
+    rule: str = ""
+
+
+@dataclass(frozen=True)
+class EdgeInputs(Generic[I]):
+    """Random inputs with traits.  draw: the same at every call."""
+
+    draw: Callable[[], I]
+    traits: Sequence[Trait[I]]
+
+    def make(self, left_out: Trait[I] | None = None) -> I:
+        """The inputs, with all traits but one."""
+        inputs = self.draw()
+        for trait in self.traits:
+            if trait is not left_out:
+                inputs = trait.apply(inputs) or inputs
+        return inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +241,10 @@ class History(Generic[I]):
     known: Sequence[KnownOutputs]
 
 
+def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class InputGenerator(Generic[I]):
     """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order:
@@ -211,7 +256,7 @@ class InputGenerator(Generic[I]):
     largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
     edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator,
-    then with fewer.
+        then with fewer for kernels that refuse those.
     histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
     without; first one of the shape of the inputs, then long ones with each number of heads.  None:
     the sum of a head's gates bounds what is left of its state, and the loud past suffices.
@@ -219,7 +264,6 @@ class InputGenerator(Generic[I]):
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.
     alternatives: names of other forms of our implementations, which run only when they are named.
-    libraries: other libraries by name.
     """
 
     form: str
@@ -230,13 +274,12 @@ class InputGenerator(Generic[I]):
     divides: tuple[str, str] | None = None
     largest: Mapping[str, int] = field(default_factory=dict)
     draw: Callable[[Cell, torch.device], I]
-    edges: Callable[[I], Iterator[Iterator[I]]] = lambda _: iter(())
+    edges: Callable[[I], Sequence[Sequence[EdgeInputs[I]]]] = no_edges
     histories: Callable[[I, Sequence[int]], Iterator[Iterator[History[I]]]] | None = None
     ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
     alternatives: tuple[str, ...] = ()
-    libraries: Mapping[str, Library] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

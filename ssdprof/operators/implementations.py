@@ -97,9 +97,7 @@ def _two_checkouts(name: str) -> BadInputError:
 def known(operator: Operator) -> tuple[str, ...]:
     """Every name that can be resolved for the operator, except module:function."""
     return tuple(
-        dict.fromkeys(
-            (*kernels.names(operator.name), *operator.generated.libraries, *entry_points())
-        )
+        dict.fromkeys((*kernels.names(operator.name), *operator.libraries, *entry_points()))
     )
 
 
@@ -129,7 +127,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 def kind_of(operator: Operator, word: str) -> Kind:
     """The kind of implementation of a known name, without importing anything."""
     name = word.partition("=")[0]
-    if name in operator.generated.libraries:
+    if name in operator.libraries:
         return "library"
     return "bundled" if name in kernels.names(operator.name) else "own"
 
@@ -147,7 +145,7 @@ def resolve(operator: Operator, word: str) -> Implementation:
 
 def _resolved(operator: Operator[Any], word: str) -> Implementation:
     name, _, checkout = word.partition("=")
-    libraries = operator.generated.libraries
+    libraries = operator.libraries
     if name in libraries:
         return _library(
             operator.name, name, libraries[name], Path(checkout).expanduser() if checkout else None

@@ -27,7 +27,7 @@ from ssdprof import kernels
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
-from ssdprof.operators.generate import InputGenerator
+from ssdprof.operators.generate import InputGenerator, Library
 from ssdprof.operators.late import precision, rounding, torch
 from ssdprof.operators.tensors import dtype_name
 
@@ -249,6 +249,7 @@ class Operator(Generic[I]):
         heads, in a sentence; empty if they can.
     divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
     baseline: the implementation that others are compared with.
+    libraries: other libraries by name.
     """
 
     name: str
@@ -265,6 +266,7 @@ class Operator(Generic[I]):
     refusal: Callable[[Mapping[str, int], int], str] | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
     baseline: str = "unfused"
+    libraries: Mapping[str, Library] = field(default_factory=dict)
 
     @property
     def inputs(self) -> type[I]:

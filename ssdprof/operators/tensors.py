@@ -48,3 +48,8 @@ def requested_precisions(
 def exact_fp32(_dtype: DType) -> tuple[precision.Precision, ...]:
     """The precision of implementations that have no other one."""
     return (precision.Precision(),)
+
+
+def states_as_inputs(dtype: DType) -> tuple[precision.Precision, ...]:
+    """Exact intermediates, and states in the inputs' dtype."""
+    return requested_precisions(dtype, "exact", (dtype,))

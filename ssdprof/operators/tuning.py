@@ -13,7 +13,7 @@ from pydantic import create_model
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import Intermediates, Record
-from ssdprof.core.tuned import TunedCalls, TunedConfig, Value
+from ssdprof.core.tuned import Setting, TunedCalls, TunedConfig
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, key_of_calls, use_overrides
 from ssdprof.operators.operator import I
@@ -105,12 +105,12 @@ class Tuning:
             del key[name]
         return key | {"intermediates": intermediates, "dtype": dtype_name(key["dtype"])}
 
-    def settings(self, config: Config) -> dict[str, Value]:
+    def settings(self, config: Config) -> dict[str, Setting]:
         """The stored form of a configuration."""
         kernel = next(name for name, (kind, _) in self.configs.items() if isinstance(config, kind))
         return {name: getattr(config, name) for name in self.configs[kernel][1].model_fields}
 
-    def config(self, kernel: str, settings: Mapping[str, Value], reason: str = "") -> Config:
+    def config(self, kernel: str, settings: Mapping[str, Setting], reason: str = "") -> Config:
         """The inverse of `settings`.  ValueError (pydantic's too) for settings that the kernel does
         not take.
         """

@@ -4,8 +4,8 @@ and `runs`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -18,19 +18,20 @@ from ssdprof.core.base import (
     PRECISIONS,
     DType,
     Intermediates,
+    PrecisionName,
     grouped,
     intermediates_of,
     precisions_for,
     states_of,
 )
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import Outcome
-from ssdprof.core.report import ListedRun, Report
+from ssdprof.core.outcome import ListedRun, Outcome
+from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
-from ssdprof.report.groups import Against, Group, Pooled, Series, groups
+from ssdprof.report.groups import Group, Series, groups
 from ssdprof.report.statements import (
     advice,
     caveats,
@@ -39,9 +40,19 @@ from ssdprof.report.statements import (
     suspicions,
     verdict_lines,
 )
-from ssdprof.report.table import Column, Table, VerdictLine, folded, lifted, table, text
+from ssdprof.report.table import (
+    PRECISION,
+    Table,
+    TableRow,
+    VerdictLine,
+    fold_precisions,
+    is_filled,
+    table,
+)
 
 _MOST = {"caveat": 3, "reason": 2, "row": 6}  # of each that is shown
+# columns for which a table with several columns of names has no room
+_DETAILS = ("baseline,\ndevice", "% of\nroofline", "largest\nerror", "largest\nvalue")
 _MORE = "All layers, plots, what ran: ssdprof export -o report.html"
 
 
@@ -51,19 +62,20 @@ def render(report: Report) -> RenderableType:
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
-    found = groups(report)
+    """What was compared first, the verdict last."""
+    prompts = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
-    for made in (_speed(found), _accuracy(found), *map(model.answers, model.prompts(report))):
-        if made:
-            yield from ("", terminal.SplitTable(made))
-    if found:
+    for shown in (_speed(prompts), _accuracy(prompts), *map(model.answers, model.prompts(report))):
+        if shown:
+            yield from ("", terminal.SplitTable(shown))
+    if prompts:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
     failed = {case.why: case for case in reversed(Outcome(report).failed) if case.why}
     reasons = [
-        f"{one.where}, {one.implementation} ({one.precision}): {why}{calls.again(report, one)}"
-        for why, one in failed.items()
+        f"{case.where}, {case.implementation} ({case.precision}): {why}{calls.again(report, case)}"
+        for why, case in failed.items()
     ]
     yield from _listed(reasons[::-1], "reason")
     yield Text(_MORE, style="dim")
@@ -86,78 +98,90 @@ def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[Rendera
 # --- its two tables: one row for each series of a compared implementation
 
 
-def _speed(found: Sequence[Group]) -> Table | None:
-    return _table(
-        "Speed", [row for group in found for row in group.others() if row.timed], calls.SPEED[:7]
-    )
+def _speed(prompts: Sequence[Group]) -> Table | None:
+    timed = [series for series in _compared(prompts) if series.timed]
+    rows = list(map(calls.speed, timed))
+    for row in rows:
+        del row["call\ntime"], row["extra\nmemory"]
+    return _table("Speed", timed, rows)
 
 
-def _accuracy(found: Sequence[Group]) -> Table | None:
-    Show = Callable[[float | None], str]
-
-    def error(
-        header: str, which: Against, show: Show, of: Callable[[Pooled], float | None]
-    ) -> Column[Series]:
-        return Column(header, lambda row: show((one := row.pooled(which)) and of(one)))
-
-    columns: tuple[Column[Series], ...] = (
-        Column(
-            "within\nbudget",
-            lambda row: "NO" if any(case.outside_budget for case in row.cases) else "yes",
-        ),
-        error("equal to\nbaseline", "vs_baseline", fmt.percent, lambda one: one.match_pct(0.0)),
-        error("within\n1e-3", "vs_baseline", fmt.percent, lambda one: one.match_pct(1e-3)),
-        error(
-            "1e-3\nof rms", "vs_baseline", fmt.percent, lambda one: one.match_rms_pct(calls.OF_RMS)
-        ),
-        error("rms error\nvs fp64", "vs_oracle", fmt.small, lambda one: one.rms_ratio),
-        error("floor", "floor", fmt.small, lambda one: one.rms_ratio),
-        error("largest\nerror", "vs_oracle", fmt.small, lambda one: one.largest.max_abs),
-        error("largest\nvalue", "vs_oracle", fmt.small, lambda one: one.largest.scale_max_abs),
-    )
-    rows = [row for group in found for row in group.others() if row.pooled("vs_oracle")]
-    return _table("Accuracy of the output", rows, columns)
+def _accuracy(prompts: Sequence[Group]) -> Table | None:
+    pooled = [series for series in _compared(prompts) if series.pooled("vs_oracle")]
+    return _table("Accuracy of the output", pooled, list(map(_errors, pooled)))
 
 
-def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]) -> Table | None:
-    """The title has the names that are equal in all rows; what else is equal is below; equal
-    precisions share a row.
+def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
+    for group in prompts:
+        yield from group.others()
+
+
+def _errors(series: Series) -> TableRow:
+    """The output of all calls."""
+    rival, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
+    floor = series.pooled("floor")
+    outside = any(case.outside_budget for case in series.cases)
+    return {
+        "within\nbudget": "NO" if outside else "yes",
+        "equal to\nbaseline": fmt.percent(rival and rival.match_pct(0.0)),
+        "within\n1e-3": fmt.percent(rival and rival.match_pct(1e-3)),
+        "1e-3\nof rms": fmt.percent(rival and rival.match_rms_pct(calls.OF_RMS)),
+        "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
+        "floor": fmt.small(floor and floor.rms_ratio),
+        "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
+        "largest\nvalue": fmt.small(oracle and oracle.largest.scale_max_abs),
+    }
+
+
+def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table | None:
+    """A row of numbers for each series; equal precisions share a row.
+
+    Names that are equal in all rows are in the title, and equal numbers in the note.
     """
-    if not rows:
+    if not every:
         return None
-    names: tuple[Column[Series], ...] = (
-        text("tokens", lambda row: row.group.size.replace(" tokens", "")),
-        *calls.NAMES,
-    )
-    kept = [one for one in names if len({one.of(row) for row in rows}) > 1 or one is names[-1]]
-    same = [
-        rows[0].group.size if one is names[0] else one.of(rows[0])
-        for one in names
-        if one not in kept
+    named = [{"tokens": series.group.size} | calls.names(series) for series in every]
+    names, in_title = split_columns(named, keep=(PRECISION,))
+    layers, *others = {len(series.group.layers) for series in every}
+    title = ", ".join([title, *in_title.values()])
+    if not others:
+        title += f", {fmt.plural(layers, 'layer')}"
+    keys = tuple(names[0])
+    rows = []
+    for name, row in zip(names, numbers, strict=True):
+        if "tokens" in name:
+            name["tokens"] = name["tokens"].replace(" tokens", "")
+        shown = {heading: cell for heading, cell in row.items() if heading not in _DETAILS}
+        rows.append(name | (row if len(keys) == 1 else shown))
+    rows, notes = fold_precisions(rows), []
+    if len(rows) > 1:
+        first_number = list(rows[0])[len(keys)]
+        rows, in_note = split_columns(rows, keep=(*keys, first_number))
+        cells = ((heading, cell) for heading, cell in in_note.items() if is_filled(cell))
+        if equal := [f"{' '.join(heading.split())} {cell}" for heading, cell in cells]:
+            notes.append(f"In all rows: {', '.join(equal)}.")
+    if (hidden := len(rows) - _MOST["row"]) > 0:
+        notes.append(f"{fmt.plural(hidden, 'more row')}: --full, or the exported report.")
+    return table(title, rows[: _MOST["row"]], keys, keys=len(keys), note="  ".join(notes))
+
+
+def split_columns(
+    rows: Sequence[TableRow], keep: Container[str]
+) -> tuple[list[TableRow], TableRow]:
+    """The columns that vary or are kept, and the cells that all rows share.
+
+    [{"tokens": "8", "name": "fused"}, {"tokens": "9", "name": "fused"}] gives
+    [{"tokens": "8"}, {"tokens": "9"}] and {"name": "fused"}.
+    """
+    shared = {
+        heading: cell
+        for heading, cell in rows[0].items()
+        if heading not in keep and all(row[heading] == cell for row in rows)
+    }
+    varying = [
+        {heading: cell for heading, cell in row.items() if heading not in shared} for row in rows
     ]
-    layers, *others = {len(row.group.layers) for row in rows}
-    title = ", ".join([title, *same, *([] if others else [fmt.plural(layers, "layer")])])
-    made = table(title, (*kept, *(numbers if len(kept) == 1 else numbers[:-2])), rows)
-    assert made
-    every = folded(made.rows, len(kept) - 1)
-    hidden = len(every) - _MOST["row"]
-    notes = (
-        [f"{fmt.plural(hidden, 'more row')}: --full, or the exported report."] if hidden > 0 else []
-    )
-    columns = range(len(made.headers))
-    equal = [
-        i
-        for i in columns
-        if i > len(kept) and len(every) > 1 and len({row[i] for row in every}) == 1
-    ]
-    if shared := [
-        f"{' '.join(made.headers[i].split())} {every[0][i]}"
-        for i in equal
-        if every[0][i] != fmt.MISSING
-    ]:
-        notes.insert(0, f"In all rows: {', '.join(shared)}.")
-    shown = replace(made, rows=tuple(every[: _MOST["row"]]), keys=len(kept), note="  ".join(notes))
-    return shown.only(i for i in columns if i not in equal)
+    return varying, shared
 
 
 # --- ssdprof accuracy
@@ -176,123 +200,128 @@ def accuracy_table(
     if it compared nothing at one of the state dtypes.
     """
     wanted = precisions_for("fp32", intermediates, state_dtypes)
-    every = groups(report)
-    chosen = {  # with every case of the baseline
-        group: [
-            case
-            for case in group.cases
-            if case.precision in wanted or case.implementation == group.baseline
-        ]
-        for group in every
-    }
-    found = [
-        own for group, cases in chosen.items() if cases and (own := Group(report, cases)).compared
-    ]
-    held = {states_of(one.precision) for group in found for one in group.others()}
-    absent = [state for state in state_dtypes if state not in held]
-    if not found or (every_state and absent):
-        hint = "It ended before its first comparison.  Run again."
-        if compared := {one.precision for group in every for one in group.others()}:
-            kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
-            asked = (
-                f"Run {report.id} compared nothing at {kinds} with {fmt.words(absent, 'or')} "
-                "states."
-            )
-            names = "; ".join(sorted(compared, key=PRECISIONS.index))
-            raise BadInputError(asked, f"It compared: {names}.")
-        if report.of_answers:
-            hint = "It holds a model's answers: 'ssdprof export' shows them."
-        elif report.cases:
-            hint = f"It holds {report.baseline} alone."
-        raise BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
+    chosen = _compared_at(report, wanted)
+    present = {states_of(series.precision) for series in _compared(chosen)}
+    absent = [state for state in state_dtypes if state not in present]
+    if not chosen or (every_state and absent):
+        kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
+        raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")
     wrong = shortcomings(Outcome(report.restricted(precisions=wanted)))
     lines = [VerdictLine(line, False) for line in wrong]
-    lines += advice((group, name) for group in found for name in group.compared)
+    lines += advice((group, name) for group in chosen for name in group.compared)
     parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
     parts += [*map(terminal.verdict, lines), *map(terminal.bullet, caveats(report))]
-    for made in filter(None, (one for group in found for one in calls.accuracies(group))):
-        parts += ["", terminal.SplitTable(made)]
+    for shown in filter(None, chain.from_iterable(map(calls.accuracies, chosen))):
+        parts += ["", terminal.SplitTable(shown)]
     return Renderables(*parts, "", Text(calls.ACCURACY_READING, style="dim"))
+
+
+def _compared_at(report: Report, precisions: Container[PrecisionName]) -> list[Group]:
+    """The groups with a comparison at these precisions: its cases, and all of the baseline."""
+    compared = []
+    for group in groups(report):
+        cases = [
+            case
+            for case in group.cases
+            if case.precision in precisions or case.implementation == group.baseline
+        ]
+        if cases and (chosen := Group(report, cases)).compared:
+            compared.append(chosen)
+    return compared
+
+
+def _nothing_at(report: Report, precisions: str) -> BadInputError:
+    """Why `ssdprof accuracy` has nothing to show at these precisions."""
+    compared = {series.precision for series in _compared(groups(report))}
+    if compared:
+        names = "; ".join(sorted(compared, key=PRECISIONS.index))
+        return BadInputError(
+            f"Run {report.id} compared nothing at {precisions}.", f"It compared: {names}."
+        )
+    hint = "It ended before its first comparison.  Run again."
+    if report.of_answers:
+        hint = "It holds a model's answers: 'ssdprof export' shows them."
+    elif report.cases:
+        hint = f"It holds {report.baseline} alone."
+    return BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
 
 
 # --- ssdprof runs
 
 
-def runs(found: Sequence[ListedRun]) -> Table | None:
+def runs(listed: Sequence[ListedRun]) -> Table | None:
     """A row for each report, readable or not."""
-
-    def readable(row: ListedRun) -> ListedRun | None:
-        return row if row.state else None
-
-    columns: tuple[Column[ListedRun], ...] = (
-        text("run", lambda row: row.name),
-        *lifted(
-            readable,
-            text("kind", lambda row: row.kind),
-            text("started", lambda row: when(row.created)),
-            text("model", lambda row: row.model + ", random weights" * row.random_weights),
-            Column("tokens", lambda row: ", ".join(map(fmt.count, row.seqlens))),
-            text("GPU", lambda row: row.gpu or "none"),
-        ),
-        text("verdict", _listed_verdict),
-    )
-    note = "  ".join(f"{row.name}: {row.reason}" for row in found if row.reason)
-    return table("Runs", columns, found, note=note)
+    note = "  ".join(f"{run.name}: {run.reason}" for run in listed if run.reason)
+    words = ("run", "kind", "started", "model", "GPU", "verdict")
+    return table("Runs", map(_listed_run, listed), words, note=note)
 
 
-def _listed_verdict(row: ListedRun) -> str:
+def _listed_run(run: ListedRun) -> TableRow:
+    if not run.state:  # it cannot be read
+        return {"run": run.name, "verdict": run.verdict}
+    return {
+        "run": run.name,
+        "kind": run.kind,
+        "started": when(run.created),
+        "model": f"{run.model}, random weights" if run.random_weights else run.model,
+        "tokens": ", ".join(map(fmt.count, run.seqlens)),
+        "GPU": run.gpu or "none",
+        "verdict": _listed_verdict(run),
+    }
+
+
+def _listed_verdict(run: ListedRun) -> str:
     """Answers without a limit are compared, and pass nothing."""
-    without_limits = row.kind == "answers" and row.verdict == "passed" and not row.gates
-    word = "compared" if without_limits else row.verdict
-    return f"{word}, partial" if row.state == "partial" else word
+    without_limits = run.kind == "answers" and run.verdict == "passed" and not run.gates
+    word = "compared" if without_limits else run.verdict
+    return f"{word}, partial" if run.state == "partial" else word
 
 
-def history(found: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
+def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
     """For each set of compared cases a table with the newest run of every commit, oldest first."""
-
-    def change(row: tuple[Report, float | None]) -> str:
-        us, before = _us(row[0]), row[1]
-        return f"{100 * (us / before - 1):+.1f}%" if us and before else fmt.MISSING
-
-    columns: tuple[Column[tuple[Report, float | None]], ...] = (
-        text("commit", lambda row: row[0].commit or fmt.MISSING),
-        text("newest run", lambda row: row[0].id),
-        text("started", lambda row: when(row[0].created)),
-        text("verdict", lambda row: Outcome(row[0]).word),
-        Column("time", lambda row: fmt.duration(_us(row[0]))),
-        Column("change", change),
-        Column("largest rms error,\nover the floor", lambda row: fmt.ratio(_error(row[0]))),
-    )
-    every = [report for _, report in found if isinstance(report, Report)][::-1]
-    kinds = grouped(
-        every,
-        lambda one: (
-            one.subject,
-            gpu_name(one.environment),
-            tuple(case.name for case in _own(one)),
-        ),
-    )
-    for (subject, gpu, names), own in kinds.items():
-        rows = list({report.commit or report.id: report for report in own}.values())
-        times = [_us(report) for report in rows]
-        known = [one for one in (times if any(times) else map(_error, rows)) if one is not None]
-        title = (
-            f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {fmt.sparkline(known)}"
-        )
-        if made := table(title, columns, zip(rows, (None, *times), strict=False)):
-            yield made
+    readable = [report for _, report in listed if isinstance(report, Report)][::-1]
+    for (subject, gpu, names), same in grouped(readable, _compared_cases).items():
+        reports = list({report.commit or report.id: report for report in same}.values())
+        times = [_us(report) for report in reports]
+        rows = []
+        for report, us, before in zip(reports, times, (None, *times), strict=False):
+            rows.append(
+                {
+                    "commit": report.commit or fmt.MISSING,
+                    "newest run": report.id,
+                    "started": when(report.created),
+                    "verdict": Outcome(report).word,
+                    "time": fmt.duration(us),
+                    "change": f"{100 * (us / before - 1):+.1f}%" if us and before else fmt.MISSING,
+                    "largest rms error,\nover the floor": fmt.ratio(_error(report)),
+                }
+            )
+        known = times if any(times) else map(_error, reports)
+        line = fmt.sparkline([value for value in known if value is not None])
+        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
+        if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
+            yield shown
 
 
-def _own(report: Report) -> list[Case]:
+def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
+    """The subject, the GPU and the names of the compared cases."""
+    names = tuple(case.name for case in _judged(report))
+    return report.subject, gpu_name(report.environment), names
+
+
+def _judged(report: Report) -> list[Case]:
     return [case for case in report.cases if case.judged]
 
 
 def _us(report: Report) -> float | None:
     """The time of all compared cases; None if one was not timed."""
-    times = [case.time_us for case in _own(report)]
-    return sum(one.value for one in times if one) if times and all(times) else None
+    times = [case.time_us for case in _judged(report)]
+    known = [time.value for time in times if time]
+    return sum(known) if known and len(known) == len(times) else None
 
 
 def _error(report: Report) -> float | None:
-    out = [one.over_floor for case in _own(report) if (one := case.tensor("out"))]
-    return max((one for one in out if one is not None), default=None)
+    """The largest rms error of an output, over the floor."""
+    outputs = (case.tensor("out") for case in _judged(report))
+    ratios = (out.over_floor for out in outputs if out)
+    return max((ratio for ratio in ratios if ratio is not None), default=None)

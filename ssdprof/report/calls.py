@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import (
     BETWEEN_CALLS,
     PRECISIONS,
-    TOLERANCES,
     PrecisionName,
     Probe,
     TensorName,
@@ -17,21 +16,19 @@ from ssdprof.core.base import (
     grouped,
     short_precision,
 )
-from ssdprof.core.case import Case, Drawn
+from ssdprof.core.case import Case, Drawn, Launch
 from ssdprof.core.report import Report
-from ssdprof.report.groups import (
-    Against,
-    Group,
-    Pooled,
-    Series,
-    groups,
-    layer_of,
-    layer_words,
-    pool,
+from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
+from ssdprof.report.table import (
+    PRECISION,
+    Cells,
+    Table,
+    TableRow,
+    fold_precisions,
+    table,
+    without_empty_columns,
 )
-from ssdprof.report.table import Column, Row, Table, filled, folded, lifted, strings, table, text
 
-PRECISION = "intermediates,\nstates"
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
@@ -58,10 +55,11 @@ _MOST_ROWS = 40  # if all cases fail, they have the same reason
 
 # --- speed
 
-NAMES: tuple[Column[Series], ...] = (
-    text("implementation", lambda row: row.name),
-    text(PRECISION, lambda row: short_precision(row.precision)),
-)
+NAMES = ("implementation", PRECISION)
+
+
+def names(series: Series) -> TableRow:
+    return {"implementation": series.name, PRECISION: short_precision(series.precision)}
 
 
 def untimed(case: Case) -> str:
@@ -69,93 +67,80 @@ def untimed(case: Case) -> str:
     return case.result.replace("passed", "not timed")
 
 
-def _verdict(row: Series) -> str:
-    return (
-        (row.verdict or fmt.MISSING)
-        if row.timed
-        else fmt.words(dict.fromkeys(map(untimed, row.cases)))
-    )
-
-
-def _timed(row: Series) -> Series | None:
-    return row if row.timed else None
-
-
-SPEED: tuple[Column[Series], ...] = (
-    Column("speedup,\ndevice", lambda row: fmt.speedup(row.speedup())),
-    Column("verdict", _verdict),
-    *lifted(
-        _timed,
-        Column(
-            "speedup,\ncall",
-            lambda row: fmt.speedup(row.speedup("call"), by_call=row.group.report.samplers == 1),
-        ),
-        Column("device\ntime", lambda row: fmt.duration(row.us["device"])),
-        Column("tokens\nper s", lambda row: fmt.rate(row.tokens_per_s)),
-        Column("baseline,\ndevice", lambda row: fmt.duration(baseline_us(row))),
-        Column("% of\nroofline", lambda row: fmt.percent(row.floor_pct, 1)),
-        Column("call\ntime", lambda row: fmt.duration(row.us["call"])),
-        Column("extra\nmemory", lambda row: fmt.size_words(row.workspace_bytes)),
-    ),
-)
-
-
-def baseline_us(row: Series) -> float | None:
-    """The device time of the baseline, summed over the same calls."""
-    found = row.speedup()
-    return found.value * row.us["device"] if found else None
+def speed(series: Series) -> TableRow:
+    """The times of a series, summed over its timed calls; without any only why."""
+    row = {"speedup,\ndevice": fmt.speedup(series.speedup())}
+    if not series.timed:
+        return row | {"verdict": fmt.words(dict.fromkeys(map(untimed, series.cases)))}
+    call_interval_is_known = series.group.report.samplers > 1
+    return row | {
+        "verdict": series.verdict or fmt.MISSING,
+        "speedup,\ncall": fmt.speedup(series.speedup("call"), by_call=not call_interval_is_known),
+        "device\ntime": fmt.duration(series.us("device")),
+        "tokens\nper s": fmt.rate(series.tokens_per_s),
+        "baseline,\ndevice": fmt.duration(series.baseline_us),
+        "% of\nroofline": fmt.percent(series.floor_pct, 1),
+        "call\ntime": fmt.duration(series.us("call")),
+        "extra\nmemory": fmt.size_words(series.workspace_bytes),
+    }
 
 
 def speeds(
-    title: str, rows: Sequence[Series], first: Sequence[Column[Series]], *notes: str
+    title: str, rows: Sequence[tuple[TableRow, Series]], words: Sequence[str], *notes: str
 ) -> Table | None:
-    """first: the columns before `SPEED`, of which those up to `NAMES` are keys.  None if nothing
-    was timed.
+    """The first cells of each row, by which it is identified, and its series; None if nothing was
+    timed.  words: headings of those cells that are texts.
     """
-    if not any(row.timed for row in rows):
+    if not any(series.timed for _, series in rows):
         return None
-    baseline = (
-        f"Baseline: {baselines((row.precision, name) for row in rows for name in row.rivals)}."
-    )
-    note = "  ".join(
-        (baseline, fmt.counts(rows[0].group.report.smallest_difference), *filter(None, notes))
-    )
-    return table(title, (*first, *SPEED), rows, note=note, keys=first.index(NAMES[-1]) + 1)
+    compared = []
+    for _, series in rows:
+        compared += [(series.precision, rival) for rival in series.rivals]
+    counts = fmt.counts(rows[0][1].group.report.smallest_difference)
+    note = "  ".join(filter(None, (f"Baseline: {baselines(compared)}.", counts, *notes)))
+    cells = (first | speed(series) for first, series in rows)
+    keys = list(rows[0][0]).index(PRECISION) + 1
+    return table(title, cells, words, note=note, keys=keys)
 
 
 def total_speed(group: Group) -> Table | None:
     """Every series, summed over its calls."""
-    found, every = group.series(), group.calls
-    unit = "layers" if every == len(group.layers) else "calls"
-    timed: Column[Series] = Column(unit, lambda row: f"{len(row.timed)} of {every}")
-    incomplete = any(len(row.timed) < every for row in found)
-    sums = "The interval of a sum assumes that all calls are at the same end of their intervals."
-    some = (
-        f"Each speedup compares the same {unit}; times over different numbers of {unit} do "
-        "not compare."
-    )
-    title = f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}"
-    return speeds(
-        title, found, (*NAMES, *([timed] * incomplete)), sums * (every > 1), some * incomplete
-    )
+    every, unit = group.calls, "layers" if group.calls == len(group.layers) else "calls"
+    rows = [(names(series), series) for series in group.series()]
+    title, notes = f"Speed {group.where}, {group.extent}", []
+    if every > 1:
+        title = f"Speed {group.where}, sum over {group.extent}"
+        notes.append(
+            "The interval of a sum assumes that all calls are at the same end of their intervals."
+        )
+    if any(len(series.timed) < every for _, series in rows):
+        for row, series in rows:
+            row[unit] = f"{len(series.timed)} of {every}"
+        notes.append(
+            f"Each speedup compares the same {unit}; times over different numbers of {unit} do "
+            "not compare."
+        )
+    return speeds(title, rows, NAMES, *notes)
 
 
 def speed_by_layer(group: Group) -> Table | None:
     """Every series, layer by layer."""
-    layer: Column[Series] = Column("layer", lambda row: str(layer_of(row.cases[0])))
-    found = [one for own in group.by_layer() for one in own.series()]
-    return speeds(f"Speed of each layer {group.where}", found, (layer, *NAMES))
+    rows = []
+    for layer in group.by_layer():
+        for series in layer.series():
+            rows.append(({"layer": str(layer.layers[0])} | names(series), series))
+    return speeds(f"Speed of each layer {group.where}", rows, NAMES)
 
 
 def baselines(pairs: Iterable[tuple[PrecisionName, str]]) -> str:
     """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
-    found = list(pairs)
-    names = {against.split()[0] for _, against in found}
-    if len(names) == 1 and all(
-        against.endswith(f" {exact_precision(precision)}") for precision, against in found
+    named = dict.fromkeys(pairs)
+    implementations = {baseline.split()[0] for _, baseline in named}
+    if len(implementations) == 1 and all(
+        baseline.endswith(f" {exact_precision(precision)}") for precision, baseline in named
     ):
-        return f"{names.pop()}, exact, with the same state dtype"
-    return " or ".join(dict.fromkeys(against for _, against in found)) or "none"
+        return f"{implementations.pop()}, exact, with the same state dtype"
+    return " or ".join(dict.fromkeys(baseline for _, baseline in named)) or "none"
 
 
 # --- accuracy
@@ -163,134 +148,137 @@ def baselines(pairs: Iterable[tuple[PrecisionName, str]]) -> str:
 
 def accuracies(group: Group) -> Iterator[Table | None]:
     """A table for each tensor: all calls of the group pooled."""
-    extent = f"{group.extent}{' pooled' * (group.calls > 1)}"
+    extent = f"{group.extent} pooled" if group.calls > 1 else group.extent
+    shown = (*group.compared, group.baseline)
     for tensor, name in SHOWN.items():
-        names = (*group.compared, group.baseline)
         yield errors(
-            f"Accuracy of the {name} {group.where}, {extent}", tensor, [((), group, names)]
+            f"Accuracy of the {name} {group.where}, {extent}", tensor, [({}, group, shown)]
         )
 
 
 def errors_by_layer(group: Group) -> Iterator[Table | None]:
     for tensor, name in SHOWN.items():
-        parts = [((str(own.layers[0]),), own, group.compared) for own in group.by_layer()]
-        yield errors(f"Accuracy of the {name} of each layer {group.where}", tensor, parts, "layer")
+        parts = [
+            ({"layer": str(layer.layers[0])}, layer, group.compared) for layer in group.by_layer()
+        ]
+        yield errors(f"Accuracy of the {name} of each layer {group.where}", tensor, parts)
 
 
 def errors(
-    title: str, tensor: TensorName, parts: Iterable[tuple[Row, Group, Sequence[str]]], *first: str
+    title: str, tensor: TensorName, parts: Sequence[tuple[TableRow, Group, Sequence[str]]]
 ) -> Table | None:
     """A row for each series against its baseline, one against fp64, and one for the floor;
     precisions with the same numbers share a row.
 
-    parts: the first cells of its rows, a group, and its implementations that are shown.  first:
-    headers of these cells.
+    parts: the first cells of its rows, a group, and its implementations that are shown.
     """
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     compared: list[tuple[PrecisionName, str]] = []
-    sides: tuple[Against, ...] = ("vs_baseline", "vs_oracle")
-    for key, group, names in parts:
-        for which, one in ((which, one) for which in sides for one in group.series(*names)):
-            if pooled := one.pooled(which, tensor):
-                other, good = pooled.largest.against.split()[0], ""
-                if which == "vs_oracle":
-                    other, good = "fp64", _within(one, tensor)
-                else:
-                    compared += [(one.precision, part.against) for part in pooled.parts]
-                rows.append(
-                    (
-                        *key,
-                        one.name,
-                        short_precision(one.precision),
-                        other,
-                        good,
-                        *_cells(pooled, group),
-                    )
-                )
-        if found := pool(group.cases, tensor, "floor"):
-            rows.append((*key, "floor", "", "fp64", "", *_cells(found, group)))
-    within = (
-        *(f"within\n{fmt.tolerance(one)}" for one in TOLERANCES[1:]),
-        f"{fmt.tolerance(OF_RMS)}\nof rms",
-    )
-    headers = (
-        *first,
-        "implementation",
-        PRECISION,
-        "against",
-        "within\nbudget",
-        "equal",
-        *within,
-        "rms\nerror",
-        "largest\nerror",
-        "largest\nvalue",
-        "its position",
-    )
+    for first, group, shown in parts:
+        every = group.series(*shown)
+        for series in every:
+            if pooled := series.pooled("vs_baseline", tensor):
+                compared += [(series.precision, part.against) for part in pooled.parts]
+                rival = pooled.largest.against.split()[0]
+                rows.append(first | names(series) | _errors(pooled, group, rival))
+        for series in every:
+            if pooled := series.pooled("vs_oracle", tensor):
+                within = _within_budget(series, tensor)
+                rows.append(first | names(series) | _errors(pooled, group, "fp64", within))
+        if floor := pool(group.cases, tensor, "floor"):
+            names_of_floor = {"implementation": "floor", PRECISION: ""}
+            rows.append(first | names_of_floor | _errors(floor, group, "fp64"))
+    keys = (*parts[0][0], *NAMES, "against")
     note = f"Compared with {baselines(compared)}." if compared else ""
-    align = f"{'l' * len(first)}lll{'r' * 8}l"
-    return filled(
-        strings(title, headers, folded(rows, len(first) + 1), align, keys=len(first) + 3, note=note)
+    words = (*keys, "its position")
+    return without_empty_columns(
+        table(title, fold_precisions(rows), words, keys=len(keys), note=note)
     )
 
 
-def _within(one: Series, tensor: TensorName) -> str:
-    good = [
-        not each.reason for case in one.cases for each in case.accuracy if each.tensor == tensor
-    ]
-    return (
-        "yes" if all(good) else "NO" if len(good) == 1 else f"NO: {good.count(False)}/{len(good)}"
-    )
-
-
-def _cells(found: Pooled, group: Group) -> Row:
+def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "") -> TableRow:
     """Shares, errors, and the place of the largest: "(0, 5, 7, 3)", or "layer 3, chunk 2 (0, 5, 7,
     3)".
     """
-    call, largest = found.case.call, found.largest
-    where = [f"layer {layer_of(found.case)}"] if len(group.layers) > 1 else []
-    where += [f"{group.noun} {call.number}"] if call and group.calls > len(group.layers) else []
-    numbers = (found.rms_ratio, largest.max_abs, largest.scale_max_abs)
-    return (
-        *(fmt.percent(found.match_pct(one)) for one in TOLERANCES),
-        fmt.percent(found.match_rms_pct(OF_RMS)),
-        *map(fmt.small, numbers),
-        f"{', '.join(where)} ({', '.join(map(str, largest.worst_position))})".lstrip(),
-    )
+    call, largest = pooled.case.call, pooled.largest
+    place = []
+    if len(group.layers) > 1:
+        place.append(f"layer {layer_of(pooled.case)}")
+    if call and group.calls > len(group.layers):
+        place.append(f"{group.noun} {call.number}")
+    position = f"({', '.join(map(str, largest.worst_position))})"
+    return {
+        "against": against,
+        "within\nbudget": within_budget,
+        "equal": fmt.percent(pooled.match_pct(0.0)),
+        "within\n1e-3": fmt.percent(pooled.match_pct(1e-3)),
+        "within\n1e-2": fmt.percent(pooled.match_pct(1e-2)),
+        f"{fmt.tolerance(OF_RMS)}\nof rms": fmt.percent(pooled.match_rms_pct(OF_RMS)),
+        "rms\nerror": fmt.small(pooled.rms_ratio),
+        "largest\nerror": fmt.small(largest.max_abs),
+        "largest\nvalue": fmt.small(largest.scale_max_abs),
+        "its position": f"{', '.join(place)} {position}".lstrip(),
+    }
+
+
+def _within_budget(series: Series, tensor: TensorName) -> str:
+    """ "yes", "NO", or "NO: 2/3" of several calls."""
+    errors = [error for case in series.cases for error in case.accuracy if error.tensor == tensor]
+    outside = sum(bool(error.reason) for error in errors)
+    if not outside:
+        return "yes"
+    return "NO" if len(errors) == 1 else f"NO: {outside}/{len(errors)}"
 
 
 def laws(report: Report) -> Table | None:
     """Which laws each implementation and precision obeys: "no" if any case breaks one."""
-    found: dict[Row, list[str]] = {}
+    equal: dict[Cells, list[str]] = {}
     for name, precision, probe in _worst_probes(report):
         if not probe.name.startswith(BETWEEN_CALLS):
-            found.setdefault((name, precision, probe.holds, probe.detail), []).append(probe.name)
-    rows = [(*row[:3], "; ".join(names), row[3]) for row, names in found.items()]
-    headers = ("implementation", PRECISION, "holds", "laws", "why")
-    return strings("Laws", headers, folded(rows, 1), "lllll", keys=3, wraps=3)
+            equal.setdefault((name, precision, probe.holds, probe.detail), []).append(probe.name)
+    rows = [
+        {
+            "implementation": name,
+            PRECISION: precision,
+            "holds": holds,
+            "laws": "; ".join(probes),
+            "why": why,
+        }
+        for (name, precision, holds, why), probes in equal.items()
+    ]
+    return table(
+        "Laws", fold_precisions(rows), (*NAMES, "holds", "laws", "why"), keys=3, wraps="laws"
+    )
 
 
 def between_calls(report: Report) -> Table | None:
     """A row for each law of a pool of states, and the first place where it does not hold."""
     rows = [
-        (probe.name.removeprefix(BETWEEN_CALLS), name, precision, probe.holds, probe.detail)
+        {
+            "law": probe.name.removeprefix(BETWEEN_CALLS),
+            "implementation": name,
+            PRECISION: precision,
+            "holds": probe.holds,
+            "first place, or why": probe.detail,
+        }
         for name, precision, probe in _worst_probes(report)
         if probe.name.startswith(BETWEEN_CALLS)
     ]
-    headers = ("law", "implementation", PRECISION, "holds", "first place, or why")
-    return strings("State between calls", headers, folded(rows, 2), "lllll", keys=3, wraps=4)
+    detail = "first place, or why"
+    words = ("law", *NAMES, "holds", detail)
+    return table("State between calls", fold_precisions(rows), words, keys=3, wraps=detail)
 
 
 def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
     """(implementation, precision, a probe of each law), one that does not hold first."""
-    probes = grouped(
-        ((case, probe) for case in report.of_calls for probe in case.probes),
-        lambda pair: (pair[0].implementation, short_precision(pair[0].precision), pair[1].name),
-    )
-    order = ("no", "yes", "not applicable")
-    return [
-        (name, precision, min((probe for _, probe in own), key=lambda one: order.index(one.holds)))
-        for (name, precision, _), own in probes.items()
+    probes = [
+        (case.implementation, short_precision(case.precision), probe)
+        for case in report.of_calls
+        for probe in case.probes
     ]
+    of_laws = grouped(probes, lambda row: (row[0], row[1], row[2].name)).values()
+    order = ("no", "yes", "not applicable")
+    return [min(equal, key=lambda row: order.index(row[2].holds)) for equal in of_laws]
 
 
 # --- launches, and what did not pass
@@ -300,96 +288,110 @@ def launches(report: Report) -> Table | None:
     """Every kernel as it was launched; equal launches share a row, which lists their precisions and
     sizes.
     """
-    found: dict[Row, list[Case]] = {}
+    equal: dict[tuple[tuple[str, str], ...], list[Case]] = {}
     for case in report.of_calls:
-        for one in case.launches:
-            names = case.implementation, case.variant, one.kernel
-            resources = (
-                fmt.count(one.registers),
-                fmt.count(one.spills),
-                fmt.size_words(one.shared_bytes),
-            )
-            config = (
-                ", ".join(f"{name}={value}" for name, value in one.config.items()) or fmt.MISSING
-            )
-            found.setdefault(
-                (*names, *resources, fmt.percent(one.warps_pct, 0), config), []
-            ).append(case)
-    kinds: tuple[Callable[[Case], str], ...] = (
-        lambda case: short_precision(case.precision),
-        lambda case: case.place if isinstance(case.task, Drawn) else case.size,
-    )
+        for launch in case.launches:
+            config = ", ".join(f"{name}={value}" for name, value in launch.config.items())
+            row = {
+                "implementation": case.implementation,
+                "variant": case.variant,
+                **resources(launch),
+                "occupancy": fmt.percent(launch.warps_pct, 0),
+                "configuration": config or fmt.MISSING,
+            }
+            equal.setdefault(tuple(row.items()), []).append(case)
     every = grouped(report.of_calls, lambda case: case.implementation)
-
-    def used(cases: Sequence[Case]) -> str:
-        """Precisions and sizes, if not all of the implementation."""
-        own = every[cases[0].implementation]
-        ordered = sorted(cases, key=lambda case: (PRECISIONS.index(case.precision), -case.seqlen))
-        some = (
-            dict.fromkeys(map(kind, ordered))
-            for kind in kinds
-            if set(map(kind, cases)) < set(map(kind, own))
-        )
-        return " at ".join(map("; ".join, some)) or "all"
-
-    headers = (
-        "implementation",
-        "variant",
-        "kernel",
-        "registers",
-        "spills",
-        "shared",
-        "occupancy",
-        "configuration",
-        "used for",
-    )
-    rows = [(*cells, used(cases)) for cells, cases in found.items()]
-    known = any(row[3] != fmt.MISSING for row in rows)
+    rows = [
+        dict(items) | {"used for": _used_for(cases, every[cases[0].implementation])}
+        for items, cases in equal.items()
+    ]
+    known = any(row["registers"] != fmt.MISSING for row in rows)
     note = "Registers and spills are per thread, shared memory per block." if known else ""
-    made = strings(
-        "Kernels as they were launched", headers, rows, "lllrrrrll", keys=3, wraps=7, note=note
+    words = ("implementation", "variant", "kernel", "configuration", "used for")
+    title = "Kernels as they were launched"
+    return without_empty_columns(
+        table(title, rows, words, keys=3, wraps="configuration", note=note)
     )
-    return filled(made)
+
+
+def resources(launch: Launch) -> TableRow:
+    """A kernel as Triton compiled it."""
+    return {
+        "kernel": launch.kernel,
+        "registers": fmt.count(launch.registers),
+        "spills": fmt.count(launch.spills),
+        "shared": fmt.size_words(launch.shared_bytes),
+    }
+
+
+def _used_for(cases: Sequence[Case], every: Sequence[Case]) -> str:
+    """The precisions and sizes of the cases, if they are not all of the implementation's: "exact,
+    fp32; exact, fp16 at 1,024 tokens".
+    """
+    ordered = sorted(cases, key=lambda case: (PRECISIONS.index(case.precision), -case.seqlen))
+    words = []
+    for name_of in (_short_precision_of, _place_or_size):
+        names = dict.fromkeys(map(name_of, ordered))
+        if set(names) < set(map(name_of, every)):
+            words.append("; ".join(names))
+    return " at ".join(words) or "all"
+
+
+def _short_precision_of(case: Case) -> str:
+    return short_precision(case.precision)
+
+
+def _place_or_size(case: Case) -> str:
+    return case.place if isinstance(case.task, Drawn) else case.size
 
 
 def reasons(report: Report) -> Table | None:
     """Every case that did not pass, or passed with a remark; those with the same reason share a
     row.
     """
-    found: dict[Row, list[Case]] = {}
-    for case in sorted(report.cases, key=lambda case: case.result == "passed"):
-        if case.result != "passed" or case.why:
-            bad = ((one.tensor, one.vs_oracle.first_nonfinite) for one in case.accuracy)
-            first = next(
-                (f"{tensor}{list(place)}" for tensor, place in bad if place is not None),
-                fmt.MISSING,
-            )
-            why = " ".join(case.why.split())
-            found.setdefault(
-                (case.result, case.kernel, short_precision(case.precision), why, first), []
-            ).append(case)
-    rows = []
-    for cells, cases in found.items():
-        sizes = grouped(cases, lambda case: case.size if case.layer else "").items()
-        where = "; ".join(f"{layer_words(own)}{f' at {size}' * bool(size)}" for size, own in sizes)
-        rows.append((*cells[:3], where, *cells[3:]))
+    remarkable = [case for case in report.cases if case.result != "passed" or case.why]
+    remarkable.sort(key=lambda case: case.result == "passed")
+    rows = [
+        {
+            "result": cases[0].result,
+            "implementation": cases[0].kernel,
+            PRECISION: short_precision(cases[0].precision),
+            "where": _layers_and_sizes(cases),
+            "reason": why,
+            "first NaN\nor Inf": first,
+        }
+        for (*_, why, first), cases in grouped(remarkable, _trouble).items()
+    ]
     hidden = len(rows) - _MOST_ROWS
-    headers = ("result", "implementation", PRECISION, "where", "reason", "first NaN\nor Inf")
-    note = (
-        f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
-        if hidden > 0
-        else ""
+    more = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
+    title = "Failures, refusals, remarks"
+    words = ("result", *NAMES, "where", "reason", "first NaN\nor Inf")
+    return without_empty_columns(
+        table(
+            title, rows[:_MOST_ROWS], words, keys=3, wraps="reason", note=more if hidden > 0 else ""
+        )
     )
-    made = strings(
-        "Failures, refusals, remarks",
-        headers,
-        rows[:_MOST_ROWS],
-        "llllll",
-        keys=3,
-        wraps=4,
-        note=note,
-    )
-    return filled(made)
+
+
+def _trouble(case: Case) -> Cells:
+    """(result, kernel, precision, why, its first place that is not finite)."""
+    places = [
+        f"{error.tensor}{list(place)}"
+        for error in case.accuracy
+        if (place := error.vs_oracle.first_nonfinite) is not None
+    ]
+    first = places[0] if places else fmt.MISSING
+    return case.result, case.kernel, case.precision, " ".join(case.why.split()), first
+
+
+def _layers_and_sizes(cases: Sequence[Case]) -> str:
+    """ "layers 3, 9 at 1,024 tokens; layer 3 at 512 tokens"."""
+    by_size = grouped(cases, lambda case: case.size if case.layer else "")
+    words = [
+        f"{layer_words(equal)} at {size}" if size else layer_words(equal)
+        for size, equal in by_size.items()
+    ]
+    return "; ".join(words)
 
 
 def again(report: Report, case: Case) -> str:
@@ -400,18 +402,13 @@ def again(report: Report, case: Case) -> str:
 
 def repeats(report: Report) -> Table | None:
     """The command that runs it again, of every case that did not pass or passed with a remark."""
-    found = [
-        case
+    rows = [
+        {"id": case.id, "case": case.name, "command": shlex.join(report.again(case))}
         for case in report.cases
         if (case.result != "passed" or case.why) and report.again(case)
     ]
-    columns: tuple[Column[Case], ...] = (
-        text("id", lambda case: case.id),
-        text("case", lambda case: case.name),
-        text("command", lambda case: shlex.join(report.again(case)), wraps=True),
-    )
-    note = "'ssdprof case ID --script' prints a Python file that does the same."
-    return table("Run one case again", columns, found[:_MOST_ROWS], note=note)
+    words = ("id", "case", "command")
+    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command")
 
 
 # --- of a bench: a table for each shape, dtype, draw and layout
@@ -429,29 +426,32 @@ def _of_shape(report: Report) -> dict[str, list[Group]]:
     return grouped(groups(report), title)
 
 
-def speed_of_bench(report: Report) -> Iterator[Table | None]:
-    def only(row: Series) -> Case:
-        return row.cases[0]
+_SIZE = "sequences x\ntokens"
 
-    first: tuple[Column[Series], ...] = (
-        text("sequences x\ntokens", lambda row: row.group.size),
-        *NAMES,
-        text("over", lambda row: row.rivals[0].split()[0] if row.rivals else fmt.MISSING),
-        *lifted(
-            only,
-            Column("chunk", lambda case: fmt.count(case.chunk_size)),
-            Column(
-                "first\ncall",
-                lambda case: f"{one.seconds:.1f} s" if (one := case.first_call) else fmt.MISSING,
-            ),
-        ),
-    )
-    for name, own in _of_shape(report).items():
-        yield speeds(f"Speed: {name}", [one for group in own for one in group.series()], first)
+
+def speed_of_bench(report: Report) -> Iterator[Table | None]:
+    for title, same in _of_shape(report).items():
+        rows = []
+        for group in same:
+            rows += [(_of_bench(series), series) for series in group.series()]
+        yield speeds(f"Speed: {title}", rows, (_SIZE, *NAMES, "over"))
+
+
+def _of_bench(series: Series) -> TableRow:
+    """The first cells of its row."""
+    case = series.cases[0]
+    first_call = case.first_call
+    return {
+        _SIZE: series.group.size,
+        **names(series),
+        "over": series.rivals[0].split()[0] if series.rivals else fmt.MISSING,
+        "chunk": fmt.count(case.chunk_size),
+        "first\ncall": f"{first_call.seconds:.1f} s" if first_call else fmt.MISSING,
+    }
 
 
 def accuracy_of_bench(report: Report) -> Iterator[Table | None]:
-    for name, own in _of_shape(report).items():
-        for tensor, shown in SHOWN.items():
-            parts = [((group.size,), group, group.implementations) for group in own]
-            yield errors(f"Accuracy of the {shown}: {name}", tensor, parts, "sequences x\ntokens")
+    for title, same in _of_shape(report).items():
+        for tensor, name in SHOWN.items():
+            parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
+            yield errors(f"Accuracy of the {name}: {title}", tensor, parts)

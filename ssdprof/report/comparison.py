@@ -6,27 +6,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.pairs import Comparison, Pair, Side, Total, subject, unfinished
-from ssdprof.report.calls import PRECISION
+from ssdprof.core.report import Report
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.stalls import StageChange
 from ssdprof.report.table import (
-    Column,
+    PRECISION,
     Document,
     Section,
     Table,
+    TableRow,
     VerdictLine,
+    is_filled,
     section,
     shortened,
     strings,
     table,
 )
-from ssdprof.report.table import text as words
 
 READING = (
     "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill "
@@ -37,63 +37,58 @@ READING = (
     "temperature, is not in them."
 )
 _MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
-_NAMES: tuple[Column[Pair], ...] = (
-    words("case", lambda pair: pair.case.place),
-    words("implementation", lambda pair: pair.case.implementation),
-    words(PRECISION, lambda pair: short_precision(pair.case.precision)),
-)
-_TOTALS: tuple[Column[Total], ...] = (
-    words("implementation", lambda one: one.implementation),
-    words(PRECISION, lambda one: short_precision(one.precision)),
-    words("where", lambda one: one.where),
-    words("verdict", lambda one: one.verdict),
-    Column("BASE / NEW", lambda one: fmt.speedup(one.change, by_call=one.by.startswith("call"))),
-    words("by", lambda one: one.by),
-    words("mean of", lambda one: fmt.plural(one.cases, one.over)),
-)
-_STALLS: tuple[Column[StageChange], ...] = (
-    words("implementation", lambda one: one[0]),
-    words("stage", lambda one: one[1]),
-    Column("share,\nBASE", lambda one: fmt.share(one[2], 1)),
-    Column("share,\nNEW", lambda one: fmt.share(one[3], 1)),
-    Column("time,\nBASE", lambda one: fmt.duration(one[4])),
-    Column("time,\nNEW", lambda one: fmt.duration(one[5])),
-)
+_NAMES = ("case", "implementation", PRECISION)
 
 
-def _digest(text: str) -> str:
-    """For a comparison of configurations, which are too long for a table."""
-    return sha256(text.encode()).hexdigest()[:6] if text else fmt.MISSING
+def _names(pair: Pair) -> TableRow:
+    return {
+        "case": pair.case.place,
+        "implementation": pair.case.implementation,
+        PRECISION: short_precision(pair.case.precision),
+    }
 
 
-# title -> what the columns BASE and NEW show of a case, which must not be the same in both
-_Value = tuple[str, Callable[[Any], str], Callable[[Case], Any]]
-_VALUES: dict[str, tuple[_Value, ...]] = {
-    "Accuracy of the output": (
-        ("match @ 1e-3", fmt.percent, lambda case: case.match_pct(1e-3)),
-        ("rms error", fmt.small, lambda case: case.error and case.error.rms_ratio),
-        ("largest error", fmt.small, lambda case: case.error and case.error.max_abs),
-    ),
-    "Answers of the model": (
-        ("mean KL [nats]", fmt.small, lambda case: case.band and case.band.kl_mean),
-        ("same top token", fmt.percent, lambda case: case.band and case.band.top1_pct),
-        ("perplexity", fmt.small, lambda case: case.band and case.band.perplexity),
-    ),
-    "Kernels and memory": (
-        (
-            "kernel",
-            str,
-            lambda case: " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING,
-        ),
-        (
-            "configuration",
-            _digest,
-            lambda case: " ".join(f"{one.kernel} {one.digest}" for one in case.launches),
-        ),
-        ("kernels", fmt.count, lambda case: case.kernels),
-        ("extra memory", fmt.size_words, lambda case: case.workspace_bytes),
-    ),
+# --- what the columns BASE and NEW show of a case
+
+
+def _errors(case: Case) -> TableRow:
+    error = case.error
+    return {
+        "match @ 1e-3": fmt.percent(case.match_pct(1e-3)),
+        "rms error": fmt.small(error.rms_ratio if error else None),
+        "largest error": fmt.small(error.max_abs if error else None),
+    }
+
+
+def _answers(case: Case) -> TableRow:
+    band = case.band
+    return {
+        "mean KL [nats]": fmt.small(band.kl_mean if band else None),
+        "same top token": fmt.percent(band.top1_pct if band else None),
+        "perplexity": fmt.small(band.perplexity if band else None),
+    }
+
+
+def _resources(case: Case) -> TableRow:
+    """A digest stands for the configurations, which are too long for a table."""
+    configuration = " ".join(f"{launch.kernel} {launch.digest}" for launch in case.launches)
+    digest = sha256(configuration.encode()).hexdigest()[:6]
+    return {
+        "kernel": " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING,
+        "configuration": digest if configuration else fmt.MISSING,
+        "kernels": fmt.count(case.kernels),
+        "extra memory": fmt.size_words(case.workspace_bytes),
+    }
+
+
+_DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
+    "Accuracy of the output": _errors,
+    "Answers of the model": _answers,
+    "Kernels and memory": _resources,
 }
+
+
+# --- the document
 
 
 def compose(
@@ -112,160 +107,187 @@ def compose(
 
 
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
+    """The changes that fail, those that hold, and how many cases differ."""
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
-            offenders = [": ".join(filter(None, (one.case, one.found))) for one in verdicts]
+            offenders = [": ".join(filter(None, (each.case, each.actual))) for each in verdicts]
             yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
-    if held := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
-        yield VerdictLine(f"PASSED: no case violates {fmt.words(held, 'or')}.", True)
+    if kept := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
+        yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.", True)
+    within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
     counts = Counter(pair.verdict for pair in comparison.pairs)
-    said = {
-        "no difference": (
-            f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
-        )
-    }
-    found = ", ".join(
-        f"{number} {said.get(verdict, verdict)}" for verdict, number in counts.most_common()
+    words = ", ".join(
+        f"{number} {within if verdict == 'no difference' else verdict}"
+        for verdict, number in counts.most_common()
     )
     if why := comparison.nothing_compared:
-        yield VerdictLine(
-            f"FAILED: nothing was compared: {why}{f' ({found})' if found else ''}.", False
-        )
+        counted = f" ({words})" if words else ""
+        yield VerdictLine(f"FAILED: nothing was compared: {why}{counted}.", False)
     else:
-        yield VerdictLine(f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found}.", True)
+        yield VerdictLine(f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {words}.", True)
 
 
 def _caveats(comparison: Comparison) -> Iterator[str]:
-    reasons = dict.fromkeys(comparison.machine)
-    reasons |= dict.fromkeys(
-        why for pair in comparison.pairs if pair.over_baseline for why in pair.incomparable
-    )
+    """Why times or errors cannot be compared, and what is not complete."""
+    reasons = list(comparison.machine)
+    for pair in comparison.pairs:
+        if pair.over_baseline:
+            reasons += pair.incomparable
     if reasons:
-        speedups = "Speedups over the baseline, each measured under the same conditions, are."
+        conditions = "; ".join(dict.fromkeys(reasons))
         yield (
-            f"The conditions differ ({'; '.join(reasons)}), so absolute times are not "
-            f"compared.  {speedups}"
+            f"The conditions differ ({conditions}), so absolute times are not compared.  "
+            "Speedups over the baseline, each measured under the same conditions, are."
         )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if why := unfinished(report):
             yield f"{name} is not complete: {why}."
-    for reason in dict.fromkeys(
-        pair.other_inputs for pair in comparison.pairs if pair.other_inputs
-    ):
-        yield f"Errors cannot be compared: {reason}."
+    for reason in dict.fromkeys(pair.other_inputs for pair in comparison.pairs):
+        if reason:
+            yield f"Errors cannot be compared: {reason}."
 
 
 def _sections(
     comparison: Comparison, stalls: Sequence[StageChange], every: bool
 ) -> Iterator[Section]:
-    both = [pair for pair in comparison.pairs if pair.base and pair.new]
+    """Speed, then what else differs side by side, then what was not compared.
 
-    def speedup(side: Side, case: Case | None) -> str:
-        found = side[1].speedup(case) if case else None
-        return fmt.ratio(found and found.value)
-
-    columns: tuple[Column[Pair], ...] = (
-        *_NAMES,
-        words("verdict", lambda pair: pair.verdict),
-        Column(
-            "time,\nBASE / NEW",
-            lambda pair: fmt.speedup(pair.time, by_call=pair.case.clock == "call"),
-        ),
-        Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call, by_call=True)),
-        Column(
-            "speedup,\nNEW / BASE",
-            lambda pair: fmt.speedup(pair.over_baseline, by_call=pair.case.clock == "call"),
-        ),
-        *_of_both("time", fmt.duration, lambda case: case.time_us and case.time_us.value),
-        Column("speedup,\nBASE", lambda pair: speedup(comparison.base, pair.base)),
-        Column("speedup,\nNEW", lambda pair: speedup(comparison.new, pair.new)),
-    )
+    every: also cases that did not change.
+    """
+    both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
+    shown = ("faster", "slower", "no difference") if every else ("faster", "slower")
     changed = [
-        pair for pair in both if pair.verdict in ("faster", "slower", *(["no difference"] * every))
+        _speed(comparison, pair, base, new) for pair, base, new in both if pair.verdict in shown
     ]
-    totals = table("Change of all cases together", _TOTALS, comparison.totals, keys=3)
     yield section(
         "Speed",
-        totals,
-        table("Speed of NEW against BASE", columns, changed, keys=3),
+        _totals(comparison.totals),
+        table("Speed of NEW against BASE", changed, (*_NAMES, "verdict"), keys=3),
         reading=READING,
     )
-    for title, values in _VALUES.items():
-        yield section(title, _side_by_side(title, both, values, every))
-    note = "Times under ncu cannot be compared with those of a run."
-    shares = table("Busy warp samples of each stage, by ncu", _STALLS, stalls, keys=2, note=note)
-    yield section("Stalls by stage", shares)
+    for title, describe in _DESCRIBED.items():
+        described = [(_names(pair), describe(base), describe(new)) for pair, base, new in both]
+        yield section(title, _differences(title, described, every))
+    yield section("Stalls by stage", _stages(stalls))
     yield section("Not compared", _unpaired(comparison.pairs))
     yield section("What ran", _facts(comparison))
 
 
-def _of_both(
-    header: str, show: Callable[[Any], str], of: Callable[[Case], Any]
-) -> tuple[Column[Pair], Column[Pair]]:
-    def cell(case: Case | None) -> str:
-        return show(of(case)) if case else fmt.MISSING
+def _totals(totals: Sequence[Total]) -> Table | None:
+    """A row for each mean over cases."""
+    rows = [
+        {
+            "implementation": total.implementation,
+            PRECISION: short_precision(total.precision),
+            "where": total.where,
+            "verdict": total.verdict,
+            "BASE / NEW": fmt.speedup(total.change, by_call=total.by.startswith("call")),
+            "by": total.by,
+            "mean of": fmt.plural(total.cases, total.over),
+        }
+        for total in totals
+    ]
+    words = ("implementation", PRECISION, "where", "verdict", "by", "mean of")
+    return table("Change of all cases together", rows, words, keys=3)
 
-    base: Column[Pair] = Column(f"{header},\nBASE", lambda pair: cell(pair.base))
-    return base, Column(f"{header},\nNEW", lambda pair: cell(pair.new))
+
+def _speed(comparison: Comparison, pair: Pair, base: Case, new: Case) -> TableRow:
+    """The changes, then the times and speedups of both."""
+    by_call = pair.case.clock == "call"
+    return {
+        **_names(pair),
+        "verdict": pair.verdict,
+        "time,\nBASE / NEW": fmt.speedup(pair.time, by_call=by_call),
+        "call time,\nBASE / NEW": fmt.speedup(pair.call, by_call=True),
+        "speedup,\nNEW / BASE": fmt.speedup(pair.over_baseline, by_call=by_call),
+        "time,\nBASE": fmt.duration(base.time_us and base.time_us.value),
+        "time,\nNEW": fmt.duration(new.time_us and new.time_us.value),
+        "speedup,\nBASE": _speedup(comparison.base, base),
+        "speedup,\nNEW": _speedup(comparison.new, new),
+    }
 
 
-def _side_by_side(
-    title: str, pairs: Sequence[Pair], values: Sequence[_Value], every: bool
+def _speedup(side: Side, case: Case) -> str:
+    speedup = side[1].speedup(case)
+    return fmt.ratio(speedup and speedup.value)
+
+
+def _differences(
+    title: str, described: Sequence[tuple[TableRow, TableRow, TableRow]], every: bool
 ) -> Table | None:
-    """The cells of BASE and NEW; without `every` only cases with another cell, and columns that
-    differ.
+    """The cells of BASE and NEW side by side; without `every` only cases with another cell, and
+    columns that differ.
+
+    described: of each case its names, and its cells in BASE and in NEW.
     """
-    columns = [_of_both(*one) for one in values]
-
-    def differs(pair: Pair, base: Column[Pair], new: Column[Pair]) -> bool:
-        return base.of(pair) != new.of(pair)
-
-    def is_shown(pair: Pair) -> bool:
-        return any(
-            differs(pair, *both) or (every and both[0].of(pair) not in ("", fmt.MISSING))
-            for both in columns
-        )
-
-    rows = [*filter(is_shown, pairs)]
-    shown = (
-        one
-        for both in columns
-        if every or any(differs(pair, *both) for pair in rows)
-        for one in both
-    )
+    shown = [
+        (names, base, new)
+        for names, base, new in described
+        if base != new or (every and any(map(is_filled, base.values())))
+    ]
+    rows: list[TableRow] = [dict(names) for names, _, _ in shown]
+    for heading in shown[0][1] if shown else ():
+        if every or any(base[heading] != new[heading] for _, base, new in shown):
+            for row, (_, base, new) in zip(rows, shown, strict=True):
+                row[f"{heading},\nBASE"] = base[heading]
+                row[f"{heading},\nNEW"] = new[heading]
     note = "" if every else "Only cases that changed; all of them with --format markdown."
-    return table(f"{title}, side by side", (*_NAMES, *shown), rows, keys=3, note=note)
+    return table(f"{title}, side by side", rows, _NAMES, keys=3, note=note)
+
+
+def _stages(changes: Sequence[StageChange]) -> Table | None:
+    """A row for each stage of an implementation that was profiled in both."""
+    rows = [
+        {
+            "implementation": change.implementation,
+            "stage": change.stage,
+            "share,\nBASE": fmt.share(change.base_pct, 1),
+            "share,\nNEW": fmt.share(change.new_pct, 1),
+            "time,\nBASE": fmt.duration(change.base_us),
+            "time,\nNEW": fmt.duration(change.new_us),
+        }
+        for change in changes
+    ]
+    note = "Times under ncu cannot be compared with those of a run."
+    title = "Busy warp samples of each stage, by ncu"
+    return table(title, rows, ("implementation", "stage"), keys=2, note=note)
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Table | None:
     """Cases without a verdict, except those that passed in both and were timed in neither."""
+    rows = []
+    for pair in pairs:
+        results = _results(pair)
+        passed_untimed = (pair.verdict, results) == ("not timed", "BASE passed, NEW passed")
+        if pair.verdict.startswith(("only", "not")) and not passed_untimed:
+            more = "; ".join(pair.incomparable) or results
+            rows.append(_names(pair) | {"why": pair.verdict, "more": more})
+    return table("Cases without a verdict on speed", rows, (*_NAMES, "why", "more"), keys=3)
 
-    def results(pair: Pair) -> str:
-        found = {
-            name: case.result for name, case in (("BASE", pair.base), ("NEW", pair.new)) if case
-        }
-        return ", ".join(f"{name} {result}" for name, result in found.items())
 
-    said = ("not timed", "BASE passed, NEW passed")
-    unjudged = [pair for pair in pairs if pair.verdict.startswith(("only", "not"))]
-    left = [pair for pair in unjudged if (pair.verdict, results(pair)) != said]
-    why: Column[Pair] = words("why", lambda pair: pair.verdict)
-    more: Column[Pair] = words("more", lambda pair: "; ".join(pair.incomparable) or results(pair))
-    return table("Cases without a verdict on speed", (*_NAMES, why, more), left, keys=3)
+def _results(pair: Pair) -> str:
+    """ "BASE passed, NEW failed", of the sides that have it."""
+    sides = {"BASE": pair.base, "NEW": pair.new}
+    return ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
 
 
 def _facts(comparison: Comparison) -> Table | None:
-    reports = [report for _, report in (comparison.base, comparison.new)]
-    environments = [report.environment for report in reports]
-    rows = {
-        "what": [f"{report.kind}: {subject(report)}" for report in reports],
-        "started": [report.created for report in reports],
-        "commit": [report.commit or fmt.MISSING for report in reports],
-        "GPU": [gpu_name(one) for one in environments],
-        "driver": [one.gpu.driver if one.gpu else fmt.MISSING for one in environments],
-        "ssdprof": [report.ssdprof_version for report in reports],
-    }
-    for name in ("triton", "torch", "transformers"):
-        rows[name] = [one.packages.get(name, fmt.MISSING) for one in environments]
+    """What both ran, and on which machine."""
+    columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     headers = ("", f"BASE: {comparison.base[0]}", f"NEW: {comparison.new[0]}")
-    return strings("What ran", headers, ((name, *values) for name, values in rows.items()), "lll")
+    return strings("What ran", headers, rows, "lll")
+
+
+def _facts_of(report: Report) -> TableRow:
+    gpu, packages = report.environment.gpu, report.environment.packages
+    names = ("triton", "torch", "transformers")
+    return {
+        "what": f"{report.kind}: {subject(report)}",
+        "started": report.created,
+        "commit": report.commit or fmt.MISSING,
+        "GPU": gpu_name(report.environment),
+        "driver": gpu.driver if gpu else fmt.MISSING,
+        "ssdprof": report.ssdprof_version,
+        **{name: packages.get(name, fmt.MISSING) for name in names},
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped, intermediates_of
@@ -10,9 +11,9 @@ from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.report import calls, model
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
-from ssdprof.report.groups import groups, tokens_of
+from ssdprof.report.groups import Group, groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
-from ssdprof.report.table import Column, Document, Section, Table, facts, section, table, text
+from ssdprof.report.table import Document, Section, Table, facts, section, table
 
 SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
 _MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
@@ -42,15 +43,15 @@ def heading(report: Report) -> str:
     gpu = gpu_name(report.environment, "no GPU")
     if report.kind in ("bench", "prefill"):
         return f"ssdprof {report.kind}, {subject(report)}, {gpu}"
-    lengths = [f"{seqlen:,}" for seqlen in dict.fromkeys(case.seqlen for case in report.of_answers)]
-    tokens = (
-        tokens_of(found)
-        if (found := groups(report))
-        else f"{fmt.words(lengths)} tokens"
-        if lengths
-        else ""
-    )
-    return f"ssdprof: {', '.join(filter(None, (report.subject, tokens, gpu)))}"
+    return f"ssdprof: {', '.join(filter(None, (report.subject, _tokens(report), gpu)))}"
+
+
+def _tokens(report: Report) -> str:
+    """The lengths of its prompts: "131,072 and 1,024 tokens"."""
+    if prompts := groups(report):
+        return tokens_of(prompts)
+    lengths = dict.fromkeys(case.seqlen for case in report.of_answers)
+    return f"{fmt.words(map(fmt.count, lengths))} tokens" if lengths else ""
 
 
 def subject(report: Report) -> str:
@@ -59,37 +60,41 @@ def subject(report: Report) -> str:
 
 
 def _sections(report: Report) -> Iterator[Section]:
-    of_bench = report.kind == "bench"
-    found, answered = () if of_bench else groups(report), model.prompts(report)
+    """What is bad comes first, then the numbers, then what a page folds."""
+    prompts = () if report.kind == "bench" else groups(report)
+    answered = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
-    speeds = calls.speed_of_bench(report) if of_bench else map(calls.total_speed, found)
-    errors = (
-        calls.accuracy_of_bench(report)
-        if of_bench
-        else (one for own in found for one in calls.accuracies(own))
-    )
-    yield section(SPEED, *speeds, reading=calls.SPEED_READING)
-    yield section(ACCURACY, *errors, reading=calls.ACCURACY_READING)
+    yield from _of_bench(report) if report.kind == "bench" else _of_prompts(prompts)
     yield section("Laws", calls.laws(report), calls.between_calls(report))
-    compared = (make(one) for one in answered for make in (model.answers, model.answers_by_layer))
+    compared = []
+    for cases in answered:
+        compared += [model.answers(cases), model.answers_by_layer(cases)]
     yield section("Answers", *compared, reading=model.ANSWERS_READING)
     yield from model.prefill_sections(report)
-    yield section(
-        "Words", facts("Words", ("word", "meaning"), meanings(report)) if report.of_calls else None
-    )
+    if report.of_calls:
+        yield section("Words", facts("Words", ("word", "meaning"), meanings(report)))
     yield section("What ran", what_ran(report))
     yield section("Run one case again", calls.repeats(report), folded=True)
     yield section("Kernels as they were launched", calls.launches(report), folded=True)
-    for one in answered:
-        title = f"Answers by position at {fmt.tokens(one[0].seqlen)}"
-        yield section(title, model.answers_by_position(one), folded=True)
-    for group in (group for group in found if group.calls > 1):
-        yield section(
-            f"Speed of each layer {group.where}", calls.speed_by_layer(group), folded=True
-        )
-        yield section(
-            f"Accuracy of each layer {group.where}", *calls.errors_by_layer(group), folded=True
-        )
+    for cases in answered:
+        title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
+        yield section(title, model.answers_by_position(cases), folded=True)
+    for group in prompts:
+        if group.calls > 1:
+            title = f"of each layer {group.where}"
+            yield section(f"Speed {title}", calls.speed_by_layer(group), folded=True)
+            yield section(f"Accuracy {title}", *calls.errors_by_layer(group), folded=True)
+
+
+def _of_bench(report: Report) -> Iterator[Section]:
+    yield section(SPEED, *calls.speed_of_bench(report), reading=calls.SPEED_READING)
+    yield section(ACCURACY, *calls.accuracy_of_bench(report), reading=calls.ACCURACY_READING)
+
+
+def _of_prompts(prompts: Sequence[Group]) -> Iterator[Section]:
+    yield section(SPEED, *map(calls.total_speed, prompts), reading=calls.SPEED_READING)
+    accuracies = chain.from_iterable(map(calls.accuracies, prompts))
+    yield section(ACCURACY, *accuracies, reading=calls.ACCURACY_READING)
 
 
 # --- of ssdprof tune
@@ -98,31 +103,42 @@ def _sections(report: Report) -> Iterator[Section]:
 def of_tuning(report: Report) -> Document:
     """What each search of `ssdprof tune` found."""
     searches = grouped(report.cases, lambda case: (case.place, case.precision)).values()
-    left = (f"{one.place}: left out: {one.reason}." for one in report.left_out)
-    tables = (_search(report, own) for own in searches)
-    found = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
+    left = (f"{left.place}: left out: {left.reason}." for left in report.left_out)
+    tables = (_search(report, cases) for cases in searches)
+    results = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
     return Document(
-        title=f"ssdprof tune: {report.subject}", version=report.ssdprof_version, sections=(found,)
+        title=f"ssdprof tune: {report.subject}", version=report.ssdprof_version, sections=(results,)
     )
 
 
 def _search(report: Report, cases: Sequence[Case]) -> Table | None:
-    committed = next(one for one in cases if one.implementation == report.baseline)
-    timed = sorted((one for one in cases if one.device_us), key=lambda one: one.device_us or (0.0,))
-    shown = [one for place, one in enumerate(timed) if place < _MOST_CANDIDATES or one is committed]
-
-    def verdict(case: Case) -> str:
-        said = "" if case is committed and case.device_us else report.faster(case) or case.result
-        return f"{said}: {case.why}" if case.why else said
-
+    """The candidates that were timed, the fastest first, then those that failed."""
+    committed = next(case for case in cases if case.implementation == report.baseline)
+    timed = sorted((case for case in cases if case.device_us), key=_device_us)
+    shown = [
+        case for place, case in enumerate(timed) if place < _MOST_CANDIDATES or case is committed
+    ]
+    rows = []
+    for case in (*shown, *(case for case in cases if not case.device_us)):
+        is_compared = case is not committed or not case.device_us
+        verdict = (report.faster(case) or case.result) if is_compared else ""
+        rows.append(
+            {
+                "candidate": case.implementation,
+                "device": fmt.duration(case.device_us and case.device_us.value),
+                "ratio": fmt.speedup(report.speedup(case)),
+                "verdict": f"{verdict}: {case.why}" if case.why else verdict,
+            }
+        )
+    precision = intermediates_of(committed.precision)
     return table(
-        f"{committed.place}, {intermediates_of(committed.precision)}: {committed.variant} kernel",
-        (
-            text("candidate", lambda case: case.implementation),
-            Column("device", lambda case: fmt.duration(case.device_us and case.device_us.value)),
-            Column("ratio", lambda case: fmt.speedup(report.speedup(case))),
-            text("verdict", verdict, wraps=True),
-        ),
-        (*shown, *(one for one in cases if not one.device_us)),
+        f"{committed.place}, {precision}: {committed.variant} kernel",
+        rows,
+        ("candidate", "verdict"),
+        wraps="verdict",
         note=f"Committed: {committed.plan}.  {len(cases)} tried.",
     )
+
+
+def _device_us(case: Case) -> float:
+    return case.device_us.value if case.device_us else 0.0

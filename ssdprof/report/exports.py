@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from csv import DictWriter
 from dataclasses import replace
+from itertools import chain, islice
 from typing import get_args
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
@@ -19,6 +20,7 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from ssdprof.core import words as fmt
+from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import (
     CLOCKS,
     EXACT_FP32,
@@ -29,7 +31,7 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
-from ssdprof.core.conditions import Outcome, judged
+from ssdprof.core.outcome import Outcome, judged
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import LayerRef
@@ -39,7 +41,7 @@ from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, subject
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
-from ssdprof.report.table import Table
+from ssdprof.report.table import Document, Section, Table
 
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
@@ -55,7 +57,7 @@ def rows(report: Report) -> tuple[Case, ...]:
 
 # --- CSV
 
-Row = dict[str, object]  # header, with its unit -> value
+CsvRow = dict[str, object]  # header, with its unit -> value
 _ANY = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
 _EMPTY = Case.model_construct(  # for the headers of a report without cases
     task=_ANY, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
@@ -71,46 +73,49 @@ def csv(report: Report) -> str:
     text = io.StringIO()
     writer = DictWriter(text, list(_row(report, _EMPTY)), lineterminator="\n")
     writer.writeheader()
-    for row in records(report):  # a text that a spreadsheet would compute gets an apostrophe
-        formulas = {
-            name: f"'{one}"
-            for name, one in row.items()
-            if isinstance(one, str) and one.startswith(_FORMULA)
-        }
-        writer.writerow(row | formulas)
+    for row in records(report):
+        writer.writerow({name: _without_formula(value) for name, value in row.items()})
     return text.getvalue()
 
 
-def records(report: Report) -> list[Row]:
+def _without_formula(value: object) -> object:
+    """A text that a spreadsheet would compute gets an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def records(report: Report) -> list[CsvRow]:
     """A row per case with numbers, texts and None, for a data frame."""
-
-    return [
-        {
-            name: one if isinstance(one, int | float | None) else str(one)
-            for name, one in _row(report, case).items()
-        }
-        for case in rows(report)
-    ]
+    return [_row(report, case) for case in rows(report)]
 
 
-def _row(report: Report, case: Case) -> Row:
+def _row(report: Report, case: Case) -> CsvRow:
+    """Every column of a case; None where it has no such value."""
+    row = _identity(report, case)
+    for clock in CLOCKS:
+        row |= _times(report, case, clock)
+    row["of roofline [%]"] = case.floor_pct(report.ceilings)
+    row["extra memory [bytes]"] = case.workspace_bytes
+    row["kernels launched"] = case.kernels
+    for tensor, name in SHOWN.items():
+        row |= _errors(case.tensor(tensor), name)
+    return row | _of_model(report, case)
+
+
+def _identity(report: Report, case: Case) -> CsvRow:
+    """What was computed, by what, and whether it passed."""
     drawn = case.task if isinstance(case.task, Drawn) else None
-    whole = case.task if isinstance(case.task, Prefill) else None
-    band = case.band
-    speedup = report.speedup(case)
-    rival = report.rival(case) if speedup else None
-    interval = band and band.perplexity_interval_pct
-    row: Row = {
+    rival = report.rival(case) if report.speedup(case) else None
+    return {
         "report": report.id,
         "model": subject(report),
         "GPU": gpu_name(report.environment),
         "case": case.where,
         "layer": case.layer and case.layer.index,
-        "call": case.call,
+        "call": case.call and str(case.call),
         "sequences x tokens": drawn and drawn.tokens,
         "tokens": case.seqlen,
         "batch": case.batch,
-        "dimensions": case.dims,
+        "dimensions": case.dims and str(case.dims),
         "implementation": case.implementation,
         "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, case.version)))),
         "intermediates": intermediates_of(case.precision),
@@ -120,54 +125,77 @@ def _row(report: Report, case: Case) -> Row:
         "reason": case.why,
         "baseline": rival and f"{rival.implementation} {rival.precision}",
     }
-    for clock in CLOCKS:
-        every = [us for one in case.samples if one.clock == clock for turn in one.us for us in turn]
-        known = clock == "device" or report.samplers > 1
-        row |= _estimate(f"speedup, {clock}", "x", report.speedup(case, clock), known)
-        row[f"verdict, {clock}"] = report.faster(case, clock)
-        row |= _estimate(f"{clock} time", "µs", case.by_clock(clock), known)
-        row[f"{clock} time, min [µs]"] = min(every, default=None)
-        row[f"{clock} time, P95 [µs]"] = float(np.percentile(every, 95)) if every else None
-        row[f"{clock} time, max [µs]"] = max(every, default=None)
-        row[f"{clock} time, samples"] = len(every) or None
-    row["of roofline [%]"] = case.floor_pct(report.ceilings)
-    row["extra memory [bytes]"] = case.workspace_bytes
-    row["kernels launched"] = case.kernels
-    for tensor, name in SHOWN.items():
-        one = case.tensor(tensor)
-        for against, error in (
-            ("baseline", one and one.vs_baseline),
-            ("fp64", one and one.vs_oracle),
-        ):
-            for tolerance in TOLERANCES:
-                header = f"{name}, match against {against} @ {fmt.tolerance(tolerance)}"
-                row[f"{header} [%]"] = error and error.match_pct(tolerance)
-                if tolerance:
-                    row[f"{header} of rms [%]"] = error and error.match_rms_pct(tolerance)
-        row[f"{name}, rms error [relative]"] = one and one.vs_oracle.rms_ratio
-        row[f"{name}, rms error of floor [relative]"] = one and one.floor.rms_ratio
-        row[f"{name}, largest error"] = one and one.vs_oracle.max_abs
-    us = whole.part_us if whole else {}
-    return row | {
-        "speedup predicted [x]": report.predicted(case) if speedup else None,
-        "operator of one layer, device time [µs]": whole and whole.alone_us,
-        **{f"{name}, GPU time [µs]": us.get(name) for name in get_args(PartName)},
-        "peak memory [bytes]": whole and whole.peak_bytes,
-        "logits, rms of difference [relative]": whole and whole.logits_rms,
+
+
+def _times(report: Report, case: Case, clock: Clock) -> CsvRow:
+    """Intervals of call times are known with several processes alone."""
+    samples: list[float] = []
+    for recording in case.samples:
+        if recording.clock == clock:
+            samples += chain.from_iterable(recording.us)
+    has_interval = clock == "device" or report.samplers > 1
+    return {
+        **_estimate(f"speedup, {clock}", "x", report.speedup(case, clock), has_interval),
+        f"verdict, {clock}": report.faster(case, clock),
+        **_estimate(f"{clock} time", "µs", case.by_clock(clock), has_interval),
+        f"{clock} time, min [µs]": min(samples, default=None),
+        f"{clock} time, P95 [µs]": float(np.percentile(samples, 95)) if samples else None,
+        f"{clock} time, max [µs]": max(samples, default=None),
+        f"{clock} time, samples": len(samples) or None,
+    }
+
+
+def _estimate(name: str, unit: str, estimate: Estimate | None, has_interval: bool) -> CsvRow:
+    value, low, high = estimate or (None, None, None)
+    row: CsvRow = {f"{name} [{unit}]": value}
+    if has_interval:
+        row |= {f"{name}, low [{unit}]": low, f"{name}, high [{unit}]": high}
+    return row
+
+
+def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
+    baseline = accuracy.vs_baseline if accuracy else None
+    oracle = accuracy.vs_oracle if accuracy else None
+    return {
+        **_matches(baseline, f"{name}, match against baseline"),
+        **_matches(oracle, f"{name}, match against fp64"),
+        f"{name}, rms error [relative]": oracle and oracle.rms_ratio,
+        f"{name}, rms error of floor [relative]": accuracy and accuracy.floor.rms_ratio,
+        f"{name}, largest error": oracle and oracle.max_abs,
+    }
+
+
+def _matches(error: Deviation | None, name: str) -> CsvRow:
+    row: CsvRow = {}
+    for tolerance in TOLERANCES:
+        header = f"{name} @ {fmt.tolerance(tolerance)}"
+        row[f"{header} [%]"] = error and error.match_pct(tolerance)
+        if tolerance:
+            row[f"{header} of rms [%]"] = error and error.match_rms_pct(tolerance)
+    return row
+
+
+def _of_model(report: Report, case: Case) -> CsvRow:
+    """Columns of prefills and answers."""
+    prefill = case.task if isinstance(case.task, Prefill) else None
+    part_us = prefill.part_us if prefill else {}
+    band = case.band
+    low, high = (band and band.perplexity_interval_pct) or (None, None)
+    return {
+        "speedup predicted [x]": report.predicted(case) if report.speedup(case) else None,
+        "operator of one layer, device time [µs]": prefill and prefill.alone_us,
+        **{f"{name}, GPU time [µs]": part_us.get(name) for name in get_args(PartName)},
+        "peak memory [bytes]": prefill and prefill.peak_bytes,
+        "logits, rms of difference [relative]": prefill and prefill.logits_rms,
         "KL, mean [nats]": band and band.kl_mean,
         "KL, p99 [nats]": band and band.kl_p99,
         "KL, max [nats]": band and band.kl_max,
         "same top token [%]": band and band.top1_pct,
         "perplexity": band and band.perplexity,
         "change of perplexity [%]": band and band.perplexity_increase_pct,
-        "change of perplexity, low [%]": interval and interval[0],
-        "change of perplexity, high [%]": interval and interval[1],
+        "change of perplexity, low [%]": low,
+        "change of perplexity, high [%]": high,
     }
-
-
-def _estimate(name: str, unit: str, found: Estimate | None, known: bool) -> Row:
-    headers = (f"{name} [{unit}]", f"{name}, low [{unit}]", f"{name}, high [{unit}]")
-    return dict(zip(headers if known else headers[:1], found or (None, None, None), strict=False))
 
 
 # --- baselines
@@ -178,49 +206,39 @@ def baseline(report: Report) -> str:
     their intervals, the output's errors, memory and launches; without samples and what else differs
     from run to run.
     """
-    own = [
-        one.changed(steps={}, notes=(), gates={}, doubts={}, clocks=None)
-        for one in report.processes
+    processes = [
+        process.changed(steps={}, notes=(), gates={}, doubts={}, clocks=None)
+        for process in report.processes
     ]
-    head = _stored(report.changed(cases=(), requested=(), processes=own))
-    lines = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in rows(report))
-    return (
-        "{\n"
-        + "".join(f'"{name}": {json.dumps(one)},\n' for name, one in head.items())
-        + f'"cases": [\n{lines}\n]\n}}'
-    )
+    head = _stored(report.changed(cases=(), requested=(), processes=processes))
+    fields = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
+    cases = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in rows(report))
+    return f'{{\n{fields}"cases": [\n{cases}\n]\n}}'
 
 
 def _summarised(report: Report, case: Case) -> Case:
-    over: dict[Clock, Estimate] = {
-        clock: found for clock in CLOCKS if (found := report.speedup(case, clock))
-    }
-    accuracy = []
-    for tensor in case.accuracy:
-        if tensor.tensor == "out" or tensor.reason:
-            short = tensor.changed(
-                vs_oracle=tensor.vs_oracle.changed(along=()),
-                vs_baseline=tensor.vs_baseline and tensor.vs_baseline.changed(along=()),
-                floor=tensor.floor.changed(along=()),
-            )
-            accuracy.append(short if tensor.reason else short.changed(budget=(), checks=()))
+    """Without samples, with what `compare` reads."""
+    summary = case.summary
+    if case.samples:
+        speedups = {clock: report.speedup(case, clock) for clock in CLOCKS}
+        over = {clock: speedup for clock, speedup in speedups.items() if speedup}
+        summary = Summary(call=case.call_us, device=case.device_us, over=over)
     launches = [
-        Launch(kernel=one.kernel, config={"digest": one.digest}, registers=one.registers)
-        for one in case.launches
+        Launch(kernel=launch.kernel, config={"digest": launch.digest}, registers=launch.registers)
+        for launch in case.launches
     ]
-    summary = (
-        Summary(call=case.call_us, device=case.device_us, over=over)
-        if case.samples
-        else case.summary
-    )
     return case.changed(
         inputs=case.inputs[:16],
         task=case.task.changed(parts={}) if isinstance(case.task, Prefill) else case.task,
         samples=(),
         summary=summary,
-        accuracy=accuracy,
+        accuracy=[
+            _summarised_errors(accuracy)
+            for accuracy in case.accuracy
+            if accuracy.tensor == "out" or accuracy.reason
+        ],
         launches=launches,
-        probes=[one for one in case.probes if one.holds == "no"],
+        probes=[probe for probe in case.probes if probe.holds == "no"],
         trials={},
         first_call=None,
         plan="",
@@ -229,12 +247,21 @@ def _summarised(report: Report, case: Case) -> Case:
     )
 
 
+def _summarised_errors(accuracy: Accuracy) -> Accuracy:
+    short = accuracy.changed(
+        vs_oracle=accuracy.vs_oracle.changed(along=()),
+        vs_baseline=accuracy.vs_baseline and accuracy.vs_baseline.changed(along=()),
+        floor=accuracy.floor.changed(along=()),
+    )
+    return short if accuracy.reason else short.changed(budget=(), checks=())
+
+
 def _stored(record: Report | Case) -> dict[str, object]:
     """Its fields; what a case is and its times come first."""
-    found = record.model_dump(mode="json", exclude_defaults=True)
+    fields = record.model_dump(mode="json", exclude_defaults=True)
     first = ("implementation", "precision", "task", "seqlen", "status", "summary", "accuracy")
     order = first if isinstance(record, Case) else ()
-    return {name: found[name] for name in (*order, *found) if name in found}
+    return {name: fields[name] for name in (*order, *fields) if name in fields}
 
 
 # --- JUnit
@@ -247,41 +274,47 @@ def junit(report: Report) -> str:
     Keeps to the schema of Apache Ant's JUnit task (https://github.com/windyroad/JUnit-Schema), the
     strictest in use.
     """
-    found = Outcome(report)
-    counted = {case.name for case in (*found.failed, *found.refused, *found.answers_failed)}
-    cases = []
-    for case in rows(report):
-        test = _test(
-            case.implementation, case.name, case.call_us.value / 1e6 if case.call_us else 0.0
-        )
-        why = case.why or case.result
-        if case.result != "passed" and case.name not in counted:  # its failure does not count
-            SubElement(test, "skipped", message=_clean(why))
-        elif case.result != "passed":
-            kind = "failure" if case.result in ("inaccurate", "nonfinite") else "error"
-            _answer(test, kind, case.result, f"{why}{again(report, case)}")
-        cases.append(test)
+    outcome = Outcome(report)
+    failures = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
+    counted = {case.name for case in failures}
+    cases = [_of_case(report, case, counts=case.name in counted) for case in rows(report)]
     # with the time of everything but the calls above; without a GPU these have none
-    whole = [_test(report.kind, "all requested cases are present", report.seconds)]
+    whole = _test(report.kind, "all requested cases are present", report.seconds)
     if why := incomplete(report):
-        _answer(whole[0], "error", "incomplete", why)
-    broken = by_gate(found.broken)
-    for gate in dict.fromkeys(one.text for one in report.conditions):
-        whole.append(_test("gates", gate))
-        if gate in broken:
-            _answer(whole[-1], "failure", "gate", "\n".join(map(str, broken[gate])))
+        _answer(whole, "error", "incomplete", why)
+    gates = _gates(report, outcome)
     root = Element("testsuites")
-    root.extend([_suite(report, 0, "cases", cases), _suite(report, 1, report.kind, whole)])
+    suites = ("cases", cases), (report.kind, [whole, *gates])
+    for number, (name, tests) in enumerate(suites):
+        root.append(_suite(report, number, name, tests))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
 
 
+def _of_case(report: Report, case: Case, *, counts: bool) -> Element:
+    """counts: its failure fails the report."""
+    seconds = case.call_us.value / 1e6 if case.call_us else 0.0
+    test = _test(case.implementation, case.name, seconds)
+    why = case.why or case.result
+    if case.result != "passed" and not counts:
+        SubElement(test, "skipped", message=_clean(why))
+    elif case.result != "passed":
+        kind = "failure" if case.result in ("inaccurate", "nonfinite") else "error"
+        _answer(test, kind, case.result, f"{why}{again(report, case)}")
+    return test
+
+
+def _gates(report: Report, outcome: Outcome) -> Iterator[Element]:
+    broken = by_gate(outcome.broken)
+    for gate in dict.fromkeys(gate.text for gate in report.conditions):
+        test = _test("gates", gate)
+        if gate in broken:
+            _answer(test, "failure", "gate", "\n".join(map(str, broken[gate])))
+        yield test
+
+
 def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> Element:
-    gpu, packages = report.environment.gpu, report.environment.packages
-    failed, wrong, skipped = (
-        str(sum(test.find(tag) is not None for test in tests))
-        for tag in ("failure", "error", "skipped")
-    )
+    """Its counts, properties and tests, then the verdict as its output."""
     suite = Element(
         "testsuite",
         id=str(number),
@@ -290,11 +323,12 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         timestamp=report.created[:19],
         hostname="localhost",  # reports contain no host name
         tests=str(len(tests)),
-        failures=failed,
-        errors=wrong,
-        skipped=skipped,
+        failures=_count(tests, "failure"),
+        errors=_count(tests, "error"),
+        skipped=_count(tests, "skipped"),
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
     )
+    gpu, packages = report.environment.gpu, report.environment.packages
     values = {
         report.kind: report.id,
         "inputs" if report.kind == "bench" else "model": subject(report),
@@ -311,6 +345,10 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     SubElement(suite, "system-out").text = _clean("\n".join(lines))
     SubElement(suite, "system-err")
     return suite
+
+
+def _count(tests: Sequence[Element], tag: str) -> str:
+    return str(sum(test.find(tag) is not None for test in tests))
 
 
 def _test(group: str, name: str, seconds: float = 0.0) -> Element:
@@ -341,13 +379,17 @@ def _clean(text: str) -> str:
 def step_summary(report: Report) -> str:
     """One screen of Markdown: the verdict, what limits it, and the first table."""
     document = compose(report)
-    first = [
-        replace(one, blocks=(replace(block, rows=block.rows[:_MOST_ROWS], note=""),))
-        for one in document.sections
-        for block in one.blocks
-        if isinstance(block, Table)
-    ]
-    return markdown.render(replace(document, sections=tuple(first[:1])))
+    sections = tuple(islice(_tables(document), 1))
+    return markdown.render(replace(document, sections=sections))
+
+
+def _tables(document: Document) -> Iterator[Section]:
+    """Each table in a section of its own, shortened."""
+    for section in document.sections:
+        for block in section.blocks:
+            if isinstance(block, Table):
+                short = replace(block, rows=block.rows[:_MOST_ROWS], note="")
+                yield replace(section, blocks=(short,))
 
 
 def workflow_commands(report: Report) -> Iterator[str]:
@@ -355,19 +397,21 @@ def workflow_commands(report: Report) -> Iterator[str]:
     caveats.
     """
     title = _data(f"ssdprof: {subject(report)}").replace(":", "%3A").replace(",", "%2C")
-    found = Outcome(report)
-    failed = (*found.failed, *found.refused, *found.answers_failed)
+    outcome = Outcome(report)
+    failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
     reasons = [f"{case.name}: {case.result}: {case.why}" for case in failed if case.why]
-    annotations: tuple[tuple[str, Iterable[str]], ...] = (
-        ("error", (*errors(report), *reasons)),
-        ("warning", caveats(report)),
-    )
-    for name, lines in annotations:
-        every, head = list(lines), f"::{name} title={title}::"
-        shown = every if len(every) <= MOST_ANNOTATIONS else every[: MOST_ANNOTATIONS - 1]
-        yield from (f"{head}{_data(whole_words(line, LONGEST_MESSAGE))}" for line in shown)
-        if rest := len(every) - len(shown):
-            yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
+    yield from _annotations("error", title, [*errors(report), *reasons])
+    yield from _annotations("warning", title, list(caveats(report)))
+
+
+def _annotations(kind: str, title: str, lines: Sequence[str]) -> Iterator[str]:
+    """At most as many as GitHub shows; the last one then counts the others."""
+    head = f"::{kind} title={title}::"
+    shown = lines if len(lines) <= MOST_ANNOTATIONS else lines[: MOST_ANNOTATIONS - 1]
+    for line in shown:
+        yield f"{head}{_data(whole_words(line, LONGEST_MESSAGE))}"
+    if rest := len(lines) - len(shown):
+        yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
 
 
 def outputs(report: Report) -> dict[str, str]:
@@ -379,26 +423,23 @@ def outputs(report: Report) -> dict[str, str]:
         for case in judged(report)
         if case.result == "passed" and not isinstance(case.task, Answers)
     ]
-    out = [one for case in cases if (one := case.tensor("out"))]
-    worst = {
-        "least-speedup": min(
-            (found.value for case in cases if (found := report.speedup(case))), default=None
-        ),
-        "least-match": min(
-            (pct for case in cases if (pct := case.match_pct(1e-3)) is not None), default=None
-        ),
-        "largest-rms-ratio": max(
-            (ratio for one in out if (ratio := one.over_floor) is not None), default=None
-        ),
-    }
+    speedups = [speedup.value for speedup in map(report.speedup, cases) if speedup]
+    outputs = [case.tensor("out") for case in cases]
+    over_floor = [out.over_floor for out in outputs if out]
+    verdict = printable(" ".join(line.text for line in verdict_lines(report)))
     return {
         "passed": "true" if Outcome(report).passed else "false",
-        "verdict": whole_words(
-            printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE
-        ),
+        "verdict": whole_words(verdict, LONGEST_MESSAGE),
         "run": printable(report.id),
-        **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},
+        "least-speedup": _worst(min, speedups),
+        "least-match": _worst(min, [case.match_pct(1e-3) for case in cases]),
+        "largest-rms-ratio": _worst(max, over_floor),
     }
+
+
+def _worst(most: Callable[[list[float]], float], values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{most(known):.6g}" if known else ""
 
 
 def _data(text: str) -> str:

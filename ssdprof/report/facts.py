@@ -5,7 +5,7 @@ ran".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from ssdprof.core import words as fmt
@@ -19,6 +19,12 @@ from ssdprof.report.table import Table, facts
 Fact = tuple[str, str]  # name and value; those without a value are not shown
 _KINDS = {"library": "another library", "own": "your kernel", "served": "what the server computed"}
 _SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"}
+_PROMPTS = {
+    "default": "built-in text",
+    "file": "text file",
+    "random": "random tokens",
+    "recorded": "a recording",
+}
 _MEANINGS = {
     "unfused": (
         "ssdprof's own kernels with one launch per stage; the baseline, with exact intermediates"
@@ -38,29 +44,26 @@ _MEANINGS = {
 
 def meanings(report: Report) -> tuple[Fact, ...]:
     """(word, meaning) for the words of the report."""
-    said = {
-        word
-        for case in report.cases
-        for word in (case.implementation, intermediates_of(case.precision))
-    }
-    found = {word: meaning for word, meaning in _MEANINGS.items() if word in said}
+    used = {case.implementation for case in report.cases}
+    used |= {intermediates_of(case.precision) for case in report.cases}
+    words = {word: meaning for word, meaning in _MEANINGS.items() if word in used}
     if report.baseline != "unfused":
-        found = {"baseline": f"{report.baseline}, which the others are compared with"} | found
-        if "unfused" in found:
-            found["unfused"] = found["unfused"].partition(";")[0]
-    return tuple(found.items())
+        words = {"baseline": f"{report.baseline}, which the others are compared with"} | words
+        if "unfused" in words:
+            words["unfused"] = words["unfused"].partition(";")[0]
+    return tuple(words.items())
 
 
 def origin(report: Report) -> tuple[Fact, ...]:
     """(label, value) pairs shown before all numbers."""
-    found = {
+    facts = {
         "weights": weights(report.model) if report.model else "",
         "inputs": report.cast_words,
         "GPU": gpu_name(report.environment),
         "when": when(report.created),
         "run": report.id if report.kind in ("run", "answers") else "",
     }
-    return tuple((label, value) for label, value in found.items() if value)
+    return tuple((label, value) for label, value in facts.items() if value)
 
 
 def gpu_name(environment: Environment, none: str = "none") -> str:
@@ -93,142 +96,136 @@ def when(created: str) -> str:
 
 def what_ran(report: Report) -> Table | None:
     """The model, the prompt, the machine and the settings behind every number."""
-    found = (*_subject(report), *_settings(report), *_machine(report))
-    return facts("What ran", (report.kind, report.id), found)
+    rows = (*_subject(report), *_settings(report), *_machine(report))
+    return facts("What ran", (report.kind, report.id), rows)
 
 
 def gpu(environment: Environment) -> Iterator[Fact]:
     """The GPU and its driver."""
-    if found := environment.gpu:
-        sizes = f"{fmt.size_words(found.memory_bytes)}, L2 {fmt.size_words(found.l2_bytes)}"
-        yield (
-            "GPU",
-            (
-                f"{found.name}, {found.sm_count} SMs, compute capability "
-                f"{found.compute_capability}, "
-                f"{sizes}"
-            ),
-        )
-        yield "driver", f"{found.driver}, CUDA {found.cuda}"
-    else:
+    device = environment.gpu
+    if device is None:
         yield "GPU", "none"
+        return
+    capability = f"compute capability {device.compute_capability}"
+    sizes = f"{fmt.size_words(device.memory_bytes)}, L2 {fmt.size_words(device.l2_bytes)}"
+    yield "GPU", f"{device.name}, {device.sm_count} SMs, {capability}, {sizes}"
+    yield "driver", f"{device.driver}, CUDA {device.cuda}"
 
 
 def software(environment: Environment, **others: str) -> Fact:
-    """Of Python and packages.  others: first."""
-    found = {**others, "Python": environment.python, **environment.packages}
-    return "versions", ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    """Versions of Python and of packages.  others: first."""
+    versions = {**others, "Python": environment.python, **environment.packages}
+    known = (f"{name} {version}" for name, version in versions.items() if version)
+    return "versions", ", ".join(known)
 
 
 def _subject(report: Report) -> Iterator[Fact]:
-    if ref := report.model:
-        random = ", random weights" * ref.random_weights
-        yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]}){random}"
-        yield "revision", ref.revision or ""
-        yield "requested model", ref.requested if ref.requested != ref.repo_id else ""
-        yield "siblings", ", ".join(ref.siblings)
-        yield "quantisation", ref.quantization or ""
-        if report.captured or report.kind == "run":
-            operators = "/".join(dict.fromkeys(layer.operator.upper() for layer in ref.layers))
-            captured = [layer.index for layer in report.captured]
-            replayed = (
-                f"{len(captured)} of {len(ref.layers)} {operators} layers replayed "
-                f"({fmt.indices(captured)})"
-            )
-            yield "layers", f"{replayed}; the model has {fmt.plural(ref.layer_count, 'layer')}"
-    prefills = [
-        (case.seqlen, one) for case in report.cases if isinstance(one := case.task, Prefill)
-    ]
-    for _, found in prefills[:1]:
-        loaded = f"{found.layers} of {found.layer_count} were loaded and timed"
-        yield "layers", f"{loaded}; {found.operator_layers} have the operator"
-        segments = {seqlen: one.segment_length for seqlen, one in prefills}
-        yield (
-            "segments",
-            "; ".join(f"{fmt.tokens(seqlen)} by {each:,}" for seqlen, each in segments.items()),
-        )
-        yield "convolution", f"the model's own: {found.convolution}"
-        yield "attention", found.attention
-    shapes = grouped((case for case in report.cases if case.layer), lambda case: str(case.dims))
-    for dims, own in shapes.items():
-        yield (
-            "dimensions",
-            dims if len(shapes) == 1 else f"{dims} (layers {fmt.indices(map(layer_of, own))})",
-        )
-    if gates := {name: heads for one in report.processes for name, heads in one.gates.items()}:
+    """The model, its operators and its prompts."""
+    if report.model:
+        yield from _model(report, report.model)
+    yield from _prefill(report)
+    with_layer = (case for case in report.cases if case.layer)
+    dimensions = grouped(with_layer, lambda case: str(case.dims))
+    for dims, cases in dimensions.items():
+        layers = f" (layers {fmt.indices(map(layer_of, cases))})"
+        yield "dimensions", dims if len(dimensions) == 1 else f"{dims}{layers}"
+    gates: dict[str, Sequence[int]] = {}
+    for process in report.processes:
+        gates |= process.gates
+    if gates:
         lengths = fmt.words(f"{length:,}" for length in MEMORIES)
         heads = "; ".join(
-            f"layer {name}: {', '.join(map(str, own))}" for name, own in gates.items()
+            f"layer {layer}: {', '.join(map(str, counts))}" for layer, counts in gates.items()
         )
         yield "gates", f"heads that forget within {lengths} tokens, and hardly at all: {heads}"
-    served = []
-    for prompt in report.prompts:
-        kind = {
-            "default": "built-in text",
-            "file": "text file",
-            "random": "random tokens",
-            "recorded": "a recording",
-        }[prompt.kind]
-        digest = f"sha256 of the ids {prompt.token_sha256[:16]}"
-        yield (
-            "prompt",
-            f"{fmt.tokens(prompt.seqlen, prompt.batch)} of {kind}: {prompt.source}; {digest}",
-        )
-        served.append(
-            fmt.serving_words(
-                prompt.serving, batch=prompt.batch, tensor_parallel=report.tensor_parallel
-            )
-        )
-    yield "served", "; ".join(dict.fromkeys(filter(None, served)))
+    yield from _prompts(report)
     yield "inputs", report.cast_words
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
     if report.segment_length:
         yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
 
 
+def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
+    """Its checkpoint, and which of its layers were replayed."""
+    random = ", random weights" if model.random_weights else ""
+    yield "model", f"{model.repo_id} ({model.model_type}, {_SOURCES[model.source]}){random}"
+    yield "revision", model.revision or ""
+    yield "requested model", model.requested if model.requested != model.repo_id else ""
+    yield "siblings", ", ".join(model.siblings)
+    yield "quantisation", model.quantization or ""
+    if report.captured or report.kind == "run":
+        operators = "/".join(dict.fromkeys(layer.operator.upper() for layer in model.layers))
+        captured = [layer.index for layer in report.captured]
+        replayed = (
+            f"{len(captured)} of {len(model.layers)} {operators} layers replayed "
+            f"({fmt.indices(captured)})"
+        )
+        yield "layers", f"{replayed}; the model has {fmt.plural(model.layer_count, 'layer')}"
+
+
+def _prefill(report: Report) -> Iterator[Fact]:
+    """What was loaded, and how it was called."""
+    prefills = {case.seqlen: case.task for case in report.cases if isinstance(case.task, Prefill)}
+    if not prefills:
+        return
+    first, *_ = prefills.values()
+    loaded = f"{first.layers} of {first.layer_count} were loaded and timed"
+    yield "layers", f"{loaded}; {first.operator_layers} have the operator"
+    segments = (
+        f"{fmt.tokens(seqlen)} by {task.segment_length:,}" for seqlen, task in prefills.items()
+    )
+    yield "segments", "; ".join(segments)
+    yield "convolution", f"the model's own: {first.convolution}"
+    yield "attention", first.attention
+
+
+def _prompts(report: Report) -> Iterator[Fact]:
+    served: dict[str, None] = {}
+    for prompt in report.prompts:
+        size, kind = fmt.tokens(prompt.seqlen, prompt.batch), _PROMPTS[prompt.kind]
+        digest = f"sha256 of the ids {prompt.token_sha256[:16]}"
+        yield "prompt", f"{size} of {kind}: {prompt.source}; {digest}"
+        words = fmt.serving_words(
+            prompt.serving, batch=prompt.batch, tensor_parallel=report.tensor_parallel
+        )
+        served[words] = None
+    yield "served", "; ".join(filter(None, served))
+
+
 def _settings(report: Report) -> Iterator[Fact]:
     """What was compared with what."""
     cases = [case for case in report.cases if not isinstance(case.task, Answers)]
-    yield (
-        "precisions",
-        "; ".join(sorted({case.precision for case in cases}, key=PRECISIONS.index)),
-    )
-    names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0) or {
-        report.baseline: None
-    }
-    yield (
-        "baseline",
-        fmt.words(one if one == report.baseline else f"{one} in decode steps" for one in names),
-    )
-    others = grouped(
-        (case for case in cases if case.kind in _KINDS),
-        lambda case: (case.kind, case.implementation, case.version),
-    )
-    for (kind, name, version), own in others.items():
-        precisions = "; ".join(dict.fromkeys(case.precision for case in own))
-        yield _KINDS[kind], f"{name}, {version}, at {precisions}"
-    for seqlen, own in grouped(report.of_answers, lambda case: case.seqlen).items():
-        answers = own[0].task
+    precisions = {case.precision for case in cases}
+    yield "precisions", "; ".join(sorted(precisions, key=PRECISIONS.index))
+    names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0)
+    baselines = [
+        name if name == report.baseline else f"{name} in decode steps"
+        for name in names or (report.baseline,)
+    ]
+    yield "baseline", fmt.words(baselines)
+    others = (case for case in cases if case.kind in _KINDS)
+    by_version = grouped(others, lambda case: (case.kind, case.implementation, case.version))
+    for (kind, name, version), same in by_version.items():
+        precisions_of_it = "; ".join(dict.fromkeys(case.precision for case in same))
+        yield _KINDS[kind], f"{name}, {version}, at {precisions_of_it}"
+    for seqlen, same in grouped(report.of_answers, lambda case: case.seqlen).items():
+        answers = same[0].task
         assert isinstance(answers, Answers)
-        compared = (
-            f"{fmt.plural(len(own), 'case')} against {answers.reference}, layers "
-            f"{fmt.indices(answers.layers)}"
-        )
+        compared = f"{fmt.plural(len(same), 'case')} against {answers.reference}"
+        layers = f"layers {fmt.indices(answers.layers)}"
         ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
-        yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {ran}"
+        yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
     drawn = (case.task for case in cases if isinstance(case.task, Drawn))
-    if checked := sorted({one.checked for one in drawn if one.checked}):
+    if checked := sorted({task.checked for task in drawn if task.checked}):
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
-    plans = [(case.implementation, case.plan.split("; ")) for case in cases]
-    tuned = Counter(
-        f"{name}: {part}" for name, plan in plans for part in plan if part.startswith("tuned ")
-    )
-    yield (
-        "tuned",
-        "; ".join(f"{what} ({count} of {len(plans)} cases)" for what, count in tuned.items()),
-    )
+    tuned: Counter[str] = Counter()
+    for case in cases:
+        parts = (part for part in case.plan.split("; ") if part.startswith("tuned "))
+        tuned.update(f"{case.implementation}: {part}" for part in parts)
+    every = fmt.plural(len(cases), "case")
+    yield "tuned", "; ".join(f"{what} ({count} of {every})" for what, count in tuned.items())
 
 
 def _machine(report: Report) -> Iterator[Fact]:
@@ -240,15 +237,13 @@ def _machine(report: Report) -> Iterator[Fact]:
         yield "ranks", f"{report.ranks} processes{where} shared the cases"
     if report.samplers > 1:
         yield "samples", f"of {report.samplers} processes, one after another"
-    if found := report.clocks:
-        sm = "SM {:,} MHz before, {:,} after".format(*found.sm_mhz)
-        memory = "{:,} to {:,} MHz".format(*found.memory_mhz)
-        heat = "{} to {} °C".format(*found.temperature_c)
-        throttled = (
-            f"throttled: {', '.join(found.throttle_reasons)}"
-            if found.throttle_reasons
-            else "not throttled"
-        )
+    if clocks := report.clocks:
+        sm = "SM {:,} MHz before, {:,} after".format(*clocks.sm_mhz)
+        memory = "{:,} to {:,} MHz".format(*clocks.memory_mhz)
+        heat = "{} to {} °C".format(*clocks.temperature_c)
+        throttled = "not throttled"
+        if clocks.throttle_reasons:
+            throttled = f"throttled: {', '.join(clocks.throttle_reasons)}"
         yield "clocks", f"{sm}, memory {memory}, {heat}, {throttled}"
     if ceilings := report.ceilings:
         copy = f"copy {ceilings.copy_gb_per_s:,.0f} GB/s (read + written)"

@@ -7,20 +7,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
-from ssdprof.core.base import (
-    CLOCKS,
-    PRECISIONS,
-    Clock,
-    PrecisionName,
-    TensorName,
-    grouped,
-    short_precision,
-)
+from ssdprof.core.base import PRECISIONS, Clock, PrecisionName, TensorName, grouped, short_precision
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
@@ -28,47 +21,60 @@ from ssdprof.core.statistics import Estimate, Faster
 Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
 
 
+@dataclass(frozen=True, eq=False)
 class Series:
-    """One implementation at one precision, over the calls of a group.
+    """One implementation at one precision, over the calls of a group."""
 
-    name: "fused hopper", with all variants that ran.  label: "fused, exact, fp32".
-    within_budget: every case; False for another library that passed outside of its budget.
-    us: the summed times of the timed calls by each clock.  workspace_bytes: the largest of them.
-    over: what they are compared with instead of their baseline: `unfused`, where a bench did not
-    time that.
-    """
+    group: Group
+    implementation: str
+    precision: PrecisionName
+    cases: Sequence[Case]
 
-    def __init__(
-        self, group: Group, implementation: str, precision: PrecisionName, cases: Sequence[Case]
-    ) -> None:
-        self.group = group
-        self.implementation = implementation
-        self.precision = precision
-        self.cases = cases
-        variants = "/".join(
-            dict.fromkeys(
-                case.variant for case in cases if case.variant not in ("", implementation)
-            )
-        )
-        self.name = f"{implementation} {variants}".rstrip()
-        self.label = f"{implementation}, {short_precision(precision)}"
-        self.within_budget = all(
-            case.result == "passed" and not case.outside_budget for case in cases
-        )
-        there = {case.implementation for case in group.cases if case.device_us}
-        self.over = (
-            "unfused"
-            if isinstance(cases[0].task, Drawn) and group.report.baseline not in there
-            else ""
-        )
-        self.timed = [case for case in cases if case.device_us and case.call_us]
-        self._us = {
-            clock: [us.value for case in self.timed if (us := case.by_clock(clock))]
-            for clock in CLOCKS
-        }
-        self.us = {clock: math.fsum(own) for clock, own in self._us.items()}
-        spaces = [case.workspace_bytes for case in self.timed if case.workspace_bytes is not None]
-        self.workspace_bytes = max(spaces, default=None)
+    @property
+    def name(self) -> str:
+        """ "fused hopper", with all variants that ran."""
+        variants = dict.fromkeys(case.variant for case in self.cases)
+        others = [name for name in variants if name not in ("", self.implementation)]
+        return f"{self.implementation} {'/'.join(others)}".rstrip()
+
+    @property
+    def label(self) -> str:
+        """ "fused, exact, fp32"."""
+        return f"{self.implementation}, {short_precision(self.precision)}"
+
+    @property
+    def within_budget(self) -> bool:
+        """Every case; False for another library that passed outside of its budget."""
+        return all(case.result == "passed" and not case.outside_budget for case in self.cases)
+
+    @cached_property
+    def over(self) -> str:
+        """What it is compared with instead of its baseline: `unfused`, where a bench did not time
+        that.
+        """
+        timed = {case.implementation for case in self.group.cases if case.device_us}
+        is_drawn = isinstance(self.cases[0].task, Drawn)
+        return "unfused" if is_drawn and self.group.report.baseline not in timed else ""
+
+    @cached_property
+    def timed(self) -> list[Case]:
+        """The calls with both times."""
+        return [case for case in self.cases if case.device_us and case.call_us]
+
+    def times(self, clock: Clock) -> list[float]:
+        """One for each timed call, in us."""
+        estimates = (case.by_clock(clock) for case in self.timed)
+        return [estimate.value for estimate in estimates if estimate]
+
+    def us(self, clock: Clock) -> float:
+        """The summed times of the timed calls."""
+        return math.fsum(self.times(clock))
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """The largest of the timed calls."""
+        sizes = (case.workspace_bytes for case in self.timed)
+        return max((size for size in sizes if size is not None), default=None)
 
     def pooled(self, which: Against, tensor: TensorName = "out") -> Pooled | None:
         return pool(self.cases, tensor, which)
@@ -76,26 +82,22 @@ class Series:
     @cached_property
     def rivals(self) -> tuple[str, ...]:
         """What the timed calls are compared with: "unfused exact, fp32 states"."""
-        found = (self.group.report.rival(case, self.over) for case in self.timed)
-        return tuple(
-            dict.fromkeys(
-                f"{one.implementation} {one.precision}" for one in found if one and one.device_us
-            )
-        )
+        rivals = (self.group.report.rival(case, self.over) for case in self.timed)
+        timed = (rival for rival in rivals if rival and rival.device_us)
+        return tuple(dict.fromkeys(f"{case.implementation} {case.precision}" for case in timed))
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens of the prompt by the device time of all timed layers."""
         layers = len({layer_of(case) for case in self.timed})
         tokens = sum(case.batch * case.seqlen for case in self.timed)
-        return tokens / layers / self.us["device"] * 1e6 if layers else None
+        return tokens / layers / self.us("device") * 1e6 if layers else None
 
     def _ratios(self, clock: Clock) -> list[Estimate]:
         """Speedups of the timed calls; none if one of them has none."""
-        found = [
-            one for case in self.timed if (one := self.group.report.speedup(case, clock, self.over))
-        ]
-        return found if len(found) == len(self.timed) else []
+        speedups = [self.group.report.speedup(case, clock, self.over) for case in self.timed]
+        ratios = [speedup for speedup in speedups if speedup]
+        return ratios if len(ratios) == len(speedups) else []
 
     def speedup(self, clock: Clock = "device") -> Estimate | None:
         """The sum of the baseline's times over the sum of ours, over the same calls.
@@ -104,18 +106,22 @@ class Series:
         least 95 %.
         """
         # a call's ratio is baseline / own time, so its weight is its own time
+        times, total = self.times(clock), self.us(clock)
         bounds = zip(*self._ratios(clock), strict=True)
-        sums = [
-            math.fsum(map(operator.mul, bound, self._us[clock])) / self.us[clock]
-            for bound in bounds
-        ]
+        sums = [math.fsum(map(operator.mul, bound, times)) / total for bound in bounds]
         return Estimate(*sums) if sums else None
+
+    @property
+    def baseline_us(self) -> float | None:
+        """The device time of the baseline, summed over the same calls."""
+        speedup = self.speedup()
+        return speedup.value * self.us("device") if speedup else None
 
     @property
     def verdict(self) -> Faster | None:
         """By device time: the verdict that all calls share, else that of the sum."""
         smallest, total = self.group.report.smallest_difference, self.speedup()
-        shared = {one.verdict(smallest) for one in self._ratios("device")}
+        shared = {ratio.verdict(smallest) for ratio in self._ratios("device")}
         return shared.pop() if len(shared) == 1 else total and total.verdict(smallest)
 
     @property
@@ -123,16 +129,11 @@ class Series:
         """The least time for all bytes and arithmetic of the timed calls, as a share of their
         device time.
         """
-        floors = [
-            floor
-            for case in self.timed
-            if (floor := case.floor_us(self.group.report.ceilings)) is not None
-        ]
-        return (
-            100 * sum(floors) / self.us["device"]
-            if self.timed and len(floors) == len(self.timed)
-            else None
-        )
+        floors = [case.floor_us(self.group.report.ceilings) for case in self.timed]
+        known = [floor for floor in floors if floor is not None]
+        if not known or len(known) < len(floors):
+            return None
+        return 100 * sum(known) / self.us("device")
 
 
 class Group:
@@ -152,6 +153,7 @@ class Group:
     """
 
     def __init__(self, report: Report, cases: Sequence[Case]) -> None:
+        """cases: at least one, in the order in which they ran."""
         self.report, self.cases, first = report, tuple(cases), cases[0]
         self.call, self.seqlen, self.tokens = first.call, first.seqlen, first.prompt
         self.steps = self.call is not None and self.call.kind == "decode"
@@ -165,9 +167,8 @@ class Group:
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
         self.size = first.calls
-        self.where = (
-            f"{'at' if self.call is None or self.call.kind == 'packed' else 'in'} {self.size}"
-        )
+        whole = self.call is None or self.call.kind == "packed"
+        self.where = f"{'at' if whole else 'in'} {self.size}"
 
     @property
     def extent(self) -> str:
@@ -176,29 +177,25 @@ class Group:
         """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
-        each, *others = {own.calls for own in self.by_layer()}
+        each, *others = {layer.calls for layer in self.by_layer()}
         if others:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        return (
-            of_layers
-            if each == 1
-            else f"{fmt.plural(each, self.noun)} in {'each of ' * (layers > 1)}{of_layers}"
-        )
+        if each == 1:
+            return of_layers
+        in_layers = of_layers if layers == 1 else f"each of {of_layers}"
+        return f"{fmt.plural(each, self.noun)} in {in_layers}"
 
     def series(self, *implementations: str) -> tuple[Series, ...]:
         """Every series, or those of some implementations: exact before relaxed, wide states before
         narrow ones.
         """
-        found = grouped(
-            sorted(self.cases, key=layer_of), lambda case: (case.implementation, case.precision)
-        )
-        return tuple(
-            Series(self, *key, tuple(found[key]))
-            for name in implementations or self.implementations
-            for key in sorted(
-                (key for key in found if key[0] == name), key=lambda key: PRECISIONS.index(key[1])
-            )
-        )
+        by_name = grouped(sorted(self.cases, key=layer_of), lambda case: case.implementation)
+        series = []
+        for name in implementations or self.implementations:
+            by_precision = grouped(by_name.get(name, ()), lambda case: case.precision)
+            for precision in sorted(by_precision, key=PRECISIONS.index):
+                series.append(Series(self, name, precision, tuple(by_precision[precision])))
+        return tuple(series)
 
     def others(self) -> tuple[Series, ...]:
         """The series of the compared implementations."""
@@ -206,9 +203,8 @@ class Group:
 
     def by_layer(self) -> Iterator[Group]:
         """A group for each layer."""
-        yield from (
-            Group(self.report, own) for _, own in sorted(grouped(self.cases, layer_of).items())
-        )
+        for _, cases in sorted(grouped(self.cases, layer_of).items()):
+            yield Group(self.report, cases)
 
 
 def groups(report: Report) -> tuple[Group, ...]:
@@ -220,14 +216,11 @@ def groups(report: Report) -> tuple[Group, ...]:
         prompt = case.call.prompt_seqlen if case.call else case.seqlen
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
-    drawn = grouped(
-        (case for case in report.cases if isinstance(case.task, Drawn)), lambda case: case.place
-    )
-    found = grouped((case for case in report.cases if case.layer), key)
-    return tuple(
-        Group(report, own)
-        for own in (*drawn.values(), *(found[one] for one in sorted(found, reverse=True)))
-    )
+    drawn = (case for case in report.cases if isinstance(case.task, Drawn))
+    captured = grouped((case for case in report.cases if case.layer), key)
+    parts = list(grouped(drawn, lambda case: case.place).values())
+    parts += [captured[size] for size in sorted(captured, reverse=True)]
+    return tuple(Group(report, cases) for cases in parts)
 
 
 def layer_of(case: Case) -> int:
@@ -238,8 +231,8 @@ def layer_of(case: Case) -> int:
 
 
 def deviation(accuracy: Accuracy | None, which: Against) -> Deviation | None:
-    found: Deviation | None = getattr(accuracy, which, None)
-    return found
+    named: Deviation | None = getattr(accuracy, which, None)
+    return named
 
 
 class Pooled(NamedTuple):
@@ -260,31 +253,29 @@ class Pooled(NamedTuple):
 
     def match_rms_pct(self, tolerance: float) -> float | None:
         """The same, relative to the RMS of the tensor."""
-        found = [
-            (share, one.elements)
-            for one in self.parts
-            if (share := one.match_rms_pct(tolerance)) is not None
-        ]
-        return self._share(found) if len(found) == len(self.parts) else None
+        shares = [(part.match_rms_pct(tolerance), part.elements) for part in self.parts]
+        known = [(share, elements) for share, elements in shares if share is not None]
+        return self._share(known) if len(known) == len(shares) else None
 
     @staticmethod
     def _share(shares: Sequence[tuple[float, int]]) -> float:
         if all(share == 100.0 for share, _ in shares):
             return 100.0
-        pooled = math.fsum(share * elements for share, elements in shares) / sum(
-            elements for _, elements in shares
-        )
+        matching = math.fsum(share * elements for share, elements in shares)
+        pooled = matching / sum(elements for _, elements in shares)
         return min(pooled, math.nextafter(100.0, 0.0))
 
 
 def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | None:
     """The deviations of every case that has one; None if none has."""
-    found = [(case, error) for case in cases if (error := deviation(case.tensor(tensor), which))]
-    if not found:
+    errors = [(case, deviation(case.tensor(tensor), which)) for case in cases]
+    known = [(case, error) for case, error in errors if error]
+    if not known:
         return None
-    worst, largest = max(found, key=lambda pair: pair[1].max_abs)
-    rms = max(math.inf if one.rms_ratio is None else one.rms_ratio for _, one in found)
-    return Pooled(largest, worst, rms, tuple(deviation for _, deviation in found))
+    worst, largest = max(known, key=lambda pair: pair[1].max_abs)
+    parts = tuple(error for _, error in known)
+    rms = max(math.inf if part.rms_ratio is None else part.rms_ratio for part in parts)
+    return Pooled(largest, worst, rms, parts)
 
 
 # --- in words
@@ -293,23 +284,20 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
 def tokens_of(prompts: Iterable[Group]) -> str:
     """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there are no prompts."""
     every = list(prompts)
-    first, *others = dict.fromkeys(
-        group.tokens for group in [one for one in every if not one.steps] or every
-    )
-    if not others:
-        return first
-    return (
-        fmt.words(text.removesuffix("s").removesuffix(" token") for text in (first, *others))
-        + " tokens"
-    )
+    shown = [group for group in every if not group.steps] or every
+    sizes = list(dict.fromkeys(group.tokens for group in shown))
+    if len(sizes) == 1:
+        return sizes[0]
+    numbers = (size.removesuffix("s").removesuffix(" token") for size in sizes)
+    return f"{fmt.words(numbers)} tokens"
 
 
 def places(prompts: Iterable[Group]) -> str:
     """ "at 131,072 and 16,384 tokens", "at 512 tokens and in decode steps after 512 tokens"."""
     every = list(prompts)
     whole = [group for group in every if group.call is None]
-    others = [group.where for group in every if group.call is not None]
-    return fmt.words([*([f"at {tokens_of(whole)}"] if whole else []), *others])
+    of_whole = [f"at {tokens_of(whole)}"] if whole else []
+    return fmt.words([*of_whole, *(group.where for group in every if group.call is not None)])
 
 
 def layer_words(cases: Iterable[Case]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from xml.etree import ElementTree
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,7 +17,7 @@ from ssdprof.report import plots
 from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
-from ssdprof.report.groups import groups
+from ssdprof.report.groups import Group, groups
 from ssdprof.report.table import Document, Section, Table, section, tone
 
 _LAYERED = 3  # lengths with a plot of positions; the tables have all
@@ -30,7 +30,7 @@ _INSIDE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 _KINDS = {Table: "table", str: "note", tuple: "list"}
 
-Block = tuple[str, object]  # kind, by which the template draws it, and content
+PageBlock = tuple[str, object]  # kind, by which the template draws it, and content
 # title, SVG, its numbers, and whether the picture includes its title
 Picture = tuple[str, Markup, Table, bool]
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
@@ -45,30 +45,33 @@ def of_document(document: Document, stalls: StallReport | None = None) -> str:
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
     document, numbers = compose(report), count(1)
-    found = () if report.kind == "bench" else groups(report)
-    along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
-    lines = {
-        (
-            f"Error along {along.get(one.call.kind if one.call else None, 'a chunk')}, worst "
-            "layer, "
-            f"{one.size}"
-        ): plots.along_positions(one)
-        for one in found[:_LAYERED]
+    prompts = () if report.kind == "bench" else groups(report)
+    pictures: dict[str, dict[str, plots.Drawing | None]] = {
+        SPEED: {
+            "Speedup": plots.speedups(prompts),
+            "Roofline of the operator": plots.roofline(report, prompts),
+        },
+        ACCURACY: {
+            _title_of_errors(group): plots.along_positions(group) for group in prompts[:_LAYERED]
+        },
     }
-    bars = {
-        "Speedup": plots.speedups(found),
-        "Roofline of the operator": plots.roofline(report, found),
-    }
-    pictures = {SPEED: bars, ACCURACY: lines}
     parts = [
-        _part(one, _pictures(numbers, pictures.get(one.title, {}).items()))
-        for one in document.sections
+        _part(section, _pictures(numbers, pictures.get(section.title, {}).items()))
+        for section in document.sections
     ]
-    parts += _stalls(stalls, numbers) if stalls else ()
+    if stalls:
+        parts += _stalls(stalls, numbers)
     return _page(document, parts)
 
 
+def _title_of_errors(group: Group) -> str:
+    along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
+    kind = group.call.kind if group.call else None
+    return f"Error along {along.get(kind, 'a chunk')}, worst layer, {group.size}"
+
+
 def _page(document: Document, parts: Sequence[PagePart]) -> str:
+    """Draws the template.  parts: in the order of the page."""
     seen: Counter[object] = Counter()
     # the stall report may have a section with the same title as the run's report
     for part in parts:
@@ -94,7 +97,7 @@ def unbroken(cell: str) -> str:
 
 
 def _part(
-    section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False
+    section: Section, extra: Iterable[PageBlock] = (), *, level: int = 2, folded: bool = False
 ) -> PagePart:
     return {
         "title": section.title,
@@ -110,14 +113,14 @@ def _part(
 
 def _pictures(
     numbers: Iterator[int],
-    found: Iterable[tuple[str, plots.Drawing | None]],
+    drawings: Iterable[tuple[str, plots.Drawing | None]],
     *,
     titled: bool = False,
-) -> Iterator[Block]:
+) -> Iterator[PageBlock]:
     """One block of those that there are.  numbers: make their ids unique."""
     shown: list[Picture] = [
         (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1], titled)
-        for title, drawing in found
+        for title, drawing in drawings
         if drawing is not None
     ]
     if shown:
@@ -126,14 +129,15 @@ def _pictures(
 
 def _stalls(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PagePart]:
     document = of_stalls.compose(stalls)
-    recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
-    said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
-    yield _part(section("Warp stalls"), [("list", said), *_stall_pictures(stalls, numbers)])
-    for one in document.sections:
-        yield _part(one, level=3, folded=one.title != "Hints")
+    lines = [line.text for line in document.verdict] + list(document.caveats)
+    if stalls.created:
+        lines.append(f"Profiled {when(stalls.created)}: {document.title}.")
+    yield _part(section("Warp stalls"), [("list", tuple(lines)), *_stall_pictures(stalls, numbers)])
+    for part in document.sections:
+        yield _part(part, level=3, folded=part.title != "Hints")
 
 
-def _stall_pictures(stalls: StallReport, numbers: Iterator[int]) -> Iterator[Block]:
+def _stall_pictures(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PageBlock]:
     return _pictures(numbers, plots.of_stalls(stalls).values(), titled=True)
 
 
@@ -144,8 +148,9 @@ def inline(svg: str, prefix: str, title: str) -> str:
     """
     root = ElementTree.fromstring(svg)
     for element in root.iter():
-        for child in [child for child in element if _local(child.tag) in ("metadata", "title")]:
-            element.remove(child)
+        for child in list(element):
+            if _local(child.tag) in ("metadata", "title"):
+                element.remove(child)
     for element in root.iter():
         element.tag = _local(element.tag)
         element.attrib = {
@@ -174,7 +179,7 @@ def _value(name: str, text: str, prefix: str) -> str:
         return text.replace("#", f"#{prefix}", 1)
     text = re.sub(r"url\(#", f"url(#{prefix}", text)
     colors = {"#000000": "currentColor", "#ffffff": "none"}
-    return re.sub(r"#[0-9a-f]{6}", lambda found: colors.get(found[0], found[0]), text)
+    return re.sub(r"#[0-9a-f]{6}", lambda color: colors.get(color[0], color[0]), text)
 
 
 # --- tables
@@ -182,12 +187,15 @@ def _value(name: str, text: str, prefix: str) -> str:
 
 def sortable(table: Table) -> bool:
     """Whether the page may sort its rows: a cell has a number."""
-    return len(table.rows) > 1 and any(sort_key(cell) for row in table.rows for cell in row)
+    return len(table.rows) > 1 and any(map(sort_key, chain.from_iterable(table.rows)))
 
 
 def sort_key(text: str) -> str:
     """The number at the start of a cell, in its smallest unit, if there is one: "12.4 ms" ->
     "12400.0".
     """
-    found = _NUMBER.fullmatch(text.strip())
-    return repr(float(found[1].replace(",", "")) * _UNITS.get(found[2] or "", 1.0)) if found else ""
+    parts = _NUMBER.fullmatch(text.strip())
+    if parts is None:
+        return ""
+    number, unit = float(parts[1].replace(",", "")), parts[2] or ""
+    return repr(number * _UNITS.get(unit, 1.0))

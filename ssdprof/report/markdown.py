@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from tabulate import tabulate
 
-from ssdprof.report.table import Block, Document, Section, Table
+from ssdprof.report.table import Align, Content, Document, Section, Table
 
 
 def render(document: Document, figures: Mapping[str, str] | None = None) -> str:
@@ -37,7 +37,7 @@ def _section(section: Section) -> str:
     return f"\n<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>\n"
 
 
-def _block(block: Block, section: str) -> str:
+def _block(block: Content, section: str) -> str:
     match block:
         case Table():
             return draw(block, section)
@@ -50,11 +50,8 @@ def _block(block: Block, section: str) -> str:
 def draw(table: Table, section: str = "") -> str:
     """One table, without its title if the section has the same title."""
 
-    def cell(text: str, align: str) -> str:
-        return _unbroken(escape(text)) if align == "right" else escape(text)
-
     drawn = tabulate(
-        [[cell(*one) for one in zip(row, table.align, strict=True)] for row in table.rows],
+        [[_cell(*cell) for cell in zip(row, table.align, strict=True)] for row in table.rows],
         headers=[escape(header) for header in table.headers],
         tablefmt="pipe",
         colalign=table.align if table.rows else None,
@@ -65,9 +62,10 @@ def draw(table: Table, section: str = "") -> str:
     return "\n\n".join([*title, drawn, *note])
 
 
-def _unbroken(cell: str) -> str:
-    """Keep a number and its unit on one line; an interval may be on the line below its ratio."""
-    return re.sub(r" (?!\[)", "\u00a0", cell)
+def _cell(text: str, align: Align) -> str:
+    """Keeps a number and its unit on one line; an interval may be on the line below its ratio."""
+    cell = escape(text)
+    return re.sub(r" (?!\[)", "\u00a0", cell) if align == "right" else cell
 
 
 def escape(text: str) -> str:

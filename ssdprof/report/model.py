@@ -8,8 +8,17 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped, short_precision
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
-from ssdprof.report.calls import PRECISION, untimed
-from ssdprof.report.table import Column, Section, Table, filled, lifted, section, table, text
+from ssdprof.report.calls import NAMES, untimed
+from ssdprof.report.table import (
+    PRECISION,
+    Section,
+    Table,
+    TableRow,
+    section,
+    strings,
+    table,
+    without_empty_columns,
+)
 
 ANSWERS_READING = (
     "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: "
@@ -35,38 +44,32 @@ _READING = (
 
 # --- answers
 
-_Band = tuple[Case, Answers, AnswerBand | None]
-_ANSWERING: tuple[Column[_Band], ...] = (
-    text(
-        "implementation",
-        lambda row: (
-            f"noise: {row[0].implementation}, {row[1].change}"
-            if row[1].change
-            else row[0].implementation
-        ),
-    ),
-    text(PRECISION, lambda row: short_precision(row[0].precision)),
-)
+_Answer = tuple[Case, Answers]
 
 
-def _band(row: _Band) -> AnswerBand | None:
-    return row[2]
+def _names(case: Case, answers: Answers) -> TableRow:
+    noise = f"noise: {case.implementation}, {answers.change}"
+    return {
+        "implementation": noise if answers.change else case.implementation,
+        PRECISION: short_precision(case.precision),
+    }
 
 
-_BANDS: tuple[Column[_Band], ...] = (
-    Column("KL\nmean", lambda row: fmt.small(row[2].kl_mean) if row[2] else row[0].result),
-    *lifted(
-        _band,
-        Column("KL\np99", lambda band: fmt.small(band.kl_p99)),
-        Column("KL\nmax", lambda band: fmt.small(band.kl_max)),
-        Column("at\nposition", lambda band: fmt.count(band.kl_max_position)),
-        Column("same\ntop token", lambda band: fmt.percent(band.top1_pct, 2)),
-        Column("flips", lambda band: fmt.count(band.flips)),
-        Column("largest\nmargin", lambda band: fmt.small(band.flip_margin_max)),
-        Column("perplexity", lambda band: fmt.small(band.perplexity)),
-        Column("change of\nperplexity", lambda band: _change(band)),
-    ),
-)
+def _differences(case: Case, band: AnswerBand | None) -> TableRow:
+    """The distances of a band of positions; without one only the case's result."""
+    if band is None:
+        return {"KL\nmean": case.result}
+    return {
+        "KL\nmean": fmt.small(band.kl_mean),
+        "KL\np99": fmt.small(band.kl_p99),
+        "KL\nmax": fmt.small(band.kl_max),
+        "at\nposition": fmt.count(band.kl_max_position),
+        "same\ntop token": fmt.percent(band.top1_pct, 2),
+        "flips": fmt.count(band.flips),
+        "largest\nmargin": fmt.small(band.flip_margin_max),
+        "perplexity": fmt.small(band.perplexity),
+        "change of\nperplexity": _change(band),
+    }
 
 
 def _change(band: AnswerBand) -> str:
@@ -85,61 +88,64 @@ def prompts(report: Report) -> list[list[Case]]:
     return list(grouped(report.of_answers, lambda case: (case.seqlen, case.inputs)).values())
 
 
-def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Band]:
-    """Over all positions.  alone: those in which a single layer was computed."""
-    return [
-        (case, one, case.band)
-        for case in cases
-        if isinstance(one := case.task, Answers) and (one.alone is not None) == alone
-    ]
+def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Answer]:
+    """alone: the cases in which a single layer was computed."""
+    answers = ((case, case.task) for case in cases if isinstance(case.task, Answers))
+    return [(case, task) for case, task in answers if (task.alone is not None) == alone]
 
 
 def answers(cases: Sequence[Case]) -> Table | None:
     """Every case of a prompt over all positions; None if there is none."""
-    rows = _rows(cases)
-    generated = max((one.generated for _, one, _ in rows), default=0)
-
-    def first(row: _Band) -> str:
-        if not row[1].generated:
-            return fmt.MISSING
-        return "none" if row[1].first_difference is None else fmt.count(row[1].first_difference + 1)
-
-    weights = ""
-    for _, one, _ in rows[:1]:
-        words = "not in its own dtype: the differences are the operators' own errors"
-        weights = (
-            f"  The model ran in {one.weights}, {'its own dtype' if one.own_weights else words}."
-        )
-    differs: tuple[Column[_Band], ...] = (
-        (Column(f"first of {generated}\nthat differs", first),) if generated else ()
-    )
+    answered = _rows(cases)
+    generated = max((task.generated for _, task in answered), default=0)
+    rows = []
+    for case, task in answered:
+        row = _names(case, task) | _differences(case, case.band)
+        if generated:
+            row[f"first of {generated}\nthat differs"] = _first_difference(task)
+        rows.append(row)
     title = f"Answers at {fmt.tokens(cases[0].seqlen)}"
-    return filled(
-        table(
-            title, (*_ANSWERING, *_BANDS, *differs), rows, note=_reference(cases) + weights, keys=2
+    note = _reference(cases)
+    if answered:
+        _, task = answered[0]
+        words = "not in its own dtype: the differences are the operators' own errors"
+        note += (
+            f"  The model ran in {task.weights}, {'its own dtype' if task.own_weights else words}."
         )
-    )
+    return without_empty_columns(table(title, rows, NAMES, note=note, keys=2))
+
+
+def _first_difference(answers: Answers) -> str:
+    """The number of the first generated token that differs from the reference's."""
+    if not answers.generated:
+        return fmt.MISSING
+    if answers.first_difference is None:
+        return "none"
+    return fmt.count(answers.first_difference + 1)
 
 
 def answers_by_position(cases: Sequence[Case]) -> Table | None:
     """Every case in bands of positions; None for a prompt with a single band."""
-    positions: Column[_Band] = text(
-        "positions", lambda row: f"{row[2].start:,} to {row[2].stop - 1:,}" if row[2] else ""
-    )
-    rows: list[_Band] = [
-        (case, one, band) for case, one, _ in _rows(cases) for band in one.bands[1:]
-    ]
+    rows = []
+    for case, task in _rows(cases):
+        for band in task.bands[1:]:
+            positions = {"positions": f"{band.start:,} to {band.stop - 1:,}"}
+            rows.append(_names(case, task) | positions | _differences(case, band))
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
-    return table(title, (*_ANSWERING, positions, *_BANDS), rows, note=_reference(cases), keys=3)
+    return table(title, rows, (*NAMES, "positions"), note=_reference(cases), keys=3)
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table | None:
     """Each layer alone, the largest divergence first; None without --per-layer."""
-    layer: Column[_Band] = text("layer", lambda row: str(row[1].alone))
-    rows = sorted(_rows(cases, alone=True), key=lambda row: -row[2].kl_mean if row[2] else 0.0)
+    alone = _rows(cases, alone=True)
+    alone.sort(key=lambda row: -row[0].band.kl_mean if row[0].band else 0.0)
+    rows = [
+        {"layer": str(task.alone)} | _names(case, task) | _differences(case, case.band)
+        for case, task in alone
+    ]
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
-    return table(title, (layer, *_ANSWERING, *_BANDS), rows, keys=3, note=note)
+    return table(title, rows, ("layer", *NAMES), keys=3, note=note)
 
 
 def _reference(cases: Sequence[Case]) -> str:
@@ -151,76 +157,78 @@ def _reference(cases: Sequence[Case]) -> str:
 
 # --- prefills
 
-_Row = tuple[Case, Prefill]
+_Timed = tuple[Case, Prefill]
 
 
 def prefill_sections(report: Report) -> Iterator[Section]:
     """The time of the whole model, and the share of its parts."""
-    rows = [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
-    lengths = grouped(rows, lambda row: (row[0].seqlen, row[0].batch)).values()
-    yield section("Prefill time", _times(report, rows), reading=_READING.format(report.baseline))
-    left = (
-        f"{_name(case)} at {_size(case)}: the model itself computed {what}."
-        for case, found in rows
-        for what in found.left_to_model
+    prefills = [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
+    yield section(
+        "Prefill time", _times(report, prefills), reading=_READING.format(report.baseline)
     )
+    left = []
+    for case, task in prefills:
+        where = f"{_name(case)} at {_size(case)}"
+        left += [f"{where}: the model itself computed {part}." for part in task.left_to_model]
     yield section("Left to the model", tuple(left))
+    lengths = grouped(prefills, lambda row: (row[0].seqlen, row[0].batch)).values()
     yield section("Where the time of a prefill goes", *map(_parts, lengths))
 
 
-def _times(report: Report, rows: Sequence[_Row]) -> Table | None:
+def _times(report: Report, prefills: Sequence[_Timed]) -> Table | None:
     """One row for each length, convolution and norm, and implementation."""
-
-    def share(case: Case, found: Prefill) -> float | None:
-        """The share of the operators in the call, in percent, from the device time of one layer
-        alone.
-        """
-        if found.alone_us is None or case.call_us is None:
-            return None
-        return 100 * found.operator_calls * found.alone_us / case.call_us.value
-
-    columns: tuple[Column[_Row], ...] = (
-        text("tokens", lambda row: _size(row[0]).removesuffix(" tokens")),
-        text("convolution\nand norm", lambda row: row[1].conv_and_norm),
-        text("implementation", lambda row: _name(row[0])),
-        Column(
-            "call",
-            lambda row: fmt.duration(row[0].call_us.value) if row[0].call_us else untimed(row[0]),
-        ),
-        Column("speedup", lambda row: fmt.speedup(report.speedup(row[0]), by_call=True)),
-        Column("verdict", lambda row: report.faster(row[0]) or fmt.MISSING),
-        Column(
-            "predicted",
-            lambda row: fmt.ratio(report.predicted(row[0]) if report.speedup(row[0]) else None),
-        ),
-        Column("operator's\nshare", lambda row: fmt.share(share(*row), 1)),
-        Column("operator,\none layer", lambda row: fmt.duration(row[1].alone_us)),
-        Column("peak\nmemory", lambda row: fmt.size_words(row[1].peak_bytes)),
-        Column("logits", lambda row: fmt.small(row[1].logits_rms)),
-    )
-    return table(f"Prefill time, {_layers(rows[0][1])}" if rows else "", columns, rows, keys=3)
+    rows = []
+    for case, task in prefills:
+        speedup = report.speedup(case)
+        rows.append(
+            {
+                "tokens": _size(case).removesuffix(" tokens"),
+                "convolution\nand norm": task.conv_and_norm,
+                "implementation": _name(case),
+                "call": fmt.duration(case.call_us.value) if case.call_us else untimed(case),
+                "speedup": fmt.speedup(speedup, by_call=True),
+                "verdict": report.faster(case) or fmt.MISSING,
+                "predicted": fmt.ratio(report.predicted(case) if speedup else None),
+                "operator's\nshare": fmt.share(_operators_share(case, task), 1),
+                "operator,\none layer": fmt.duration(task.alone_us),
+                "peak\nmemory": fmt.size_words(task.peak_bytes),
+                "logits": fmt.small(task.logits_rms),
+            }
+        )
+    title = f"Prefill time, {_layers(prefills[0][1])}" if prefills else ""
+    return table(title, rows, ("tokens", "convolution\nand norm", "implementation"), keys=3)
 
 
-def _parts(rows: Sequence[_Row]) -> Table | None:
+def _operators_share(case: Case, task: Prefill) -> float | None:
+    """The share of the operators in the call, in percent, from the device time of one layer
+    alone.
+    """
+    if task.alone_us is None or case.call_us is None:
+        return None
+    return 100 * task.operator_calls * task.alone_us / case.call_us.value
+
+
+def _parts(prefills: Sequence[_Timed]) -> Table | None:
     """The time of each part of the prefill; a column adds up to its call time."""
-    timed = [(case, found) for case, found in rows if found.parts and case.call_us]
-
-    def of_case(case: Case, found: Prefill) -> Column[str]:
+    headers, columns = ["part"], []
+    timed = [(case, task) for case, task in prefills if task.parts and case.call_us]
+    names = dict.fromkeys(name for _, task in timed for name in task.parts)
+    for case, task in timed:
         whole = case.call_us.value if case.call_us else 0.0
-        us = found.part_us | {"call": whole}
-        us["GPU idle"] = whole - sum(found.part_us.values())
+        us = dict.fromkeys(names, 0.0) | task.part_us
+        us |= {"GPU idle": whole - sum(task.part_us.values()), "call": whole}
+        headers.append(f"{_name(case)},\n{task.conv_and_norm}")
+        columns.append([_time_and_share(part_us, whole) for part_us in us.values()])
+    rows = zip((*names, "GPU idle", "call"), *columns, strict=True) if timed else ()
+    case, task = prefills[0]
+    title = f"Where the time goes at {_size(case)}, {_layers(task)}"
+    return strings(title, headers, rows, "l".ljust(len(headers), "r"))
 
-        def cell(part: str) -> str:
-            own = us.get(part, 0.0)
-            return f"{'-' * (own < 0)}{fmt.duration(abs(own))} ({100 * own / whole:.1f}%)"
 
-        return Column(f"{_name(case)},\n{found.conv_and_norm}", cell)
-
-    names = [*dict.fromkeys(part for _, found in timed for part in found.parts), "GPU idle", "call"]
-    title = f"Where the time goes at {_size(rows[0][0])}, {_layers(rows[0][1])}"
-    return table(
-        title, (text("part", str), *(of_case(*row) for row in timed)), names if timed else ()
-    )
+def _time_and_share(us: float, whole_us: float) -> str:
+    """ "1.93 ms (12.0%)"; a time may be below zero."""
+    sign = "-" if us < 0 else ""
+    return f"{sign}{fmt.duration(abs(us))} ({100 * us / whole_us:.1f}%)"
 
 
 def _name(case: Case) -> str:
@@ -232,7 +240,7 @@ def _size(case: Case) -> str:
     return fmt.tokens(case.seqlen, case.batch)
 
 
-def _layers(found: Prefill) -> str:
-    if found.layers == found.layer_count:
-        return f"all {fmt.plural(found.layers, 'layer')}"
-    return f"only {found.layers} of {fmt.plural(found.layer_count, 'layer')}"
+def _layers(prefill: Prefill) -> str:
+    if prefill.layers == prefill.layer_count:
+        return f"all {fmt.plural(prefill.layers, 'layer')}"
+    return f"only {prefill.layers} of {fmt.plural(prefill.layer_count, 'layer')}"

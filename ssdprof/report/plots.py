@@ -6,6 +6,7 @@ import io
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
@@ -13,9 +14,10 @@ from ssdprof.core.base import short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
+from ssdprof.core.statistics import Estimate
 from ssdprof.report.groups import Against, Group, deviation
-from ssdprof.report.stalls import kernel_groups, most, summed
-from ssdprof.report.table import Row, Table, aligned
+from ssdprof.report.stalls import KernelGroup, kernel_groups, most, summed
+from ssdprof.report.table import Cells, Table, aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +51,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
 Drawing = tuple[str, Table]  # the SVG, and its numbers
-_Points = dict[str, list[tuple[float, float, str]]]
+_Points = dict[str, list[tuple[float, float, str]]]  # of each label, in the legend
 
 
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
@@ -76,7 +78,7 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
     return out.getvalue()
 
 
-def _data(headers: Row, rows: Iterable[Row]) -> Table:
+def _data(headers: Cells, rows: Iterable[Cells]) -> Table:
     """For a plot: the first column has names or positions."""
     return Table(
         title="", headers=headers, rows=(*rows,), align=aligned("l".ljust(len(headers), "r"))
@@ -86,70 +88,66 @@ def _data(headers: Row, rows: Iterable[Row]) -> Table:
 # --- speed
 
 
-def speedups(found: Sequence[Group]) -> Drawing | None:
+def speedups(groups: Sequence[Group]) -> Drawing | None:
     """Bars of the speedups by device time, with their intervals.  None if nothing was timed."""
-    rows = [(one, ratio) for group in found for one in group.others() if (ratio := one.speedup())][
-        ::-1
-    ]
-    if not rows:
+    names, ratios, baselines = list[str](), list[Estimate](), set[str]()
+    for group in groups:
+        for series in group.others():
+            if ratio := series.speedup():
+                names.append(series.label if len(groups) == 1 else f"{series.label},\n{group.size}")
+                ratios.append(ratio)
+                baselines.add(group.baseline)
+    if not ratios:
         return None
-    names = [one.label if len(found) == 1 else f"{one.label},\n{one.group.size}" for one, _ in rows]
+    baseline = baselines.pop() if len(baselines) == 1 else "the baseline"
+    size = f", {groups[0].size}" if len(groups) == 1 else ""
 
     def paint(axes: Axes) -> None:
-        ratios = [ratio.value for _, ratio in rows]
-        spread = [
-            [one.value - one.low for _, one in rows],
-            [one.high - one.value for _, one in rows],
-        ]
-        axes.barh(names, ratios, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
-        for position, ratio in enumerate(ratios):
+        """From the lowest bar to the highest."""
+        bars = ratios[::-1]
+        values = [bar.value for bar in bars]
+        spread = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
+        axes.barh(names[::-1], values, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
+        for position, value in enumerate(values):
             axes.text(
-                ratio * 0.97,
+                value * 0.97,
                 position,
-                fmt.ratio(ratio),
+                fmt.ratio(value),
                 va="center",
                 ha="right",
                 color="#fffffe",
                 fontsize=9,
             )
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
-        baseline, *others = {one.group.baseline for one, _ in rows}
-        size = f", {found[0].size}" if len(found) == 1 else ""
-        axes.set_xlabel(
-            f"times as fast as {'the baseline' if others else baseline},\nby device time{size}"
-        )
+        axes.set_xlabel(f"times as fast as {baseline},\nby device time{size}")
 
-    cells = [
-        (" ".join(name.split()), fmt.speedup(ratio))
-        for name, (_, ratio) in zip(names, rows, strict=True)
-    ][::-1]
-    return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0), _data(
-        ("implementation", "speedup"), cells
-    )
+    picture = draw(paint, (_NARROW[0], 1.2 + 0.35 * len(ratios)), legend=0)
+    named = zip(names, ratios, strict=True)
+    cells = [(" ".join(name.split()), fmt.speedup(ratio)) for name, ratio in named]
+    return picture, _data(("implementation", "speedup"), cells)
 
 
 # --- rooflines: operations per byte and per second
 
 
-def roofline(report: Report, found: Sequence[Group]) -> Drawing | None:
+def roofline(report: Report, groups: Sequence[Group]) -> Drawing | None:
     """Under the ceilings measured in the run, a point for each series and length, coloured by its
     implementation.  None if untimed.
     """
     points: _Points = {}
-    for series in (one for group in found for one in group.series()):
-        timed = [case for case in series.cases if case.bytes_moved and case.device_us]
-        moved = sum(case.bytes_moved or 0 for case in timed)
-        flops = sum(case.flops or 0 for case in timed)
-        if moved and flops:
-            point = (
-                flops / moved,
-                flops / sum(case.device_us.value for case in timed if case.device_us) / 1e6,
-            )
-            points.setdefault(series.implementation, []).append(
-                (*point, short_precision(series.precision))
-            )
-    roof = report.ceilings and (report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflops)
-    return _roofline(points, roof, "byte that must move") if roof else None
+    for group in groups:
+        for series in group.series():
+            timed = [case for case in series.cases if case.bytes_moved and case.device_us]
+            moved = sum(case.bytes_moved or 0 for case in timed)
+            flops = sum(case.flops or 0 for case in timed)
+            us = sum(case.device_us.value for case in timed if case.device_us)
+            if moved and flops:
+                point = flops / moved, flops / us / 1e6, short_precision(series.precision)
+                points.setdefault(series.implementation, []).append(point)
+    if report.ceilings is None:
+        return None
+    roof = report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflops
+    return _roofline(points, roof, "byte that must move")
 
 
 def stall_roofline(report: StallReport) -> Drawing | None:
@@ -173,7 +171,7 @@ def stall_roofline(report: StallReport) -> Drawing | None:
             # matplotlib would leave a label with a leading underscore out of the legend
             label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
             points.setdefault(label, []).append((flops / moved, tflops, ""))
-            busiest = max(busiest or kernel, kernel, key=lambda one: one.tensor_flops or 0)
+            busiest = max(busiest or kernel, kernel, key=lambda each: each.tensor_flops or 0)
     roof = None
     if busiest and busiest.dram_peak_gb_per_s and busiest.tensor_peak_tflops:
         roof = busiest.dram_peak_gb_per_s, busiest.tensor_peak_tflops
@@ -186,35 +184,41 @@ def _roofline(
     """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
     known.  title: it is wide.
     """
-    every = [point for own in points.values() for point in own]
-    if not every:
+    cells, intensities, rates = list[Cells](), list[float](), list[float]()
+    for label, labelled in points.items():
+        for intensity, rate, which in labelled:
+            name = f"{label}, {which}" if which else label
+            cells.append((name, f"{intensity:,.4g}", f"{rate:,.4g}"))
+            intensities.append(intensity)
+            rates.append(rate)
+    if not cells:
         return None
-    intensities = [at for at, _, _ in every]
+    ceiling = max(rates)
     if roof:
-        bandwidth, peak = roof
-        intensities.append(ridge := peak * 1e3 / bandwidth)
+        bandwidth, ceiling = roof
+        ridge = ceiling * 1e3 / bandwidth
+        cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{ceiling:,.4g}"))
+        intensities.append(ridge)
     low, high = min(intensities) / 3, max(intensities) * 3
 
     def paint(axes: Axes) -> None:
+        """The roof, then the points of each label."""
         from matplotlib.ticker import LogLocator
 
         axes.loglog()
         if roof:
             corners = [low, ridge, high]
-            tflops = [min(peak, at * bandwidth / 1e3) for at in corners]
-            axes.plot(
-                corners, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s"
-            )
-        for number, (label, own) in enumerate(points.items()):
-            xs = [at for at, _, _ in own]
-            ys = [rate for _, rate, _ in own]
+            tflops = [min(ceiling, corner * bandwidth / 1e3) for corner in corners]
+            label = f"{bandwidth:,.0f} GB/s, {ceiling:,.0f} TFLOP/s"
+            axes.plot(corners, tflops, color=GREY, label=label)
+        for number, (label, labelled) in enumerate(points.items()):
+            xs, ys, _ = zip(*labelled, strict=True)
             marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
         if high < _WIDE * low:  # the powers of ten alone may be one tick
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        rates = [rate for _, rate, _ in every]
-        axes.set_ylim(min(rates) / 3, (peak if roof else max(rates)) * 2)
+        axes.set_ylim(min(rates) / 3, ceiling * 2)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
@@ -222,14 +226,6 @@ def _roofline(
         axes.set_ylabel("TFLOP/s by device time")
         axes.set_title(title, loc="left", fontsize=10)
 
-    named = (
-        (", ".join(filter(None, (label, one[2]))), *one[:2])
-        for label, own in points.items()
-        for one in own
-    )
-    cells = [(name, f"{at:,.4g}", f"{rate:,.4g}") for name, at, rate in named]
-    if roof:
-        cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{peak:,.4g}"))
     numbers = _data(("what", f"operations per {per}", "TFLOP/s"), cells)
     return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1), numbers
 
@@ -243,66 +239,61 @@ def along_positions(group: Group) -> Drawing | None:
 
     None if no case recorded it, and for decode steps, which have one position.
     """
-    found = {
-        series.label: line
-        for series in group.others()
-        if (line := _worst(series.cases, "vs_oracle"))
-    }
-    if group.steps or not found:
+    lines = {series.label: _worst(series.cases, "vs_oracle") for series in group.others()}
+    lines = {label: line for label, line in lines.items() if line}
+    if group.steps or not lines:
         return None
-    limit = _worst(group.cases, "floor")
-    drawn: list[tuple[list[float], list[str]]] = []  # a line, and the names of all that coincide
-    for label, line in found.items():
-        names = next((names for other, names in drawn if _coincide(line, other)), None)
+    floor = _worst(group.cases, "floor")
+    distinct: list[tuple[list[float], list[str]]] = []  # a line, and the names of all that coincide
+    for label, line in lines.items():
+        names = next((names for other, names in distinct if _coincide(line, other)), None)
         if names is None:
-            drawn.append((line, [label]))
+            distinct.append((line, [label]))
         else:
             names.append(label)
-
-    def middles(line: Sequence[float]) -> list[float]:
-        return [(number + 0.5) * group.seqlen / len(line) for number in range(len(line))]
+    slices = len(next(iter(lines.values())))
+    middles = [(number + 0.5) * group.seqlen / slices for number in range(slices)]
 
     def paint(axes: Axes) -> None:
-        for number, (line, names) in enumerate(drawn):
+        """The lines, then the floor."""
+        for number, (line, names) in enumerate(distinct):
             label = names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} equal"
-            axes.plot(middles(line), line, drawstyle="steps-mid", color=_color(number), label=label)
-        if limit:
+            axes.plot(middles, line, drawstyle="steps-mid", color=_color(number), label=label)
+        if floor:
             axes.plot(
-                middles(limit),
-                limit,
-                drawstyle="steps-mid",
-                color=GREY,
-                linestyle="--",
-                label="floor",
+                middles, floor, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor"
             )
         axes.set_ylim(bottom=0)
         axes.set_ylabel("rms error against fp64")
         axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
         axes.set_xlim(0, group.seqlen)
-        axes.set_xlabel(
-            f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, "
-            "tokens"
-        )
+        what = "prompt" if group.call is None else _PLACES[group.call.kind]
+        axes.set_xlabel(f"position in the {what}, tokens")
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
-    lines = found | ({"floor": limit} if limit else {})
-    slices = zip(middles(next(iter(found.values()))), *lines.values(), strict=True)
-    cells = ((f"{at:,.0f}", *map(fmt.small, errors)) for at, *errors in slices)
-    legend = 2 if len(drawn) == len(found) else 1  # columns
-    return draw(paint, legend=legend), _data(("position", *lines), cells)
+    picture = draw(paint, legend=2 if len(distinct) == len(lines) else 1)
+    if floor:
+        lines["floor"] = floor
+    errors = zip(*lines.values(), strict=True)
+    cells = [
+        (f"{middle:,.0f}", *map(fmt.small, at_middle))
+        for middle, at_middle in zip(middles, errors, strict=True)
+    ]
+    return picture, _data(("position", *lines), cells)
 
 
 def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
     """Whether a reader sees one line: they differ by less than the width of a stroke."""
-    return all(abs(one - two) <= _STROKE * max(other) for one, two in zip(line, other, strict=True))
+    differences = (abs(left - right) for left, right in zip(line, other, strict=True))
+    return max(differences) <= _STROKE * max(other)
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:
     """In each slice the largest of the layers' RMS errors; empty if none was recorded."""
     errors = (deviation(case.tensor("out"), which) for case in cases)
-    found = [[one or 0.0 for one in error.along] for error in errors if error and error.along]
-    return [max(slices) for slices in zip(*found, strict=True)]
+    recorded = [error.along for error in errors if error and error.along]
+    return [max(rms or 0.0 for rms in slices) for slices in zip(*recorded, strict=True)]
 
 
 # --- stalls
@@ -310,22 +301,24 @@ def _worst(cases: Sequence[Case], which: Against) -> list[float]:
 
 def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     """Name -> (title, drawing): a picture of each group that was sampled, and the roofline."""
-    found: dict[str, tuple[str, Drawing]] = {}
+    pictures: dict[str, tuple[str, Drawing]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
     reasons = [reason for reason, _ in most(summed(group.all for group in sampled))]
-    longest = max(
-        (sum(share.values()) for group in sampled for share in group.stages.values()), default=0.0
-    )
+    shares = chain.from_iterable(group.stages.values() for group in sampled)
+    longest = max((sum(share.values()) for share in shares), default=0.0)
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
-        names = (
-            f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name
-            for name in group.stages
-        )
-        bars = dict(zip(names, group.stages.values(), strict=True))
-        found[group.name.lstrip("_")] = (title, stages(bars, title, reasons, longest))
-    roof = stall_roofline(report)
-    return found if roof is None else found | {"roofline": ("Roofline", roof)}
+        bars = {_stage_name(group, stage): share for stage, share in group.stages.items()}
+        pictures[group.name.lstrip("_")] = (title, stages(bars, title, reasons, longest))
+    if roof := stall_roofline(report):
+        pictures["roofline"] = ("Roofline", roof)
+    return pictures
+
+
+def _stage_name(group: KernelGroup, stage: str) -> str:
+    """ "state passing", "state passing: its part"."""
+    name, _, part = stage.partition(".")
+    return f"{name}: {group.part(stage)}" if part else name
 
 
 def stages(
@@ -340,16 +333,18 @@ def stages(
     reasons: all reasons in the order of their colours, which is the same in all plots of a report;
     the last ones share a colour.
     """
-    most = len(COLORS) - 1
-    shown, rest = reasons[:most], reasons[most:]
+    last = len(COLORS) - 1
+    parts = {reason: [reason] for reason in reasons[:last]}
+    if rest := reasons[last:]:
+        parts["other"] = [*rest]
 
     def paint(axes: Axes) -> None:
+        """From the left to the right of each bar, the reasons in their order."""
         names = list(bars)[::-1]
         labels = [textwrap.fill(name, 26) for name in names]
         left = [0.0] * len(names)
-        for reason, color in zip([*shown, *(["other"] if rest else [])], COLORS, strict=False):
-            among = rest if reason == "other" and rest else [reason]
-            widths = [sum(bars[name].get(one, 0.0) for one in among) for name in names]
+        for (reason, among), color in zip(parts.items(), COLORS, strict=False):
+            widths = [sum(bars[name].get(each, 0.0) for each in among) for name in names]
             axes.barh(labels, widths, left=left, color=color, label=reason, height=0.75)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for position, total in enumerate(left):
@@ -359,7 +354,8 @@ def stages(
         axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)
 
     cells = (
-        (name, *(f"{share.get(one, 0.0):.1f}" for one in reasons)) for name, share in bars.items()
+        (name, *(f"{share.get(reason, 0.0):.1f}" for reason in reasons))
+        for name, share in bars.items()
     )
     size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)
     return draw(paint, size, legend=2), _data(("stage, percent", *reasons), cells)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
-from ssdprof.core.case import Launch
-from ssdprof.core.stalls import KernelStalls, Launched, Line, SelfChecks, StallReport
+from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport
+from ssdprof.report.calls import resources
 from ssdprof.report.facts import Fact, gpu, software
 from ssdprof.report.table import (
-    Column,
     Document,
     Section,
     Table,
+    TableRow,
     VerdictLine,
     facts,
     section,
     strings,
     table,
-    text,
 )
 
 READING = (
@@ -73,8 +74,9 @@ def most(share: Share) -> list[tuple[str, float]]:
 
 def summed(shares: Iterable[Share]) -> Share:
     total: dict[str, float] = {}
-    for reason, pct in (pair for share in shares for pair in share.items()):
-        total[reason] = total.get(reason, 0.0) + pct
+    for share in shares:
+        for reason, pct in share.items():
+            total[reason] = total.get(reason, 0.0) + pct
     return total
 
 
@@ -92,30 +94,31 @@ class KernelGroup:
     def __init__(
         self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]
     ) -> None:
+        """kernels: in the order of their launches.  words: stage.part -> its name."""
         self.name, self.kernels, self.words = name, kernels, words
         stages: dict[str, list[Share]] = defaultdict(list)
         self.idle: dict[str, float] = defaultdict(float)
         lines: list[tuple[float, Line]] = []
         weights = _weights(kernels)
         for kernel, weight in weights:
-            each = 100 * weight / kernel.busy_samples
+            every = sum(kernel.samples.values())
+            per_sample = 100 * weight / kernel.busy_samples
             for stage, samples in kernel.stages.items():
                 if stage in kernel.idle:
-                    self.idle[stage] += (
-                        100 * weight * sum(samples.values()) / sum(kernel.samples.values())
-                    )
+                    self.idle[stage] += 100 * weight * sum(samples.values()) / every
                 else:
-                    stages[stage].append(
-                        {reason: each * count for reason, count in samples.items()}
-                    )
+                    share = {reason: per_sample * count for reason, count in samples.items()}
+                    stages[stage].append(share)
             lines += [
-                (each * line.total, line) for line in kernel.lines if line.stage not in kernel.idle
+                (per_sample * line.total, line)
+                for line in kernel.lines
+                if line.stage not in kernel.idle
             ]
         self.stages = {stage: summed(shares) for stage, shares in stages.items()}
         names = dict.fromkeys(name.split(".")[0] for name in self.stages)
         self.whole = {name: summed(self.parts(name).values()) for name in names}
         self.all = summed(self.stages.values())
-        self.lines = sorted(lines, key=lambda one: -one[0])
+        self.lines = sorted(lines, key=lambda row: -row[0])
         self.hints = tuple(_hints(weights))
         self.is_sampled = bool(self.stages)
         known = [kernel.duration_us for kernel in kernels if kernel.duration_us is not None]
@@ -128,60 +131,69 @@ class KernelGroup:
     def parts(self, stage: str) -> dict[str, Share]:
         return {part: share for part, share in self.stages.items() if part.split(".")[0] == stage}
 
+    def pct(self, stage: str) -> float | None:
+        """The share of a whole stage, or of "all"; None if the group has no such stage."""
+        share = self.all if stage == "all" else self.whole.get(stage)
+        return None if share is None else sum(share.values())
+
     def us(self, pct: float | None) -> float | None:
         return None if pct is None or self.duration_us is None else self.duration_us * pct / 100
 
 
 def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
     """One group for each implementation, and one for each kernel of no implementation."""
-    found = grouped(report.kernels, lambda kernel: kernel.implementation or kernel.kernel)
-    return tuple(KernelGroup(name, kernels, report.words) for name, kernels in found.items())
+    named = grouped(report.kernels, lambda kernel: kernel.implementation or kernel.kernel)
+    return tuple(KernelGroup(name, kernels, report.words) for name, kernels in named.items())
 
 
 def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
     """Hints on stages with enough of the group's time, then hints on kernels with much of it."""
-    every = [
-        (weight, one.kernel, hint, pct)
-        for one, weight in weights
-        for hint, pct in one.hints.items()
-    ]
-    of_stages = [
-        (weight * pct, kernel, hint) for weight, kernel, hint, pct in every if pct is not None
-    ]
-    ranked = sorted((one for one in of_stages if one[0] >= _HINT_PCT), key=lambda one: -one[0])
-    yield from ((kernel, hint) for _, kernel, hint in ranked[:_MOST_HINTS])
-    yield from (
-        (kernel, hint)
-        for weight, kernel, hint, pct in every
-        if pct is None and 100 * weight >= _KERNEL_PCT
-    )
+    of_stages, of_kernels = [], []
+    for kernel, weight in weights:
+        for hint, pct in kernel.hints.items():
+            if pct is None and 100 * weight >= _KERNEL_PCT:
+                of_kernels.append((kernel.kernel, hint))
+            elif pct is not None and weight * pct >= _HINT_PCT:
+                of_stages.append((weight * pct, kernel.kernel, hint))
+    of_stages.sort(key=lambda row: -row[0])
+    yield from ((kernel, hint) for _, kernel, hint in of_stages[:_MOST_HINTS])
+    yield from of_kernels
 
 
 def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]]:
     """Each sampled kernel's share of the whole: by duration, else by samples."""
     sampled = [kernel for kernel in kernels if kernel.busy_samples]
     timed = all(kernel.duration_us is not None for kernel in sampled)
-    sizes = [(one.duration_us or 0.0) if timed else sum(one.samples.values()) for one in sampled]
+    sizes = [
+        (kernel.duration_us or 0.0) if timed else sum(kernel.samples.values()) for kernel in sampled
+    ]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-# implementation, stage, its share in percent in BASE and NEW, its µs in both, by ncu; None: missing
-# in that report
-StageChange = tuple[str, str, float | None, float | None, float | None, float | None]
+class StageChange(NamedTuple):
+    """Its share in percent and its time, by ncu, in BASE and NEW; None: missing in that report."""
+
+    implementation: str
+    stage: str
+    base_pct: float | None
+    new_pct: float | None
+    base_us: float | None
+    new_us: float | None
 
 
 def changes(base: StallReport | None, new: StallReport | None) -> Iterator[StageChange]:
     """Stages of the implementations that were profiled in both."""
     if base is None or new is None:
         return
-    known = {group.name: group for group in kernel_groups(base) if group.is_sampled}
+    before = {group.name: group for group in kernel_groups(base) if group.is_sampled}
     for group in kernel_groups(new):
-        if group.is_sampled and group.name in known:
-            before, now = known[group.name].whole, group.whole
-            for stage in dict.fromkeys((*now, *before)):
-                pcts = [sum(one[stage].values()) if stage in one else None for one in (before, now)]
-                us = known[group.name].us(pcts[0]), group.us(pcts[1])
-                yield group.name, stage, pcts[0], pcts[1], *us
+        if group.is_sampled and group.name in before:
+            other = before[group.name]
+            for stage in dict.fromkeys((*group.whole, *other.whole)):
+                base_pct, new_pct = other.pct(stage), group.pct(stage)
+                yield StageChange(
+                    group.name, stage, base_pct, new_pct, other.us(base_pct), group.us(new_pct)
+                )
 
 
 # --- the document
@@ -189,7 +201,7 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Stage
 
 def compose(report: StallReport) -> Document:
     """The whole report."""
-    found = kernel_groups(report)
+    profiled = kernel_groups(report)
     parts = ["ssdprof stalls"]
     if report.layer and report.dims:
         parts += [
@@ -199,7 +211,7 @@ def compose(report: StallReport) -> Document:
             str(report.precision),
         ]
     lines = [f"No stalls: {report.missing}"] if report.missing else []
-    for group in found:
+    for group in profiled:
         if group.duration_us is not None:
             kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
             lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
@@ -208,55 +220,27 @@ def compose(report: StallReport) -> Document:
         version=report.ssdprof_version,
         verdict=tuple(VerdictLine(line, True) for line in lines),
         caveats=tuple(_caveats(report)),
-        sections=tuple(_sections(report, found)),
+        sections=tuple(_sections(report, profiled)),
     )
 
 
-def _sections(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[Section]:
-    absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
-    note = (
-        "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a "
-        "scheduler issued.  Registers: "
-        "at launch, per thread; spills: loads and stores of spilled registers, by warps."
-    )
-    missing = f"  Not collected: {', '.join(absent)}." if absent else ""
-    rows = [(one, launch) for one in report.launched for launch in one.launches if report.missing]
-    per = (
-        "Registers and spills are per thread, shared memory per block; occupancy is what these "
-        "allow."
-    )
-    yield section(
-        "Kernel resources",
-        table("Resources of the kernels, from Triton", _LAUNCHED, rows, keys=3, note=per),
-    )
-    yield section("Kernels", table("Kernels", _KERNELS, report.kernels, note=note + missing))
-    yield section(
-        "Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING
-    )
+def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[Section]:
+    """Kernels, their stages and hints, then what a page folds."""
+    yield section("Kernel resources", _resources(report))
+    yield section("Kernels", _kernels(report))
+    stages = (side_by_side(profiled), *map(by_stage, profiled))
+    yield section("Stages and stall reasons", *stages, reading=READING)
     yield section("Stall reasons", _averages(report))
-    hints = [hint for group in found for hint in group.hints]
-    yield section(
-        "Hints",
-        facts("What the numbers point to", ("kernel", "evidence, and what may help"), hints),
-    )
-    lines = (
-        table(f"{one.name}: the hottest lines", _LINES, one.lines[:_HOTTEST], keys=2)
-        for one in found
-    )
-    yield section("Hottest lines", *lines)
-    seen = dict.fromkeys(reason for group in found for reason, _ in most(group.all))
-    meanings = facts(
-        "Stall reasons", ("reason", "what the warp does"), ((one, meaning(one)) for one in seen)
-    )
-    yield section("What the reasons mean", meanings, folded=True)
-    checks = list(_checks("report", report.checks))
-    checks += [
-        row for one in report.kernels for row in _checks(one.kernel, one.checks, _sampled(one))
-    ]
-    headers = ("what", "requirement", "result", "detail")
-    yield section(
-        "Self-checks", strings("Self-checks", headers, checks, "llll", wraps=1), folded=True
-    )
+    hints = chain.from_iterable(group.hints for group in profiled)
+    headers = ("kernel", "evidence, and what may help")
+    yield section("Hints", facts("What the numbers point to", headers, hints))
+    yield section("Hottest lines", *map(_hottest_lines, profiled))
+    reasons = chain.from_iterable(most(group.all) for group in profiled)
+    meanings = {reason: meaning(reason) for reason, _ in reasons}
+    headers = ("reason", "what the warp does")
+    words = facts("Stall reasons", headers, meanings.items())
+    yield section("What the reasons mean", words, folded=True)
+    yield section("Self-checks", _self_checks(report), folded=True)
     ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
     yield section("What was profiled", ran, folded=True)
 
@@ -269,57 +253,93 @@ def _caveats(report: StallReport) -> Iterator[str]:
     """Failed self-checks, implementations without the requested precision or left out, files of
     unknown stages.
     """
-    for what, checks in (
-        ("", report.checks),
-        *((f" of {one.kernel}", one.checks) for one in report.kernels),
-    ):
+    kernels = ((f" of {kernel.kernel}", kernel.checks) for kernel in report.kernels)
+    for what, checks in (("", report.checks), *kernels):
         for name, (status, detail) in checks.items():
             if status == "failed":
                 yield f"A self-check{what} failed: {name}: {detail}."
     yield from report.left_out
-    for one in report.launched:
-        if one.precision != report.precision:
+    for launched in report.launched:
+        if launched.precision != report.precision:
             yield (
-                f"{one.implementation} ran with {one.precision}: it does not have "
+                f"{launched.implementation} ran with {launched.precision}: it does not have "
                 f"{report.precision}."
             )
-    unlabelled = [(file, kernel.kernel) for kernel in report.kernels for file in kernel.unlabelled]
-    for file, own in grouped(unlabelled, lambda one: one[0]).items():
-        kernels = dict.fromkeys(kernel for _, kernel in own)
+    users: dict[str, list[str]] = defaultdict(list)
+    for kernel in report.kernels:
+        for file in kernel.unlabelled:
+            users[file].append(kernel.kernel)
+    for file, names in users.items():
         listed = "its samples are listed by function, and by line under the hottest lines"
-        yield f"The stages of {file} are not known ({fmt.words(kernels)}): {listed}."
+        yield f"The stages of {file} are not known ({fmt.words(dict.fromkeys(names))}): {listed}."
 
 
 # --- tables
 
 
-def _grid(one: KernelStalls) -> str:
-    sizes = list(one.grid or ())
+def _resources(report: StallReport) -> Table | None:
+    """What Triton says of the kernels, where ncu measured nothing."""
+    rows = []
+    for launched in report.launched if report.missing else ():
+        for launch in launched.launches:
+            rows.append(
+                {
+                    "implementation": launched.implementation,
+                    "variant": launched.variant,
+                    **resources(launch),
+                    "occupancy": fmt.share(launch.warps_pct),
+                }
+            )
+    note = (
+        "Registers and spills are per thread, shared memory per block; occupancy is what these "
+        "allow."
+    )
+    title = "Resources of the kernels, from Triton"
+    return table(title, rows, ("implementation", "variant", "kernel"), keys=3, note=note)
+
+
+def _kernels(report: StallReport) -> Table | None:
+    note = (
+        "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a "
+        "scheduler issued.  Registers: "
+        "at launch, per thread; spills: loads and stores of spilled registers, by warps."
+    )
+    if absent := set(chain.from_iterable(kernel.not_collected for kernel in report.kernels)):
+        note += f"  Not collected: {', '.join(sorted(absent))}."
+    rows = map(_kernel, report.kernels)
+    return table("Kernels", rows, ("kernel", "limited by"), note=note)
+
+
+def _kernel(kernel: KernelStalls) -> TableRow:
+    """What ncu measured of one launch."""
+    return {
+        "kernel": kernel.kernel,
+        "duration": fmt.duration(kernel.duration_us),
+        "compute": fmt.share(kernel.compute_pct),
+        "memory": fmt.share(kernel.memory_pct),
+        "DRAM\nread": fmt.size_words(kernel.dram_read_bytes),
+        "DRAM\nwritten": fmt.size_words(kernel.dram_write_bytes),
+        "L2": fmt.size_words(kernel.l2_bytes),
+        "L2\nhits": fmt.share(kernel.l2_hit_pct),
+        "issue\nslots": fmt.share(kernel.issue_pct),
+        "waves": fmt.MISSING if kernel.waves is None else f"{kernel.waves:.2f}",
+        "grid": _grid(kernel),
+        "threads": fmt.count(kernel.block),
+        "registers": fmt.count(kernel.registers),
+        "spills": fmt.count(kernel.spill_requests),
+        "shared": fmt.size_words(kernel.shared_bytes),
+        "occupancy": fmt.share(kernel.occupancy_pct),
+        "possible": fmt.share(kernel.occupancy_limit_pct),
+        "limited by": fmt.words(kernel.limited_by) if kernel.limited_by else fmt.MISSING,
+    }
+
+
+def _grid(kernel: KernelStalls) -> str:
+    """ "132x4"; its last dimensions of one are left out."""
+    sizes = list(kernel.grid or ())
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes.pop()
     return "x".join(map(fmt.count, sizes)) or fmt.MISSING
-
-
-_KERNELS: tuple[Column[KernelStalls], ...] = (
-    text("kernel", lambda one: one.kernel),
-    Column("duration", lambda one: fmt.duration(one.duration_us)),
-    Column("compute", lambda one: fmt.share(one.compute_pct)),
-    Column("memory", lambda one: fmt.share(one.memory_pct)),
-    Column("DRAM\nread", lambda one: fmt.size_words(one.dram_read_bytes)),
-    Column("DRAM\nwritten", lambda one: fmt.size_words(one.dram_write_bytes)),
-    Column("L2", lambda one: fmt.size_words(one.l2_bytes)),
-    Column("L2\nhits", lambda one: fmt.share(one.l2_hit_pct)),
-    Column("issue\nslots", lambda one: fmt.share(one.issue_pct)),
-    Column("waves", lambda one: fmt.MISSING if one.waves is None else f"{one.waves:.2f}"),
-    Column("grid", _grid),
-    Column("threads", lambda one: fmt.count(one.block)),
-    Column("registers", lambda one: fmt.count(one.registers)),
-    Column("spills", lambda one: fmt.count(one.spill_requests)),
-    Column("shared", lambda one: fmt.size_words(one.shared_bytes)),
-    Column("occupancy", lambda one: fmt.share(one.occupancy_pct)),
-    Column("possible", lambda one: fmt.share(one.occupancy_limit_pct)),
-    text("limited by", lambda one: fmt.words(one.limited_by) if one.limited_by else fmt.MISSING),
-)
 
 
 def by_stage(group: KernelGroup) -> Table | None:
@@ -327,102 +347,88 @@ def by_stage(group: KernelGroup) -> Table | None:
     shown = [reason for reason, _ in most(group.all)[:_MOST_REASONS]]
 
     def row(title: str, share: Share) -> tuple[str, ...]:
-        cells, pct = [share.get(reason, 0.0) for reason in shown], sum(share.values())
-        some = (f"{own:.1f}" if own >= 0.05 else "" for own in (*cells, pct - sum(cells)))
-        return title, fmt.share(pct, 1), fmt.duration(group.us(pct)), *some
+        pcts, whole = [share.get(reason, 0.0) for reason in shown], sum(share.values())
+        other = whole - sum(pcts)
+        cells = (f"{pct:.1f}" if pct >= 0.05 else "" for pct in (*pcts, other))
+        return title, fmt.share(whole, 1), fmt.duration(group.us(whole)), *cells
 
     rows = []
-    for name, share in group.whole.items():
-        parts = group.parts(name)
-        rows.append(row(name, share))
-        if len(parts) > 1 or name not in parts:
+    for stage, share in group.whole.items():
+        parts = group.parts(stage)
+        rows.append(row(stage, share))
+        if len(parts) > 1 or stage not in parts:
             rows += [
-                row(f"– {group.part(part) if part != name else 'other'}", found)
-                for part, found in parts.items()
+                row(f"– {group.part(part) if part != stage else 'other'}", of_part)
+                for part, of_part in parts.items()
             ]
-    rows += [row("all", group.all)] if rows else []
+    if rows:
+        rows.append(row("all", group.all))
     idle = [f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()]
     note = f"Not a cost and not in the table, of all samples: {fmt.words(idle)}." if idle else ""
     headers = ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other")
-    return strings(
-        f"{group.name}: stages and stall reasons",
-        headers,
-        rows,
-        f"l{'r' * (len(shown) + 3)}",
-        note=note,
-    )
+    title, align = f"{group.name}: stages and stall reasons", "l".ljust(len(headers), "r")
+    return strings(title, headers, rows, align, note=note)
 
 
-def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
+def side_by_side(profiled: Sequence[KernelGroup]) -> Table | None:
     """The time of each stage in each group."""
-    sampled = [group for group in found if group.is_sampled and group.duration_us is not None]
+    sampled = [group for group in profiled if group.is_sampled and group.duration_us is not None]
     if len(sampled) < 2:
         return None
-    wholes = [{**group.whole, "all": group.all} for group in sampled]
-
-    def of_group(group: KernelGroup, whole: Mapping[str, Share]) -> tuple[Column[str], ...]:
-        def pct(stage: str) -> float | None:
-            return sum(whole[stage].values()) if stage in whole else None
-
-        time: Column[str] = Column(
-            f"{group.name},\ntime", lambda stage: fmt.duration(group.us(pct(stage)))
-        )
-        return time, Column(f"{group.name},\nshare", lambda stage: fmt.share(pct(stage), 1))
-
-    names = dict.fromkeys(name for whole in wholes for name in whole)
-    order = sorted(
-        names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole)
-    )
-    columns = (one for pair in map(of_group, sampled, wholes) for one in pair)
+    order: dict[str, int] = {}  # of the stages in any group: the last place
+    for group in sampled:
+        for place, stage in enumerate((*group.whole, "all")):
+            order[stage] = max(place, order.get(stage, 0))
+    rows = []
+    for stage in sorted(order, key=order.__getitem__):
+        row = {"stage": stage}
+        for group in sampled:
+            pct = group.pct(stage)
+            row[f"{group.name},\ntime"] = fmt.duration(group.us(pct))
+            row[f"{group.name},\nshare"] = fmt.share(pct, 1)
+        rows.append(row)
     title = f"Stage by stage: {fmt.words(group.name for group in sampled)}"
-    return table(title, (text("stage", str), *columns), order)
+    return table(title, rows, ("stage",))
 
 
 def _averages(report: StallReport) -> Table | None:
-    def share(kernel: KernelStalls) -> Column[str]:
-        whole = sum(kernel.average.values())
-        return Column(
-            kernel.kernel,
-            lambda reason: fmt.share(100 * kernel.average.get(reason, 0.0) / whole, 1),
-        )
-
-    shares = [share(kernel) for kernel in report.kernels if kernel.average]
-    reasons = dict.fromkeys(reason for kernel in report.kernels for reason in kernel.average)
+    """Reason x kernel, where ncu counted warps and took no samples."""
+    kernels = [kernel for kernel in report.kernels if kernel.average]
+    averages = [kernel.average for kernel in kernels]
+    rows = []
+    for reason in dict.fromkeys(chain.from_iterable(averages)):
+        pcts = [100 * average.get(reason, 0.0) / sum(average.values()) for average in averages]
+        rows.append((reason, *(fmt.share(pct, 1) for pct in pcts), meaning(reason)))
     note = (
         "Percent of all warps' time, idle ones among them; which line or stage, the report "
         "does not say."
     )
-    columns: tuple[Column[str], ...] = (
-        text("reason", str),
-        *shares,
-        text("what the warp does", meaning, wraps=True),
-    )
-    return table("Stall reasons, without samples", columns, reasons, note=note)
+    headers = ("reason", *(kernel.kernel for kernel in kernels), "what the warp does")
+    last = len(headers) - 1
+    align = f"{'l'.ljust(last, 'r')}l"
+    return strings("Stall reasons, without samples", headers, rows, align, wraps=last, note=note)
+
+
+def _hottest_lines(group: KernelGroup) -> Table | None:
+    """The lines with the most samples, and what their warps wait for."""
+    rows = [
+        {
+            "share": fmt.share(pct, 1),
+            "line": f"{line.file}:{line.line}" if line.line else "no line",
+            "stage": line.stage,
+            "waits for": _waits(line),
+            "source": fmt.cut(line.text, _LONGEST_LINE),
+        }
+        for pct, line in group.lines[:_HOTTEST]
+    ]
+    words = ("line", "stage", "waits for", "source")
+    return table(f"{group.name}: the hottest lines", rows, words, keys=2, wraps="source")
 
 
 def _waits(line: Line) -> str:
-    return ", ".join(
-        f"{reason} {100 * count / line.total:.0f}%"
-        for reason, count in list(line.samples.items())[:2]
-    )
-
-
-_LINES: tuple[Column[tuple[float, Line]], ...] = (
-    Column("share", lambda row: fmt.share(row[0], 1)),
-    text("line", lambda row: f"{row[1].file}:{row[1].line}" if row[1].line else "no line"),
-    text("stage", lambda row: row[1].stage),
-    text("waits for", lambda row: _waits(row[1])),
-    text("source", lambda row: fmt.cut(row[1].text, _LONGEST_LINE), wraps=True),
-)
-_LAUNCHED: tuple[Column[tuple[Launched, Launch]], ...] = (
-    text("implementation", lambda row: row[0].implementation),
-    text("variant", lambda row: row[0].variant),
-    text("kernel", lambda row: row[1].kernel),
-    Column("registers", lambda row: fmt.count(row[1].registers)),
-    Column("spills", lambda row: fmt.count(row[1].spills)),
-    Column("shared", lambda row: fmt.size_words(row[1].shared_bytes)),
-    Column("occupancy", lambda row: fmt.share(row[1].warps_pct)),
-)
+    """Its two most frequent reasons: "barrier 62%, wait 9%"."""
+    reasons = list(line.samples.items())[:2]
+    return ", ".join(f"{reason} {100 * count / line.total:.0f}%" for reason, count in reasons)
 
 
 def _facts(report: StallReport) -> Iterator[Fact]:
@@ -438,7 +444,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
         yield "precision", str(report.precision)
         yield (
             "variants",
-            ", ".join(f"{one.implementation}: {one.variant}" for one in report.launched),
+            ", ".join(f"{ran.implementation}: {ran.variant}" for ran in report.launched),
         )
     if environment is None:
         yield "GPU", report.gpu
@@ -455,15 +461,30 @@ def _facts(report: StallReport) -> Iterator[Fact]:
     )
 
 
-def _checks(what: str, checks: SelfChecks, passed: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """The checks with the same result share a row.  passed: a remark on those that passed."""
+def _self_checks(report: StallReport) -> Table | None:
+    """Those of the report, then of each kernel; the checks with the same result share a row."""
+    rows = _checks("report", report.checks)
+    for kernel in report.kernels:
+        rows += _checks(kernel.kernel, kernel.checks, _sampled(kernel))
+    words = ("what", "requirement", "result", "detail")
+    return table("Self-checks", rows, words, wraps="requirement")
+
+
+def _checks(what: str, checks: SelfChecks, passed: str = "") -> list[TableRow]:
+    """passed: a remark on those that passed."""
+    rows = []
     for status, names in grouped(checks, lambda name: checks[name][0]).items():
-        detail = (
-            passed
-            if status == "ok" and passed
-            else "; ".join(dict.fromkeys(checks[name][1] for name in names))
+        details = dict.fromkeys(checks[name][1] for name in names)
+        remark = passed if status == "ok" else ""
+        rows.append(
+            {
+                "what": what,
+                "requirement": "; ".join(names),
+                "result": "NO" if status == "failed" else status,
+                "detail": remark or "; ".join(details),
+            }
         )
-        yield what, "; ".join(names), "NO" if status == "failed" else status, detail
+    return rows
 
 
 def _sampled(kernel: KernelStalls) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import (
@@ -18,9 +19,9 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn
-from ssdprof.core.conditions import METRICS, Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.conditions import METRICS
+from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
-from ssdprof.report.calls import baseline_us
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
 from ssdprof.report.table import VerdictLine, shortened
@@ -57,63 +58,75 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     """Whether the report is complete, what failed, what was refused, what passed, and where it may
     be used.
     """
-    found = Outcome(report)
-    advised = advice(
-        (group, name) for group in groups(report) for name in group.compared if name != "served"
-    )
-    may = advised if found.passed and report.kind == "run" else ()
-    return (*(VerdictLine(line, False) for line in errors(report)), *_passed(report, found), *may)
+    outcome = Outcome(report)
+    lines = [VerdictLine(line, False) for line in errors(report)]
+    lines += _passed(report, outcome)
+    if outcome.passed and report.kind == "run":
+        for_use = []
+        for group in groups(report):
+            for_use += [(group, name) for name in group.compared if name != "served"]
+        lines += advice(for_use)
+    return tuple(lines)
 
 
 def errors(report: Report) -> tuple[str, ...]:
     """The reasons why it did not pass."""
-    found = Outcome(report)
-    lines = shortcomings(found)
-    for case in found.answers_failed:
+    outcome = Outcome(report)
+    lines = shortcomings(outcome)
+    for case in outcome.answers_failed:
         broken = "; ".join(
-            f"{one.condition}: {one.found}" for one in found.broken if one.case == case.name
+            f"{verdict.condition}: {verdict.actual}"
+            for verdict in outcome.broken
+            if verdict.case == case.name
         )
         where = f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens"
         lines.append(f"FAILED: the answers of {where}: {broken or f'{case.result}: {case.why}'}.")
-    return (*lines, *([] if found.judged or found.answers else [NOTHING]))
+    if not (outcome.judged or outcome.answers):
+        lines.append(NOTHING)
+    return tuple(lines)
 
 
 def incomplete(report: Report) -> str:
     """Why a report is incomplete; empty if it is complete."""
-    found = Outcome(report)
-    missing = f"{found.missing} cases are missing" if found.missing else ""
-    return (found.ended_early or missing) if report.cases else NOTHING
+    outcome = Outcome(report)
+    if not report.cases:
+        return NOTHING
+    missing = f"{outcome.missing} cases are missing" if outcome.missing else ""
+    return outcome.ended_early or missing
 
 
-def shortcomings(found: Outcome) -> list[str]:
+def shortcomings(outcome: Outcome) -> list[str]:
     """A line for each reason why a report's calls did not pass, if any of its cases ran."""
     lines = []
-    if found.ended_early:
+    if outcome.ended_early:
         lines.append(
-            f"PARTIAL: {found.ended_early}.  The results here are valid; the rest is missing."
+            f"PARTIAL: {outcome.ended_early}.  The results here are valid; the rest is missing."
         )
-    elif found.missing:
-        lines.append(f"MISSING: {fmt.plural(found.missing, 'requested case')}.")
-    finite = grouped(found.failed, exact_answer_is_finite)
+    elif outcome.missing:
+        lines.append(f"MISSING: {fmt.plural(outcome.missing, 'requested case')}.")
+    finite = grouped(outcome.failed, exact_answer_is_finite)
     if of_inputs := finite.get(False):
         why = "weights or activations hold NaN or infinity, or overflow the output's dtype"
         where = f"In {layer_words(of_inputs)} the exact answer itself is not finite"
         lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {why}.")
     if of_kernels := finite.get(True):
         lines.append(
-            f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: "
+            f"FAILED: {len(of_kernels)} of {fmt.plural(outcome.judged, 'case')}: "
             f"{case_words(of_kernels)}."
         )
-    for name, failed in grouped(found.failed, lambda case: case.implementation).items():
-        laws = dict.fromkeys(law.name for case in failed for law in case.broken_laws)
-        if faults := dict.fromkeys(_consequence(law) for law in laws):
+    for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
+        faults: dict[str, None] = {}
+        for case in failed:
+            faults |= dict.fromkeys(_consequence(law.name) for law in case.broken_laws)
+        if faults:
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
-    if found.refused:
-        why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in found.refused))
-        lines.append(f"REFUSED: {case_words(found.refused)}: {why}.")
-    answers = {case.name for case in found.answers}
-    for gate, broken in by_gate(one for one in found.broken if one.case not in answers).items():
-        cases = [": ".join(filter(None, (one.case, one.found))) for one in broken]
+    if outcome.refused:
+        why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in outcome.refused))
+        lines.append(f"REFUSED: {case_words(outcome.refused)}: {why}.")
+    answers = {case.name for case in outcome.answers}
+    of_calls = (verdict for verdict in outcome.broken if verdict.case not in answers)
+    for gate, broken in by_gate(of_calls).items():
+        cases = [": ".join(filter(None, (verdict.case, verdict.actual))) for verdict in broken]
         lines.append(f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}.")
     return lines
 
@@ -130,28 +143,21 @@ def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
     return grouped(broken, lambda verdict: verdict.condition)
 
 
-def _passed(report: Report, found: Outcome) -> Iterator[VerdictLine]:
-    if found.answers and not found.answers_failed:
-        answers = found.answers[0]
-        gates = [one.text for one in report.conditions if METRICS[one.metric].applies(answers)]
-        unknown = any(verdict.condition in gates for verdict in found.broken)
-        judged = "they are within the limits" if gates else "no limit was given"
-        limits = "a limit could not be judged" if unknown else judged
-        yield VerdictLine(
-            f"Answers of {fmt.plural(len(found.answers), 'case')} were compared: {limits}.",
-            not unknown,
-        )
-    if not found.judged or found.failed:
+def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
+    """What was compared, and is within its limits."""
+    if outcome.answers and not outcome.answers_failed:
+        yield _answers_compared(report, outcome)
+    if not outcome.judged or outcome.failed:
         return
-    one = found.judged == 1
-    who = "the one case" if one else f"all {found.judged} cases"
-    if found.passed:
+    is_single = outcome.judged == 1
+    who = "the one case" if is_single else f"all {outcome.judged} cases"
+    if outcome.passed:
         who = f"PASSED: {who}"
-    elif found.ended_early:
+    elif outcome.ended_early:
         who = f"So far {who}"
-    elif found.refused or found.missing:
-        who = "The other case" if one else f"The other {found.judged} cases"
-    how = f"{'is' if one else 'are'} within the error budget against the fp64 oracle"
+    elif outcome.refused or outcome.missing:
+        who = "The other case" if is_single else f"The other {outcome.judged} cases"
+    how = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
     if report.kind == "prefill":
         how = "ran"
     if any(case.variant == "interpreter" for case in report.of_calls):
@@ -159,38 +165,58 @@ def _passed(report: Report, found: Outcome) -> Iterator[VerdictLine]:
     yield VerdictLine(f"{_capital(who)} {how}.", True)
 
 
+def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
+    limits = "no limit was given"
+    gates = [
+        gate.text for gate in report.conditions if METRICS[gate.metric].applies(outcome.answers[0])
+    ]
+    unknown = any(verdict.condition in gates for verdict in outcome.broken)
+    if unknown:
+        limits = "a limit could not be judged"
+    elif gates:
+        limits = "they are within the limits"
+    cases = fmt.plural(len(outcome.answers), "case")
+    return VerdictLine(f"Answers of {cases} were compared: {limits}.", not unknown)
+
+
 # --- where an implementation may be used
 
 
-def advice(found: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
+def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
     """The precisions at which the implementations may be used: one line for all groups with the
     same words.
     """
-    for line, own in grouped(found, lambda one: _advice(one[0].series(one[1]))).items():
-        yield line._replace(text=f"{_capital(places(group for group, _ in own))}, {line.text}")
+    lines = grouped(compared, lambda pair: _advice(pair[0].series(pair[1])))
+    for line, pairs in lines.items():
+        where = _capital(places(group for group, _ in pairs))
+        yield line._replace(text=f"{where}, {line.text}")
 
 
-def _advice(series: Sequence[Series]) -> VerdictLine:
-    name, good, bad = series[0].implementation, list[Series](), list[str]()
-    for one in series:
-        doubt = _doubt(one, series) if one.within_budget else trouble_words(one)
-        if doubt:
-            bad.append(f"{one.precision}: {doubt}")
-        else:
-            good.append(one)
-    words = f"{name} may not be used at {'; '.join(bad)}."
+def _advice(every: Sequence[Series]) -> VerdictLine:
+    """ "fused may be used at exact, fp32 states: ...  It may not be used at ...".  every: all of an
+    implementation.
+    """
+    name = every[0].implementation
+    doubts = {
+        series: _doubt(series, every) if series.within_budget else trouble_words(series)
+        for series in every
+    }
+    bad = [f"{series.precision}: {doubt}" for series, doubt in doubts.items() if doubt]
+    good = [series for series, doubt in doubts.items() if not doubt]
+    words = []
     if good:
-        layers = len({case.layer for one in good for case in one.cases})
-        where = "every layer replayed" if layers > 1 else "the layer replayed"
-        precisions = "; ".join(one.precision for one in good)
+        layers = {case.layer for case in chain.from_iterable(series.cases for series in good)}
+        where = "every layer replayed" if len(layers) > 1 else "the layer replayed"
+        precisions = "; ".join(series.precision for series in good)
         if not bad and len(good) > 4:
             precisions = f"each of its {len(good)} precisions"
-        said = f"{name} may be used at {precisions}: within the error budget in {where}."
-        words = f"{said}  It{words.removeprefix(name)}" if bad else said
-    return VerdictLine(words, all(one.within_budget for one in series))
+        words.append(f"{name} may be used at {precisions}: within the error budget in {where}.")
+    if bad:
+        words.append(f"{'It' if good else name} may not be used at {'; '.join(bad)}.")
+    return VerdictLine("  ".join(words), all(series.within_budget for series in every))
 
 
-def _doubt(one: Series, every: Sequence[Series]) -> str:
+def _doubt(series: Series, every: Sequence[Series]) -> str:
     """Why a precision within its budget is not advised, by the model's answers, else by the
     output's error; or "".
     """
@@ -199,105 +225,111 @@ def _doubt(one: Series, every: Sequence[Series]) -> str:
         for other in every
         if other.within_budget and intermediates_of(other.precision) == "exact"
     ]
-    if not exact or one in exact:
+    if not exact or series in exact:
         return ""
-    own, noise = _divergence(one)
-    if own and noise:
-        times = own / noise
-        return (
-            f"its answers diverge {times:,.0f} times as far as by the model's own noise"
-            if times > _NOISE
-            else ""
-        )
-    least = min(other.rms_ratio for each in exact if (other := each.pooled("vs_oracle")))
-    error = one.pooled("vs_oracle")
-    times = error.rms_ratio / least if error and least else 0.0
-    return (
-        f"its error is {times:,.0f} times that of exact intermediates"
-        if times >= _MUCH_WORSE
-        else ""
-    )
+    divergence, noise = _divergence(series)
+    if divergence and noise:
+        if divergence <= _NOISE * noise:
+            return ""
+        times = divergence / noise
+        return f"its answers diverge {times:,.0f} times as far as by the model's own noise"
+    errors = [other.pooled("vs_oracle") for other in (series, *exact)]
+    rms, *others = [error.rms_ratio if error else math.inf for error in errors]
+    least = min(others)
+    if errors[0] is None or not least or rms < _MUCH_WORSE * least:
+        return ""
+    return f"its error is {rms / least:,.0f} times that of exact intermediates"
 
 
 # --- what to do
 
 
-def in_short(report: Report) -> Iterator[VerdictLine]:
+def in_short(report: Report) -> tuple[VerdictLine, ...]:
     """A sentence for whoever decides on a run: the gain at the longest prompt, whether answers
     stay, and what to use.
-
-    Recommends the most accurate precision that is not clearly slower than the fastest one.
     """
-    judged, group = Outcome(report), next(iter(groups(report)), None)
-    if report.kind != "run" or group is None or not group.compared:
-        return
+    longest = next(iter(groups(report)), None)
+    if report.kind != "run" or longest is None or not longest.compared:
+        return ()
+    words, good = _decision(report, longest)
+    return (VerdictLine(f"In short: {words}.", good),)
+
+
+def _decision(report: Report, group: Group) -> VerdictLine:
+    """Recommends the most accurate precision that is not clearly slower than the fastest one."""
+    outcome = Outcome(report)
     if report.doubts:
         first = min(report.doubts).partition(":")[0].rstrip(".")
-        yield VerdictLine(
-            f"In short: explain the inputs first, which no model has: {first}.", False
-        )
-        return
-    if not judged.passed:
-        wrong = judged.failed or judged.refused or judged.broken or judged.answers_failed
+        return VerdictLine(f"explain the inputs first, which no model has: {first}", False)
+    if not outcome.passed:
+        wrong = outcome.failed or outcome.refused or outcome.broken or outcome.answers_failed
         why = "this run did not pass" if wrong else "this run is incomplete"
-        yield VerdictLine(f"In short: keep {group.baseline} for now: {why}.", False)
-        return
-    of_names = [group.series(name) for name in group.compared if name != "served"]
-    every = [one for own in of_names for one in own if one.within_budget and not _doubt(one, own)]
-    timed = [one for one in every if one.speedup() and len(one.timed) == group.calls]
+        return VerdictLine(f"keep {group.baseline} for now: {why}", False)
+    usable = _usable(group)
+    timed = [series for series in usable if series.speedup() and len(series.timed) == group.calls]
     if not timed:
-        why = (
-            "on this GPU nothing was timed"
-            if group.report.environment.gpu
-            else "without a GPU there is no speed"
-        )
-        who = dict.fromkeys(one.implementation for one in every) or group.compared
-        verb = ("is" if len(who) == 1 else "are") + ("" if every else " not")
-        said = f"{fmt.words(who)} {verb} accurate enough for {group.extent} {group.where}"
-        yield VerdictLine(f"In short: {said}; {why}.", bool(every))
-        return
-    least = min(one.us["device"] for one in timed)
-    best = next(one for one in timed if one.us["device"] <= _CLEARLY_SLOWER * least)
-    whole = baseline_us(best) or 0.0
+        return _untimed_decision(group, usable)
+    least = min(series.us("device") for series in timed)
+    best = next(series for series in timed if series.us("device") <= _CLEARLY_SLOWER * least)
     if best.verdict != "faster":
-        yield VerdictLine(
-            f"In short: keep {group.baseline}: {best.implementation} is not faster {group.where}.",
-            True,
-        )
-        return
-    less = (
-        f"takes {fmt.duration(whole - best.us['device'])} less of {fmt.duration(whole)} for "
-        f"{group.extent}"
-    )
-    gain = (
-        f"on this {gpu_name(group.report.environment)}, {best.implementation} {less} {group.where}"
-    )
-    yield VerdictLine(f"In short: {gain}; {_answers_words(best)}; use {best.precision}.", True)
+        words = f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
+        return VerdictLine(words, True)
+    whole = best.baseline_us or 0.0
+    less = f"{fmt.duration(whole - best.us('device'))} less of {fmt.duration(whole)}"
+    gain = f"{best.implementation} takes {less} for {group.extent} {group.where}"
+    gpu = gpu_name(report.environment)
+    words = f"on this {gpu}, {gain}; {_answers_words(best)}; use {best.precision}"
+    return VerdictLine(words, True)
 
 
-def _answers_words(one: Series) -> str:
+def _usable(group: Group) -> list[Series]:
+    """The series that are advised."""
+    usable = []
+    for name in group.compared:
+        every = group.series(name)
+        if name != "served":
+            within = (series for series in every if series.within_budget)
+            usable += [series for series in within if not _doubt(series, every)]
+    return usable
+
+
+def _untimed_decision(group: Group, usable: Sequence[Series]) -> VerdictLine:
+    why = "without a GPU there is no speed"
+    if group.report.environment.gpu:
+        why = "on this GPU nothing was timed"
+    names = dict.fromkeys(series.implementation for series in usable) or group.compared
+    verb = "is" if len(names) == 1 else "are"
+    if not usable:
+        verb += " not"
+    words = f"{fmt.words(names)} {verb} accurate enough for {group.extent} {group.where}"
+    return VerdictLine(f"{words}; {why}", bool(usable))
+
+
+def _answers_words(series: Series) -> str:
     """Whether the model's answers stay as they are."""
-    own, noise = _divergence(one)
-    if not own:
+    divergence, noise = _divergence(series)
+    if not divergence:
         return "the model's answers were not compared"
     if not noise:
-        return f"its answers diverge by {fmt.small(own)} nats"
-    if own <= _NOISE * noise:
+        return f"its answers diverge by {fmt.small(divergence)} nats"
+    if divergence <= _NOISE * noise:
         return "its answers stay within the model's own noise"
-    return f"its answers diverge {own / noise:,.1f} times as far as by the model's own noise"
+    times = f"{divergence / noise:,.1f} times"
+    return f"its answers diverge {times} as far as by the model's own noise"
 
 
-def _divergence(one: Series) -> tuple[float, float]:
+def _divergence(series: Series) -> tuple[float, float]:
     """The largest mean KL of the answers at this implementation and precision, and that of noise;
     0: unknown.
     """
-    key = one.implementation, one.precision
-    compared = [(case, band.kl_mean) for case in one.group.report.of_answers if (band := case.band)]
-    own = [
-        kl for case, kl in compared if case.judged and (case.implementation, case.precision) == key
-    ]
-    noise = [kl for case, kl in compared if isinstance(case.task, Answers) and case.task.change]
-    return max(own, default=0.0), max(noise, default=0.0)
+    divergence = noise = 0.0
+    for case in series.group.report.of_answers:
+        if case.band and isinstance(case.task, Answers) and case.task.change:
+            noise = max(noise, case.band.kl_mean)
+        names = case.implementation, case.precision
+        if case.band and case.judged and names == (series.implementation, series.precision):
+            divergence = max(divergence, case.band.kl_mean)
+    return divergence, noise
 
 
 # --- caveats
@@ -352,47 +384,48 @@ def _single_chunks(report: Report) -> Iterator[str]:
     for group in groups(report):
         call, longest = group.call, group.seqlen
         if call and call.kind == "packed":
-            lengths = (length for prompt in report.prompts for length in prompt.serving.packed)
-            longest = max(lengths, default=LONGEST_SEQLEN)  # a recording may begin with states
+            longest = _longest_packed(report)
         elif isinstance(group.cases[0].task, Drawn) or (
             call and not (call.kind == "chunk" and call.count == 1)
         ):
             continue  # of a bench, or it begins with a state
-        chunks = {
-            case.dims.chunk_size
-            for case in group.cases
-            if case.dims and case.dims.chunk_size is not None
-        }
+        dims = (case.dims for case in group.cases if case.dims)
+        chunks = {size for size in (each.chunk_size for each in dims) if size is not None}
         if chunks and longest <= min(chunks):
-            one = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
+            what = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
             are = "are" if call is None and longest > 1 else "is"
             chunk = f"one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}"
             untested = "no state is passed on, so the dtype of the states is not tested"
-            yield f"{one} {are} no more than {chunk}: {untested}."
+            yield f"{what} {are} no more than {chunk}: {untested}."
+
+
+def _longest_packed(report: Report) -> int:
+    """A recording without lengths may begin with states."""
+    lengths = [max(prompt.serving.packed, default=0) for prompt in report.prompts]
+    return max(lengths, default=0) or LONGEST_SEQLEN
 
 
 def _of_baselines(report: Report) -> Iterator[str]:
     """A caveat on each precision of a baseline outside its budget, with the errors where it is
     largest.
     """
-
-    def rms(case: Case) -> float:
-        return (
-            math.inf if case.error is None or case.error.rms_ratio is None else case.error.rms_ratio
-        )
-
     for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
-        worst = max(cases, key=rms)
-        rated = [
-            one for one in report.cases if one.rated_against == (worst.place, worst.implementation)
-        ]
+        worst = max(cases, key=_rms)
+        pair = worst.place, worst.implementation
+        rated = [case for case in report.cases if case.rated_against == pair and case.accuracy]
         # where there is one, the same precision is shown
-        rated.sort(key=lambda one: one.precision == worst.precision)
-        errors = {one.implementation: fmt.small(rms(one)) for one in rated if one.accuracy}
-        timed = ", but timed" * bool(worst.time_us)
+        rated.sort(key=lambda case: case.precision == worst.precision)
+        errors = {case.implementation: fmt.small(_rms(case)) for case in rated}
         rated_at = "".join(f", of {name} {error}" for name, error in errors.items())
-        found = f"{label} in {worst.place} (rms error {fmt.small(rms(worst))}{rated_at})"
-        yield f"The baseline is outside its error budget{timed}: {found}."
+        timed = ", but timed" if worst.time_us else ""
+        where = f"{label} in {worst.place} (rms error {fmt.small(_rms(worst))}{rated_at})"
+        yield f"The baseline is outside its error budget{timed}: {where}."
+
+
+def _rms(case: Case) -> float:
+    if case.error is None or case.error.rms_ratio is None:
+        return math.inf
+    return case.error.rms_ratio
 
 
 def _fails(case: Case) -> bool:
@@ -401,49 +434,51 @@ def _fails(case: Case) -> bool:
 
 
 def _of_libraries(report: Report) -> Iterator[str]:
+    """Libraries that were not compared, not timed, or timed although they are inaccurate."""
     yield from (f"Not compared: {reason}" for reason in report.absent)
-    own = [
+    libraries = [
         case
         for case in report.cases
         if case.kind == "library" and (case.baseline or isinstance(case.task, Drawn))
     ]
-    troubles = (case for case in own if case.result != "passed" and not _fails(case))
-    for (_, reason), found in grouped(
-        troubles, lambda case: (case.implementation, case.why)
-    ).items():
-        yield f"Without a time: {case_words(found)}: {reason.rstrip('.')}."
-    if outside := [case for case in own if case.result == "passed" and case.outside_budget]:
+    troubles = (case for case in libraries if case.result != "passed" and not _fails(case))
+    by_reason = grouped(troubles, lambda case: (case.implementation, case.why))
+    for (_, reason), cases in by_reason.items():
+        yield f"Without a time: {case_words(cases)}: {reason.rstrip('.')}."
+    outside = [case for case in libraries if case.result == "passed" and case.outside_budget]
+    if outside:
         yield (
             "Outside the error budget, but timed because it is another library's: "
             f"{case_words(outside)}."
         )
 
 
-def _equal_precisions(cases: Iterable[Case], timed: bool) -> Iterator[str]:
+def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
     """The precisions of an implementation that give the same bits as another one, from the plans of
     its cases.
     """
-    same = (
-        (case.implementation, part.removeprefix(_SAME_AS), case.precision)
-        for case in cases
-        for part in case.plan.split("; ")
-        if part.startswith(_SAME_AS)
-    )
-
-    def words(precision: PrecisionName) -> str:
-        return f"{intermediates_of(precision)} with {states_of(precision)} states"
-
-    for (name, other), own in grouped(same, lambda one: one[:2]).items():
-        precisions = [words(one) for one in sorted({one[2] for one in own}, key=PRECISIONS.index)]
-        ran = {words(case.precision) for case in cases if case.implementation == name}
-        which = "every precision" if ran <= {other, *precisions} else fmt.words(precisions)
-        said = f"{name} computes {which} as {other}: results are bitwise the same"
+    equal: dict[tuple[str, str], set[PrecisionName]] = {}
+    for case in cases:
+        for part in case.plan.split("; "):
+            if part.startswith(_SAME_AS):
+                key = case.implementation, part.removeprefix(_SAME_AS)
+                equal.setdefault(key, set()).add(case.precision)
+    for (name, other), precisions in equal.items():
+        words = [_with_states(precision) for precision in sorted(precisions, key=PRECISIONS.index)]
+        ran = {_with_states(case.precision) for case in cases if case.implementation == name}
+        which = "every precision" if ran <= {other, *words} else fmt.words(words)
+        sentence = f"{name} computes {which} as {other}: results are bitwise the same"
         if timed:
-            said += (
+            sentence += (
                 ", and so is the time.  Speedups differ where each is over the baseline at "
                 "its own state dtype"
             )
-        yield f"{said}."
+        yield f"{sentence}."
+
+
+def _with_states(precision: PrecisionName) -> str:
+    """ "exact with fp32 states"."""
+    return f"{intermediates_of(precision)} with {states_of(precision)} states"
 
 
 # --- cases in words
@@ -456,19 +491,19 @@ def case_words(cases: Iterable[Case]) -> str:
         result = "" if case.result == "refused" else f" {_result_words(case)}"
         return f"{case.implementation} ({case.precision}){result}"
 
-    return "; ".join(
-        f"{which} in {layer_words(own)}" for which, own in grouped(cases, name).items()
-    )
+    named = grouped(cases, name)
+    return "; ".join(f"{which} in {layer_words(equal)}" for which, equal in named.items())
 
 
 def trouble_words(series: Series) -> str:
     """The reason why a series did not pass: "not finite in layer 9"."""
     wrong = [case for case in series.cases if case.result != "passed" or case.outside_budget]
-    reasons = grouped(
-        wrong,
-        lambda one: "outside the error budget" if one.result == "passed" else _result_words(one),
-    )
-    return fmt.words(f"{why} in {layer_words(own)}" for why, own in reasons.items())
+    reasons = grouped(wrong, _trouble)
+    return fmt.words(f"{why} in {layer_words(cases)}" for why, cases in reasons.items())
+
+
+def _trouble(case: Case) -> str:
+    return "outside the error budget" if case.result == "passed" else _result_words(case)
 
 
 def _result_words(case: Case) -> str:

@@ -1,22 +1,23 @@
 """The data of a document and its tables, which renderers draw without changing the contents.
 
-A column is a header and a function of a row's item: a case, a series of cases, or a pair of two
-reports.
+A row names its cells by their headings: {"device\ntime": "1.93 ms"}.  `table` lays rows out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 
-T = TypeVar("T")
-Part = TypeVar("Part")
+PRECISION = "intermediates,\nstates"  # the heading of precisions, in every table
 Align = Literal["left", "right"]
-Row = tuple[str, ...]
+Cells = tuple[str, ...]
+TableRow = dict[str, str]  # heading -> cell
+_GOOD = ("faster", "passed", "yes", "ok")
+_BAD = ("slower", "inaccurate", "nonfinite", "failed", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +30,15 @@ class Table:
     """
 
     title: str
-    headers: Row
-    rows: tuple[Row, ...]
+    headers: Cells
+    rows: tuple[Cells, ...]
     align: tuple[Align, ...]
     note: str = ""
     keys: int = 1
     wraps: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.align) != len(self.headers) or any(
-            len(row) != len(self.headers) for row in self.rows
-        ):
+        if {len(self.headers)} != {len(self.align), *map(len, self.rows)}:
             raise ValueError(
                 f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has"
             )
@@ -57,76 +56,59 @@ class Table:
     def full(self) -> list[int]:
         """The columns that are not empty."""
         columns = enumerate(zip(*self.rows, strict=True))
-        return [
-            number
-            for number, cells in columns
-            if any(cell not in ("", fmt.MISSING) for cell in cells)
-        ]
+        return [number for number, cells in columns if any(map(is_filled, cells))]
 
 
-class Column(NamedTuple, Generic[T]):
-    """of: (item of a row) -> the cell.  wraps: its text may run over several lines."""
-
-    header: str
-    of: Callable[[T], str]
-    align: Align = "right"
-    wraps: bool = False
-
-
-def text(header: str, of: Callable[[T], str], *, wraps: bool = False) -> Column[T]:
-    """A column of words."""
-    return Column(header, of, "left", wraps)
-
-
-def lifted(part: Callable[[T], Part | None], *columns: Column[Part]) -> tuple[Column[T], ...]:
-    """Columns of a part of each item: a dash where the item has no such part."""
-
-    def cell(of: Callable[[Part], str]) -> Callable[[T], str]:
-        return lambda item: fmt.MISSING if (found := part(item)) is None else of(found)
-
-    return tuple(Column(one.header, cell(one.of), one.align, one.wraps) for one in columns)
+def is_filled(cell: str) -> bool:
+    return cell not in ("", fmt.MISSING)
 
 
 def table(
-    title: str, columns: Sequence[Column[T]], items: Iterable[T], *, keys: int = 1, note: str = ""
+    title: str,
+    rows: Iterable[TableRow],
+    words: Container[str],
+    *,
+    keys: int = 1,
+    wraps: str = "",
+    note: str = "",
 ) -> Table | None:
-    """A row for each item; None without items."""
-    rows = (tuple(column.of(item) for column in columns) for item in items)
-    sides = "".join(column.align[0] for column in columns)
-    wraps = next((number for number, column in enumerate(columns) if column.wraps), None)
-    return strings(
-        title, [column.header for column in columns], rows, sides, keys=keys, wraps=wraps, note=note
-    )
+    """A table of rows; None without rows.
+
+    The row with the most cells has all headings in their order; a dash is where another row lacks
+    one.  words: headings of columns of text, which begin at the left; numbers end at the right.
+    wraps: the heading of a text that may run over several lines.
+    """
+    listed = list(rows)
+    fullest: TableRow = max(listed, key=len, default={})
+    headings = list(fullest)
+    align = "".join("l" if heading in words else "r" for heading in headings)
+    cells = [tuple(row.get(heading, fmt.MISSING) for heading in headings) for row in listed]
+    column = headings.index(wraps) if wraps in headings else None
+    return strings(title, headings, cells, align, keys=keys, wraps=column, note=note)
 
 
 def strings(
-    title: str, headers: Sequence[str], rows: Iterable[Row], align: str, **fields: Any
+    title: str, headers: Sequence[str], rows: Iterable[Cells], align: str, **fields: Any
 ) -> Table | None:
-    """A table of given cells; None without rows.  align: a letter for each column, such as "llrr".
-    fields: others of a table.
+    """A table of columns whose headers may be equal; None without rows.
+
+    align: a letter for each column, such as "llrr".  fields: others of a table.
     """
-    found = tuple(rows)
-    if not found:
+    cells = tuple(rows)
+    if not cells:
         return None
-    return Table(title=title, headers=tuple(headers), rows=found, align=aligned(align), **fields)
+    return Table(title=title, headers=tuple(headers), rows=cells, align=aligned(align), **fields)
 
 
-def filled(found: Table | None) -> Table | None:
-    """The table without its empty columns."""
-    return found and found.only(found.full())
+def without_empty_columns(whole: Table | None) -> Table | None:
+    return whole and whole.only(whole.full())
 
 
 def tone(cell: str) -> str:
     """ "good", "bad" or none: for its colour."""
-    if cell.startswith("NO") or cell in (
-        "slower",
-        "inaccurate",
-        "nonfinite",
-        "failed",
-        "out of memory",
-    ):
+    if cell.startswith("NO") or cell in _BAD:
         return "bad"
-    return "good" if cell in ("faster", "passed", "yes", "ok") else ""
+    return "good" if cell in _GOOD else ""
 
 
 def aligned(letters: str) -> tuple[Align, ...]:
@@ -134,27 +116,40 @@ def aligned(letters: str) -> tuple[Align, ...]:
     return tuple("left" if letter == "l" else "right" for letter in letters)
 
 
-def folded(rows: Iterable[Row], column: int) -> list[Row]:
-    """Rows that differ only in the precision in a column become one: "exact, fp32/fp16; relaxed,
-    bf16", or "all 6 precisions" if the rows with the same cells before that column have no other.
+def fold_precisions(rows: Iterable[TableRow]) -> list[TableRow]:
+    """Rows that differ only in their precision become one: "exact, fp32/fp16; relaxed, bf16", or
+    "all 6 precisions" if no row with the same cells before the precision has another one.
     """
-    every = list(rows)
-    kinds = grouped(every, lambda row: row[:column])
-    found = []
-    for (before, after), own in grouped(
-        every, lambda row: (row[:column], row[column + 1 :])
-    ).items():
-        cells = [row[column] for row in own]
-        each = grouped(cells, lambda cell: cell.partition(", ")[0]).items()
-        states = {
-            kind: "/".join(cell.removeprefix(f"{kind}, ") for cell in of)
-            for kind, of in each
-            if kind
-        }
-        words = "; ".join(f"{kind}, {one}" for kind, one in states.items())
-        whole = len(cells) > 1 and set(cells) == {row[column] for row in kinds[before]}
-        found.append((*before, f"all {len(cells)} precisions" if whole else words, *after))
-    return found
+    unfolded = list(rows)
+
+    def before(row: TableRow) -> Cells:
+        cells = tuple(row.values())
+        return cells[: list(row).index(PRECISION)]
+
+    known = grouped(unfolded, before)
+    folded = []
+    for equal in grouped(unfolded, _other_cells).values():
+        precisions = [row[PRECISION] for row in equal]
+        every = {row[PRECISION] for row in known[before(equal[0])]}
+        if len(precisions) > 1 and set(precisions) == every:
+            words = f"all {len(precisions)} precisions"
+        else:
+            words = _precision_words(precisions)
+        folded.append(equal[0] | {PRECISION: words})
+    return folded
+
+
+def _other_cells(row: TableRow) -> tuple[tuple[str, str], ...]:
+    return tuple(item for item in row.items() if item[0] != PRECISION)
+
+
+def _precision_words(precisions: Iterable[str]) -> str:
+    """The states of each kind of intermediates: "exact, fp32/fp16; relaxed, bf16"."""
+    states: dict[str, list[str]] = {}
+    for precision in filter(None, precisions):
+        intermediates, _, dtype = precision.partition(", ")
+        states.setdefault(intermediates, []).append(dtype)
+    return "; ".join(f"{kind}, {'/'.join(dtypes)}" for kind, dtypes in states.items())
 
 
 def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table | None:
@@ -170,7 +165,7 @@ class VerdictLine(NamedTuple):
 
 
 # a text explains the table above it, a tuple is a list of sentences
-Block = Table | str | tuple[str, ...]
+Content = Table | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,16 +173,18 @@ class Section:
     """folded: it is a detail, which a page folds."""
 
     title: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[Content, ...]
     folded: bool = False
 
 
-def section(title: str, *blocks: Block | None, reading: str = "", folded: bool = False) -> Section:
+def section(
+    title: str, *blocks: Content | None, reading: str = "", folded: bool = False
+) -> Section:
     """reading: explains the blocks, if there are any."""
-    found = tuple(block for block in blocks if block)
-    return Section(
-        title=title, blocks=(*found, reading) if found and reading else found, folded=folded
-    )
+    contents = tuple(block for block in blocks if block)
+    if contents and reading:
+        contents = (*contents, reading)
+    return Section(title=title, blocks=contents, folded=folded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +201,12 @@ class Document:
     sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sections", tuple(one for one in self.sections if one.blocks))
+        filled = tuple(section for section in self.sections if section.blocks)
+        object.__setattr__(self, "sections", filled)
 
 
 def shortened(items: Sequence[str], most: int) -> str:
     """ "a; b; and 3 cases more"."""
     more = len(items) - most
-    return "; ".join(items[:most]) + (f"; and {fmt.plural(more, 'case')} more" if more > 0 else "")
+    rest = [f"and {fmt.plural(more, 'case')} more"] if more > 0 else []
+    return "; ".join([*items[:most], *rest])

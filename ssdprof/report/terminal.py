@@ -70,6 +70,7 @@ class SplitTable:
     rest: str = WHOLE_REPORT
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The title, the parts, the note."""
         yield Text(self.table.title, style="bold")
         parts = [self.table.only(block) for block in _blocks(self.table, options.max_width)]
         for number, part in enumerate(parts):
@@ -129,22 +130,30 @@ def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
     if taken(whole) <= width:
         return [whole]
     for parts in range(1, len(rest) + 1):
-        edges = ((0, *cuts, len(rest)) for cuts in combinations(range(1, len(rest)), parts - 1))
-        splits = [[(*keys, *rest[low:high]) for low, high in pairwise(one)] for one in edges]
+        cuts = combinations(range(1, len(rest)), parts - 1)
+        splits = (_split(keys, rest, borders) for borders in cuts)
         if possible := [split for split in splits if all(map(fits, split))]:
             return min(possible, key=lambda split: max(map(taken, split)))
     return [keys]
 
 
+def _split(
+    keys: Sequence[int], rest: Sequence[int], borders: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The other columns cut at the borders, each part behind the keys."""
+    edges = (0, *borders, len(rest))
+    return [(*keys, *rest[low:high]) for low, high in pairwise(edges)]
+
+
 def _widths(table: Table) -> list[int]:
     """The width of each column, if only the text column is wrapped."""
-    columns = zip(*([header.split("\n") for header in table.headers], *table.rows), strict=True)
-    widest = [max(map(cell_len, (*header, *cells))) for header, *cells in columns]
-    return [
-        min(one, _LEAST_WRAPPED) if column == table.wraps else one
-        for column, one in enumerate(widest)
-    ]
+    headers = [header.split("\n") for header in table.headers]
+    columns = zip(headers, *table.rows, strict=True)
+    widths = [max(map(cell_len, (*header, *cells))) for header, *cells in columns]
+    if table.wraps is not None:
+        widths[table.wraps] = min(widths[table.wraps], _LEAST_WRAPPED)
+    return widths
 
 
 def _taken(widths: Iterable[int]) -> int:
-    return sum(one + _GAP for one in widths) - _GAP
+    return sum(width + _GAP for width in widths) - _GAP

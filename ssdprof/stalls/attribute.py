@@ -25,13 +25,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ssdprof import operators
-from ssdprof.core.stalls import Line, Samples
+from ssdprof.core.stalls import Line, StallSamples
 from ssdprof.operators.operator import AHEAD, Stages
 from ssdprof.stalls.read import RawKernel, base_name
 
+Number = TypeVar("Number", int, float)
 CALLER = "caller"
 IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
 UNKNOWN = "unknown"
@@ -43,9 +44,9 @@ _PACKAGE = Path(__file__).parent.parent
 
 def attribute(
     kernel: RawKernel,
-    sources: Sources,
+    sources: SourceFiles,
     known: Stages = Stages(),  # noqa: B008
-) -> tuple[dict[str, Samples], tuple[Line, ...], int]:
+) -> tuple[dict[str, StallSamples], tuple[Line, ...], int]:
     """Every sample of the kernel's points: by stage in the algorithm's order, and by line and
     stage, hottest first.
 
@@ -75,22 +76,19 @@ def attribute(
             function=function,
             stage=stage,
             text=sources.text(file, line) or sass,
-            samples=ordered(samples),
+            samples=most_first(samples),
         )
         for (file, line, sass, function, stage), samples in by_line.items()
     ]
     lines.sort(key=lambda line: (-line.total, line.file, line.line, line.stage, line.text))
     stages = sorted(by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), known))
-    return {name: ordered(by_stage[name]) for name in stages}, tuple(lines), from_neighbours
+    return {name: most_first(by_stage[name]) for name in stages}, tuple(lines), from_neighbours
 
 
-def ordered(samples: Mapping[str, int]) -> Samples:
-    """The most frequent reason first, without those that have no samples."""
-    return {
-        reason: count
-        for reason, count in sorted(samples.items(), key=lambda item: (-item[1], item[0]))
-        if count
-    }
+def most_first(samples: Mapping[str, Number]) -> dict[str, Number]:
+    """By stall reason, the most frequent one first, without those that have no samples."""
+    by_count = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
+    return {reason: count for reason, count in by_count if count}
 
 
 def is_idle(stage: str) -> bool:
@@ -99,12 +97,12 @@ def is_idle(stage: str) -> bool:
 
 def _stages(places: Sequence[LineStage]) -> list[str]:
     """The stage of each place: its own, or its neighbour's if it has none."""
-    found, before = [], ""
+    stages, before = [], ""
     for place in places:
         before = place.stage or before
-        found.append(before)
-    after = next((stage for stage in found if stage), UNKNOWN)
-    return [stage or after for stage in found]
+        stages.append(before)
+    after = next(filter(None, stages), UNKNOWN)
+    return [stage or after for stage in stages]
 
 
 def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
@@ -118,7 +116,7 @@ def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
 # --- the files of a report
 
 
-class Sources:
+class SourceFiles:
     """The source files of a report, by name: the stage and the text of any line in them.
 
     A file of ssdprof that was not recorded is read from the installed package.
@@ -127,7 +125,7 @@ class Sources:
 
     def __init__(self, recorded: Mapping[str, str]) -> None:
         self._recorded = recorded
-        self._known = Stages.together([one.stages for one in operators.records()]).sources
+        self._known = Stages.together([operator.stages for operator in operators.records()]).sources
         self._files: dict[str, SourceFile | None] = {}
         self.not_recorded: set[str] = set()
         self.unlabelled: set[str] = set()
@@ -157,9 +155,11 @@ class Sources:
         """The implementation of the kernel, if its file is a known one of another library; else
         "".
         """
-        texts = (text for file, text in self._recorded.items() if not _LIBRARY.search(file))
-        found = (self._known.get(_sha256(text)) for text in texts)
-        return next((one["implementation"] for one in found if one and kernel in one["stages"]), "")
+        for file, text in self._recorded.items():
+            entry = None if _LIBRARY.search(file) else self._known.get(_sha256(text))
+            if entry and kernel in entry["stages"]:
+                return str(entry["implementation"])
+        return ""
 
     def _file(self, file: str) -> SourceFile | None:
         if file not in self._files:
@@ -197,6 +197,20 @@ class LineStage:
 
 
 @dataclass(frozen=True)
+class Labels:
+    """Which lines of a file belong to which stage.
+
+    functions: the stage of each function; None: unknown, then each is a stage of its own name.
+    starts: lines from which on another stage begins, inside their function.
+    waits: lines that wait, with their stage.
+    """
+
+    functions: Mapping[str, str] | None
+    starts: Mapping[int, str] = field(default_factory=dict)
+    waits: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class SourceFile:
     """places: of every line of a @jit function.  specialized: functions in which some warps have no
     role.
@@ -225,60 +239,63 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return SourceFile(lines)
-    stages = known["stages"] if known else _table(tree, "STAGES")
-    names = _table(tree, "WAITS") or {}
-    marks: Mapping[int, str] = {
-        n: mark[1] for n, line in enumerate(lines, start=1) if (mark := _MARK.match(line))
-    }
     functions = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and any(_is_jit(decorator) for decorator in node.decorator_list)
+        if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list))
     ]
-    if stages is not None and known is None:
-        stages = dict.fromkeys((node.name for node in functions), CALLER) | dict(stages)
-    waits, places = _waits(tree, names), dict[int, LineStage]()
+    if known:
+        labels = Labels(known["stages"], known["starts"])
+    else:
+        labels = _labels_of_file(tree, lines, functions)
+    places: dict[int, LineStage] = {}
     for node in functions:  # those inside of others come later
-        places |= _places(node, stages, known["starts"] if known else marks, waits, lines)
+        places |= _places(node, labels, lines)
     return SourceFile(
         text=lines,
         places=places,
-        specialized=frozenset(
-            node.name
-            for node in functions
-            if any(_called(one) == "warp_specialize" for one in ast.walk(node))
-        ),
-        waits=waits,
-        labelled=stages is not None or not functions,
+        specialized=frozenset(node.name for node in functions if _specializes(node)),
+        waits=labels.waits,
+        labelled=labels.functions is not None or not functions,
     )
 
 
+def _labels_of_file(
+    tree: ast.Module, lines: Sequence[str], functions: Sequence[ast.FunctionDef]
+) -> Labels:
+    """From its STAGES, WAITS and marks; a function that STAGES lacks belongs to its caller."""
+    stages = _table(tree, "STAGES")
+    if stages is not None:
+        stages = dict.fromkeys((node.name for node in functions), CALLER) | stages
+    marks = ((number, _MARK.match(line)) for number, line in enumerate(lines, start=1))
+    starts = {number: mark[1] for number, mark in marks if mark}
+    return Labels(stages, starts, _waits(tree, _table(tree, "WAITS") or {}))
+
+
 def _places(
-    node: ast.FunctionDef,
-    stages: Mapping[str, str] | None,
-    starts: Mapping[int, str],
-    waits: Mapping[int, str],
-    lines: Sequence[str],
+    node: ast.FunctionDef, labels: Labels, lines: Sequence[str]
 ) -> Iterator[tuple[int, LineStage]]:
-    """The lines of a function with their stages.  starts: lines from which on another stage
-    begins.
-    """
+    """The lines of a function with their stages, from its first decorator on."""
     body = node.body[0].lineno
     # a mark may stand between the header and the first statement
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
         body -= 1
-    stage = node.name if stages is None else stages.get(node.name, UNKNOWN)
+    stage = node.name
+    if labels.functions is not None:
+        stage = labels.functions.get(node.name, UNKNOWN)
     of_caller = stage == CALLER
-    for number in range(
-        min(one.lineno for one in node.decorator_list), (node.end_lineno or node.lineno) + 1
-    ):
-        header = number < body
-        stage = stage if header else starts.get(number, stage)
-        yield (
-            number,
-            LineStage(node.name, None if of_caller or header else waits.get(number, stage), header),
-        )
+    first = min(decorator.lineno for decorator in node.decorator_list)
+    for number in range(first, body):
+        yield number, LineStage(node.name, header=True)
+    for number in _lines(node, start=body):
+        stage = labels.starts.get(number, stage)
+        of_line = None if of_caller else labels.waits.get(number, stage)
+        yield number, LineStage(node.name, of_line)
+
+
+def _lines(node: ast.FunctionDef | ast.Call, start: int) -> range:
+    """Numbers of the lines from `start` to the end of the node."""
+    return range(start, (node.end_lineno or node.lineno) + 1)
 
 
 def _is_jit(decorator: ast.expr) -> bool:
@@ -286,47 +303,44 @@ def _is_jit(decorator: ast.expr) -> bool:
     return "jit" in ast.unparse(called).rsplit(".", 1)[-1]
 
 
+def _specializes(function: ast.FunctionDef) -> bool:
+    """Whether it gives its warps roles."""
+    return any(_called(node) == "warp_specialize" for node in ast.walk(function))
+
+
 def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
     """The dict of that name; None if there is none.  In a user's file it may be any object."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [
-            name
-        ]:
-            try:
-                value = ast.literal_eval(node.value)
-            except ValueError:  # not a literal
-                return None
-            return (
-                {str(key): str(stage) for key, stage in value.items()}
-                if isinstance(value, dict)
-                else None
-            )
+        if not isinstance(node, ast.Assign) or list(map(ast.unparse, node.targets)) != [name]:
+            continue
+        try:
+            value = ast.literal_eval(node.value)
+        except ValueError:  # not a literal
+            return None
+        if isinstance(value, dict):
+            return {str(key): str(stage) for key, stage in value.items()}
+        return None
     return None
 
 
-def _waits(tree: ast.Module, waits: Mapping[str, str]) -> dict[int, str]:
+def _waits(tree: ast.Module, stages: Mapping[str, str]) -> dict[int, str]:
     """Lines of `mbarrier.wait(shared.NAME...)`, and of `rings.NAME.wait_full(...)` and
-    `rings.NAME.wait_empty(...)`.
+    `rings.NAME.wait_empty(...)`, with the stages of their names.
     """
-    found: dict[int, str] = {}
-    for node in ast.walk(tree) if waits else ():
-        if isinstance(node, ast.Call):
-            by_method = _called(node) in ("wait_full", "wait_empty")
-            awaited = (
-                node.args[:1]
-                if ast.unparse(node.func) == "mbarrier.wait"
-                else [node.func]
-                if by_method
-                else []
-            )
-            parts = (
-                part for one in awaited for part in ast.walk(one) if isinstance(part, ast.Attribute)
-            )
-            if name := next((part.attr for part in parts if part.attr in waits), ""):
-                found |= dict.fromkeys(
-                    range(node.lineno, (node.end_lineno or node.lineno) + 1), waits[name]
-                )
-    return found
+    waits: dict[int, str] = {}
+    for node in ast.walk(tree) if stages else ():
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func) == "mbarrier.wait":
+            barrier: ast.AST = node.args[0] if node.args else node.func
+        elif _called(node) in ("wait_full", "wait_empty"):
+            barrier = node.func
+        else:
+            continue
+        names = (part.attr for part in ast.walk(barrier) if isinstance(part, ast.Attribute))
+        if name := next((name for name in names if name in stages), ""):
+            waits |= dict.fromkeys(_lines(node, node.lineno), stages[name])
+    return waits
 
 
 def _called(node: ast.AST) -> str:

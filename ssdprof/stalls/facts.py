@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ssdprof import __version__, operators
 from ssdprof.core.stalls import KernelStalls, Launched, SelfChecks, StallReport
 from ssdprof.core.words import cut
 from ssdprof.operators.operator import Stages
-from ssdprof.stalls.attribute import UNKNOWN, Sources, attribute, is_idle, ordered
+from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle, most_first
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
 # field of KernelStalls -> metrics with its value, best first
@@ -87,21 +88,23 @@ def analyse(
     ssdprof.
     missing: the reason if there are no reports.  origin: other fields of the stall report.
     """
-    asked = () if missing else launched
-    names = [one.implementation for one in asked] or [""] * len(reports)
-    kernels = [kernel for report in reports for kernel in report.kernels]
-    gpus = (kernel.metrics.get("device__attribute_display_name", "") for kernel in kernels)
+    requested = () if missing else launched
+    names = [call.implementation for call in requested] or [""] * len(reports)
+    gpus: list[str] = []
+    kernels: list[KernelStalls] = []
+    words: dict[str, str] = {}
+    for report, implementation in zip(reports, names, strict=True):
+        for kernel in report.kernels:
+            gpus.append(str(kernel.metrics.get("device__attribute_display_name", "")))
+            kernels.append(stalls_of(kernel, implementation))
+            words |= _stages(kernel).words
     return StallReport(
         ssdprof_version=__version__,
         sources={report.name: report.sha256 for report in reports},
-        gpu=next((gpu for gpu in gpus if gpu and isinstance(gpu, str)), ""),
-        kernels=tuple(
-            stalls_of(kernel, implementation)
-            for report, implementation in zip(reports, names, strict=True)
-            for kernel in report.kernels
-        ),
-        words={part: words for kernel in kernels for part, words in _stages(kernel).words.items()},
-        checks=_checks_of_reports(reports, asked),
+        gpu=next(filter(None, gpus), ""),
+        kernels=tuple(kernels),
+        words=words,
+        checks=_checks_of_reports(reports, requested),
         launched=tuple(launched),
         missing=missing,
         **origin,
@@ -110,7 +113,7 @@ def analyse(
 
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     """One launch.  implementation: "": inferred from the kernel's name."""
-    sources, known = Sources(kernel.sources), _stages(kernel)
+    sources, known = SourceFiles(kernel.sources), _stages(kernel)
     stages, lines, from_neighbours = attribute(kernel, sources, known)
     facts, averages = numbers(kernel), {} if kernel.totals else average(kernel)
     absent = [name for name, value in facts.items() if value in (None, ())]
@@ -121,14 +124,14 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     if not kernel.points:
         absent.append("source lines")
     count, name = kernel.number(_SAMPLE_COUNT), kernel.function
-    found = KernelStalls(
+    stalls = KernelStalls(
         kernel=name,
         implementation=implementation
         or known.kernels.get(name, "")
         or sources.implementation(name),
         **facts,
         sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
-        samples=ordered(kernel.totals),
+        samples=most_first(kernel.totals),
         average=averages,
         stages=stages,
         idle=tuple(stage for stage in stages if is_idle(stage)),
@@ -137,20 +140,20 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         unlabelled=tuple(sorted(sources.unlabelled)),
         not_collected=tuple(absent),
     )
-    checks = _checks_of_kernel(kernel, found, sources.not_recorded)
-    return found.model_copy(update={"checks": checks, "hints": hints(found)})
+    checks = _checks_of_kernel(kernel, stalls, sources.not_recorded)
+    return stalls.model_copy(update={"checks": checks, "hints": hints(stalls)})
 
 
 def _stages(kernel: RawKernel) -> Stages:
     """The stages of the operator with a kernel of this name; for an unknown kernel those of all
     operators.
     """
-    known = [one.stages for one in operators.records()]
-    for stages in known:
-        theirs = (name for source in stages.sources.values() for name in source["stages"])
-        if kernel.function in (*stages.kernels, *theirs):
+    every = [operator.stages for operator in operators.records()]
+    for stages in every:
+        of_libraries = (source["stages"] for source in stages.sources.values())
+        if any(kernel.function in names for names in (stages.kernels, *of_libraries)):
             return stages
-    return Stages.together(known)
+    return Stages.together(every)
 
 
 # --- facts
@@ -166,24 +169,24 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
         for name, metric in _LIMITS.items()
         if (limit := kernel.number(metric)) is not None
     }
-    found: dict[str, Any] = {name: kernel.number(*metrics) for name, metrics in _METRICS.items()}
+    facts: dict[str, Any] = {name: kernel.number(*metrics) for name, metrics in _METRICS.items()}
     shared = [
         kernel.number(f"launch__shared_mem_per_block_{kind}")
         for kind in ("static", "dynamic", "driver")
     ]
-    if found["shared_bytes"] is None and any(part is not None for part in shared):
-        found["shared_bytes"] = sum(filter(None, shared))
-    found["duration_us"] = _product(found["duration_us"], 1e-3)
-    if found["issue_pct"] is None:
-        found["issue_pct"] = _product(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
-    if found["l2_bytes"] is None:
-        found["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
-    tensor_flops, tensor_peak = _tensor(kernel, found["tensor_pct"])
+    if facts["shared_bytes"] is None and any(part is not None for part in shared):
+        facts["shared_bytes"] = sum(filter(None, shared))
+    facts["duration_us"] = _product(facts["duration_us"], 1e-3)
+    if facts["issue_pct"] is None:
+        facts["issue_pct"] = _product(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
+    if facts["l2_bytes"] is None:
+        facts["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
+    tensor_flops, tensor_peak = _tensor(kernel, facts["tensor_pct"])
     bandwidth = _product(
         kernel.number("dram__bytes.sum.peak_sustained"),
         kernel.number("dram__cycles_elapsed.avg.per_second"),
     )
-    found |= {
+    facts |= {
         "grid": None if grid[0] is None else (int(grid[0]), int(grid[1] or 1), int(grid[2] or 1)),
         "limited_by": tuple(
             name for name, limit in limits.items() if limit == min(limits.values())
@@ -193,10 +196,10 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
         "dram_peak_gb_per_s": _product(bandwidth, 1e-9),
         "tensor_peak_tflops": tensor_peak,
     }
-    return {
-        name: round(value) if name in _WHOLE and value is not None else value
-        for name, value in found.items()
-    }
+    for name in _WHOLE:
+        if facts[name] is not None:
+            facts[name] = round(facts[name])
+    return facts
 
 
 def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
@@ -212,7 +215,7 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
     }
     if not kinds:
         return None, None
-    flops, most = sum(kinds.values()), max(kinds, key=lambda name: kinds[name])
+    flops, most = sum(kinds.values()), max(kinds, key=kinds.__getitem__)
     peak = kernel.number(f"{most}.sum.peak_sustained_elapsed.per_second")
     if peak is None:
         per_cycle = kernel.number(f"{most}.sum.peak_sustained")
@@ -243,100 +246,119 @@ def average(kernel: RawKernel) -> dict[str, float]:
     """Stall reason -> warps that wait for it while one issues, of the whole kernel: counted, not
     sampled.
     """
-    found: dict[str, float] = {}
+    waiting: dict[str, float] = {}
     for name in kernel.metrics:
         match, value = _AVERAGE.fullmatch(name), kernel.number(name)
         if match and value:
             reason = CANONICAL.get(match[1], match[1])
-            found[reason] = found.get(reason, 0.0) + value
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+            waiting[reason] = waiting.get(reason, 0.0) + value
+    return most_first(waiting)
 
 
-def _product(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one * other
+def _product(value: float | None, factor: float | None) -> float | None:
+    return None if value is None or factor is None else value * factor
 
 
 # --- self-checks
 
 
-def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[str]) -> SelfChecks:
+@dataclass(frozen=True)
+class _Check:
+    """holds: None if it cannot be checked; `lacking` is the reason."""
+
+    name: str
+    holds: bool | None
+    detail: str
+    lacking: str = "not collected"
+
+
+def _checks_of_kernel(
+    kernel: RawKernel, stalls: KernelStalls, not_recorded: set[str]
+) -> SelfChecks:
     """What the counters of one kernel say of it, one check after another."""
     count, dropped = kernel.number(_SAMPLE_COUNT), kernel.number("smsp__pcsamp_dropped_bytes")
-    total = sum(kernel.totals.values()) if kernel.points else None
-    by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())
     counted = None if count is None or not kernel.totals else round(count)
-    off = [
-        f"{why} {by_reason[why]:,} of {n:,}"
-        for why, n in kernel.totals.items()
-        if by_reason[why] != n
-    ]
-    adds_up = not off if kernel.points and kernel.totals else None
-    sampled, unknown = True if kernel.points else None, sum(found.stages.get(UNKNOWN, {}).values())
+    total = sum(kernel.totals.values()) if kernel.points else None
+    no_bytes_dropped = None if dropped is None else not dropped
+    unknown = sum(stalls.stages.get(UNKNOWN, {}).values())
     lost = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
     absent = f"not in the report: {', '.join(sorted(not_recorded))}" if not_recorded else "yes"
-    none_dropped = None if dropped is None else not dropped
-    checks: dict[str, tuple[bool | None, str]] = {
-        "reasons add up to the samples": _sums([kernel.totals], counted),
-        "lines add up to the kernel": _sums((line.samples for line in found.lines), total),
-        "stages add up to the kernel": _sums(found.stages.values(), total),
-        "every reason adds up over the lines": (
-            adds_up,
-            "; ".join(off) or f"{len(kernel.totals)} reasons",
-        ),
-        "every line has a stage": (sampled and unknown == 0, lost),
-        "the source was recorded": (sampled and not not_recorded, absent),
-        "no sample was dropped": (none_dropped, f"{dropped or 0:,.0f} bytes dropped"),
-    }
-    return _judged(checks, "not collected")
+    of_lines = [line.samples for line in stalls.lines]
+    return _results(
+        _adds_up("reasons add up to the samples", [kernel.totals], counted),
+        _adds_up("lines add up to the kernel", of_lines, total),
+        _adds_up("stages add up to the kernel", stalls.stages.values(), total),
+        _reasons_add_up(kernel),
+        _Check("every line has a stage", unknown == 0 if kernel.points else None, lost),
+        _Check("the source was recorded", not not_recorded if kernel.points else None, absent),
+        _Check("no sample was dropped", no_bytes_dropped, f"{dropped or 0:,.0f} bytes dropped"),
+    )
 
 
-def _checks_of_reports(reports: Sequence[RawReport], asked: Sequence[Launched]) -> SelfChecks:
+def _adds_up(name: str, samples: Iterable[Mapping[str, int]], expected: int | None) -> _Check:
+    """Whether there are as many samples as expected."""
+    if expected is None:
+        return _Check(name, None, "")
+    count = sum(sum(counts.values()) for counts in samples)
+    missing = "" if count == expected else f"; {expected - count:,} missing"
+    return _Check(name, count == expected, f"{count:,} of {expected:,}{missing}")
+
+
+def _reasons_add_up(kernel: RawKernel) -> _Check:
+    """Whether the samples of the instructions are those of the kernel, reason by reason."""
+    by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())
+    off = [
+        f"{reason} {by_reason[reason]:,} of {total:,}"
+        for reason, total in kernel.totals.items()
+        if by_reason[reason] != total
+    ]
+    holds = not off if kernel.points and kernel.totals else None
+    detail = "; ".join(off) or f"{len(kernel.totals)} reasons"
+    return _Check("every reason adds up over the lines", holds, detail)
+
+
+def _checks_of_reports(reports: Sequence[RawReport], requested: Sequence[Launched]) -> SelfChecks:
     """Checks of the files, and that only the requested launches, if they are known, were
     profiled.
     """
-    found: dict[str, tuple[bool | None, str]] = {}
+    checks: list[_Check] = []
     for report in reports:
-        detail = (
-            "ends at the end of its last block"
-            if report.whole
-            else "does not end at the end of a block"
-        )
-        found[f"{report.name} is complete"] = report.whole, detail
-    checks = _judged(found, "no way to tell")
-    if not asked:
+        end = "its last block" if report.whole else "a block"
+        detail = f"{'ends' if report.whole else 'does not end'} at the end of {end}"
+        name = f"{report.name} is complete"
+        checks.append(_Check(name, report.whole, detail, lacking="no way to tell"))
+    if not requested:
         lacking = "the report does not say which kernels were requested"
-        return checks | _judged({"only the wanted launches were profiled": (None, "")}, lacking)
-    for report, launched in zip(reports, asked, strict=True):
-        names = Counter(kernel.function for kernel in report.kernels)
-        wanted = {launch.kernel for launch in launched.launches}
-        wrong = [
-            f"{what}: {', '.join(sorted(which))}"
-            for what, which in (
-                ("not profiled", wanted - set(names)),
-                ("not requested", set(names) - wanted),
-            )
-            if which
-        ]
-        if names.total() != launched.launch_count:
-            wrong.append(f"{names.total()} launches instead of {launched.launch_count}")
-        detail = "; ".join(wrong) or f"{names.total()} of {launched.launch_count}; compiled before"
-        name = f"only the wanted launches of {launched.implementation} were profiled"
-        checks |= _judged({name: (not wrong, detail)}, "")
-    return checks
+        checks.append(_Check("only the wanted launches were profiled", None, "", lacking))
+        return _results(*checks)
+    return _results(*checks, *map(_only_requested, reports, requested))
 
 
-def _sums(samples: Iterable[Mapping[str, int]], wanted: int | None) -> tuple[bool | None, str]:
-    found = sum(sum(one.values()) for one in samples)
-    missing = "" if wanted in (None, found) else f"; {(wanted or 0) - found:,} missing"
-    return wanted if wanted is None else found == wanted, f"{found:,} of {wanted or 0:,}{missing}"
+def _only_requested(report: RawReport, launched: Launched) -> _Check:
+    """Whether the launches of a call, and no others, were profiled."""
+    profiled = Counter(kernel.function for kernel in report.kernels)
+    requested = {launch.kernel for launch in launched.launches}
+    wrong: list[str] = []
+    if absent := requested - set(profiled):
+        wrong.append(f"not profiled: {', '.join(sorted(absent))}")
+    if others := set(profiled) - requested:
+        wrong.append(f"not requested: {', '.join(sorted(others))}")
+    if profiled.total() != launched.launch_count:
+        wrong.append(f"{profiled.total()} launches instead of {launched.launch_count}")
+    detail = f"{profiled.total()} of {launched.launch_count}; compiled before"
+    name = f"only the wanted launches of {launched.implementation} were profiled"
+    return _Check(name, not wrong, "; ".join(wrong) or detail)
 
 
-def _judged(checks: Mapping[str, tuple[bool | None, str]], lacking: str) -> SelfChecks:
-    """None in place of a result: it cannot be checked, for the reason `lacking`."""
-    return {
-        name: ("not checked", lacking) if holds is None else ("ok" if holds else "failed", detail)
-        for name, (holds, detail) in checks.items()
-    }
+def _results(*checks: _Check) -> SelfChecks:
+    """By name, as they are stored."""
+    results: SelfChecks = {}
+    for check in checks:
+        if check.holds is None:
+            results[check.name] = "not checked", check.lacking
+        else:
+            results[check.name] = "ok" if check.holds else "failed", check.detail
+    return results
 
 
 # --- hints: each names its evidence, and needs collected values
@@ -391,26 +413,24 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
     """Hints by stage and reason, the largest first, then those about the whole kernel: see
     `KernelStalls`.
     """
-    found: list[tuple[int, str, float]] = []
+    by_count: list[tuple[int, str, float]] = []
     for stage, samples in kernel.stages.items():
         for reason, count in () if stage in kernel.idle else samples.items():
             share = 100 * count / kernel.busy_samples
             if share < _WORTH_PCT:
                 continue
-            of_stage = (line for line in kernel.lines if line.stage == stage)
-            samples_of, line = max(
-                ((one.samples.get(reason, 0), one) for one in of_stage), key=lambda pair: pair[0]
-            )
-            advice = _advice(kernel, stage, reason, line.text)
-            if advice:
-                quote = cut(line.text, _LONGEST_QUOTE)
-                evidence = f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples"
-                where = f"{100 * samples_of / count:.0f} % of them on {line.file}:{line.line}"
-                found.append(
-                    (count, f"{evidence}, {where}{f' `{quote}`' if quote else ''}{advice}", share)
+            of_stage = [line for line in kernel.lines if line.stage == stage]
+            hottest = max(of_stage, key=lambda line: line.samples.get(reason, 0))
+            if advice := _advice(kernel, stage, reason, hottest.text):
+                quote = f" `{cut(hottest.text, _LONGEST_QUOTE)}`" if hottest.text else ""
+                part = 100 * hottest.samples.get(reason, 0) / count
+                hint = (
+                    f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples, "
+                    f"{part:.0f} % of them on {hottest.file}:{hottest.line}{quote}{advice}"
                 )
-    found.sort(key=lambda hint: -hint[0])
-    return {text: share for _, text, share in found[:_MOST]} | dict.fromkeys(_whole(kernel))
+                by_count.append((count, hint, share))
+    by_count.sort(key=lambda hint: -hint[0])
+    return {text: share for _, text, share in by_count[:_MOST]} | dict.fromkeys(_whole(kernel))
 
 
 def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
@@ -441,6 +461,7 @@ def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
 
 
 def _global_load(kernel: KernelStalls) -> str:
+    """The end of a hint on warps that wait for global memory: which memory limits, if one does."""
     known = (("L2 hit rate", kernel.l2_hit_pct), ("L2", kernel.l2_pct), ("DRAM", kernel.dram_pct))
     memory = "".join(f"{name} {value:.0f} %, " for name, value in known if value is not None)
     evidence = f"; {memory.removesuffix(', ')}." if memory else "."
@@ -463,6 +484,7 @@ def _global_load(kernel: KernelStalls) -> str:
 
 
 def _whole(kernel: KernelStalls) -> Iterator[str]:
+    """Hints about the whole kernel: spilled registers, occupancy, the last wave of blocks."""
     waves, occupancy, issue = kernel.waves, kernel.occupancy_pct, kernel.issue_pct
     if kernel.spill_requests:
         yield (

@@ -166,8 +166,8 @@ def find() -> tuple[str, str]:
     """The path and the version of the newest ncu on this machine.  MissingCapabilityError if there
     is none, or if it is too old.
     """
-    found = find_ncu()
-    if found is None:
+    program = find_ncu()
+    if program is None:
         raise MissingCapabilityError(
             "ncu is not installed: NVIDIA Nsight Compute is needed to read warp stalls.",
             (
@@ -175,13 +175,13 @@ def find() -> tuple[str, str]:
                 "--from FILE."
             ),
         )
-    version = ncu_version(found)
+    version = ncu_version(program)
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise MissingCapabilityError(
             f"ncu {version} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
             "Install a newer Nsight Compute; it need not be that of the CUDA toolkit.",
         )
-    return found, version
+    return program, version
 
 
 def command(
@@ -199,6 +199,9 @@ def command(
     kernels whose programs wait for each other do not hang.
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
+    options: list[str] = []
+    for section in sections:
+        options += ["--section", section]
     return (
         ncu,
         "--config-file",
@@ -215,7 +218,7 @@ def command(
         f"regex:^({names})$",
         "-c",
         str(launches),
-        *(word for section in sections for word in ("--section", section)),
+        *options,
         "--import-source",
         "yes",
         "--clock-control",

@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -28,7 +29,7 @@ from pydantic import TypeAdapter
 from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 
-Value = int | float | str
+MetricValue = int | float | str
 # + a reason; with "_not_issued" after it, a part of the same samples
 _SAMPLED = "smsp__pcsamp_warps_issue_stalled_"
 # other names of stall reasons
@@ -77,15 +78,15 @@ class RawKernel:
     """
 
     function: str
-    metrics: Mapping[str, Value]
+    metrics: Mapping[str, MetricValue]
     totals: Mapping[str, int] = field(default_factory=dict)
     points: tuple[Point, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def number(self, *names: str) -> float | None:
         """The value of the first of these metrics that was collected."""
-        found = (self.metrics.get(name) for name in names)
-        return next((value for value in found if isinstance(value, int | float)), None)
+        values = (self.metrics.get(name) for name in names)
+        return next((value for value in values if isinstance(value, int | float)), None)
 
 
 KERNELS = TypeAdapter(tuple[RawKernel, ...])  # reads the output of `main`
@@ -143,6 +144,7 @@ def read(path: Path) -> RawReport:
 
 
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
+    """Every launch in a report, read by a child process."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
         command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
@@ -233,7 +235,7 @@ def main() -> None:
     )
 
 
-def launches(ncu_report: Any, path: Path) -> Iterator[RawKernel]:
+def launches(ncu_report: ModuleType, path: Path) -> Iterator[RawKernel]:
     """Every launch in the file, by the module `ncu_report`."""
     context = ncu_report.load_report(str(path))
     for i in range(context.num_ranges()):
@@ -243,20 +245,22 @@ def launches(ncu_report: Any, path: Path) -> Iterator[RawKernel]:
 
 
 def _launch(action: Any) -> RawKernel:
-    metrics: dict[str, Value] = {}
+    """One profiled launch of the module `ncu_report`."""
+    metrics: dict[str, MetricValue] = {}
     totals: Counter[str] = Counter()
     samples: dict[int, Counter[str]] = defaultdict(Counter)
-    for name in (name for name in action.metric_names() if "TriageCompute" not in name):
+    for name in action.metric_names():
+        if "TriageCompute" in name:
+            continue
         metric = action.metric_by_name(name)
         if name.startswith(_SAMPLED) and not name.endswith("_not_issued"):
             reason = name.removeprefix(_SAMPLED)
             reason = CANONICAL.get(reason, reason)
             totals[reason] += int(metric.value() or 0)
-            addresses = metric.correlation_ids()
-            for k in range(metric.num_instances()):
-                at = samples[addresses.as_uint64(k)]
-                if count := metric.as_uint64(k):
-                    at[reason] += count
+            for address, count in _instances(metric):
+                at_address = samples[address]  # the point exists even without samples
+                if count:
+                    at_address[reason] += count
         if (value := _value(metric)) is not None:
             metrics[name] = value
     return RawKernel(
@@ -268,7 +272,14 @@ def _launch(action: Any) -> RawKernel:
     )
 
 
-def _value(metric: Any) -> Value | None:
+def _instances(metric: Any) -> Iterator[tuple[int, int]]:
+    """The address of each instruction, and the metric's count there."""
+    addresses = metric.correlation_ids()
+    for number in range(metric.num_instances()):
+        yield addresses.as_uint64(number), metric.as_uint64(number)
+
+
+def _value(metric: Any) -> MetricValue | None:
     """A metric's value in base units; None if it has no number."""
     value = metric.value()
     if isinstance(value, float) and not math.isfinite(value):

@@ -43,7 +43,7 @@ from ssdprof.measure.roofline import with_occupancy
 from ssdprof.operators.implementations import own_precisions, required, resolve
 from ssdprof.operators.operator import Operator
 from ssdprof.stalls import ncu
-from ssdprof.stalls.attribute import UNKNOWN, Sources
+from ssdprof.stalls.attribute import UNKNOWN, SourceFiles
 from ssdprof.stalls.read import base_name
 from ssdprof.store.tuned import use_file
 
@@ -51,6 +51,7 @@ DEVICE = "cuda"
 
 
 def main() -> None:
+    """Make the call of the job twice: to compile and tune everything, and for ncu."""
     job, out = ncu.Job.model_validate_json(sys.argv[1]), Path(sys.argv[2])
     install()
     if job.tuned:
@@ -69,7 +70,7 @@ def main() -> None:
     profiled(call)
 
 
-def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
+def load(folder: Path, layer: int, seqlen: int, device: str) -> Inputs:
     """The captured inputs of one layer.  Raises BadInputError if they are not in the folder."""
     manifest, read = store.load(folder)
     for stored in manifest.layers:
@@ -78,7 +79,7 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
     raise BadInputError(f"{folder} holds no layer {layer} of {seqlen} tokens.", "Capture it first.")
 
 
-def refusal_of(error: Exception) -> dict[str, Any]:
+def refusal_of(error: Exception) -> dict[str, str | int]:
     """The message and hint for the user, and the exit code of the command, which the error's type
     determines.
     """
@@ -100,12 +101,13 @@ def call_at(
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    found = own_precisions(implementation, operator.judged.dims(inputs).dtype, (wanted,))
+    dtype = operator.judged.dims(inputs).dtype
 
-    def likeness(one: Precision) -> tuple[bool, bool]:
-        return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype
+    def likeness(precision: Precision) -> tuple[bool, bool]:
+        same_intermediates = precision.intermediates == wanted.intermediates
+        return same_intermediates, precision.state_dtype == wanted.state_dtype
 
-    precision = max(found, key=likeness)
+    precision = max(own_precisions(implementation, dtype, (wanted,)), key=likeness)
     return Call(
         operator=operator,
         implementation=implementation,
@@ -160,38 +162,42 @@ def install() -> None:
     triton.knobs.runtime.add_stages_inspection_hook = _hook
 
 
-def _hook(*given: Any) -> tuple[str, str] | None:
+def _hook(*arguments: Any) -> tuple[str, str] | None:
     """Triton calls it without arguments for its part of the cache's key, else with a compiler's
     stages.
     """
-    if not given:
+    if not arguments:
         return _KEY, _KEY
-    stages: dict[str, Callable[[Any, Any], Any]] = given[1]
+    stages: dict[str, Callable[..., str]] = arguments[1]
     make = stages.get("ptx")
     if make is not None:
-        stages["ptx"] = lambda module, metadata: name_call_sites(make(module, metadata))
+
+        def make_and_name(*module_and_metadata: object) -> str:
+            return name_call_sites(make(*module_and_metadata))
+
+        stages["ptx"] = make_and_name
     return None
 
 
-def name_call_sites(ptx: str, sources: Sources | None = None) -> str:
+def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
     """The PTX with every .loc at the innermost line that has a stage; unchanged if no line of the
     chain has one.
 
     sources: of the files that the PTX names; None reads them.
     """
     files = dict(_FILE.findall(ptx))
-    known = sources or Sources({path: text for path in files.values() if (text := _text(path))})
+    known = sources or SourceFiles({path: text for path in files.values() if (text := _text(path))})
     numbers: dict[str, list[str]] = defaultdict(list)  # frames name a file without its folder
     for number, path in files.items():
         numbers[base_name(path)].append(number)
 
-    def innermost(found: re.Match[str]) -> str:
-        before, _, _, _, remark, chain = found.groups()
+    def innermost(loc: re.Match[str]) -> str:
+        before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):
                 if known.place(files[number], int(line)).stage not in (None, UNKNOWN):
                     return f"{before}{number} {line} {column}{remark}{chain}"
-        return found[0]
+        return loc[0]
 
     return _LOC.sub(innermost, ptx)
 

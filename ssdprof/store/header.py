@@ -13,7 +13,7 @@ from typing import Any
 from ssdprof import __version__
 from ssdprof.core.base import VERSION
 from ssdprof.core.report import Report
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
+from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, Placement
 
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
@@ -32,11 +32,9 @@ def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
         ssdprof_version=__version__,
         **fields,
     )
-    return (
-        report.changed(notes=(*report.notes, *_notes(report, report.model)))
-        if report.model
-        else report
-    )
+    if report.model is None:
+        return report
+    return report.changed(notes=(*report.notes, *_notes(report, report.model)))
 
 
 def _commit() -> str:
@@ -55,6 +53,14 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
     """
     if report.absent:
         yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in report.absent)}."
+    yield from _on_model(ref)
+    yield from _on_inputs(report, ref)
+    if report.placement:
+        yield from _on_placement(report.placement)
+
+
+def _on_model(ref: CheckpointRef) -> Iterator[str]:
+    """Which model it is, and what its weights are."""
     if ref.siblings:
         yield (
             f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: "
@@ -63,8 +69,7 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
     if ref.random_weights:
         yield (
             "The weights are random: good for speed, which depends on shapes, but the accuracy "
-            "says little about any "
-            "trained model, and the model's answers mean nothing."
+            "says little about any trained model, and the model's answers mean nothing."
         )
     if ref.quantization is not None:
         decoded = (
@@ -74,50 +79,54 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
         )
         yield (
             f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its "
-            "projections is part of the "
-            "values that were replayed."
+            "projections is part of the values that were replayed."
         )
-    lengths = (
-        max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in report.prompts
-    )
+
+
+def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
+    """What makes the replayed inputs unlike those of the model in use."""
+    lengths = [
+        max(prompt.serving.packed, default=prompt.seqlen) + prompt.serving.decode
+        for prompt in report.prompts
+    ]
     longest = max(lengths, default=0)
     if ref.trained_context is not None and longest > ref.trained_context:
         yield (
             f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: "
-            "its activations beyond "
-            "that may be unlike those in use."
+            "its activations beyond that may be unlike those in use."
         )
     if any(prompt.kind == "random" for prompt in report.prompts):
         yield (
             "The prompt is random tokens: good for speed, but no text has such statistics, so "
-            "decays, states and "
-            "accuracy may be unlike those in use."
+            "decays, states and accuracy may be unlike those in use."
         )
     if report.tensor_parallel > 1:
         yield (
             f"What was replayed is the share of the first of {report.tensor_parallel} "
-            "tensor-parallel ranks: its heads "
-            "alone, with their groups or key heads; a single group is on every rank.  The model "
-            "itself ran undivided."
+            "tensor-parallel ranks: its heads alone, with their groups or key heads; a single "
+            "group is on every rank.  The model itself ran undivided."
         )
     if report.cast:
         source, to = report.cast
         yield (
             f"The captured inputs were {report.cast_words}: times, matches and errors are those "
-            f"of {to} inputs, and "
-            f"the model itself ran in {source}.  Parameters, states and gates that the model "
-            "keeps in fp32 were not "
-            "cast."
+            f"of {to} inputs, and the model itself ran in {source}.  Parameters, states and gates "
+            "that the model keeps in fp32 were not cast."
         )
-    placement = report.placement
-    if placement is None or placement.kind == "one-gpu":
-        return
+
+
+def _on_placement(placement: Placement) -> Iterator[str]:
+    """Where the weights were, unless one GPU held them all."""
     kind, device = placement.kind, placement.device
+    if kind == "one-gpu":
+        return
+    names = {"cpu": "main memory", "disk": "the disk"}
     where = " and ".join(
-        f"{held.layers} from {'main memory' if place == 'cpu' else 'the disk'}"
+        f"{held.layers} from {names[place]}"
         for place, held in placement.held.items()
-        if place in ("cpu", "disk") and place != device
+        if place in names and place != device
     )
     how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
-    how = "were divided among the GPUs" if kind == "all-gpus" else how
+    if kind == "all-gpus":
+        how = "were divided among the GPUs"
     yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."

@@ -56,8 +56,8 @@ class Ranks:
             if not self.alive(by):
                 raise self.gone(by)
             time.sleep(POLL_S)
-        found: str = self.store.get(key).decode()
-        return found
+        value: str = self.store.get(key).decode()
+        return value
 
     def alive(self, rank: int) -> bool:
         """Whether the rank's process runs; one that has not yet joined lives."""

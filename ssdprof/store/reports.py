@@ -16,7 +16,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ssdprof.core.base import VERSION
 from ssdprof.core.case import Case
-from ssdprof.core.report import ProcessLine, Report
+from ssdprof.core.report import LeftOut, ProcessLine, Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import plural
 from ssdprof.environment.child import sample_again, tell
@@ -80,8 +80,8 @@ class Writer:
     """
 
     def __init__(self, folder: Path, header: Report, file: BinaryIO | None) -> None:
-        found, line = _lines(Path(file.name)) if file else ([], None)
-        self.folder, self.earlier = folder, _joined(found)
+        lines, line = _lines(Path(file.name)) if file else ([], None)
+        self.folder, self.earlier = folder, _joined(lines)
         line = line or ProcessLine(process=uuid4().hex[:8])
         self._clocks = line.clocks
         cases = tuple(self.earlier.values())
@@ -142,13 +142,17 @@ class Writer:
 
     def kept(self) -> Report:
         """The report with those cases that can be read back."""
-        there: set[str] = set()
+        readable: set[str] = set()
         with suppress(SsdprofError):
             if self._path and (self.folder / HEADER).is_file():
-                there = {case.name for case in _lines(self._path)[0]}
-        return self.report.model_copy(
-            update={"cases": tuple(one for one in self.report.cases if one.name in there)}
-        )
+                readable = {case.name for case in _lines(self._path)[0]}
+        cases = tuple(case for case in self.report.cases if case.name in readable)
+        return self.report.model_copy(update={"cases": cases})
+
+    def leave_out(self, place: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
+        """What is not measured.  implementations: empty: all of the place."""
+        left_out = LeftOut(place=place, reason=reason, implementations=implementations)
+        self.update(left_out=(*self.report.left_out, left_out))
 
     def note(self, text: str) -> None:
         """A sentence for the reader, once; nothing if it is empty."""
@@ -157,11 +161,11 @@ class Writer:
 
     def doubt(self, layer: int, sentences: Iterable[str]) -> None:
         """What makes a layer's inputs unlike a model's."""
-        found = self.report.first.doubts
+        doubts = dict(self.report.first.doubts)
         for text in sentences:
-            found = found | {text: tuple(dict.fromkeys((*found.get(text, ()), layer)))}
-        if found != self.report.first.doubts:
-            self.update(doubts=found)
+            doubts[text] = tuple(dict.fromkeys((*doubts.get(text, ()), layer)))
+        if doubts != self.report.first.doubts:
+            self.update(doubts=doubts)
 
     def peaked(self, size: int) -> None:
         """The peak of this process's GPU memory so far is `size` bytes."""
@@ -172,7 +176,7 @@ class Writer:
         if (key := str(layer)) not in self.report.first.gates:
             self.update(gates=self.report.first.gates | {key: heads()})
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, object]) -> None:
         if self._file is None:
             return
         try:
@@ -209,31 +213,29 @@ def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> No
     unchanged.
     """
     known = _refuse_complete(folder)
-    before, now = (one.own | {"command": _without_folder(one.command)} for one in (known, header))
-    differs = next(
-        (
-            name
-            for name in before | now
-            if before.get(name) != now.get(name) and name not in _MAY_DIFFER
-        ),
-        "",
-    )
-    why = f"of {_WORDS.get(differs, 'another request')}" if differs else ""
+    before, now = _request(known), _request(header)
     began = datetime.fromisoformat(known.created).timestamp()
-    if changed := [path for path in sources if path.stat().st_ctime > began + 1]:
-        why = why or f"from before {changed[0]} was changed"
+    changed = [path for path in sources if path.stat().st_ctime > began + 1]
+    why = f"from before {changed[0]} was changed" if changed else ""
+    if differs := next((name for name in before if before[name] != now[name]), ""):
+        why = f"of {_WORDS.get(differs, 'another request')}"
     if why:
         command = shlex.join([*_without_folder(known.command), "--out", str(folder)])
         hint = f"Name another folder with --out.  What goes on there is: {command}"
         raise BadInputError(f"{folder} holds an interrupted run {why}.", hint)
 
 
+def _request(header: Report) -> dict[str, object]:
+    """The fields that are the same if one request is run twice."""
+    fields = {name: value for name, value in header.own.items() if name not in _MAY_DIFFER}
+    return fields | {"command": _without_folder(header.command)}
+
+
 def _without_folder(command: Sequence[str]) -> list[str]:
     """The words of a command without --out DIR."""
-    words = pairwise(("", *command))
     return [
         word
-        for before, word in words
+        for before, word in pairwise(("", *command))
         if "--out" not in (before, word) and not word.startswith("--out=")
     ]
 
@@ -266,65 +268,77 @@ def opened(
             yield writer
         return
     began = time.monotonic()
-    first, header = ranks is None or ranks.first, draft(**fields)
-    if first:
-        path = out or new_folder(header.subject)
-    else:
-        assert ranks
-        path = Path(ranks.told("folder", FIRST))
+    header = draft(**fields)
+    rank = ranks.rank if ranks else FIRST
+    path = _folder_of(out, header, ranks)
     header = header.changed(
         id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1
     )
-    rank = ranks.rank if ranks else FIRST
-    with ExitStack() as stack:
-        made = not path.exists()
-        file = stack.enter_context(locked(path / f"cases.{rank}.jsonl", *_TAKEN))
-        if first:
-            if (path / HEADER).exists():
-                _refuse_another(path, header, sources())
-            else:
-                for stale in path.glob("cases.[0-9]*.jsonl"):
-                    os.truncate(stale, 0)
-                write_text(
-                    path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n"
-                )
-            if ranks:
-                ranks.tell("folder", str(path.resolve()))
+    is_new = not path.exists()
+    with locked(path / f"cases.{rank}.jsonl", *_TAKEN) as file:
+        if rank == FIRST:
+            _begin(path, header, sources)
         if ranks:
-            ranks.tell(f"{rank}/open")
-        _cut(file)
-        writer = Writer(path, header, file)
-        if os.path.getsize(file.name):
-            # a process of its own, which tries again what the interrupted one left out
-            writer.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
-        if writer.begun:
-            watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
+            _tell_open(path, ranks)
+        writer = _resumed(path, header, file, watcher)
         tell(f"report {rank} {path.resolve()}")
         try:
             yield writer
-            for number in range(header.ranks, header.files) if first else ():
-                if not _last(path, number).complete:
-                    with watcher.step(f"Process {number + 1} of {header.samplers}"):
-                        sample_again(path, number)
+            if rank == FIRST:
+                _sample_in_others(writer, watcher)
             seconds = writer.report.first.seconds or round(time.monotonic() - began, 3)
             writer.update(complete=True, seconds=seconds)
             writer.flush()
             if ranks and ranks.first:
                 _wait(path, ranks)
         except BaseException as error:
-            with uninterrupted():
-                # torchrun interrupts the other ranks after one has died
-                died = _dead(path, ranks) if ranks else None
-                kept = (
-                    _ended(writer, died or error, made) if first else _ended(writer, died or error)
-                )
-            if died:
-                raise died from None
-            if isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt(kept) from None
-            if writer.begun:
-                watcher.say(kept)
+            _clean_up(writer, error, watcher, ranks, is_new)
             raise
+
+
+def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
+    """The folder of the report, which the first rank chooses."""
+    if ranks and not ranks.first:
+        return Path(ranks.told("folder", FIRST))
+    return out or new_folder(header.subject)
+
+
+def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
+    """Write the header.  Raises BadInputError if there is one of another request."""
+    if (path / HEADER).exists():
+        _refuse_another(path, header, sources())
+        return
+    for stale in path.glob("cases.[0-9]*.jsonl"):
+        os.truncate(stale, 0)
+    write_text(path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n")
+
+
+def _tell_open(path: Path, ranks: Ranks) -> None:
+    """Tell the other ranks that this one has opened its file; the first one names the folder."""
+    if ranks.first:
+        ranks.tell("folder", str(path.resolve()))
+    ranks.tell(f"{ranks.rank}/open")
+
+
+def _resumed(path: Path, header: Report, file: BinaryIO, watcher: Watcher) -> Writer:
+    """The writer of a file, after the cases that an interrupted process wrote into it."""
+    _cut(file)
+    writer = Writer(path, header, file)
+    if os.path.getsize(file.name):
+        # a process of its own, which tries again what the interrupted one left out
+        writer.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
+    if writer.begun:
+        watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
+    return writer
+
+
+def _sample_in_others(writer: Writer, watcher: Watcher) -> None:
+    """Sample every case in further processes, except those that are complete."""
+    header = writer.report
+    for number in range(header.ranks, header.files):
+        if not _last(writer.folder, number).complete:
+            with watcher.step(f"Process {number + 1} of {header.samplers}"):
+                sample_again(writer.folder, number)
 
 
 @contextmanager
@@ -341,22 +355,48 @@ def _sampled(folder: Path, number: int) -> Iterator[Writer]:
             writer.flush()
         except BaseException as error:
             with uninterrupted():
-                _ended(writer, error)
+                _note_end(writer, error)
             raise
 
 
-def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> str:
-    """Note why it ended; a sentence on where the results are.  made: the folder; None: another rank
-    did.
+def _clean_up(
+    writer: Writer, error: BaseException, watcher: Watcher, ranks: Ranks | None, is_new: bool
+) -> None:
+    """Keep what was done before an error, and tell the user where it is; remove a report without
+    a case.
+
+    is_new: whether this process made the folder.  Raises the error of a rank that died, and a
+    KeyboardInterrupt with the sentence for the user.
     """
+    with uninterrupted():
+        # torchrun interrupts the other ranks after one has died
+        died = _dead(writer.folder, ranks) if ranks else None
+        kept = _note_end(writer, died or error)
+        if not writer.begun and (ranks is None or ranks.first):
+            _remove_empty(writer.folder, is_new)
+    if died:
+        raise died from None
+    if isinstance(error, KeyboardInterrupt):
+        raise KeyboardInterrupt(kept) from None
+    if writer.begun:
+        watcher.say(kept)
+
+
+def _remove_empty(folder: Path, is_new: bool) -> None:
+    """Remove a report, unless a process has written a case.  is_new: the folder too."""
+    files = [*folder.glob("cases.[0-9]*.jsonl")]
+    if any(b'{"case":' in file.read_bytes() for file in files):
+        return
+    for file in (*files, folder / HEADER):
+        file.unlink(missing_ok=True)
+    if is_new:
+        with suppress(OSError):  # it has other files, or was removed
+            folder.rmdir()
+
+
+def _note_end(writer: Writer, error: BaseException) -> str:
+    """Note why the process ended.  Returns a sentence on where its results are."""
     if not writer.begun:
-        files = [*writer.folder.glob("cases.[0-9]*.jsonl")]
-        if made is not None and not any(b'{"case":' in file.read_bytes() for file in files):
-            for file in (*files, writer.folder / HEADER):
-                file.unlink(missing_ok=True)
-            if made:
-                with suppress(OSError):  # it has other files, or was removed
-                    writer.folder.rmdir()
         return "Nothing had been compared yet, and no report is kept."
     why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
     if isinstance(error, SsdprofError):
@@ -465,22 +505,21 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
 def latest(*kinds: str) -> Path | None:
     """The report under `runs/` that was started last, of one of the kinds."""
-    headers = _readable(RUNS, lambda path: _document(header_of(path)))
-    found = [
-        (one.created, one.id, path)
-        for path, one in headers
-        if isinstance(one, Report) and one.kind in kinds
+    started = [
+        (report.created, report.id, path)
+        for path, report in _readable(RUNS, _header)
+        if isinstance(report, Report) and report.kind in kinds
     ]
-    return max(found)[2] if found else None
+    return max(started)[2] if started else None
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
     """The reports directly under `folder`, the newest first, unreadable ones last, with what is
     wrong with them.
     """
-    found = _readable(folder, _folder)
+    reports = _readable(folder, _folder)
     return tuple(
-        sorted(found, key=lambda each: (getattr(each[1], "created", ""), each[0]), reverse=True)
+        sorted(reports, key=lambda each: (getattr(each[1], "created", ""), each[0]), reverse=True)
     )
 
 
@@ -493,6 +532,10 @@ def header_of(folder: Path) -> Path:
     """The file with which the report in a folder begins; it may not exist."""
     document = folder / DOCUMENT
     return document if document.is_file() else folder / HEADER
+
+
+def _header(folder: Path) -> Report:
+    return _document(header_of(folder))
 
 
 def _readable(
@@ -508,6 +551,7 @@ def _readable(
 
 
 def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
+    """The folder or the file of a report: see `load`."""
     if where is None:
         newest = latest(*(kinds or ("run",)))
         if newest is None:
@@ -533,6 +577,9 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
 
 
 def _document(file: Path) -> Report:
+    """The report in a header or a document.  Raises BadInputError if there is none, if it is
+    damaged, or if another version of ssdprof wrote it.
+    """
     text = _text(file)
     try:
         document = parse_json(text)
@@ -542,12 +589,9 @@ def _document(file: Path) -> Report:
         ) from error
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
-        found = (
-            "no report of ssdprof"
-            if version is None
-            else f"of version {version}; this ssdprof reads {VERSION}"
-        )
-        raise BadInputError(f"{file} is {found}.", _AGAIN)
+        other = f"of version {version}; this ssdprof reads {VERSION}"
+        what = "no report of ssdprof" if version is None else other
+        raise BadInputError(f"{file} is {what}.", _AGAIN)
     try:
         report = Report.model_validate(document)
     except ValidationError as error:
@@ -560,19 +604,20 @@ def _document(file: Path) -> Report:
 
 def _folder(path: Path) -> Report:
     """The report with the cases of all ranks, in the order in which they were requested."""
-    header = _document(header_of(path))
+    header = _header(path)
     if header.cases:  # a whole document, which the user gave this name
         return header
     cases: dict[str, Case] = {}
     processes: list[ProcessLine] = []
     for number in range(header.files):
         lines, process = _lines(path / f"cases.{number}.jsonl")
-        found = _joined(lines)
-        further = number >= header.ranks
-        cases |= {name: cases[name].sampled(one) if further else one for name, one in found.items()}
-        processes += [process] if process else []
-    place = {", ".join(one): number for number, one in enumerate(header.requested)}
-    ordered = sorted(cases.values(), key=lambda case: place.get(case.name, len(place)))
+        for name, case in _joined(lines).items():
+            is_sampler = number >= header.ranks
+            cases[name] = cases[name].sampled(case) if is_sampler else case
+        if process:
+            processes.append(process)
+    order = {", ".join(parts): number for number, parts in enumerate(header.requested)}
+    ordered = sorted(cases.values(), key=lambda case: order.get(case.name, len(order)))
     try:
         return header.changed(cases=tuple(ordered), processes=tuple(processes))
     except ValidationError as error:
@@ -597,10 +642,10 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
     for number, line in enumerate(_text(file).split("\n")[:-1], start=1):
         try:
             match parse_json(line):
-                case {"case": found}:
-                    cases.append(Case.model_validate(found))
-                case {"process": found}:
-                    process = _PROCESS.validate_python(found)
+                case {"case": fields}:
+                    cases.append(Case.model_validate(fields))
+                case {"process": fields}:
+                    process = _PROCESS.validate_python(fields)
                 case _:
                     raise BadInputError(
                         f"{file} is damaged: line {number} is neither a case nor a process.", _AGAIN

@@ -57,15 +57,15 @@ def keep(found_on: Environment, calls: TunedCalls, find: TunedConfig | None) -> 
     """
     assert found_on.gpu is not None
     before, _ = load(found_on.gpu)
-    kept = [one for one in before.finds if one.calls != calls] if before else []
-    found = (*kept, find) if find else tuple(kept)
+    kept = [config for config in before.finds if config.calls != calls] if before else []
+    configs = (*kept, find) if find else tuple(kept)
     finds = TunedConfigs(
         ssdprof_version=__version__,
         kernels={
-            name: kernels_hash(name) for name in dict.fromkeys(find.operator for find in found)
+            name: kernels_hash(name) for name in dict.fromkeys(find.operator for find in configs)
         },
         environment=found_on,
-        finds=found,
+        finds=configs,
     )
     file = file_of(found_on.gpu)
     try:
@@ -120,9 +120,9 @@ def use_saved(say: Callable[[str], None]) -> Path | None:
     if finds is None or not finds.finds:
         return None
     _use(finds)
-    found = plural(len(finds.finds), "configuration")
+    count = plural(len(finds.finds), "configuration")
     say(
-        f"{found} tuned on this GPU will be used where they fit; --no-tuned takes the "
+        f"{count} tuned on this GPU will be used where they fit; --no-tuned takes the "
         "committed "
         "ones."
     )
@@ -136,5 +136,5 @@ def use_file(file: Path) -> None:
 
 def _use(finds: TunedConfigs) -> None:
     assert finds.environment.gpu is not None
-    for operator, own in grouped(finds.finds, lambda find: find.operator).items():
-        operators.get(operator).tunable.use(finds.environment.gpu.name, own)
+    for operator, configs in grouped(finds.finds, lambda config: config.operator).items():
+        operators.get(operator).tunable.use(finds.environment.gpu.name, configs)

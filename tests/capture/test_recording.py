@@ -275,7 +275,7 @@ def test_a_damaged_recording_is_refused(
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
-    assert "docs/from-a-server.md" in answer.err
+    assert "docs/serving.md" in answer.err
     assert "internal" not in answer.err
 
 

@@ -340,11 +340,6 @@ def evil_index(folder: Path) -> None:
             2,
             "repos with only GGUF files",
         ),
-        (
-            lambda folder: (folder / "hf_quant_config.json").write_text("{}"),
-            2,
-            "'modelopt', which ssdprof cannot load",
-        ),
         (evil_index, 2, "no safetensors file inside"),
         (cut_shard, 4, "model-00001-of-"),
     ],

@@ -55,6 +55,13 @@ def renamed(before: str, after: str) -> Callable[[Weights], Weights]:
     return lambda weights: {key.replace(before, after, 1): one for key, one in weights.items()}
 
 
+def packed(weights: Weights) -> Weights:
+    """Some of the weights as codes in 8 bit."""
+    return {
+        key: one.to(torch.uint8) if "in_proj_qkv" in key else one for key, one in weights.items()
+    }
+
+
 def loaded(folder: Path, *, head: bool = False) -> Weights:
     return load_model(fetch(open_model(str(folder)), head=head), device="cpu").state_dict()
 
@@ -76,7 +83,9 @@ def run(folder: Path, *options: str) -> tuple[Answer, Report | None]:
     return answer, reports.load("run")[1] if Path("run").exists() else None
 
 
-def with_exact_gates(name: str) -> tuple[Path, dict[tuple[str, str], torch.Tensor]]:
+def with_exact_gates(
+    name: str, dtype: torch.dtype = torch.float32
+) -> tuple[Path, dict[tuple[str, str], torch.Tensor]]:
     """A checkpoint whose gates alone are stored in fp32; by layer and name.  transformers renames
     some of them.
     """
@@ -87,7 +96,8 @@ def with_exact_gates(name: str) -> tuple[Path, dict[tuple[str, str], torch.Tenso
             layer, _, leaf = key[key.find("layers.") :].removeprefix("layers.").partition(".")
             leaf = leaf.rpartition(".")[2]
             if leaf in ("A_log", "D", "dt_bias"):
-                exact[layer, leaf] = weights[key] = torch.rand(weights[key].shape)
+                exact[layer, leaf] = torch.rand(weights[key].shape)
+                weights[key] = exact[layer, leaf].to(dtype)
         return weights
 
     rewrite(folder, in_fp32)
@@ -95,9 +105,16 @@ def with_exact_gates(name: str) -> tuple[Path, dict[tuple[str, str], torch.Tenso
     return folder, exact
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_parameters_of_operators_keep_fp32(name: str) -> None:
-    folder, exact = with_exact_gates(name)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in tiny_models.MODELS),
+        ("qwen3_5_text", torch.float64),
+        ("kimi_linear", torch.float64),
+    ],
+)
+def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype) -> None:
+    folder, exact = with_exact_gates(name, dtype)
     found = loaded(folder)
     for (layer, leaf), one in exact.items():
         (key,) = (
@@ -161,6 +178,28 @@ def test_the_index_says_which_copy_of_a_tensor_counts(rows: int) -> None:
     assert open_model(str(folder)).weight_bytes() == size
 
 
+def test_an_index_counts_before_a_single_file() -> None:
+    """As in vLLM and SGLang.  Names may begin with "./"."""
+    folder = checkpoint("qwen3_5_text")
+    expected = loaded(folder)
+    single = folder / "model.safetensors"
+    later = {key: torch.full_like(one, 3.0) for key, one in load_file(single).items()}
+    in_two_files(folder, {})
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"].items()
+    mixed = {key: "./" * (number % 2) + file for number, (key, file) in enumerate(places)}
+    index.write_text(json.dumps({"weight_map": mixed}))
+    save_file(later, single)
+    found = loaded(folder)
+    assert all(torch.equal(one, expected[key]) for key, one in found.items())
+    answer, _ = run(folder, "--full")
+    said = "model.safetensors of qwen3_5_text is not read: model.safetensors.index.json places"
+    assert said in answer.err
+    assert said in answer.shown
+    (folder / "b.safetensors").unlink()
+    assert loaded(folder)["embed_tokens.weight"].eq(3).all()
+
+
 def test_two_copies_of_which_the_index_names_none_are_refused() -> None:
     folder, key = checkpoint("qwen3_5_text"), "model.layers.0.linear_attn.A_log"
     in_two_files(folder, {key: torch.ones(4)}, named=False)
@@ -175,13 +214,20 @@ def without(end: str, **more: torch.Tensor) -> Callable[[Weights], Weights]:
 @pytest.mark.parametrize(
     ("name", "change", "code", "words"),
     [
-        ("qwen3_5_text", without("0.linear_attn.A_log"), 4, "lacks layers.0.linear_attn.A_log."),
-        ("qwen3_5_text", without("embed_tokens.weight"), 4, "lacks embed_tokens.weight."),
+        ("qwen3_5_text", without("0.linear_attn.A_log"), 4, "lacks layers.0.linear_attn.A_log "),
+        ("qwen3_5_text", without("embed_tokens.weight"), 4, "lacks embed_tokens.weight among its "),
+        (
+            "qwen3_5_text",
+            lambda weights: {key.replace("layers.", "h."): one for key, one in weights.items()},
+            2,
+            "has 'model.h.0.input_layernorm.weight', not layers.0.input_layernorm.weight: it has "
+            "the names of another library",
+        ),
         (
             "kimi_linear",
             without("layers.0.self_attn.A_log", **{"model.extra.weight": torch.ones(99, 99)}),
             4,
-            "lacks layers.0.self_attn.forget_gate.A_log.",
+            "lacks layers.0.self_attn.forget_gate.A_log ",
         ),
         (
             "qwen3_5_text",
@@ -273,13 +319,24 @@ def test_gptq_of_the_old_kind_is_named() -> None:
         assert (answer.code, said in " ".join(answer.err.split())) == (2, True), answer.err
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq", "bitsandbytes"])
-def test_a_quantisation_that_only_the_config_has_left_is_none(method: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "left"),
+    [
+        *(
+            ("config.json", {"quantization_config": {"quant_method": method, "bits": 4}})
+            for method in ("fp8", "gptq", "bitsandbytes", "modelopt", "made_up")
+        ),
+        ("config.json", {"quantization": {"group_size": 64, "bits": 4}}),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
+    ],
+)
+def test_a_quantisation_that_only_the_config_has_left_is_none(
+    file: str, left: dict[str, Any]
+) -> None:
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
-    file = folder / "config.json"
-    left = {"quantization_config": {"quant_method": method, "load_in_4bit": True, "bits": 4}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | left))
+    stored = json.loads((folder / file).read_text()) if file == "config.json" else {}
+    (folder / file).write_text(json.dumps(stored | left))
     found = loaded(folder)
     assert all(torch.equal(one, expected[key]) for key, one in found.items())
     answer, report = run(folder)
@@ -360,9 +417,13 @@ def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch) -
     assert caught.value.hint == "Make room there or set TMPDIR to another folder."
 
 
-@pytest.mark.parametrize("file", ["tiktoken.model", "tekken.json", "tokenization_x.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["tiktoken.model", "tekken.json", "tokenization_x.py", "source.spm", "inner/tokenizer.json"],
+)
 def test_a_tokenizer_that_is_not_read_is_named(file: str) -> None:
     folder = checkpoint("qwen3_5_text")
+    (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("")
     answer = ending(2, "run", str(folder), "--seq", "16")
     assert f"of a kind that ssdprof does not read: {file}; it runs no remote code." in answer.err
@@ -456,7 +517,7 @@ def test_a_lost_head_is_named() -> None:
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
     rewrite(folder, lambda weights: {k: one for k, one in weights.items() if "lm_head" not in k})
     answer = Answer("answers", str(folder), "--prompt", "random", "--seq", "24")
-    assert (answer.code, "qwen3_5_text lacks lm_head.weight." in answer.err) == (4, True)
+    assert (answer.code, "qwen3_5_text lacks lm_head.weight " in answer.err) == (4, True)
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(True, False), (True, True), (None, True)])
@@ -493,9 +554,9 @@ def test_the_attention_of_a_config_need_not_be_installed(key: str, value: object
 @pytest.mark.parametrize("where", ["quantization", "quantization_config"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_mlx_is_named(where: str, bits: int) -> None:
-    answer, _ = run(
-        checkpoint("qwen3_5_text", **{where: {"group_size": 64, "bits": bits}}), "--dry-run"
-    )
+    folder = checkpoint("qwen3_5_text", **{where: {"group_size": 64, "bits": bits}})
+    rewrite(folder, packed)
+    answer, _ = run(folder, "--dry-run")
     assert answer.code == 2
     assert f"is of MLX's format, with {bits} bits in groups of 64" in answer.err
 
@@ -611,13 +672,10 @@ def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str
     )
     if file != "config.json":
         (folder / file).write_text(json.dumps({"quantization": codes}))
+    rewrite(folder, packed)
     answer, _ = run(folder, "--dry-run")
     assert answer.code == 2
-    where = "" if file == "config.json" else "ModelOpt's config beside "
-    words = (
-        f"{where}config.json of qwen3_5_text is quantised by 'modelopt' as {algorithm!r}, "
-        "which ssdprof cannot load"
-    )
+    words = f"qwen3_5_text is quantised by 'modelopt' as {algorithm!r}, which ssdprof cannot load"
     assert words in " ".join(answer.err.split())
 
 

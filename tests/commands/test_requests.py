@@ -112,9 +112,8 @@ def test_the_cells_and_names_of_a_bench() -> None:
             max_tokens="256k",
             dtype="fp32",
             layout="views",
-            against="mamba_ssm,published",
-            published=Path("mamba"),
-            also="recurrent_in_place",
+            implementations="unfused,fused,recurrent_in_place",
+            against="mamba_ssm,published=mamba",
             chunk_size="64",
             states=("bf16",),
             gate=["rms:2"],
@@ -143,12 +142,8 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
     assert subject.bench(bench)[0].conditions == gates(
         "speedup:2", "match:99%", "rms:3", "match@0:50%"
     )
-    prefill = PrefillOptions(model="demo", config=file, against="fused,reference")
-    asked = subject.prefill(prefill)
-    assert (asked.conditions, asked.implementations) == (
-        gates("speedup:1.1"),
-        (*COMPARED, "reference"),
-    )
+    prefill = PrefillOptions(model="demo", config=file)
+    assert subject.prefill(prefill).conditions == gates("speedup:1.1")
     assert subject.prefill(replace(prefill, gate=["speedup:1.2"])).conditions == gates(
         "speedup:1.2"
     )
@@ -179,11 +174,6 @@ def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     assert subject.run(RunOptions(model="demo", stalls=True, batch=2))[1].batch == 2
 
 
-def test_captured_inputs_of_tune_have_their_own_shape() -> None:
-    _, cells, lengths = subject.tune(TuneOptions(operator="gdn"))
+def test_tune_searches_for_three_lengths_of_one_shape() -> None:
+    _, cells = subject.tune(TuneOptions(operator="gdn"))
     assert [cell.tokens.seqlen for cell in cells] == [1024, 8192, 65536]
-    assert lengths is None
-    stored = TuneOptions(operator="gdn", where="captures", seq="1k")
-    assert subject.tune(stored) == (stored, (), (1024,))
-    with pytest.raises(BadInputError, match="have their own shape"):
-        subject.tune(replace(stored, batch="2"))

@@ -19,7 +19,8 @@ from cases import (
     prefill,
 )
 
-from ssdprof.core.conditions import Outcome, exact_answer_is_finite, parse_gate
+from ssdprof.core.conditions import parse_gate
+from ssdprof.core.outcome import Outcome, exact_answer_is_finite
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
 
 

@@ -61,7 +61,7 @@ def near(found: Estimate | None, value: float) -> bool:
 
 def offences(found: Comparison) -> dict[str, list[str]]:
     return {
-        change: [f"{each.case}: {each.found}" for each in offenders]
+        change: [f"{each.case}: {each.actual}" for each in offenders]
         for change, offenders in found.verdicts.items()
     }
 
@@ -222,16 +222,13 @@ LAYER_9 = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
 PREFILL, PREFILL_BASE = cases.prefill(), of_prefill("unfused", 2000.0)
 LATE = cases.prefill(PREFILL_BASE, of_prefill(call_us=None))
-FAILED = cases.prefill(PREFILL_BASE, failed(of_prefill(), "failed"))
 LOST = LeftOut(place="prefill, model convolution and norm, 131,072 tokens", reason="spent")
 OTHER_SHAPE = [": no case could be judged: other shape"]
 OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("match:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 61.1009% in BASE, 60.9009% in NEW"]),
     ("match@0:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 55.0459% in BASE, 54.8459% in NEW"]),
-    ("match@1e-2:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 100% in BASE, 99.8% in NEW"]),
     ("match:base-0.3", BASE, LESS_EXACT, []),
     ("rms:base+9%", BASE, LESS_EXACT, [f"{LAYER_9}: 2.18 times the floor in BASE, 2.398 times"]),
-    ("rms:base+11%", BASE, LESS_EXACT, []),
     (
         "memory:base+9%",
         BASE,
@@ -239,15 +236,10 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
         [f"{LAYER_9}: 1,048,576 bytes in BASE, 1,153,433 bytes in NEW"],
     ),
     ("memory:base+10%", BASE, LESS_EXACT, []),
-    ("memory:base+104858", BASE, LESS_EXACT, []),
     ("launches:base+0", BASE, LESS_EXACT, [f"{LAYER_9}: 1 in BASE, 2 in NEW"]),
-    ("launches:base+1", BASE, LESS_EXACT, []),
     ("kl:base+0.001", answered(), WORSE, [f"{ANSWERS}: 0.001 nats in BASE, 0.003 nats in NEW"]),
-    ("kl:base+0.0021", answered(), WORSE, []),
     ("top1:base-0.1", answered(), WORSE, [f"{ANSWERS}: 99.5% in BASE, 99.2% in NEW"]),
-    ("top1:base-0.4", answered(), WORSE, []),
     ("perplexity:base+1%", answered(), WORSE, [f"{ANSWERS}: 8 in BASE, 8.1 in NEW"]),
-    ("perplexity:base+2%", answered(), WORSE, []),
     # a time offends if its whole interval does
     (
         "time:base+3%",
@@ -258,14 +250,12 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("time:base+3.5%", BASE, SLOW, []),
     ("time:base+0%", SLOW, BASE, []),
     ("time@call:base+1%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
-    ("time:base+3%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
     # in the metric's own unit
     ("time:base+10", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
     ("time:base+60", BASE, SLOW, []),
     ("speedup:base-0.05", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3),
     ("speedup:base-1", BASE, SLOW, []),
     ("speedup:base-38%", BASE, run(change=cases.slowed(1.6, fused)), []),
-    ("rms:base+0.3", BASE, LESS_EXACT, []),
     ("rms:base+0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 2.18 times the floor in BASE, 2.398 times"]),
     # over another implementation
     ("speedup@unfused:base-1%", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3),
@@ -286,18 +276,10 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
         REFUSED,
         [f"{FUSED}: 1.33333 times the floor in BASE; refused in NEW", "layer 0"],
     ),
-    (
-        "rms:base+1%",
-        BASE,
-        run(change=broken("nonfinite")),
-        [f"{FUSED}: 1.33333 times the floor in BASE; nonfinite in NEW", "layer 0"],
-    ),
     ("time:base+90%", PREFILL, LATE, [f"{ROW}: timed in BASE; no such value in NEW"]),
-    ("time:base+90%", PREFILL, FAILED, [f"{ROW}: timed in BASE; failed in NEW"]),
     # a condition that judges nothing, and a NEW that is not whole
     ("time:base+3%", UNTIMED, UNTIMED, [": no case could be judged: BASE has no times"]),
     ("kl:base+0", UNTIMED, UNTIMED, [": no case could be judged: BASE has no such value"]),
-    ("match:base-0.1", UNTIMED, UNTIMED, []),
     (
         "match:base-0.1",
         run(layers=(0,)),

@@ -74,24 +74,15 @@ def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
     [
         (case(), {"surprise": 1}, "surprise"),
         (case(), {"seqlen": 0}, "seqlen"),
-        (case(), {"batch": -1}, "batch"),
         (case(), {"status": "passed"}, "status"),
         (deviation(), {"rms_ratio": math.nan}, "rms_ratio"),
-        (deviation(), {"rms_ratio": -1e-3}, "rms_ratio"),
         (deviation(), {"max_abs": math.inf}, "max_abs"),
         (deviation(), {"elements": 0}, "elements"),
-        (deviation(), {"nonfinite": -1}, "nonfinite"),
-        (deviation(), {"worst_head": -1}, "worst_head"),
         (deviation(), {"matches": (100.1, 100.0, 100.0)}, "matches.0"),
         (accuracy().budget[0], {"budget": 0.0}, "budget"),
-        (accuracy().budget[0], {"error": math.nan}, "error"),
         (accuracy(), {"dtype": "int8"}, "dtype"),
         (cases.band(), {"top1_pct": 101}, "top1_pct"),
-        (cases.band(), {"kl_mean": math.nan}, "kl_mean"),
         (ProcessLine(), {"seconds": -1}, "seconds"),
-        (REPORTS["run"], {"version": 2}, "version"),
-        (REPORTS["run"], {"kind": "sweep"}, "kind"),
-        (REPORTS["run"], {"ranks": 0}, "ranks"),
         (REPORTS["run"], {"smallest_difference": -0.01}, "smallest_difference"),
     ],
 )
@@ -103,9 +94,7 @@ def test_a_number_out_of_range_and_an_unknown_field_are_refused(
     assert first_fault(caught.value).startswith(f"{where}: ")
 
 
-@pytest.mark.parametrize(
-    "us", [((1.0,),), ((1.0,), ()), ((1.0,), (0.0,)), ((1.0,), (-1.0,)), ((1.0,), (math.nan,))]
-)
+@pytest.mark.parametrize("us", [((1.0,),), ((1.0,), ()), ((1.0,), (0.0,)), ((1.0,), (math.nan,))])
 def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...], ...]) -> None:
     with pytest.raises(ValidationError):
         Samples(process="p", clock="call", us=us)
@@ -155,11 +144,8 @@ PROMPT = cases.prompt(40)
         (CHUNK, {"number": 4}, "no call 4 of 3"),
         (PROMPT, {"seqlen": 10**12}, "less than or equal"),
         (PROMPT, {"batch": 1 << 20}, "at most 16,777,216 tokens"),
-        (PROMPT, {"serving": {"decode": 10**9}}, "less than or equal"),
         (PROMPT, {"serving": {"chunk": 1}}, "greater than or equal"),
         (PROMPT, {"serving": {"packed": (3, 4)}}, "tokens of the prompt"),
-        (layer(), {"index": -1}, "greater than or equal"),
-        (cases.dims(), {"chunk_size": 2**70}, "less than or equal"),
         (cases.checkpoint(), {"layer_count": 1}, "only 1 layers"),
         (cases.checkpoint(), {"layers": (layer(), layer())}, "a layer occurs twice"),
         (REPORTS["run"], {"created": "yesterday"}, "ISO 8601"),
@@ -172,7 +158,6 @@ PROMPT = cases.prompt(40)
             "a requested case occurs twice",
         ),
         (REPORTS["run"], {"processes": REPORTS["run"].processes * 2}, "a process occurs twice"),
-        (REPORTS["run"], {"ranks": 10**9}, "less than or equal"),
         (
             REPORTS["run"],
             {"conditions": ({"metric": "speed", "limit": 1, "text": ""},)},
@@ -205,11 +190,6 @@ def test_every_text_is_harmless() -> None:
 
 
 def test_a_fault_names_its_place() -> None:
-    document = json.loads(REPORTS["run"].model_dump_json())
-    del document["cases"][0]["status"]
-    with pytest.raises(ValidationError) as caught:
-        Report.model_validate(document)
-    assert first_fault(caught.value) == "cases.0.status: Field required"
     with pytest.raises(ValidationError) as caught:
         Report.model_validate(7)
     assert first_fault(caught.value) == "the document: Input should be a valid dictionary"

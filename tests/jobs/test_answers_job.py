@@ -14,7 +14,8 @@ from fakes import inputs
 from ssdprof import operators
 from ssdprof.capture.intercept import OperatorCall
 from ssdprof.core.case import Answers
-from ssdprof.core.conditions import broken, parse_gate
+from ssdprof.core.conditions import parse_gate
+from ssdprof.core.outcome import broken
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
 from ssdprof.jobs.options import AnswersOptions

@@ -132,14 +132,14 @@ def test_short_checks_are_shared_and_named(
 
 
 def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = job.measured
+    measured = job.CellBench.measured
 
-    def interrupted(request: BenchOptions, operator: Any, cell: Cell, *rest: Any) -> Any:
+    def interrupted(bench: Any, cell: Cell, *rest: Any) -> Any:
         if cell.tokens.seqlen == 40:
             raise KeyboardInterrupt
-        return measured(request, operator, cell, *rest)
+        return measured(bench, cell, *rest)
 
-    monkeypatch.setattr(job, "measured", interrupted)
+    monkeypatch.setattr(job.CellBench, "measured", interrupted)
     with pytest.raises(
         KeyboardInterrupt, match=r"What was done is kept in result, marked as partial: 2 cases\."
     ):
@@ -148,11 +148,11 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
     again: list[int] = []
 
-    def noted(request: BenchOptions, operator: Any, cell: Cell, *rest: Any) -> Any:
+    def noted(bench: Any, cell: Cell, *rest: Any) -> Any:
         again.append(cell.tokens.seqlen)
-        return measured(request, operator, cell, *rest)
+        return measured(bench, cell, *rest)
 
-    monkeypatch.setattr(job, "measured", noted)
+    monkeypatch.setattr(job.CellBench, "measured", noted)
     whole = benched(*cells(36, 40), out=Path("result"))
     assert (again, whole.complete, whole.missing, whole.cases[:2]) == ([40], True, (), report.cases)
 
@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    measured = job.measured
+    measured = job.CellBench.measured
 
     def slowly(*given: Any) -> Any:
         found = measured(*given)
@@ -271,7 +271,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> Non
         return found
 
     monkeypatch.setattr(job.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(job, "measured", slowly)
+    monkeypatch.setattr(job.CellBench, "measured", slowly)
     report = benched(*cells(36, 40, 60), budget=150)
     assert [case.size for case in report.cases] == ["1 x 36"] * 2 + ["1 x 40"] * 2
     assert [(one.place, one.reason) for one in report.left_out] == [

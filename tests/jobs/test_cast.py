@@ -13,7 +13,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import token_major
 from ssdprof.core.base import states_of
 from ssdprof.core.pairs import compare
-from ssdprof.jobs.compare import cast_inputs
+from ssdprof.jobs.replay import cast_inputs
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.store.reports import load
 

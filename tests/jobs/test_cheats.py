@@ -8,7 +8,6 @@ are not found.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.jobs.compare import Entry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.measure import timing
+from ssdprof.measure import first_run, timing
 from ssdprof.measure.accuracy import fingerprint
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.store import reports
@@ -97,18 +96,28 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
     assert fingerprint(*entry.call.inputs.tensors.values()) == before
 
 
-def test_what_a_thread_computes_after_the_call_is_no_output() -> None:
+def test_what_a_thread_computes_after_the_call_is_no_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The threads wait until the output has been read once; no clock decides."""
     threads: list[threading.Thread] = []
     calls: list[None] = []
+    was_read = threading.Event()
+
+    def read(*tensors: torch.Tensor) -> str:
+        bits = fingerprint(*tensors)
+        was_read.set()
+        return bits
 
     def later(output: SSDOutput) -> SSDOutput:
         empty = SSDOutput(*map(torch.zeros_like, output))
 
         def compute() -> None:
-            time.sleep(0.05)
-            for own, tensor in zip(empty, output, strict=True):
-                own.copy_(tensor)
+            was_read.wait(60)
+            for target, tensor in zip(empty, output, strict=True):
+                target.copy_(tensor)
 
+        was_read.clear()
         threads.append(threading.Thread(target=compute))
         threads[-1].start()
         return empty
@@ -117,14 +126,16 @@ def test_what_a_thread_computes_after_the_call_is_no_output() -> None:
         calls.append(None)
         return output if len(calls) == 1 else later(output)
 
-    found = compared(
+    monkeypatch.setattr(first_run, "fingerprint", read)
+    monkeypatch.setattr(first_run, "_LATEST", 60.0)  # s, for threads of a busy machine
+    cases = compared(
         entries("at once", spoil=later), entries("when timed", spoil=when_timed), timer=FakeTimer()
     )
     for thread in threads:
         thread.join()
-    assert (found["at once"].result, found["at once"].why) == ("failed", LATE)
-    assert (found["when timed"].result, found["when timed"].samples) == ("inaccurate", ())
-    assert found["when timed"].why == f"after it was timed: {LATE}"
+    assert (cases["at once"].result, cases["at once"].why) == ("failed", LATE)
+    assert (cases["when timed"].result, cases["when timed"].samples) == ("inaccurate", ())
+    assert cases["when timed"].why == f"after it was timed: {LATE}"
 
 
 def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
@@ -143,7 +154,6 @@ def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
 
 KERNELS = """
 import threading
-import time
 
 import torch
 from ssdprof.kernels import get

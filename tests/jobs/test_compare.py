@@ -19,7 +19,7 @@ from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import Comparer, Entry
-from ssdprof.jobs.run import paired
+from ssdprof.jobs.run import planned
 from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.first_run import Call, TimeIsUp
@@ -486,7 +486,7 @@ def test_the_baseline_runs_at_equal_states_if_it_has_them(
         name=baseline,
         precisions=(lambda _: fixed[baseline]) if fixed else None,
     )
-    assert [(one.name, *rest) for one, *rest in paired([fused], first, wanted, "fp32")] == pairs
+    assert [(one.name, *rest) for one, *rest in planned([fused], first, wanted, "fp32")] == pairs
 
 
 def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it() -> None:

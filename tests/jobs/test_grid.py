@@ -12,7 +12,7 @@ from ssdprof.jobs.reading import (
     parse_tokens,
 )
 from ssdprof.operators.generate import Shape, Tokens
-from ssdprof.operators.ssd import GENERATOR
+from ssdprof.operators.ssd_inputs import GENERATOR
 
 
 @pytest.mark.parametrize(

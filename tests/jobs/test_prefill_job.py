@@ -18,7 +18,8 @@ from prefill_fakes import ONCE, FakeTimer
 from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Prefill
-from ssdprof.core.conditions import broken, parse_gate
+from ssdprof.core.conditions import parse_gate
+from ssdprof.core.outcome import broken
 from ssdprof.core.report import Report
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import prefill as job
@@ -123,7 +124,7 @@ def test_of_the_first_layers_alone_a_gate_judges_what_was_timed() -> None:
     assert (
         verdict.case == "prefill, model convolution and norm, 8 tokens, fused, exact, fp32 states"
     )
-    assert verdict.found == "1x"
+    assert verdict.actual == "1x"
 
 
 @pytest.mark.usefixtures("no_gpu_needed")

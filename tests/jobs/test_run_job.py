@@ -19,13 +19,13 @@ from fakes import QUICK, FakeTimer, inputs, noting
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import intermediates_of, precisions_for, states_of
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
-from ssdprof.jobs import compare, limits, subject
+from ssdprof.jobs import limits, replay, subject
 from ssdprof.jobs import run as job
-from ssdprof.jobs.compare import forgetting
 from ssdprof.jobs.options import RunOptions
+from ssdprof.jobs.replay import heads_by_memory
 from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
@@ -148,14 +148,14 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
 ) -> None:
     timers: list[Any] = []
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(compare, "INTERPRETED", True)
+    monkeypatch.setattr(replay, "INTERPRETED", True)
     for name in ("measure_ceilings", "forget_peak"):
-        monkeypatch.setattr(compare, name, lambda _: None)
-    monkeypatch.setattr(compare, "watch_clocks", lambda: lambda: None)
-    monkeypatch.setattr(compare, "Comparer", lambda **own: timers.append(own["timer"]))
+        monkeypatch.setattr(replay, name, lambda _: None)
+    monkeypatch.setattr(replay, "watch_clocks", lambda: lambda: None)
+    monkeypatch.setattr(replay, "Comparer", lambda **own: timers.append(own["timer"]))
     report = SimpleNamespace(prompts=(), ceilings=None)
     writer: Any = SimpleNamespace(report=report, process="one", update=lambda **_: None)
-    with compare.replaying(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), 1):
+    with replay.replaying(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), 1):
         assert timers == [None]
 
 
@@ -164,7 +164,7 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
 def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
     stop_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, began = compare.Comparer, list[str]()
+    plain, began = replay.Comparer, list[str]()
 
     class Noted(plain):  # type: ignore[misc, valid-type]
         def compare(self, entries: Any, label: str, *rest: Any) -> Any:
@@ -174,7 +174,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
     def ran(stop_at: int | None, out: str) -> Report:
         timer = FakeTimer(stop_at=stop_at)
         monkeypatch.setattr(
-            compare, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK}))
+            replay, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK}))
         )
         place: Any = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
         subject.run(RunOptions(**place))
@@ -207,7 +207,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     resolved = job.resolve_implementations(("fused",), "unfused", LAYERS[:1])
     of = prompt(50, serving=Serving(chunk=40, decode=1))
     precisions = partial(requested_precisions, intermediates="exact", states=("fp32", "bf16"))
-    pairs = partial(resolved.pairs, precisions)
+    pairs = partial(resolved.plan, precisions)
     found: Any = SimpleNamespace(layers=LAYERS[:1])
     requested = [", ".join(one) for one in job._requested(found, [of], pairs, "bf16", 0)]
     assert requested == [
@@ -255,4 +255,4 @@ def test_heads_are_counted_by_how_long_they_remember() -> None:
     rates = rates.clamp(max=0)
     ssd = SSDInputs(x=v, dt=torch.ones(1, 40, len(rates)), A=rates, B=q[:, :, :1], C=k[:, :, :1])
     for given in (gdn, packed, ssd):
-        assert forgetting(operators.get(given.operator), given) == (3, 1, 1, 3)
+        assert heads_by_memory(operators.get(given.operator), given) == (3, 1, 1, 3)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, product, repeat
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from captured import layer
-from captured import store as store_captures
-from cases import prompt
 from command_line import Answer, ending, passing
 from tuning_fakes import (
     COMMITTED_SEGMENT,
@@ -31,11 +29,10 @@ from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.core.subject import Serving
 from ssdprof.core.tuned import TunedConfig, TunedConfigs
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import tune as job
-from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, captured, difference, drawn, search
+from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, difference, search
 from ssdprof.kernels import device, registry
 from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.device import INTERPRETED
@@ -62,7 +59,6 @@ from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
 from ssdprof.stalls import ncu
 from ssdprof.store import tuned as store
-from ssdprof.store.reports import load
 
 CPU = torch.device("cpu")
 EXACT = Precision()
@@ -137,107 +133,45 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
 
 
 @pytest.mark.parametrize(
-    ("tuning", "committed", "make", "what", "tried"),
+    ("tuning", "committed", "inputs", "fields", "tried"),
     [
-        (
-            SSD,
-            SSDHopperConfig(segment=TOO_LONG),
-            lambda: ssd_inputs(TOO_LONG * 64),
-            lambda one: one.recompute,
-            {False},
-        ),
-        (
-            SSD,
-            SSDHopperConfig(segment=4),
-            lambda: ssd_inputs(1280, "2x64x128x1"),
-            lambda one: (one.ring, one.score_ring),
-            {(2, 2), (2, 3), (3, 2), (3, 3)},
-        ),
+        (SSD, SSDHopperConfig(segment=TOO_LONG), ssd_inputs(TOO_LONG * 64), "recompute", {False}),
         # longer sums over N would be less accurate: benchmarks/log/ssd.md#row-60
         (
             SSD,
             SSDPortableConfig(block_n=256),
-            lambda: ssd_inputs(1024, "2x64x256x1"),
-            lambda one: one.block_n,
+            ssd_inputs(1024, "2x64x256x1"),
+            "block_n",
             {64, 128, 256},
         ),
-        (
-            SSD,
-            SSDPortableConfig(block_n=64),
-            lambda: ssd_inputs(1024, "2x64x256x1"),
-            lambda one: one.block_n,
-            {64},
-        ),
-        (
-            SSD,
-            SSDPortableConfig(),
-            lambda: ssd_inputs(1024),
-            lambda one: one.chunk == 64 or (one.chunk, one.chunk * one.max_chunks),
-            {True, (32, 2048), (128, 2048)},
-        ),
-        (
-            SSD,
-            SSDPortableConfig(chunk=32, block_p=16),
-            lambda: ssd_inputs(1024),
-            lambda one: one.block_p,
-            {16},
-        ),
+        (SSD, SSDPortableConfig(chunk=32, block_p=16), ssd_inputs(1024), "block_p", {16}),
         (
             GDN,
             None,
-            lambda: gdn_inputs(8192, shape=LONG_GDN),
-            lambda one: (one.block_v, one.v_rows),
+            gdn_inputs(8192, shape=LONG_GDN),
+            "block_v v_rows",
             set(product((16, 32, 64, 128), (True, False))),
         ),
-        (GDN, None, lambda: gdn_inputs(8192, shape=LONG_GDN), lambda one: one.num_warps, {2, 4, 8}),
-        (
-            GDN,
-            None,
-            lambda: gdn_inputs(8192, shape=LONG_GDN),
-            lambda one: one.factors_warps,
-            {2, 4, 8},
-        ),
-        (
-            GDN,
-            None,
-            lambda: gdn_inputs(8192, shape=LONG_GDN),
-            lambda one: one.segment == 0 or one.segment * one.chunk * 32 >= 8192,
-            {True},
-        ),
-        (GDN, None, lambda: gdn_inputs(256), lambda one: one.block_v, {16}),
-        (
-            KDA,
-            None,
-            lambda: gdn_inputs(64, operator="kda"),
-            lambda one: (one.block_v, one.block_k),
-            {(16, 16)},
-        ),
+        (KDA, None, gdn_inputs(64, operator="kda"), "block_v block_k", {(16, 16)}),
         (
             KDA,
             KDA_HOPPER,
-            lambda: gdn_inputs(8192, shape=LONG_GDN, operator="kda"),
-            lambda one: (one.slab, one.behind),
-            {(slab, 1) for slab in (4, 8, 16, 32, 64)} | {(16, 2), (16, 4)},
+            gdn_inputs(8192, shape=LONG_GDN, operator="kda"),
+            "slab",
+            {4, 8, 16, 32, 64},
         ),
     ],
 )
 def test_what_the_candidates_vary(
-    tuning: Any,
-    committed: Any,
-    make: Callable[[], Any],
-    what: Callable[[Any], object],
-    tried: set[object],
+    tuning: Any, committed: Any, inputs: Any, fields: str, tried: set[object]
 ) -> None:
     """A kernel takes all of them: they are read back as they are stored."""
-    inputs = make()
     configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
-    assert set(map(what, configs)) == tried
-    kernel = (
-        "hopper"
-        if isinstance(committed, SSDHopperConfig) or committed is KDA_HOPPER
-        else "portable"
-    )
-    assert all(tuning.config(kernel, tuning.settings(one), one.reason) == one for one in configs)
+    assert set(map(attrgetter(*fields.split()), configs)) == tried
+    hopper = isinstance(committed, SSDHopperConfig) or committed is KDA_HOPPER
+    for config in configs:
+        settings = tuning.settings(config)
+        assert tuning.config("hopper" if hopper else "portable", settings, config.reason) == config
 
 
 def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() -> None:
@@ -254,9 +188,7 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() 
 @pytest.mark.parametrize(
     ("headdim", "dtype", "committed"),
     [
-        (64, torch.bfloat16, SSDPortableConfig()),
         (64, torch.bfloat16, SSDPortableConfig(chunk=128)),
-        (32, torch.bfloat16, SSDPortableConfig(chunk=32, block_p=32)),
         (16, torch.float32, SSDPortableConfig(chunk=16, block_p=16)),
     ],
 )
@@ -266,10 +198,8 @@ def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
     """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to
     such rows.
     """
-    inputs = SSDInputs.unchecked(
-        **vars(ssd_inputs(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)}
-    )
-    configs = options(SSD, committed, inputs)
+    x = torch.zeros(1, 1024, 2, headdim, dtype=dtype)
+    configs = options(SSD, committed, SSDInputs.unchecked(**vars(ssd_inputs(1024)) | {"x": x}))
     assert len(configs) > 10
     assert all(config.chunk < 64 or config.block_p * dtype.itemsize >= 128 for config in configs)
 
@@ -288,10 +218,9 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
 # --- from shapes and stored captures to problems
 
 
-def made(sources: Any = None, intermediates: Any = "exact") -> list[Problem]:
-    sources = sources or drawn(OPERATOR, (cell(100), cell(40, sequences=2)), CPU)
-    (of_layer,) = sources
-    return list(job.problems(OPERATOR, of_layer, intermediates))
+def made(intermediates: Any = "exact") -> list[Problem]:
+    cells = (cell(100), cell(40, sequences=2))
+    return list(job.problems(OPERATOR, cells, intermediates, CPU))
 
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kernel_one_for_each(
@@ -303,7 +232,7 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
     assert "nchunks" not in problem.calls
     assert problem.calls["nheads"] == 2
     assert problem.cases[0].precision == EXACT_FP32
-    assert states_of(made(intermediates="relaxed")[0].cases[0].precision) == "bf16", "as in a bench"
+    assert states_of(made("relaxed")[0].cases[0].precision) == "bf16", "as in a bench"
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
     monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made()
@@ -311,40 +240,26 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
     assert all(isinstance(one.committed, SSDHopperConfig) for one in found)
 
 
-def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(
-    tmp_path: Path,
-) -> None:
-    """Of three layers at 20 tokens, the same at 40, and a decode step."""
-    (step,) = Serving(decode=1).calls(40)[1:]
-    calls = [*((index, seqlen, None) for seqlen in (20, 40) for index in range(3)), (2, 1, step)]
-    of = ((layer(index), ssd_inputs(seqlen), call) for index, seqlen, call in calls)
-    captures = str(store_captures(tmp_path / "captures", of, prompt(20), prompt(40)))
-    (problem,) = made(captured(OPERATOR, captures, None, CPU))
-    assert str(problem) == "layer 1, 20 tokens; layer 1, 40 tokens, exact"
-    torch.testing.assert_close(problem.inputs[1].values, ssd_inputs(40).x)
-    (problem,) = made(captured(OPERATOR, captures, (40, 80), CPU))
-    assert [inputs.length for inputs in problem.inputs] == [40]
-    with pytest.raises(BadInputError, match="no Mamba-2 layer of these lengths") as refused:
-        captured(OPERATOR, captures, (80,), CPU)
-    assert "20, 40" in refused.value.hint
-    with pytest.raises(BadInputError, match="nowhere is not a run"):
-        captured(OPERATOR, "nowhere", None, CPU)
-
-
 # --- the search: it finds faster configurations, names wrong ones, and keeps the committed one in
 #   doubt
 
 
-Found = tuple[tuple[Case, ...], TunedConfig | None, str]
+Found = tuple[tuple[Case, ...], TunedConfig | str]
 
 
 def found(fake: FakeTimer, problem: Problem | None = None, run: Any = None) -> Found:
-    return search(problem or ssd_problem("hopper", 1280), fake, run or fake.run)
+    problem = problem or ssd_problem("hopper", 1280)
+
+    class Faked(Problem):
+        def run(self, inputs: Any, config: Any) -> Any:
+            return (run or fake.run)(inputs, config)
+
+    return search(Faked(**vars(problem)), fake)
 
 
 def value(outcome: Found, name: str) -> Any:
-    _, find, why = outcome
-    assert find is not None, why
+    _, find = outcome
+    assert isinstance(find, TunedConfig), find
     return find.settings[name]
 
 
@@ -357,13 +272,13 @@ def of_result(outcome: Found, result: str) -> dict[str, str]:
     }
 
 
-COMPARED = ("committed", "segment 4, ring 2")
-FOURS = ("committed", "segment 4")
-
-
 def by_segment(config: SSDHopperConfig, _tokens: int) -> float:
     """Equal segments of 4 chunks and rings of two are best."""
     return 100 + abs(config.segment - 4) + config.long_count + 2 * config.ring + config.score_ring
+
+
+def of(cases: Sequence[Case], name: str) -> Case:
+    return next(case for case in cases if case.implementation == name)
 
 
 @pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
@@ -375,16 +290,13 @@ def test_it_goes_to_the_fastest_axis_by_axis(
     """
     monkeypatch.setattr(Call, "outputs_that_fit", fitting)
     fake = FakeTimer(cost=by_segment)
-    cases, find, why = found(fake)
-    assert find is not None
+    cases, find = found(fake)
+    assert isinstance(find, TunedConfig), find
     assert find.device_ratio == pytest.approx(
         by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01
     )
     assert find.device_interval[0] > 1.01
-    assert why.startswith("found segment 4, ring 2, 1.08x [")
-    committed, best = (
-        next(one for one in cases if one.implementation == name) for name in COMPARED
-    )
+    committed, best = of(cases, "committed"), of(cases, "segment 4, ring 2")
     assert committed.plan.startswith(f"segment {COMMITTED_SEGMENT}, ")
     assert (len(committed.samples), {one.process for one in best.samples}) == (
         2 * turns,
@@ -433,19 +345,10 @@ def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
     return run
 
 
-def noise(seed: int) -> Iterator[float]:
-    drawn = random.Random(seed)
-    return iter(lambda: drawn.gauss(1, 0.05), None)
-
-
 @pytest.mark.parametrize(
     ("fake", "why"),
     [
-        (FakeTimer(noise=noise(0)), ""),
-        *(
-            pytest.param(FakeTimer(noise=noise(seed)), "", marks=pytest.mark.slow)
-            for seed in (1, 2)
-        ),
+        (FakeTimer(noise=map(random.Random(0).gauss, repeat(1), repeat(0.05))), ""),
         (PlacedTimer(), ""),
         (
             FakeTimer(cost=lambda config, _: 99.2 if config.segment == 4 else 100.0),
@@ -459,46 +362,25 @@ def noise(seed: int) -> Iterator[float]:
             "the fastest was wrong: out, head",
         ),
         (
-            FakeTimer(cost=by_segment, refused=lambda _: True),
-            (
-                "the committed configuration stays: of itself: RuntimeError: out of resources: "
-                "shared memory"
-            ),
+            FakeTimer(refused=lambda _: True),
+            "of itself: RuntimeError: out of resources: shared memory",
         ),
-        (
-            FakeTimer(cost=by_segment, unrecorded=lambda _: True),
-            "captured as a CUDA graph: it synchronises",
-        ),
+        (FakeTimer(unrecorded=lambda _: True), "captured as a CUDA graph: it synchronises"),
     ],
-    ids=[
-        *(f"noise {seed}" for seed in range(3)),
-        "a lucky place in memory",
-        "0.8 %",
-        "wrong at length",
-        "refused",
-        "cannot be captured",
-    ],
+    ids=["noise", "a lucky place", "0.8 %", "wrong at length", "refused", "cannot be captured"],
 )
 def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str) -> None:
     outcome = found(fake)
-    assert outcome[1] is None
-    assert why in outcome[2]
+    assert isinstance(outcome[1], str)
+    assert why in outcome[1]
     if isinstance(fake, PlacedTimer):
         assert fake.recordings >= SCREENING.min_recordings + DECIDING.min_recordings >= 8
-        assert (
-            found(PlacedTimer(cost=lambda config, _: 70.0 if config.segment == 4 else 100.0))[1]
-            is not None
-        )
+        faster = PlacedTimer(cost=lambda config, _: 70.0 if config.segment == 4 else 100.0)
+        assert value(found(faster), "segment") == 4
     if "1%" in why:
-        committed, best = (
-            next(one for one in outcome[0] if one.implementation == name) for name in FOURS
-        )
-        ratio = best.over(committed)
+        ratio = of(outcome[0], "segment 4").over(of(outcome[0], "committed"))
         assert ratio is not None
-        assert (ratio.verdict(0.01), ratio.value) == (
-            "no difference",
-            pytest.approx(100 / 99.2, rel=0.003),
-        )
+        assert ratio.verdict(0.01) == "no difference"
     if "wrong" in why:
         assert list(of_result(outcome, "inaccurate")) == ["segment 4, ring 2"]
 
@@ -515,31 +397,28 @@ def test_a_wrong_candidate_is_named_and_never_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "why"),
+    ("broken", "result", "why"),
     [
-        ("refused", "RuntimeError: out of resources: shared memory"),
+        ("refused", "failed", "RuntimeError: out of resources: shared memory"),
         (
             "unrecorded",
-            (
-                "The candidate segment 4 is not timed: it cannot be captured as a CUDA graph: it "
-                "synchronises"
-            ),
+            "passed",
+            "The candidate segment 4 is not timed: it cannot be captured as a",
         ),
-        ("faulty", ""),
+        ("faulty", "", ""),
     ],
 )
 def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_the_search(
-    broken: str, why: str, monkeypatch: pytest.MonkeyPatch
+    broken: str, result: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise all other candidates would be reported as failing."""
 
     def fake() -> FakeTimer:
         return FakeTimer(cost=by_segment, **{broken: lambda config: config.segment == 4})
 
-    if broken != "faulty":
+    if result:
         outcome = found(fake())
-        result = "failed" if broken == "refused" else "passed"
-        assert why in {reason.partition(" (")[0] for reason in of_result(outcome, result).values()}
+        assert any(reason.startswith(why) for reason in of_result(outcome, result).values())
         assert value(outcome, "segment") in (3, 5)
     monkeypatch.setattr("ssdprof.measure.first_run._answers", lambda _: False)
     with pytest.raises(
@@ -552,19 +431,13 @@ def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_seq
     problem, both = ssd_problem("portable", 128, 192), by_warps((128, 192))
     outcome = found(both, problem)
     assert value(outcome, "num_warps") == 8
-    assert outcome[1] is not None
+    assert isinstance(outcome[1], TunedConfig)
     assert (outcome[1].calls["kernel"], outcome[1].device_ratio) == (
         "portable",
         pytest.approx(1.25, rel=0.01),
     )
-    _, find, why = found(by_warps((128,)), problem)
-    assert (find, why) == (
-        None,
-        "the committed configuration stays: the fastest was slower at 192 tokens",
-    )
-    _, find, why = found(both, problem, wrong_if_packed(both))
-    assert find is None
-    assert why.startswith("the committed configuration stays: the fastest was wrong")
+    assert found(by_warps((128,)), problem)[1] == "the fastest was slower at 192 tokens"
+    assert "the fastest was wrong" in str(found(both, problem, wrong_if_packed(both))[1])
 
 
 # --- stored configurations are used, unless they do not apply
@@ -595,20 +468,8 @@ def test_what_is_stored_is_used_and_said_also_in_another_process(
     )
     assert segment == "segment 4"
     ((key, config),) = registry._overrides.items()
-    assert dict(key) == dict(
-        gpu="NVIDIA Test",
-        operator="ssd",
-        kernel="hopper",
-        nheads=80,
-        headdim=64,
-        dstate=128,
-        ngroups=1,
-        dtype=torch.bfloat16,
-        gate=False,
-        sequences=1,
-        nchunks=16,
-        exact=True,
-    )
+    sizes = {"gpu": "NVIDIA Test", "kernel": "hopper", "nheads": 80, "nchunks": 16, "exact": True}
+    assert sizes.items() <= dict(key).items()
     assert config.reason == "tuned on this GPU, 2026-11-20"
     finds = TunedConfigs.model_validate_json(file.read_text())
     assert finds.kernels.keys() == {"ssd"}
@@ -616,18 +477,16 @@ def test_what_is_stored_is_used_and_said_also_in_another_process(
     registry.use_overrides("ssd", {})
     store.use_file(file)
     assert [config.segment for config in registry._overrides.values()] == [4]
-    request = dict(
-        folder="captures",
-        cache="cache",
+    job = ncu.Job(
+        folder=Path("captures"),
+        cache=Path("cache"),
         layer=1,
         seqlen=512,
         implementation="fused",
         precision=EXACT_FP32,
+        tuned=file,
     )
-    command = ncu.target(ncu.Job.model_validate(request | {"tuned": file}), Path("launched.json"))
-    assert any(str(file) in word for word in command), (
-        "the process that ncu watches is told the file"
-    )
+    assert any(str(file) in word for word in ncu.target(job, Path("launched.json")))
     registry.use_overrides("ssd", {})
     monkeypatch.setattr("ssdprof.environment.machine.gpu", lambda: None)
     assert used() == []
@@ -661,37 +520,21 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("before", "after", "why"),
     [
-        lambda _: "",
-        lambda _: "{",
-        lambda _: "{}",
-        lambda text: text.replace('"segment": 4', '"segment": 0'),
-        lambda text: text.replace('"long_count": 0', '"long_count": 1'),
+        ("{", "", "is not what 'ssdprof tune' writes"),
+        ('"segment": 4', '"segment": 0', "is not what 'ssdprof tune' writes"),
+        ('"long_count": 0', '"long_count": 1', "is not what 'ssdprof tune' writes"),
+        ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )
-def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
+def test_what_cannot_be_read_is_said(before: str, after: str, why: str) -> None:
     file = kept()
-    before = file.read_text()
-    file.write_text(damage(before))
-    assert file.read_text() != before
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
     (said,) = used()
-    assert "NVIDIA-Test.json is not what 'ssdprof tune' writes" in said
-    values = GDN.settings(GDNPortableConfig())
-    for kernel, wrong in (
-        ("hopper", values),
-        ("portable", {}),
-        ("portable", values | {"chunk": 48}),
-    ):
-        with pytest.raises(ValueError):  # noqa: PT011
-            GDN.config(kernel, wrong)
-
-
-def test_a_configuration_of_another_version_is_said() -> None:
-    file = kept()
-    file.write_text(file.read_text().replace('"version": 4', '"version": 3'))
-    (said,) = used()
-    assert "NVIDIA-Test.json has version 3; this ssdprof reads 4." in said
+    assert f"NVIDIA-Test.json {why}" in said
 
 
 def test_a_cache_that_cannot_be_written_is_said(
@@ -731,20 +574,6 @@ def test_a_find_is_for_its_own_calls_only() -> None:
         assert chosen(other) != config
     assert chosen(inputs, Precision(intermediates="relaxed")) != config
     assert chosen(replace(inputs, use_qk_l2norm=False)) != config
-
-
-@needs_interpreter
-def test_a_call_that_was_prepared_before_is_prepared_again() -> None:
-    inputs = gdn_inputs(200)
-    before = gdn_fused.run(inputs)
-    assert "tuned" not in gdn_fused.plan(inputs).reason
-    config = replace(GDN.committed(inputs, "portable"), chunk=16, reason="tuned on this GPU, today")
-    registry.use_overrides("gdn", {call_key(inputs, EXACT): config})
-    assert "; tuned on this GPU, today" in gdn_fused.plan(inputs).reason
-    assert gdn_fused.plan(inputs).config["chunk"] == 16
-    assert not torch.equal(before.out, gdn_fused.run(inputs).out), "other chunks round otherwise"
-    registry.use_overrides("gdn", {})
-    assert torch.equal(before.out, gdn_fused.run(inputs).out)
 
 
 # --- the command
@@ -794,12 +623,6 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: ssd_fused.plan(ssd_inputs(100)),
         ),
         pytest.param(
-            "gdn --shape 1/2x16x16 --seq 70",
-            ("1/2x16x16, bf16, 1 x 70",),
-            lambda: gdn_fused.plan(gdn_inputs(70)),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             "kda --shape 1/2x16x16 --seq 70",
             ("1/2x16x16, bf16, 1 x 70",),
             lambda: kda_fused.plan(gdn_inputs(70, operator="kda")),
@@ -813,31 +636,15 @@ def test_from_words_to_kernels_that_take_the_find(
     """The file is real: the next command reads it and says so, and its kernels use the
     configuration.
     """
-    answer = passing("tune", *words.split(), "--out", "found.json", "--json")
+    answer = passing("tune", *words.split(), "--json")
     report = Report.model_validate_json(answer.out)
-    assert report == load("found.json", "tune")[1]
     assert {case.place for case in report.cases} == set(places)
     assert all(case.samples for case in report.cases)
-    (note,) = report.remarks
-    assert f"{'; '.join(places)}, exact: found num_warps 8" in note
+    assert report.remarks == ()
     assert "What was found is kept in " in answer.err
     assert "1 configuration tuned on this GPU" in used()[0]
     assert "tuned on this GPU" in plan().reason
     assert plan().config["num_warps"] == 8
-
-
-@needs_interpreter
-@pytest.mark.usefixtures("pretended_gpu", "cache")
-def test_a_person_sees_what_was_tried_and_found() -> None:
-    words = ("tune", "ssd", "--shape", "2x16x16x1", "--seq", "40")
-    shown = passing(*words).shown
-    for part in (
-        "2x16x16x1, bf16, 1 x 40, exact: portable kernel",
-        "num_warps 8",
-        "2.00x [",
-        "committed",
-    ):
-        assert part in shown
 
 
 @needs_interpreter
@@ -868,16 +675,14 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
 def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     """Two tunings, one for each kernel.  Every find has a right output and is used."""
     shapes = ("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
-    report = Report.model_validate_json(passing("tune", *shapes).out)
+    tuned = passing("tune", *shapes)
+    report = Report.model_validate_json(tuned.out)
     assert "portable" in {case.variant for case in report.cases}
     assert all(case.samples for case in report.cases if case.implementation == "committed")
     assert not [case.name for case in report.cases if case.result == "inaccurate"]
-    found = any(": found " in one for one in report.remarks)
+    found = "What was found is kept" in tuned.err
     answer = passing("bench", *shapes, "--chunk-size", "128")
     assert ("tuned on this GPU" in answer.err, "tuned on this GPU, " in answer.out) == (
         found,
         found,
     )
-    registry.use_overrides("ssd", {})  # as in a new process
-    answer = Answer("bench", *shapes, "--chunk-size", "128", "--no-tuned")
-    assert "tuned on this GPU" not in answer.out + answer.err

@@ -26,8 +26,8 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.timing import CaptureError
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.ssd import GENERATOR, draw
 from ssdprof.operators.ssd import OPERATOR as SSD
+from ssdprof.operators.ssd_inputs import GENERATOR, draw
 from ssdprof.operators.tuning import Config
 from ssdprof.store import tuned as store
 

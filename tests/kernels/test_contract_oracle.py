@@ -515,10 +515,10 @@ def test_against_the_oracle(kernel: Subject, case: Any, precision: Precision) ->
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_edge_inputs(kernel: Subject, dtype: torch.dtype) -> None:
-    """Those that `run` gives to a user's kernel: measure/probes.py."""
+    """Those that `run` gives to a user's kernel: measure/laws.py."""
     like = kernel.case(dtype=dtype, **{} if kernel.operator == "ssd" else {"l2norm": True}).inputs()
     for kind in operators.get(kernel.operator).generated.edges(like):
-        assert any(passes(kernel, inputs) for inputs in kind)
+        assert any(passes(kernel, form.make()) for form in kind)
 
 
 def passes(kernel: Subject, inputs: Any) -> bool:

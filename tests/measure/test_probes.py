@@ -19,7 +19,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import IsolatedFirstCall, Verdict
-from ssdprof.measure.probes import OF_THE_SAME_FORM, Prober
+from ssdprof.measure.laws import OF_THE_SAME_FORM
+from ssdprof.measure.probes import Prober
 from ssdprof.operators import generate
 from ssdprof.operators.generate import Tokens
 from ssdprof.operators.implementations import own_implementation
@@ -247,7 +248,7 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> No
     assert probed(changing_its_gate, ssd())["edge inputs"] == Probe(
         name="edge inputs",
         holds="no",
-        detail="it changes its inputs: z, with sequences of 321 and 321 tokens",
+        detail="it changes its inputs: z, with 2 x 321 tokens, 6 heads x 16, state 16, 2 groups",
     )
 
 

@@ -8,7 +8,7 @@ from measure.conftest import random_inputs
 from ssdprof.core.subject import Ceilings, Dims
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.roofline import measure_ceilings
-from ssdprof.operators.ssd import ORACLE, flops
+from ssdprof.operators.ssd_oracle import ORACLE, flops
 
 MAMBA2_2_7B = Dims(
     operator="ssd",

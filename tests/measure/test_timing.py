@@ -18,7 +18,7 @@ from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import first_run as faults
 from ssdprof.measure import timing
 from ssdprof.measure.first_run import Run
-from ssdprof.measure.sampling import Samples, SamplingPlan
+from ssdprof.measure.sampling import Recordings, SamplingPlan
 from ssdprof.measure.timing import CaptureError, CudaTimer, elapsed_us, record, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
@@ -50,7 +50,7 @@ class FakeTimer(CudaTimer):
         self.events.append("device")
         return float(graph.cost) / 2
 
-    def unseen(self, _run: Run, samples: Samples) -> str:
+    def unseen(self, _run: Run, samples: Recordings) -> str:
         return "the device clock is slow" if np.median(samples) < 20 else ""
 
 

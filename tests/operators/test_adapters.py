@@ -323,7 +323,7 @@ def load(calls: Calls, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
         word = f"published={checkout}" if name == "published" else name
         return required(resolve(GDN if name in GDN_LIBRARIES else SSD, word))
 
-    monkeypatch.setattr("ssdprof.operators.gdn.import_module", import_module)
+    monkeypatch.setattr("ssdprof.operators.fla.import_module", import_module)
     return of
 
 
@@ -710,7 +710,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Implementation:
         return out[0], final_states
 
     put(monkeypatch, "cudnn.linear_attention.ops", kimi_delta_attention=kimi_delta_attention)
-    monkeypatch.setattr("ssdprof.kernels.gdn.adapters.import_module", sys.modules.__getitem__)
+    monkeypatch.setattr("ssdprof.operators.fla.import_module", sys.modules.__getitem__)
     return required(resolve(KDA, "cudnn"))
 
 
@@ -969,7 +969,10 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
 
 def test_fla_calls_no_other_library_also_where_a_model_imports_it_first() -> None:
     """transformers imports fla with a model's code, before this package asks for fla's kernels."""
-    code = "import ssdprof.operators, os; print(os.environ['FLA_DISABLE_BACKEND_DISPATCH'])"
+    code = (
+        "import os; from ssdprof.checkpoint import transformers; transformers.__version__; "
+        "print(os.environ['FLA_DISABLE_BACKEND_DISPATCH'])"
+    )
     environment = {
         name: value for name, value in os.environ.items() if name != "FLA_DISABLE_BACKEND_DISPATCH"
     }

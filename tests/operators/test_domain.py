@@ -96,6 +96,7 @@ WRONG: list[tuple[Callable[[], Tensors], str, Callable[[torch.Tensor], torch.Ten
             ("beta", lambda beta: 3 + beta, "beta is below 0 or above 2 in all positions"),
             ("k", lambda k: 1e3 * k, "k is longer than 2 and the call asks for no norm in all"),
             ("v", torch.zeros_like, "v is 0 in every position"),
+            ("k", lambda k: torch.cat([k[:, :9], 0 * k[:, 9:]], 1), "k is 0 in most positions"),
             ("beta", torch.ones_like, "beta is the same in every position"),
             ("q", lambda q: q[:, :1].expand_as(q), "q is the same in every position"),
         )
@@ -103,7 +104,8 @@ WRONG: list[tuple[Callable[[], Tensors], str, Callable[[torch.Tensor], torch.Ten
     (ssd, "dt", torch.neg, "dt is below 0 and the call asks for no softplus in all positions"),
     (ssd, "dt", lambda dt: dt - 1, "dt is below 0 and the call asks for no softplus in many"),
     (ssd, "dt_bias", lambda bias: bias - 99, "dt is below 0 and the call asks for no softplus"),
-    (ssd, "A", torch.neg, "A is above 0 in all positions"),
+    (ssd, "A", torch.neg, "A is not below 0 in all positions"),
+    (ssd, "A", torch.zeros_like, "A is not below 0 in all positions"),
     (ssd, "x", torch.zeros_like, "x is 0 in every position"),
     (ssd, "B", lambda B: B[:, :1].expand_as(B), "B is the same in every position"),
 ]

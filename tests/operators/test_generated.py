@@ -1,5 +1,5 @@
 """Random inputs of a bench and their ways (`--draw`); sizes as a user writes them; cost and form of
-a call; forms of kernels that run only when they are named (`--also`).
+a call; forms of kernels that run only when they are named.
 """
 
 from __future__ import annotations

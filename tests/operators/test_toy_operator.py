@@ -17,7 +17,7 @@ from operators import toy
 from ssdprof import operators
 from ssdprof.capture.store import load as load_captures
 from ssdprof.core.case import Drawn
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision

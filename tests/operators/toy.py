@@ -4,7 +4,7 @@
 
 x, out: (b, l, h, p)   a: (b, l, h)   s: (b, h, p)
 
-docs/adding-an-operator.md walks through this file.
+docs/architecture.md walks through this file.
 """
 
 from __future__ import annotations

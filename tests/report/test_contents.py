@@ -37,7 +37,7 @@ from ssdprof.report.document import compose
 from ssdprof.report.facts import meanings, what_ran
 from ssdprof.report.groups import groups
 from ssdprof.report.statements import caveats, in_short, verdict_lines
-from ssdprof.report.table import Table, folded
+from ssdprof.report.table import PRECISION, Cells, Table, fold_precisions, table
 
 TWO = (EXACT_FP32, RELAXED_FP16)
 Change = Callable[[Case], Case]
@@ -587,11 +587,15 @@ def test_of_several_chunks_the_worst_call_is_named() -> None:
 
 
 def test_rows_are_folded_only_if_all_other_cells_are_equal() -> None:
-    one, two, three = "exact, fp32", "exact, fp16", "relaxed, fp32"
-    rows = [("a", one, "x"), ("a", two, "x"), ("b", one, "x"), ("b", two, "y"), ("c", "", "x")]
-    assert folded(rows, 1) == [("a", "all 2 precisions", "x"), *rows[2:]]
-    mixed = [*rows[:2], ("a", three, "x"), ("a", "relaxed, fp16", "z")]
-    assert folded(mixed, 1)[0] == ("a", "exact, fp32/fp16; relaxed, fp32", "x")
+    def folded(*rows: tuple[str, str, str]) -> tuple[Cells, ...]:
+        named = [{"name": name, PRECISION: precision, "x": x} for name, precision, x in rows]
+        return there(table("t", fold_precisions(named), ())).rows
+
+    equal = ("a", "exact, fp32", "x"), ("a", "exact, fp16", "x")
+    others = ("b", "exact, fp32", "x"), ("b", "exact, fp16", "y"), ("c", "", "x")
+    assert folded(*equal, *others) == (("a", "all 2 precisions", "x"), *others)
+    mixed = folded(*equal, ("a", "relaxed, fp32", "x"), ("a", "relaxed, fp16", "z"))
+    assert mixed[0] == ("a", "exact, fp32/fp16; relaxed, fp32", "x")
     with pytest.raises(ValueError, match="2 cells"):
         Table(title="t", headers=("a", "b"), rows=(("1",),), align=("left", "left"))
 

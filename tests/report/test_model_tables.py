@@ -16,6 +16,7 @@ from ssdprof.core.pairs import compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.report import comparison
 from ssdprof.report.document import compose
+from ssdprof.report.stalls import StageChange
 from ssdprof.report.table import Document, Table
 
 
@@ -135,7 +136,7 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
 ) -> None:
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
-    stalls = [("fused", "scores", 10.0, 12.5, 1.0, None)]
+    stalls = [StageChange("fused", "scores", 10.0, 12.5, 1.0, None)]
     document = compared(base, new, "time:base+3%", "memory:base+0%", stalls=stalls, every=every)
     failing, passing, last = document.verdict
     name = "layer 0, 131,072 tokens, fused, exact, fp32 states"

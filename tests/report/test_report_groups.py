@@ -57,7 +57,7 @@ def summed(*layers: tuple[float, float], width: float = 0.001, **fields: Any) ->
 
 def test_a_sum_weighs_each_call_by_its_time_and_leaves_out_what_was_not_timed() -> None:
     total = summed((100.0, 2.0), (300.0, 4.0), width=0.02)
-    assert (total.us["device"], total.us["call"]) == (pytest.approx(400), pytest.approx(800))
+    assert (total.us("device"), total.us("call")) == (pytest.approx(400), pytest.approx(800))
     assert total.speedup() == pytest.approx((3.5, 3.5 * 0.98, 3.5 * 1.02), rel=1e-3)
     assert total.speedup("call").value == pytest.approx(1.75)  # type: ignore[union-attr]
     assert total.verdict == "faster"

@@ -26,7 +26,8 @@ from report.test_contents import TWO, packed, result, steps
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_gate
-from ssdprof.core.report import ListedRun, Report
+from ssdprof.core.outcome import ListedRun
+from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
 from ssdprof.report import brief, terminal
 from ssdprof.report.brief import accuracy_table

@@ -1,6 +1,6 @@
 """A kernel with warp roles that never ran, small enough to add up its samples by hand."""
 
-from ssdprof.stalls.read import Point, RawKernel, RawReport, Value
+from ssdprof.stalls.read import MetricValue, Point, RawKernel, RawReport
 
 FILE = "/somewhere/kernel.py"
 LIBRARY = "/x/triton/language/standard.py"
@@ -23,7 +23,7 @@ def _kernel(
 ):
     gl.warp_specialize([(load, ()), (scan, ())])
 """
-METRICS: dict[str, Value] = {
+METRICS: dict[str, MetricValue] = {
     "gpu__time_duration.sum": 2000.0, "smsp__pcsamp_sample_count": 200,
     "smsp__pcsamp_dropped_bytes": 0, "launch__registers_per_thread": 128, "launch__grid_dim_x": 40,
     "launch__occupancy_limit_registers": 1.0, "launch__occupancy_limit_shared_mem": 1.0,

@@ -24,7 +24,7 @@ from ssdprof.stalls.attribute import (
     IDLE_WARPS,
     UNKNOWN,
     LineStage,
-    Sources,
+    SourceFiles,
     attribute,
     parse,
 )
@@ -83,7 +83,7 @@ def line_of(text: str) -> int:
 
 
 def attributed(kernel: RawKernel) -> dict[str, int]:
-    stages, _, _ = attribute(kernel, Sources(kernel.sources), SSD_STAGES)
+    stages, _, _ = attribute(kernel, SourceFiles(kernel.sources), SSD_STAGES)
     return {stage: sum(samples.values()) for stage, samples in stages.items()}
 
 
@@ -94,7 +94,7 @@ def test_every_sample_goes_to_one_stage() -> None:
         "ahead": 2 + 20,  # the header's S2R has no instruction before it
         IDLE_WARPS: 50,
     }
-    assert attribute(synthetic.kernel(), Sources(synthetic.kernel().sources))[2] == 2 + 10 + 12
+    assert attribute(synthetic.kernel(), SourceFiles(synthetic.kernel().sources))[2] == 2 + 10 + 12
     plain = {synthetic.FILE: synthetic.SOURCE.replace("gl.warp_specialize", "gl.static_print")}
     assert attributed(replace(synthetic.kernel(), sources=plain))["ahead"] == 2 + 50 + 20, (
         "without roles all have one"
@@ -109,13 +109,13 @@ def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> No
         IDLE_WARPS,
     ]
     known = Stages(order=("ahead", "chunk_scan.current", "loads"))
-    stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), known)
+    stages, _, _ = attribute(synthetic.kernel(), SourceFiles(synthetic.kernel().sources), known)
     assert list(stages) == ["chunk_scan.current", "loads", "ahead", IDLE_WARPS]
     assert stalls_of(synthetic.kernel()).idle == ("ahead", IDLE_WARPS)
 
 
 def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
-    _, lines, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources))
+    _, lines, _ = attribute(synthetic.kernel(), SourceFiles(synthetic.kernel().sources))
     assert sum(line.total for line in lines) == 200
     hottest = lines[0]
     assert (hottest.file, hottest.line, hottest.text) == ("kernel.py", 9, "return exp2(x)")
@@ -129,7 +129,7 @@ def test_without_line_information_instructions_stand_for_lines() -> None:
     kernel = synthetic.kernel(
         points=(Point(1, "", 0, "LDG R1", {"wait": 3}), Point(2, "", 0, "STG R2", {"wait": 4}))
     )
-    stages, lines, _ = attribute(kernel, Sources({}))
+    stages, lines, _ = attribute(kernel, SourceFiles({}))
     assert [(line.text, line.total) for line in lines] == [("STG R2", 4), ("LDG R1", 3)]
     assert list(stages) == [UNKNOWN]
 
@@ -192,7 +192,7 @@ def test_lines_that_no_table_knows(source: str, line: int, place: LineStage) -> 
 
 
 def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
-    sources = Sources(
+    sources = SourceFiles(
         {"/x/site-packages/triton/language/standard.py": "import this\n", "/a/k.py": SOURCE}
     )
     assert sources.place("/x/site-packages/triton/language/standard.py", 1) == LineStage()
@@ -201,7 +201,7 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
 
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
-    sources, stage = Sources({}), KERNELS / "ssd" / "portable.py"
+    sources, stage = SourceFiles({}), KERNELS / "ssd" / "portable.py"
     number = next(
         i
         for i, line in enumerate(stage.read_text().splitlines(), 1)
@@ -311,7 +311,7 @@ def test_lines_of_a_known_file_have_the_stages_of_the_table() -> None:
     found = stalls_of(theirs())
     assert found.stages == {"chunk_scan.previous": {"wait": 7}, "chunk_scan.residual": {"wait": 1}}
     assert (found.implementation, found.unlabelled) == ("them", ())
-    assert Sources({FILE: TEXT}).place(FILE, 7) == LineStage("_their_kernel", None, header=True)
+    assert SourceFiles({FILE: TEXT}).place(FILE, 7) == LineStage("_their_kernel", None, header=True)
 
 
 @pytest.mark.usefixtures("known")
@@ -358,7 +358,7 @@ def _kernel(p):
 PTX = """.file 1 "/a/kernel.py"
 .file 2 "/x/triton/language/standard.py"
 """
-SOURCES = Sources({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": ""})
+SOURCES = SourceFiles({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": ""})
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_ar
     files = (
         '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
     )
-    sources = Sources({"/a/kernel.py": CALLS, "/b/kernel.py": "x = 1\n"})
+    sources = SourceFiles({"/a/kernel.py": CALLS, "/b/kernel.py": "x = 1\n"})
     loc = ".loc 3 50 3 // standard.py:50:3 @[ kernel.py:7:12 ]"
     assert ".loc 2 7 12 //" in target.name_call_sites(files + loc, sources)
     (file := tmp_path / "kernel.py").write_text(CALLS)

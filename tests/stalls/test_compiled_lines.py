@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof.stalls.attribute import UNKNOWN, LineStage, Sources
+from ssdprof.stalls.attribute import UNKNOWN, LineStage, SourceFiles
 
 pytestmark = pytest.mark.compiler
 
@@ -67,7 +67,9 @@ class Compiled:
     stages: list[str | None]
 
 
-def truth(ptx: list[str], number: int, sources: Sources, paths: dict[str, list[str]]) -> str | None:
+def truth(
+    ptx: list[str], number: int, sources: SourceFiles, paths: dict[str, list[str]]
+) -> str | None:
     """The stage of the innermost call with a stage, among the calls that led to a line of the
     PTX.
     """
@@ -97,7 +99,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
 def _compiled(fields: dict[str, list[tuple[str, str, int]]]) -> Compiled:
     ptx = str(fields["ptx"]).splitlines()
     files = [found[1] for line in ptx if (found := re.match(r'\s*\.file\s+\d+ "([^"]+)"', line))]
-    sources = Sources({file: Path(file).read_text() for file in files})
+    sources = SourceFiles({file: Path(file).read_text() for file in files})
     paths: dict[str, list[str]] = {}
     for file in files:
         paths.setdefault(Path(file).name, []).append(file)

@@ -2,8 +2,7 @@
 raises ImportError if it, or one of its dependencies, is missing.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
-            calls to other installed libraries.  The code that imports it turns this off
-            (`operators/gdn.py`)
+            calls to other installed libraries; `operators/fla.py` turns this off
 model       the torch function of transformers, in fp32; model:installed: fla's function, as
             transformers calls it
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long

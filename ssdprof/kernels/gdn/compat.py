@@ -9,7 +9,6 @@ counts as 0; in fla it makes the state grow.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -33,8 +32,8 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
-    cp_context: Any = None,
-    **kwargs: Any,
+    cp_context: object = None,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted without effect.
 
@@ -138,7 +137,7 @@ _INSTEAD = {
 }
 
 
-def refuse(gate: dict[str, Any], **options: Any) -> None:
+def refuse(gate: dict[str, object], **options: object) -> None:
     """Raises UnsupportedError, naming the first option that is set."""
     for name, value in (gate | options).items():
         if value is not None and value is not False:

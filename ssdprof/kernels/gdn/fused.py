@@ -219,28 +219,27 @@ def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, st
     return launch_count(call.inputs, config), workspace(call.inputs, config)[0], reason
 
 
-def _sliced(call: FusedCall) -> FusedCall:
+def _by_slice(call: FusedCall) -> FusedCall:
+    """The call with each slice of V as a head."""
     return replace(call, inputs=hopper_slices.by_slice(call.inputs))
 
 
-def _sliced_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
-    count, (launches, _, reason) = (
-        hopper_slices.slice_count(call.inputs),
-        _hopper_work(_sliced(call), config),
-    )
+def _slices_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
+    count = hopper_slices.slice_count(call.inputs)
+    launches, _, reason = _hopper_work(_by_slice(call), config)
     copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
     reason = f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {reason}"
     return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
 
 
 def configured(committed: Callable[..., Any], kernel: str, call: FusedCall) -> Any:
-    """A found configuration, or the committed one, which packed sequences keep."""
-    found = None
+    """A tuned configuration, or the committed one, which packed sequences keep."""
+    tuned = None
     if call.inputs.cu_seqlens is None:
-        found = override(
+        tuned = override(
             call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant)
         )
-    return found or committed(call.inputs, batch_invariant=call.batch_invariant)
+    return tuned or committed(call.inputs, batch_invariant=call.batch_invariant)
 
 
 def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNPortableConfig:
@@ -284,8 +283,8 @@ HOPPER = Variant(
 SLICES = Variant(
     name="hopper, slices",
     unsupported=lambda call: hopper_slices.unsupported(call.inputs),
-    configure=lambda call: hopper_cut(_sliced(call)),
-    work=_sliced_work,
+    configure=lambda call: hopper_cut(_by_slice(call)),
+    work=_slices_work,
     prepare=lambda call, config: hopper_slices.sliced_launch(
         call.inputs, config, state_v_first=call.state_v_first
     ),
@@ -305,9 +304,9 @@ FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", 
 # kernel
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
 run, plan = FUSED.run, FUSED.plan
-for _one in (FUSED, FUSED_PORTABLE):
+for _fused in (FUSED, FUSED_PORTABLE):
     register(
         Implementation(
-            operator="gdn", name=_one.name, run=_one.run, plan=_one.plan, neglects=2.0**-24
+            operator="gdn", name=_fused.name, run=_fused.run, plan=_fused.plan, neglects=2.0**-24
         )
     )

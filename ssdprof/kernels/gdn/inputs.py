@@ -105,6 +105,22 @@ class GDNInputs(Inputs):
         self._check_devices()
 
     @property
+    def kernel_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order in which kernels take them."""
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.g,
+            self.beta,
+            self.initial_state,
+            self.cu_seqlens,
+            self.state_indices,
+            self.accepted,
+            self.write_indices,
+        )
+
+    @property
     def signature(self) -> Hashable:
         """Equal for inputs that differ only in the values of their tensors, and in addresses by a
         multiple of 16 bytes.
@@ -112,11 +128,7 @@ class GDNInputs(Inputs):
         It determines whether inputs fit together, which kernels run, and what Triton compiles.
         """
         return (
-            *map(
-                tensor_signature,
-                (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens),
-            ),
-            *map(tensor_signature, (self.state_indices, self.write_indices, self.accepted)),
+            *map(tensor_signature, self.kernel_tensors),
             None if self.scale is None else float(self.scale),
             bool(self.use_qk_l2norm),
             self.chunk_size,

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any
 
 import torch
 import triton
@@ -65,6 +64,8 @@ L2NORM_EPS = tl.constexpr(1e-6)
 LEAF = tl.constexpr(16)  # least rows of a product
 NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
 LOOK_BACK = tl.constexpr(128)  # chunks per iteration
+
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each of several tensors
 
 STAGES = {
     "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril",
@@ -554,9 +555,7 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < S.KEY_DIM))
 
 
-def handed_on(
-    inputs: GDNInputs, precision: Precision, config: GDNPortableConfig
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> Shapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
     length, heads = inputs.v.shape[1:3]
     slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
@@ -579,24 +578,30 @@ def portable_launch(
     (sequences, HV, V, K).
     """
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
-    handed, states = (
-        handed_on(inputs, precision, config),
-        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
-    )
-    packed, sizes, segments = (
-        inputs.cu_seqlens is not None,
-        (length, inputs.sequences),
-        inputs.sequences,
-    )
+    factors = handed_on(inputs, precision, config)
+    states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
+    segments = inputs.sequences
     if config.segment:
         segments = slot_count(*sizes, config.segment * chunk, packed=packed)
-    new = torch.empty(inputs.v.shape, device="meta")
-    q_strides, k_strides, cu_strides = (
-        tile_strides(inputs.q),
-        tile_strides(inputs.k),
-        strides_of(inputs.cu_seqlens),
+    launchers = _launchers(inputs, config, factors[0][1], states)
+    programs = (
+        slot_count(*sizes, chunk, packed=packed) * heads,
+        segments * heads * triton.cdiv(value_dim, config.block_v),
     )
-    common = options_of(inputs, handed[0][1], chunk, (inputs.q, inputs.k, inputs.v), states)
+    return two_launches(inputs, factors, states, launchers, programs, ("q", "k", "v"))
+
+
+def _launchers(
+    inputs: GDNInputs, config: GDNPortableConfig, operand: torch.dtype, states: tuple[int, ...]
+) -> tuple[Launcher, Launcher]:
+    """The first and the second launch.  states: strides of the final states."""
+    q_strides, k_strides, v_strides, out_strides = map(
+        tile_strides, (inputs.q, inputs.k, inputs.v, torch.empty(inputs.v.shape, device="meta"))
+    )
+    cu_strides = strides_of(inputs.cu_seqlens)
+    sizes = inputs.length, inputs.sequences
+    common = options_of(inputs, operand, config.chunk, (inputs.q, inputs.k, inputs.v), states)
     common |= dict(VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.block_k)
     factors = Launcher(
         _gdn_factors_kernel,
@@ -606,24 +611,15 @@ def portable_launch(
             inputs.scale_or_default,
         ),
         common
-        | options_of_factors(inputs, handed[0][1], config.factors_warps, config.factors_registers),
+        | options_of_factors(inputs, operand, config.factors_warps, config.factors_registers),
     )
     initial = strides_of(inputs.initial_state)
-    strides = (
-        q_strides,
-        k_strides,
-        tile_strides(inputs.v),
-        initial,
-        cu_strides,
-        tile_strides(new),
-        states,
-    )
     scan = Launcher(
         _gdn_scan_kernel,
-        (strides, *sizes),
+        ((q_strides, k_strides, v_strides, initial, cu_strides, out_strides, states), *sizes),
         common
         | dict(
-            VALUE_DIM=value_dim,
+            VALUE_DIM=inputs.v.shape[3],
             SEGMENT=config.segment,
             CUT=config.segment > 0,
             BLOCK_V=config.block_v,
@@ -632,37 +628,35 @@ def portable_launch(
             num_warps=config.num_warps,
         ),
     )
-    programs = (
-        slot_count(*sizes, chunk, packed=packed) * heads,
-        segments * heads * triton.cdiv(value_dim, config.block_v),
-    )
-    return two_launches(inputs, handed, states, (factors, scan), programs, ("q", "k", "v"))
+    return factors, scan
 
 
 def two_launches(
     inputs: GDNInputs,
-    handed: list[tuple[tuple[int, ...], torch.dtype]],
+    factors: Shapes,
     states: tuple[int, ...],
     launchers: tuple[Callable[..., None], Callable[..., None]],
     programs: tuple[int, int],
     names: tuple[str, ...],
 ) -> PreparedLaunch:
-    """handed: what the first launch writes for the second.  names: of the second one's inputs
-    before that.
+    """A call of two kernels.  factors: what the first one writes for the second.  states: strides
+    of the final states.  names: the inputs that the second one takes before the factors.
     """
     index, states_shape, (first, second) = inputs.q.get_device(), inputs.states_shape, launchers
 
     def call(inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
             device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
-            between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in handed]
+            between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in factors]
             first(programs[0], inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *between)
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             final_states = torch.empty_strided(
                 states_shape, states, dtype=torch.float32, device=device
             )
-            own = (getattr(inputs, name) for name in names)
-            second(programs[1], *own, *between, inputs.initial_state, cu_seqlens, out, final_states)
+            read = (getattr(inputs, name) for name in names)
+            second(
+                programs[1], *read, *between, inputs.initial_state, cu_seqlens, out, final_states
+            )
         return GDNOutput(out, final_states)
 
     return call
@@ -674,13 +668,10 @@ def options_of(
     chunk: int,
     tiled: tuple[torch.Tensor, ...],
     states: tuple[int, ...],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Compile-time arguments of both launches.  tiled: the inputs that are read in tiles."""
-    key_dim, value_dim, new = (
-        inputs.q.shape[3],
-        inputs.v.shape[3],
-        torch.empty(inputs.v.shape, device="meta"),
-    )
+    key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
+    new = torch.empty(inputs.v.shape, device="meta")
     return dict(
         VALUE_HEADS=inputs.v.shape[2],
         KEY_DIM=key_dim,
@@ -696,20 +687,18 @@ def options_of(
 
 def options_of_factors(
     inputs: GDNInputs, operand: torch.dtype, warps: int, registers: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Those of the first one.  registers: most of a thread; 0: no limit."""
     normalised = bool(inputs.use_qk_l2norm)
-    merge = tl.float16 if normalised and operand != torch.float32 else tl.float32
-    limit = {"maxnreg": registers} if registers else {}
-    return (
-        dict(
-            L2NORM=normalised,
-            MERGE=merge,
-            MERGE_PRECISION=inverse_products(operand),
-            num_warps=warps,
-        )
-        | limit
+    options: dict[str, object] = dict(
+        L2NORM=normalised,
+        MERGE=tl.float16 if normalised and operand != torch.float32 else tl.float32,
+        MERGE_PRECISION=inverse_products(operand),
+        num_warps=warps,
     )
+    if registers:
+        options["maxnreg"] = registers
+    return options
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
@@ -717,5 +706,8 @@ def _alignment(*tensors: torch.Tensor) -> int:
 
     Triton itself detects it only for strides that are multiples of 16 elements.
     """
-    strides = (stride * one.element_size() for one in tensors for stride in one.stride()[:3])
-    return gcd(16, *strides, *(one.data_ptr() for one in tensors))
+    alignment = 16
+    for tensor in tensors:
+        rows = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+        alignment = gcd(alignment, tensor.data_ptr(), *rows)
+    return alignment

@@ -30,7 +30,7 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from functools import partial
 
 import torch
 import triton
@@ -48,9 +48,15 @@ from ssdprof.kernels.functions import (
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
 from ssdprof.kernels.inputs import PreparedLaunch
-from ssdprof.kernels.launch import Launcher, kept, launch
+from ssdprof.kernels.launch import Kernel, Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.registry import (
+    Implementation,
+    Plan,
+    UnsupportedError,
+    keeps_every_state,
+    register,
+)
 from ssdprof.kernels.tensors import is_expanded, strides_of, strides_of_each
 
 _STEP = "unfused_step"
@@ -58,6 +64,7 @@ MOST_TOKENS = 4  # that are loaded together; eight take more registers than they
 MANY_HEADS = 512  # of all sequences, from which every state is written by wider programs
 
 STAGES = {
+    "_load_tokens": "recurrence",
     "_gdn_recurrent_kernel": "setup",
     "_gdn_step_write_kernel": "step_write",
     "_gdn_step_state_kernel": "step_state",
@@ -79,20 +86,48 @@ def blocks_of(inputs: GDNInputs, *, wide: bool = False) -> dict[str, int]:
     """
     # the host does not know packed lengths
     tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
-    block_v, per_thread = (64, 128) if wide else (16, 64) if tokens > 1 else (32, 32)
+    block_v, per_thread = 32, 32  # per_thread: numbers of the state
+    if wide:
+        block_v, per_thread = 64, 128
+    elif tokens > 1:
+        block_v, per_thread = 16, 64
     block_v = min(block_v, triton.next_power_of_2(inputs.v.shape[3]))
-    state, turns = (
-        triton.next_power_of_2(inputs.q.shape[3]) * block_v,
-        triton.cdiv(tokens, MOST_TOKENS),
-    )
+    state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
+    loads = triton.cdiv(tokens, MOST_TOKENS)
     num_warps = max(1, state // (per_thread * 32))
-    return {"block_v": block_v, "block_t": triton.cdiv(tokens, turns), "num_warps": num_warps}
+    return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 
 
 @triton.jit
 def _scale_of_norm(x, NORM: tl.constexpr):
     """The factor that normalises x."""
     return tl.rsqrt(tl.sum(x * x, axis=0) + L2NORM_EPS) if NORM else 1.0
+
+
+@triton.jit
+def _offsets(o_k, o_v, STRIDES: tl.constexpr):
+    """Offsets of a tile (K, V) of a state."""
+    return o_k.to(tl.int64)[:, None] * STRIDES[0] + o_v.to(tl.int64)[None, :] * STRIDES[1]
+
+
+@triton.jit
+def _load_tokens(pointers, steps, first, length, m_k, m_v, S: tl.constexpr):
+    """q, k, v, g and beta of the tokens from `first` on, BLOCK_T of each, before one of them is
+    used: one wait for all of them and the state.  steps: strides between tokens
+    """
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr = pointers
+    qs, ks, vs, gs, betas = (), (), (), (), ()
+    for i in tl.static_range(S.BLOCK_T):
+        here, step = first + i < length, tl.cast(first + i, tl.int64)
+        m_row = tl.where(here, m_k, False)  # the interpreter makes int32 of m_k & here
+        qs = qs + (tl.load(q_ptr + step * steps[0], mask=m_row, other=0.0),)
+        ks = ks + (tl.load(k_ptr + step * steps[1], mask=m_row, other=0.0),)
+        m_value = tl.where(here, m_v, False)
+        vs = vs + (tl.load(v_ptr + step * steps[2], mask=m_value, other=0.0),)
+        m_gate = m_row if S.PER_CHANNEL else here
+        gs = gs + (tl.load(g_ptr + step * steps[3], mask=m_gate, other=0.0),)
+        betas = betas + (tl.load(beta_ptr + step * steps[4], mask=here, other=0.0),)
+    return qs, ks, vs, gs, betas
 
 
 @triton.jit(do_not_specialize=["seqlen"])
@@ -127,10 +162,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     if S.PER_CHANNEL:
         g_ptr += o_k.to(tl.int64) * g_strides[3]
 
-    o_states = (
-        o_k.to(tl.int64)[:, None] * S.STATES_STRIDES[0]
-        + o_v.to(tl.int64)[None, :] * S.STATES_STRIDES[1]
-    )
+    o_states = _offsets(o_k, o_v, S.STATES_STRIDES)
 
     # stage setup.load
     row, m_final = sequence, m_state  # of the final state
@@ -142,10 +174,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             if S.IN_PLACE:
                 m_read = tl.where(slot >= 0, m_state, False)
         initial_state_ptr += ptr_offset((slot, i_h), initial_state_strides[:2])
-        offset = (
-            o_k.to(tl.int64)[:, None] * S.INITIAL_STRIDES[0]
-            + o_v.to(tl.int64)[None, :] * S.INITIAL_STRIDES[1]
-        )
+        offset = _offsets(o_k, o_v, S.INITIAL_STRIDES)
         state = tl.load(initial_state_ptr + offset, mask=m_read, other=0.0).to(tl.float32)
         if S.IN_PLACE and slots_ptr is not None:
             row = slot
@@ -155,23 +184,11 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             m_final = tl.where((row >= 0) & (length > 0), m_state, False)
 
     # stage recurrence
+    steps = (q_strides[1], k_strides[1], v_strides[1], g_strides[1], beta_strides[1])
     for first in range(0, length, S.BLOCK_T):
-        # of a block of tokens: one wait for all of them and the state
-        qs, ks, vs, gs, betas = (), (), (), (), ()
-        for i in tl.static_range(S.BLOCK_T):
-            here, step = first + i < length, tl.cast(first + i, tl.int64)
-            m_row = tl.where(here, m_k, False)  # the interpreter makes int32 of m_k & here
-            qs = qs + (tl.load(q_ptr + step * q_strides[1], mask=m_row, other=0.0),)
-            ks = ks + (tl.load(k_ptr + step * k_strides[1], mask=m_row, other=0.0),)
-            vs = vs + (
-                tl.load(v_ptr + step * v_strides[1], mask=tl.where(here, m_v, False), other=0.0),
-            )
-            gs = gs + (
-                tl.load(
-                    g_ptr + step * g_strides[1], mask=m_row if S.PER_CHANNEL else here, other=0.0
-                ),
-            )
-            betas = betas + (tl.load(beta_ptr + step * beta_strides[1], mask=here, other=0.0),)
+        qs, ks, vs, gs, betas = _load_tokens(
+            (q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr), steps, first, length, m_k, m_v, S
+        )
         for i in tl.static_range(S.BLOCK_T):
             q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
             decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
@@ -219,7 +236,7 @@ def recurrent_launch(
     in_place: bool = False,
     state_v_first: bool = False,
 ) -> PreparedLaunch:
-    """in_place: as of `gdn_recurrent`."""
+    """The launch of a call, for all inputs of one signature.  in_place: as of `gdn_recurrent`."""
     initial = strides_of(inputs.initial_state)
     v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
     index, inner = inputs.q.get_device(), state_strides(*inputs.states_shape[1:], v_first=v_first)
@@ -230,21 +247,13 @@ def recurrent_launch(
     states = initial if in_place else inner
     if inputs.state_every:
         states = (inputs.length * inner[0], *inner)
-    tokens = (
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.g,
-        inputs.beta,
-        inputs.initial_state,
-        inputs.cu_seqlens,
-        inputs.state_indices,
-        inputs.accepted,
-        inputs.write_indices,
-    )
     launcher = Launcher(
         _gdn_recurrent_kernel,
-        ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
+        (
+            (*map(strides_of, (*inputs.kernel_tensors, new)), states),
+            inputs.v.shape[1],
+            inputs.scale_or_default,
+        ),
         dict(
             VALUE_HEADS=inputs.v.shape[2],
             VALUES_PER_KEY=inputs.values_per_key,
@@ -266,29 +275,13 @@ def recurrent_launch(
     def call(inputs: GDNInputs) -> GDNOutput:
         """Allocate the outputs and launch."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            out, states = (
-                torch.empty_like(inputs.v, memory_format=torch.contiguous_format),
-                inputs.initial_state,
-            )
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            states = inputs.initial_state
             if not in_place or states is None:
                 states = torch.empty_strided(
                     inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device
                 )
-            launcher(
-                programs,
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                inputs.g,
-                inputs.beta,
-                inputs.initial_state,
-                inputs.cu_seqlens,
-                inputs.state_indices,
-                inputs.accepted,
-                inputs.write_indices,
-                out,
-                states,
-            )
+            launcher(programs, *inputs.kernel_tensors, out, states)
         return GDNOutput(out, states)
 
     return call
@@ -298,10 +291,14 @@ _launches: dict[Hashable, PreparedLaunch] = {}
 
 
 def gdn_recurrent(
-    inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False
+    inputs: GDNInputs,
+    _precision: Precision = Precision(),  # noqa: B008
+    *,
+    in_place: bool = False,
+    batch_invariant: bool = False,
 ) -> GDNOutput:
-    """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for
-    short T.
+    """Output in v's dtype, final states in fp32, whatever the precision.  Takes T dependent steps,
+    and so is meant for short T.
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is
         returned; of a pool, slots as in `kernels/inputs.py`.
@@ -441,7 +438,7 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
     """One token of each sequence, without checks."""
     config, (batch, heads, key_dim, value_dim) = _step_config(inputs), inputs.states_shape
 
-    def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
+    def step(kernel: Kernel, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
         """One of the three launches, on these tensors."""
         launch(
             kernel,
@@ -524,11 +521,11 @@ for _operator in ("gdn", "kda"):
         Implementation(
             operator=_operator,
             name="recurrent",
-            run=lambda inputs, _: gdn_recurrent(inputs),
+            run=gdn_recurrent,
             plan=_plan,
-            keeps=lambda inputs: inputs.state_every == 1,
+            keeps=keeps_every_state,
             pools=True,
-            in_place=lambda inputs, _: gdn_recurrent(inputs, in_place=True),
+            in_place=partial(gdn_recurrent, in_place=True),
             batch_invariant=True,
         )
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +62,21 @@ def cut(
     whole_from: pairs, in addition to one per SM, from which sequences are not cut
     """
     step = 1 << max(0, nchunks.bit_length() - classes.bit_length())
-    model: dict[str, Any] = dict(
-        candidates=candidates, time=time, classes=classes, whole_from=whole_from
-    )
     if nchunks % step:
-        return cut(ceil_div(nchunks, step) * step, pairs, sm_count, **model)
+        return cut(
+            ceil_div(nchunks, step) * step,
+            pairs,
+            sm_count,
+            candidates=candidates,
+            time=time,
+            classes=classes,
+            whole_from=whole_from,
+        )
     if pairs >= sm_count + whole_from:  # pairs alone give enough parallelism
         return Cut(segment=max(1, nchunks), shares=sm_count)
     return min(
-        candidates(nchunks, pairs, sm_count), key=lambda one: time(one, nchunks, pairs, sm_count)
+        candidates(nchunks, pairs, sm_count),
+        key=lambda candidate: time(candidate, nchunks, pairs, sm_count),
     )
 
 

@@ -265,16 +265,6 @@ PORTABLE: Table = (
             "short for them"
         ),
     ),
-    _row(
-        majors=(9,),
-        gate=True,
-        dstate=128,
-        take=SSDPortableConfig(p_rows=False, state_stages=2),
-        why=_TWO_PROGRAMS
-        + "; two chunks in flight in the first pass, because beside a gate a third makes them "
-        "spill; "
-        "the state as (n, p), which ptxas compiles in three quarters of the time",
-    ),
     _row(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
     _row(
         majors=(9,),

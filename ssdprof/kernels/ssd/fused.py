@@ -191,23 +191,23 @@ def hopper_cut(call: FusedCall) -> SSDHopperConfig:
     """The division of the call into programs on a Hopper GPU."""
     inputs, batch_invariant = call.inputs, call.batch_invariant
     packed = inputs.cu_seqlens is not None  # these keep the committed rule
-    found = (
+    tuned = (
         None
         if packed
         else override(call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant))
     )
-    return found or SSDHopperConfig.choose(
+    return tuned or SSDHopperConfig.choose(
         inputs, sm_count(inputs.x), batch_invariant=batch_invariant
     )
 
 
 def portable_config(call: FusedCall) -> SSDPortableConfig:
-    found: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
+    tuned: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
     # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
     return (
-        found.fitted(call.inputs)
-        if found
+        tuned.fitted(call.inputs)
+        if tuned
         else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
     )
 

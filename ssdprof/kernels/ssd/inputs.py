@@ -97,18 +97,32 @@ class SSDInputs(Inputs):
         self._check_devices()
 
     @property
+    def kernel_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order in which kernels take them."""
+        return (
+            self.x,
+            self.dt,
+            self.A,
+            self.B,
+            self.C,
+            self.D,
+            self.z,
+            self.dt_bias,
+            self.initial_states,
+            self.cu_seqlens,
+            self.state_indices,
+            self.accepted,
+            self.write_indices,
+        )
+
+    @property
     def signature(self) -> Hashable:
         """Equal for inputs that differ only in the values of their tensors, and in addresses by a
         multiple of 16 bytes.  It determines whether inputs fit together, which kernels run, and
         what Triton compiles.
         """
         return (
-            *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
-            *map(
-                tensor_signature,
-                (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens),
-            ),
-            *map(tensor_signature, (self.state_indices, self.write_indices, self.accepted)),
+            *map(tensor_signature, self.kernel_tensors),
             self.chunk_size,
             bool(self.dt_softplus),
             *map(float, self.dt_limit),

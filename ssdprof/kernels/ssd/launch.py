@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def prepared(
     launcher: Launcher,
     programs: int,
     inputs: SSDInputs,
-    tensors: Callable[..., tuple[Any, ...]],
+    tensors: Callable[..., tuple[object, ...]],
     buffers: Buffers,
     *,
     in_place: bool = False,
@@ -49,11 +48,11 @@ def prepared(
     def call(inputs: SSDInputs) -> Output:
         x, final = inputs.x, inputs.initial_states
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            made = allocated(buffers, x.device)
+            workspace = allocated(buffers, x.device)
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             if not in_place or final is None:
                 final = torch.empty(shape, dtype=torch.float32, device=x.device)
-            launcher(programs, *tensors(inputs, out, final, **made))
+            launcher(programs, *tensors(inputs, out, final, **workspace))
         return Output(out, final)
 
     return call

@@ -320,7 +320,7 @@ def chunk_state(
         B = load_block(B_rows, t, k, m_q, DSTATE, AGAIN)
         if tail is None:
             # also multiply the rounding error: a term of the state is then rounded once on its way
-            # to the output, as a term of the chunk is (docs/ssd-performance.md).  This product
+            # to the output, as a term of the chunk is (docs/kernels.md).  This product
             # comes first: nothing waits for the other
             block *= decay
             if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
@@ -655,16 +655,7 @@ def portable_launch(
             CB, gates = gates[: prod(shape)], gates[prod(shape) :]
             scores(prod(shape[:3]), inputs.C, inputs.B, None, CB)
         return (
-            inputs.x,
-            inputs.dt,
-            inputs.A,
-            inputs.B,
-            inputs.C,
-            inputs.D,
-            inputs.z,
-            inputs.dt_bias,
-            inputs.initial_states,
-            inputs.cu_seqlens,
+            *inputs.kernel_tensors[:10],
             out,
             final,
             gates,

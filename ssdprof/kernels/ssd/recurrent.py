@@ -20,9 +20,9 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 import triton
@@ -41,12 +41,19 @@ from ssdprof.kernels.functions import (
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.registry import (
+    Implementation,
+    Plan,
+    UnsupportedError,
+    keeps_every_state,
+    register,
+)
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import prepared
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
+_STEP = "unfused_step"
 
 STAGES = {
     "_ssd_recurrent_kernel": "setup",
@@ -60,7 +67,7 @@ def blocks_of(inputs: SSDInputs) -> dict[str, int]:
     return {"block_p": min(16, int(triton.next_power_of_2(inputs.x.shape[3]))), "num_warps": 2}
 
 
-def _settings(inputs: SSDInputs) -> tuple[int, dict[str, Any]]:
+def _settings(inputs: SSDInputs) -> tuple[int, dict[str, object]]:
     """The programs of all three kernels, and their compile-time arguments and launch options."""
     (heads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], blocks_of(inputs)
     return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
@@ -187,6 +194,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
 
 
 def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
+    """The launch of a call, for all inputs of one signature.  in_place: as of `ssd_recurrent`."""
     new = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new, final))
@@ -199,30 +207,20 @@ def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLa
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a launch.  new: out, final_states."""
-    return (
-        inputs.x,
-        inputs.dt,
-        inputs.A,
-        inputs.B,
-        inputs.C,
-        inputs.D,
-        inputs.z,
-        inputs.dt_bias,
-        inputs.initial_states,
-        inputs.cu_seqlens,
-        inputs.state_indices,
-        inputs.accepted,
-        inputs.write_indices,
-        *new,
-    )
+    return *inputs.kernel_tensors, *new
 
 
 _launches: dict[Hashable, PreparedLaunch] = {}
 
 
-def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
-    """Output in x's dtype, final states in fp32.  Takes l dependent steps, and so is meant for
-    short l.
+def ssd_recurrent(
+    inputs: SSDInputs,
+    _precision: Precision = Precision(),  # noqa: B008
+    *,
+    in_place: bool = False,
+) -> SSDOutput:
+    """Output in x's dtype, final states in fp32, whatever the precision.  Takes l dependent steps,
+    and so is meant for short l.
 
     in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is
         returned; of a pool, slots as in `kernels/inputs.py`.
@@ -251,7 +249,7 @@ def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
     return recurrent_launch(inputs, in_place=in_place)
 
 
-def _run_in_place(inputs: SSDInputs) -> SSDOutput:
+def _run_on_copy(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
     """The new state over a copy of the old one, as `selective_state_update` needs it."""
     if inputs.initial_states is None:
         raise UnsupportedError("recurrent_in_place: sequences begin with a state")
@@ -347,9 +345,9 @@ def two_stages(inputs: SSDInputs) -> SSDOutput:
     return SSDOutput(out, states)
 
 
-def _run_step(inputs: SSDInputs) -> SSDOutput:
-    _refuse_unsupported("unfused_step", inputs)
-    refuse_gradient("unfused_step", vars(inputs).values())
+def _run_step(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    _refuse_unsupported(_STEP, inputs)
+    refuse_gradient(_STEP, vars(inputs).values())
     return two_stages(inputs)
 
 
@@ -358,49 +356,52 @@ def _run_step(inputs: SSDInputs) -> SSDOutput:
 
 def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
     dstate = inputs.B.shape[3]
-    if name == "unfused_step" and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
+    if name == _STEP and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
         raise UnsupportedError(f"{name}: one token of each sequence, side by side")
     if dstate > MAX_DSTATE:
         raise UnsupportedError(f"{name}: dstate is at most {MAX_DSTATE}, not {dstate}")
     refuse_device(name, inputs.x)
 
 
-def _register(
-    name: str, function: Callable[[SSDInputs], SSDOutput], launches: int, reason: str, **more: Any
-) -> None:
-    """Register one of the implementations of this file, with the plan that all of them share."""
-
-    def plan(inputs: SSDInputs, precision: Precision) -> Plan:
-        _refuse_unsupported(name.removesuffix("_in_place"), inputs)
-        return Plan(
-            variant="interpreter" if INTERPRETED else "portable",
-            launches=launches,
-            config=blocks_of(inputs),
-            reason=f"{reason}; fp32 throughout{precision.as_exact}",
-        )
-
-    register(
-        Implementation(
-            operator="ssd", name=name, run=lambda inputs, _: function(inputs), plan=plan, **more
-        )
+def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: Precision) -> Plan:
+    """What the plans of all implementations of this file share."""
+    _refuse_unsupported(name, inputs)
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=launches,
+        config=blocks_of(inputs),
+        reason=f"{reason}; fp32 throughout{precision.as_exact}",
     )
 
 
 _ONE = "one launch, position by position"
-_register(
-    "recurrent",
-    ssd_recurrent,
-    1,
-    _ONE,
-    keeps=lambda inputs: inputs.state_every == 1,
-    pools=True,
-    in_place=lambda inputs, _: ssd_recurrent(inputs, in_place=True),
-    batch_invariant=True,
+register(
+    Implementation(
+        operator="ssd",
+        name="recurrent",
+        run=ssd_recurrent,
+        plan=partial(_plan, "recurrent", 1, _ONE),
+        keeps=keeps_every_state,
+        pools=True,
+        in_place=partial(ssd_recurrent, in_place=True),
+        batch_invariant=True,
+    )
 )
-_register("unfused_step", _run_step, 2, "the state in one launch, the output in another")
-_register(
-    "recurrent_in_place",
-    _run_in_place,
-    2,
-    f"each call begins with a copy of the state, in its time; {_ONE}",
+register(
+    Implementation(
+        operator="ssd",
+        name=_STEP,
+        run=_run_step,
+        plan=partial(_plan, _STEP, 2, "the state in one launch, the output in another"),
+    )
+)
+register(
+    Implementation(
+        operator="ssd",
+        name="recurrent_in_place",
+        run=_run_on_copy,
+        plan=partial(
+            _plan, "recurrent", 2, f"each call begins with a copy of the state, in its time; {_ONE}"
+        ),
+    )
 )

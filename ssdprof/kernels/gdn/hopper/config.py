@@ -78,17 +78,18 @@ class GDNHopperConfig:
             return cls(segment=nchunks, reason=PACKED)
         sequences = 1 if batch_invariant else inputs.sequences
         pairs = sequences * heads
-        found = cut(nchunks, pairs, sm_count, candidates=_even_cuts, time=_estimated_time)
-        if found.shares:
+        segments = cut(nchunks, pairs, sm_count, candidates=_even_cuts, time=_estimated_time)
+        if segments.shares:
             if inputs.cu_seqlens is not None:
                 return cls(segment=nchunks, reason=PACKED)
             reason = f"whole sequences for {sm_count} programs"
             return cls(segment=nchunks, persistent_programs=sm_count, reason=reason)
-        programs = pairs * found.count(nchunks)
+        programs = pairs * segments.count(nchunks)
         reason = (
-            f"least estimated time: {programs} programs of {found.segment} chunks on {sm_count} SMs"
+            f"least estimated time: {programs} programs of {segments.segment} chunks "
+            f"on {sm_count} SMs"
         )
-        config = cls(segment=found.segment, reason=reason)
+        config = cls(segment=segments.segment, reason=reason)
         if not batch_invariant:  # parts depend on the number of rows, and that on the batch
             config = _with_parts(config, inputs, nchunks, sm_count)
         extra = (
@@ -104,10 +105,11 @@ def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
         yield Cut(segment=ceil_div(nchunks, count))
 
 
-def _estimated_time(one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
+def _estimated_time(segments: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
     """SMs are assumed to start a program when one ends."""
-    programs = pairs * ceil_div(nchunks, one.segment)
-    of_program = START + one.segment + FIRST_PASS * min(REACH, nchunks - one.segment)
+    chunks = segments.segment
+    programs = pairs * ceil_div(nchunks, chunks)
+    of_program = START + chunks + FIRST_PASS * min(REACH, nchunks - chunks)
     time = ceil_div(programs, sm_count) * of_program
     return time if programs <= sm_count else time / WORTH_WAVES
 
@@ -122,16 +124,17 @@ def _with_parts(
     most = min(config.segment // LEAST_PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows)
     boundaries = rows // (inputs.sequences * inputs.v.shape[2])
 
-    def time(parts: int, share: int = 1) -> float:
+    def time(parts: int, share: int) -> float:
         """Microseconds if one of `share` heads is slow."""
         rounds = ceil_div(ceil_div(rows, share) * parts, sm_count)
         each = ceil_div(config.segment, parts) * PART_CHUNK + PART_START
         return rounds * each + PART_LAUNCHES + boundaries * parts * PART_STEP
 
-    parts = min(
-        (1 << k for k in range(max(most, 1).bit_length())),
-        key=lambda parts: 3 * time(parts) + time(parts, 4),
-    )
+    def expected_time(parts: int) -> float:
+        """The sum for three calls whose heads are all slow, and one where a quarter of them is."""
+        return 3 * time(parts, 1) + time(parts, 4)
+
+    parts = min((1 << k for k in range(max(most, 1).bit_length())), key=expected_time)
     segment = parts * ceil_div(config.segment, parts)
     longest, least = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS), NEVER
     if segment <= longest:  # the whole past of the second segment is a short first pass

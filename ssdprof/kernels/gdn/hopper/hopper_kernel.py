@@ -16,7 +16,7 @@ Grid: (segments * sequences * hv), heads fastest, then sequences, then segments;
       SM, which processes several whole sequences
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 The reason for this
-form of the products: docs/gdn-performance.md.
+form of the products: docs/kernels.md.
 """
 
 from triton.experimental import gluon

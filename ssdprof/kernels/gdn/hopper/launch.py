@@ -39,8 +39,8 @@ def workspace(
 
     `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 |
         bounds (HV, slots) fp32 norms (slots, H, 2, 64) fp32, if it normalises q and k
-    `parts.py`: backs (rows) int32 | parts (rows, parts, V, K) fp32 | moves (rows, parts, 2, K, K)
-    bf16
+    `parts.py`: warmup_lengths (rows) int32 | parts (rows, parts, V, K) fp32 |
+        moves (rows, parts, 2, K, K) bf16
     `_combine_kernel`: entering (rows, V, K) fp32
     `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
@@ -53,7 +53,7 @@ def workspace(
             "decays": (single, slots, heads, chunk),
             "bounds": (single, heads, slots),
             "norms": (single, slots, inputs.q.shape[2], 2, chunk) if inputs.use_qk_l2norm else None,
-            "backs": (torch.int32, slow) if slow else None,
+            "warmup_lengths": (torch.int32, slow) if slow else None,
             "parts": (single, slow, count, dim, dim) if slow else None,
             "moves": (torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
             "entering": (single, slow, dim, dim) if slow else None,
@@ -105,7 +105,7 @@ def launches(
     seqlen, key_heads = inputs.q.shape[1:3]
     heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
     slots, device = slot_count(inputs), inputs.q.device
-    nbytes, own = workspace(inputs, config, padded=padded)
+    nbytes, part_places = workspace(inputs, config, padded=padded)
     q_tiles, k_tiles, v_tiles = (
         _tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v)
     )
@@ -129,8 +129,14 @@ def launches(
     prep = Launcher(
         _prep_kernel,
         (*gate_strides, cu_strides, *sizes),
-        dict(KEY_HEADS=key_heads, HEADS=heads, AT_ONCE=at_once, NORMALISE=inputs.use_qk_l2norm)
-        | dict(num_warps=4, maxnreg=96),  # five programs per SM
+        dict(
+            KEY_HEADS=key_heads,
+            HEADS=heads,
+            AT_ONCE=at_once,
+            NORMALISE=inputs.use_qk_l2norm,
+            num_warps=4,
+            maxnreg=96,  # five programs per SM
+        ),
     )
     initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
     final = state_strides(
@@ -156,7 +162,8 @@ def launches(
     def begin(inputs: GDNInputs) -> Begun:
         memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
         parts = {
-            name: None if place is None else Part(memory, *place) for name, place in own.items()
+            name: None if place is None else Part(memory, *place)
+            for name, place in part_places.items()
         }
         assert parts["inverse"] is not None
         q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), inverse_rows(parts["inverse"])
@@ -182,7 +189,7 @@ def launches(
             inputs.initial_state,
             inputs.cu_seqlens,
             parts["entering"],
-            parts["backs"],
+            parts["warmup_lengths"],
             final_states,
             *gates,
         )
@@ -228,9 +235,9 @@ def _entering(
     def enter(
         parts: dict[str, Part | None], k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: Any
     ) -> None:
-        made = parts["parts"], parts["moves"], parts["backs"]
-        make(programs, k, v, inverse, inputs.cu_seqlens, *made, *gates)
-        combine(pairs * DIM.value // block_v, *made, inputs.initial_state, parts["entering"])
+        written = parts["parts"], parts["moves"], parts["warmup_lengths"]
+        make(programs, k, v, inverse, inputs.cu_seqlens, *written, *gates)
+        combine(pairs * DIM.value // block_v, *written, inputs.initial_state, parts["entering"])
 
     return enter
 

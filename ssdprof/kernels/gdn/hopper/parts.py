@@ -53,10 +53,10 @@ by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 
 STAGES = {
     "segments": "ticket", "segment_at": "ticket", "reach_back": "ticket", "first_passes": "ticket",
-    "write_part": "ticket", "parts_of": "ticket", "field": "ticket", "begin_update": "state_factor",
-    "store_update": "state_factor", "pass_pair": "warm_up", "store_rows": "setup",
-    "part_states": "setup", "part_gates": "gate_cumsum", "part_loads": "loads",
-    "_combine_kernel": "warm_up",
+    "write_part": "ticket", "nth_slow_row": "ticket", "value_at": "ticket", "parts_of": "ticket",
+    "field": "ticket", "begin_update": "state_factor", "store_update": "state_factor",
+    "pass_pair": "warm_up", "store_rows": "setup", "part_states": "setup",
+    "part_gates": "gate_cumsum", "part_loads": "loads", "_combine_kernel": "warm_up",
 }  # fmt: skip
 WAITS = {
     "keys": "waiting.chunk",
@@ -107,7 +107,9 @@ class Parts:
 
 
 @gluon.jit
-def reach_back(first, wanted, bounds, limit, enough, LOOK: gl.constexpr, layout: gl.constexpr):
+def reach_back(
+    first, wanted, bounds, limit, truncation_log2, LOOK: gl.constexpr, layout: gl.constexpr
+):
     """Chunks of a first pass before chunk `first` of each row; all chunks before it if the state
     stays relevant.
     """
@@ -120,7 +122,7 @@ def reach_back(first, wanted, bounds, limit, enough, LOOK: gl.constexpr, layout:
         inside = (back < 0)[:, None] & (c >= 0)
         bound = gl.load(bounds[:, None] + gl.maximum(c, 0), mask=inside, other=0.0)
         sums = left[:, None] + gl.associative_scan(bound, 1, add)
-        reached = gl.min(gl.where(inside & (sums <= enough), o_c[None, :], LOOK), 1)
+        reached = gl.min(gl.where(inside & (sums <= truncation_log2), o_c[None, :], LOOK), 1)
         back = gl.where((back < 0) & (reached < LOOK), seen + reached + 1, back)
         left += gl.sum(bound, 1)
         seen += LOOK
@@ -130,8 +132,8 @@ def reach_back(first, wanted, bounds, limit, enough, LOOK: gl.constexpr, layout:
 
 @gluon.jit
 def first_passes(
-    rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least, enough,
-    HEADS: gl.constexpr, ROWS: gl.constexpr,
+    rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least,
+    truncation_log2, HEADS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not
     exist.
@@ -149,10 +151,10 @@ def first_passes(
     bounds = bounds_ptr + (row % HEADS).to(gl.int64) * slots + sequence.slot
     late = exists & (first > least)
     at_last = reach_back(
-        gl.where(late, (length - 1) // K * K, 0), late, bounds, limit, enough, LOOK, layout
+        gl.where(late, (length - 1) // K * K, 0), late, bounds, limit, truncation_log2, LOOK, layout
     )
     slow = late & (at_last > limit)
-    back = reach_back(first, exists & (slow == 0), bounds, limit, enough, LOOK, layout)
+    back = reach_back(first, exists & (slow == 0), bounds, limit, truncation_log2, LOOK, layout)
     return gl.where(exists, gl.where(slow | (back > limit), -1, back), 0)
 
 
@@ -191,16 +193,28 @@ def write_part(
 
 
 @gluon.jit
+def nth_slow_row(slow_rows, n):
+    """The n-th of the slow rows, from 0.  slow_rows: how many there are up to each row."""
+    return gl.sum((slow_rows <= n).to(gl.int32), 0)
+
+
+@gluon.jit
+def value_at(values, o_r, i):
+    """Element i of a vector with indices o_r; 0 outside of it."""
+    return gl.sum(gl.where(o_r == i, values, 0), 0)
+
+
+@gluon.jit
 def parts_of(
     program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K,
-    limit, least, enough, backs_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr,
-    MOST: gl.constexpr,
+    limit, least, truncation_log2, warmup_lengths_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
     """The program's parts, at most MOST.  Program 0 stores the lengths of first passes for the next
     launches.
     """
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    backs = first_passes(
+    warmup_lengths = first_passes(
         rows,
         seqlen,
         sequences,
@@ -211,15 +225,15 @@ def parts_of(
         K,
         limit,
         least,
-        enough,
+        truncation_log2,
         HEADS,
         ROWS,
     )
-    backs, o_r = gl.convert_layout(backs, vector), gl.arange(0, ROWS, vector)
+    warmup_lengths, o_r = gl.convert_layout(warmup_lengths, vector), gl.arange(0, ROWS, vector)
     if program == 0:
-        gl.store(backs_ptr + o_r, backs, mask=o_r < rows)
-    slow = (backs < 0).to(gl.int32)
-    upto = gl.associative_scan(slow, 0, add)
+        gl.store(warmup_lengths_ptr + o_r, warmup_lengths, mask=o_r < rows)
+    slow = (warmup_lengths < 0).to(gl.int32)
+    slow_rows = gl.associative_scan(slow, 0, add)
     table = gl.allocate_shared_memory(
         gl.int32, [MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -228,9 +242,9 @@ def parts_of(
     before = gl.to_tensor(0)
     for k in range(count):
         t = program + k * programs
-        row = gl.sum((upto <= t // PARTS).to(gl.int32), 0)
+        row = nth_slow_row(slow_rows, t // PARTS)
         # 0 if that segment begins its sequence
-        previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)
+        previous = value_at(warmup_lengths, o_r, row - pairs)
         sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
         before = write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS, PARTS)
     role_barrier()
@@ -377,9 +391,9 @@ def part_loads(env):
 
 @triton.jit(do_not_specialize=["pairs", "boundaries", "K"])
 def _combine_kernel(
-    parts_ptr, moves_ptr, backs_ptr, initial_ptr, entering_ptr, initial_strides, pairs, boundaries,
-    K, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
+    parts_ptr, moves_ptr, warmup_lengths_ptr, initial_ptr, entering_ptr, initial_strides, pairs,
+    boundaries, K, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The states that enter segments of heads that forget slowly, from their parts.
 
@@ -388,15 +402,15 @@ def _combine_kernel(
     the two smaller ones: what is missing is at most 2^-16 of the product, which inputs of 16 bits
     hide.
 
-    In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T | backs
-          (rows) initial_state (sequences, hv, K, V)
-    Out:  entering (rows, V, K) fp32, for rows with backs < 0
+    In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
+          warmup_lengths (rows) | initial_state (sequences, hv, K, V)
+    Out:  entering (rows, V, K) fp32, for rows with warmup_lengths < 0
     Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered by boundary,
     then by pair
     """
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
     o_b = tl.arange(0, BOUNDARIES)
-    slow_rows = tl.load(backs_ptr + o_b * pairs + pair, mask=o_b < boundaries, other=0) < 0
+    slow_rows = tl.load(warmup_lengths_ptr + o_b * pairs + pair, mask=o_b < boundaries, other=0) < 0
     o_v, o_k = block * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, DIM)
     tile = o_v[:, None] * DIM + o_k[None, :]
     matrix = o_k[:, None] * DIM + o_k[None, :]
@@ -411,14 +425,14 @@ def _combine_kernel(
         high = tl.load(moves_ptr + 2 * at + matrix)
         low = tl.load(moves_ptr + 2 * at + DIM * DIM + matrix)
         N = tl.load(parts_ptr + at + tile)
-        slow = tl.load(backs_ptr + row) < 0
-        before = tl.load(backs_ptr + row - pairs, mask=row >= pairs, other=0)
+        slow = tl.load(warmup_lengths_ptr + row) < 0
+        before = tl.load(warmup_lengths_ptr + row - pairs, mask=row >= pairs, other=0)
         if (part == 0) & (
             before >= 0
         ):  # its first pass begins at the sequence's start, or where the state is negligible
             state = tl.zeros([BLOCK_V, DIM], tl.float32)
             if initial_ptr is not None:
-                own = (pair // HEADS).to(tl.int64) * initial_strides[0] + (pair % HEADS).to(
+                of_pair = (pair // HEADS).to(tl.int64) * initial_strides[0] + (pair % HEADS).to(
                     tl.int64
                 ) * initial_strides[1]
                 at_v, at_k = (
@@ -426,7 +440,7 @@ def _combine_kernel(
                     o_k.to(tl.int64) * initial_strides[2],
                 )
                 begins = before == i // PARTS * K
-                tile_of_initial = initial_ptr + own + at_v[:, None] + at_k[None, :]
+                tile_of_initial = initial_ptr + of_pair + at_v[:, None] + at_k[None, :]
                 state = tl.load(tile_of_initial, mask=begins, other=0.0).to(tl.float32)
         state_high = state.to(tl.bfloat16)
         state_low = (state - state_high.to(tl.float32)).to(tl.bfloat16)

@@ -160,11 +160,11 @@ def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
         gl.arange(0, DIM, gl.SliceLayout(0, by_k)),
     )
     STRIDES: gl.constexpr = S.STATE_STRIDES
-    own = (
+    of_head = (
         segment.sequence.index.to(gl.int64) * STRIDES[WHICH]
         + segment.head.to(gl.int64) * STRIDES[WHICH + 1]
     )
-    rows = ptr + own + o_v.to(gl.int64) * STRIDES[WHICH + 3]
+    rows = ptr + of_head + o_v.to(gl.int64) * STRIDES[WHICH + 3]
     return rows[:, None] + (o_k.to(gl.int64) * STRIDES[WHICH + 2])[None, :]
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -75,7 +74,7 @@ class SSDHopperConfig(Cut):
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
             pairs = sequences * program_count(inputs)
-            segments = cut(nchunks, pairs, sm_count, **COSTS[n_split(inputs.B.shape[3])])
+            segments = fastest_cut(nchunks, pairs, sm_count, n_split=n_split(inputs.B.shape[3]))
             how = (
                 f"equal shares for {sm_count} programs"
                 if segments.shares
@@ -124,19 +123,25 @@ def packed_segment(pairs: int) -> int:
     return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
 
-def simulated_time(one: Cut, nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> float:
+def simulated_time(
+    segments: Cut, nchunks: int, pairs: int, sm_count: int, *, n_split: int
+) -> float:
     """Time until the last program ends.  Each SM runs one program at a time, and programs start in
     order.
     """
-    lengths = one.lengths(nchunks)
-    looks_back = len(lengths) > 1 and not one.recompute
-    of_first_pass = (RECOMPUTED if one.recompute else FIRST_PASS)[n_split]
+    lengths = segments.lengths(nchunks)
+    looks_back = len(lengths) > 1 and not segments.recompute
+    of_first_pass = (RECOMPUTED if segments.recompute else FIRST_PASS)[n_split]
     free = [0.0] * sm_count
     published: list[list[float]] = [[] for _ in range(pairs)]  # time of publication, by segment
     end, before = 0.0, 0
     for index, length in enumerate(lengths):
         last = index == len(lengths) - 1
-        to_see = before if one.recompute else 0 if last else length
+        to_see = length
+        if segments.recompute:
+            to_see = before
+        elif last:
+            to_see = 0
         parts = [_parts(lengths[:index], reach) for reach in REACH[:pairs]] if looks_back else []
         for pair in range(pairs):
             time = free[0] + START + of_first_pass * min(to_see, REACH[pair % len(REACH)])
@@ -164,13 +169,14 @@ def _parts(before: list[int], reach: int) -> int:
     return parts
 
 
-def as_exact_as_unfused(one: Cut, nchunks: int) -> bool:
+def as_exact_as_unfused(segments: Cut, nchunks: int) -> bool:
     """Whether no head's error exceeds that of an unfused pipeline with its longest chunks, however
     fast it forgets.
     """
-    ours, theirs = one.lengths(nchunks), Cut(segment=UNFUSED_CHUNK).lengths(nchunks)
-    return rounded_twice(ours) <= rounded_twice(theirs) and all(
-        squared_error(ours, memory) <= AS_LARGE * squared_error(theirs, memory)
+    fused = segments.lengths(nchunks)
+    unfused = Cut(segment=UNFUSED_CHUNK).lengths(nchunks)
+    return rounded_twice(fused) <= rounded_twice(unfused) and all(
+        squared_error(fused, memory) <= AS_LARGE * squared_error(unfused, memory)
         for memory in MEMORIES
     )
 
@@ -194,7 +200,7 @@ def squared_error(lengths: list[int], memory: float) -> float:
     one rounding.
 
     Counts the rounding of the output, one rounding per term, and a second one for terms from before
-    a segment.  See docs/ssd-performance.md.
+    a segment.  See docs/kernels.md.
     """
     kept = math.exp(-2 / memory)
 
@@ -210,9 +216,9 @@ def squared_error(lengths: list[int], memory: float) -> float:
 
 
 def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
-    return (
-        one for one in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(one, nchunks)
-    )
+    for segments in candidates(nchunks, sm_count / pairs):
+        if as_exact_as_unfused(segments, nchunks):
+            yield segments
 
 
 def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
@@ -242,15 +248,21 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
                     )
 
 
-COSTS: dict[int, dict[str, Any]] = {
-    split: dict(
+# by `n_split`; the same objects at every call, because `cut` caches by them
+TIMES = {split: partial(simulated_time, n_split=split) for split in (1, 2)}
+
+
+def fastest_cut(nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> Cut:
+    """The cut with the least simulated time, of those that are as exact as `unfused`."""
+    return cut(
+        nchunks,
+        pairs,
+        sm_count,
         candidates=_exact_candidates,
-        time=partial(simulated_time, n_split=split),
+        time=TIMES[n_split],
         classes=16,
         whole_from=1,
     )
-    for split in (1, 2)
-}  # by `n_split`
 
 
 @first_reason

@@ -10,7 +10,7 @@ passes: programs process equal shares of all sequences.
 A program owns two units (heads, or slices of 64 of a head's P) that share B and C, or one unit if N
 is 256.  Its warps have roles (`rings.py`).  States and outputs are transposed, so that the state is
 a matrix operand directly from registers, and x, loaded once, serves all three products.  Reasons
-and alternatives: docs/ssd-performance.md.
+and alternatives: docs/kernels.md.
 
 Assignment of work: with fewer pairs of units than SMs, sequences are cut into segments, one per
 program.  With more, there is one program per SM, and each processes an equal share of all chunks:

@@ -46,7 +46,7 @@ FRAGMENTS = (
 )
 of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
 # (half, p, half of q)
-of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS), [1, 0, 0]]))
+of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *basis] for basis in FRAGMENTS), [1, 0, 0]]))
 
 STAGES = {"lane_number": "setup", "allocate_exchange": "setup"}
 
@@ -113,8 +113,8 @@ def load_tiles(tile, layout: gl.constexpr):
     columns: gl.constexpr = tile.shape[1]
     rows: gl.constexpr = LANES * SLICE
     lanes: gl.constexpr = apart(gl.to_linear_layout(layout, [rows, columns]))
-    own = tile.load(gl.SliceLayout(0, lanes))[None, :, :]
-    both, _ = gl.broadcast(own, gl.full([LANES, SLICE, columns], 0, tile.dtype, lanes))
+    of_lane = tile.load(gl.SliceLayout(0, lanes))[None, :, :]
+    both, _ = gl.broadcast(of_lane, gl.full([LANES, SLICE, columns], 0, tile.dtype, lanes))
     return gl.convert_layout(both.reshape([rows, columns]), layout)
 
 

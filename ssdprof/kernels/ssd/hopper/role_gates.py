@@ -156,9 +156,9 @@ def tell(first, seen, go):
     """Write the flag that says whether another turn of the first pass follows the one after `seen`
     chunks.
     """
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = place_in(seen // first.TURN, first.WORDS)
-    first.continue_flag.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+    first.continue_flag.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, layout))
     mbarrier.arrive(first.continue_barrier.index(word), count=1)
 
 

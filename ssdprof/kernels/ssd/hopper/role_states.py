@@ -229,17 +229,17 @@ def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout:
     # and takes long
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * ALL_LANES
-    theirs = mine - step  # offset of the preceding segment's slot
+    previous = mine - step  # offset of the preceding segment's slot
     left = segment.index
     passed = 1.0
     go = left > 0
-    decay = published(flags_ptr + theirs * FLAG_STRIDE, go)
+    decay = published(flags_ptr + previous * FLAG_STRIDE, go)
     while go:
-        part = gl.load(parts_ptr + theirs * PART + row, cache_modifier=".cg")
+        part = gl.load(parts_ptr + previous * PART + row, cache_modifier=".cg")
         weight, passed = passed, passed * decay
-        theirs, left = theirs - step, left - 1
+        previous, left = previous - step, left - 1
         go = (left > 0) & (passed != 0.0)
-        decay = published(flags_ptr + theirs * FLAG_STRIDE, go)  # overlaps the load of the part
+        decay = published(flags_ptr + previous * FLAG_STRIDE, go)  # overlaps the load of the part
         args = [part.to(gl.float32), weight, sum_of_parts]
         sum_of_parts = gl.inline_asm_elementwise(
             multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1
@@ -359,7 +359,7 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
     if N_SPLIT == 2:
         # stage chunk_scan.previous
-        theirs = take_part(env.exchange, lane, by_own)
+        from_other_half = take_part(env.exchange, lane, by_own)
         # stage chunk_scan.current
     else:
         role_barrier()
@@ -374,7 +374,7 @@ def scan_chunk(env, state, D, i, n, seen, lane):
         out = add_residual(out, own_x, D[:, None])
     if N_SPLIT == 2:
         # stage chunk_scan.previous
-        out += entering * theirs
+        out += entering * from_other_half
         # stage chunk_scan.residual
     mbarrier.wait(shared.unwritten.index(lane), (n & 1) ^ 1)
     store_tiles(tiles_of(shared.out, lane, out_layout).permute((0, 2, 1)), out.to(dtype))
@@ -449,8 +449,8 @@ def scan_segment(lane, env, segment, n):
     if PASSING == "carry":
         leave(segment, place, state, gl.to_tensor(0.0))  # the state includes all earlier chunks
     if segment.last:
-        own = (segment.sequence.to(gl.int64) * S.HEADS + i_h) * (HEADDIM * DSTATE)
-        gl.store((env.final_ptr + own + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)
+        first = (segment.sequence.to(gl.int64) * S.HEADS + i_h) * (HEADDIM * DSTATE)
+        gl.store((env.final_ptr + first + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import cases
 import check_bars
 import pytest
 import recorded
-from bench.benches import measured, report
+from benches import measured, report
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.report import Report

@@ -130,6 +130,17 @@ def test_settings_hold_the_conditions() -> None:
     assert compare("base", "slow", "--fail-if", "time:base+20%").code == 0
 
 
+def test_conditions_on_times_need_a_gpu() -> None:
+    """Those of the settings file are not judged without one; the others are."""
+    kept("cpu", run(gpu=False))
+    refused = compare("base", "cpu", "--fail-if", "time:base+3%")
+    assert (refused.code, "--fail-if time:base+3% needs an NVIDIA GPU" in refused.err) == (3, True)
+    Path("ssdprof.toml").write_text('[compare]\nfail-if = ["speedup:base-3%", "rms:base+5%"]\n')
+    waived = "speedup:base-3% of the settings file is not judged: NEW's machine has no GPU."
+    answer = compare("base", "cpu")
+    assert (answer.code, answer.err) == (0, waived)
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

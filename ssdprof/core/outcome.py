@@ -1,0 +1,232 @@
+"""What a report's cases and conditions come to: verdicts, the outcome, and its line in a list.
+
+The headline of a report and the exit code of every command follow from `Outcome`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from ssdprof.core.base import Record, Text
+from ssdprof.core.case import Case, Prefill
+from ssdprof.core.conditions import METRICS, OF_SPEED, Condition, is_answers, number
+from ssdprof.core.report import Report
+from ssdprof.errors import SsdprofError
+
+GATED = "fused"  # the implementation that the gates of benches and prefills apply to
+
+
+class Verdict(Record):
+    """Whether a case meets a condition.
+
+    condition: as the user gave it.  case: its name; empty: the condition applied to no case.
+    holds: None if the case lacks the value.  actual: the value, or why there is none.
+    """
+
+    condition: Text
+    case: Text
+    holds: bool | None
+    actual: Text = ""
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.condition, self.case, self.actual)))
+
+
+def judged(report: Report) -> tuple[Case, ...]:
+    """The cases that conditions apply to."""
+    by_name = report.kind in ("bench", "prefill")
+    return tuple(
+        case
+        for case in report.cases
+        if case.judged
+        and (not (by_name or isinstance(case.task, Prefill)) or case.implementation == GATED)
+    )
+
+
+def verdicts(report: Report) -> Iterator[Verdict]:
+    """A verdict for each condition of the report and each case that it applies to.
+
+    Cases that did not pass get none: they fail a report anyway, except that a requested prefill
+    without a time breaks a speedup.  A condition without any verdict is broken.
+    """
+    for condition in report.conditions:
+        of_cases = list(_of(condition, report))
+        yield from of_cases
+        if all(verdict.holds is None for verdict in of_cases):
+            yield Verdict(
+                condition=condition.text,
+                case="",
+                holds=False,
+                actual="no case passed that it could judge",
+            )
+
+
+def broken(report: Report) -> tuple[Verdict, ...]:
+    """The verdicts that do not hold."""
+    return tuple(verdict for verdict in verdicts(report) if verdict.holds is False)
+
+
+def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
+    """The verdicts of one condition, those on passed cases first."""
+    text, of_time = condition.text, condition.metric in OF_SPEED
+    cases = [case for case in judged(report) if METRICS[condition.metric].applies(case)]
+    for case in cases:
+        if case.result == "passed":
+            yield _verdict(condition, case, report)
+    for case in cases if of_time else ():
+        if isinstance(case.task, Prefill) and case.result != "passed":
+            reason = f"{case.result}: {case.why}"
+            yield Verdict(condition=text, case=case.name, holds=False, actual=reason)
+    for out in report.left_out if of_time else ():
+        if not out.implementations or GATED in out.implementations:
+            name = f"{out.place}, {GATED}" if report.kind == "prefill" else out.place
+            yield Verdict(condition=text, case=name, holds=False, actual=f"left out: {out.reason}")
+
+
+def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
+    """The verdict on a case that passed.  Without the value it breaks the condition, except
+    that an answer without a next token has no perplexity.
+    """
+    metric = METRICS[condition.metric]
+    value = metric.value(case, condition.at, report)
+    holds: bool | None
+    if value is None:
+        holds, actual = None if is_answers(case) else False, metric.if_missing
+    else:
+        size, limit = number(value), condition.limit
+        holds = size >= limit if metric.more_is_better else size <= limit
+        actual = "" if holds else metric.shown(size)
+    return Verdict(condition=condition.text, case=case.name, holds=holds, actual=actual)
+
+
+class Outcome:
+    """The result of any kind of report.  Refusals do not fail a prefill, nor other libraries a
+    bench.  Libraries fail a run only if the user named them, and never by a refusal.
+
+    ended_early: why the report is incomplete, in a sentence; empty if it is complete.
+    judged: number of cases that were compared or failed, without those of other libraries and those
+    of answers.
+    failed: the cases among them that did not pass.
+    outside: cases of baselines outside their budget: the verdict is on what is compared with them.
+    refused: requested cases that an implementation does not support, except other libraries.
+    missing: number of requested cases that are neither in the report nor left out by name.
+    broken: conditions that do not hold, each with its case.
+    answers: the cases of the model's answers that gates apply to.  answers_failed: those that did
+    not pass, or break a condition.
+    passed: all requested cases were compared and passed, and all conditions hold; False if nothing
+    was compared.
+    """
+
+    def __init__(self, report: Report) -> None:
+        """Sort the report's cases."""
+        counted = [case for case in report.cases if _counts(case, report)]
+        calls = [case for case in counted if not is_answers(case)]
+        refused = [case for case in calls if case.result == "refused"]
+        baselines = {case.rated_against for case in report.cases}
+        self.outside = [
+            case
+            for case in report.cases
+            if case.outside_budget and (case.place, case.implementation) in baselines
+        ]
+        excused = [case for case in self.outside if case.only_outside]
+        requested = {", ".join(parts) for parts in report.requested}
+        self.ended_early = _ended_early(report)
+        self.judged = len([case for case in calls if case not in (*refused, *excused)])
+        self.failed = tuple(case for case in calls if case.failed and case not in excused)
+        self.refused = tuple(
+            case
+            for case in refused
+            if not isinstance(case.task, Prefill) and (not requested or case.name in requested)
+        )
+        self.missing = len(report.missing)
+        self.broken = broken(report)
+        self.answers = tuple(case for case in counted if is_answers(case) and case.judged)
+        offenders = {verdict.case for verdict in self.broken}
+        self.answers_failed = tuple(
+            case for case in self.answers if case.result != "passed" or case.name in offenders
+        )
+        failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
+        self.passed = self.judged + len(self.answers) > 0 and not (self.ended_early or failed)
+
+    @property
+    def word(self) -> str:
+        """ "passed", "failed", "refused" or "incomplete"."""
+        if self.passed:
+            return "passed"
+        if self.failed or self.broken or self.answers_failed:
+            return "failed"
+        return "refused" if self.refused else "incomplete"
+
+
+def _counts(case: Case, report: Report) -> bool:
+    """Whether the outcome of a report depends on the case: see `Outcome`."""
+    if case.kind != "library" or not (case.baseline or report.kind == "bench"):
+        return True
+    return case.named and case.result != "refused"
+
+
+def exact_answer_is_finite(case: Case) -> bool:
+    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's
+    output can be.
+    """
+    return not any(tensor.floor.nonfinite for tensor in case.accuracy)
+
+
+def _ended_early(report: Report) -> str:
+    if not report.complete:
+        names = {"bench": "this bench", "prefill": "the command", "tune": "the command"}
+        what = names.get(report.kind, "this run")
+        return f"{what} did not reach its end"
+    if not report.capture_complete:
+        return "the replayed capture was interrupted and may lack layers or prompts"
+    return ""
+
+
+class ListedRun(Record):
+    """A report's folder.
+
+    name: of the folder; other commands take it.  model: or the operator of a bench.
+    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition
+        does not hold; "refused": an implementation does not support a case; "incomplete": nothing
+        went wrong, but cases are missing; "unreadable": see `reason`, and all other fields but the
+        name are empty.
+    state: "partial" if it did not reach its end.
+    gpu: None on a machine without one.
+    """
+
+    name: Text
+    kind: Text = ""
+    created: Text = ""  # ISO 8601, UTC
+    commit: Text = ""  # of the working directory's repository
+    model: Text = ""
+    random_weights: bool = False
+    seqlens: tuple[int, ...] = ()  # of the prompts
+    layers: int = 0  # replayed ones
+    cases: int = 0
+    gates: int = 0
+    gpu: Text | None = None
+    verdict: Text
+    state: Literal["complete", "partial"] | None = None
+    reason: Text = ""
+
+    @classmethod
+    def of(cls, name: str, report: Report | SsdprofError) -> ListedRun:
+        """name: of its folder.  report: or what is wrong with it."""
+        if isinstance(report, SsdprofError):
+            return cls(name=name, verdict="unreadable", reason=report.message)
+        return cls(
+            name=name,
+            kind=report.kind,
+            created=report.created,
+            commit=report.commit,
+            model=report.subject,
+            random_weights=bool(report.model and report.model.random_weights),
+            seqlens=tuple(prompt.seqlen for prompt in report.prompts),
+            layers=len(report.captured),
+            cases=len(report.cases),
+            gates=len(report.conditions),
+            gpu=report.environment.gpu.name if report.environment.gpu else None,
+            verdict=Outcome(report).word,
+            state="complete" if report.complete else "partial",
+        )

@@ -1,0 +1,323 @@
+"""Replays captured calls, for `run` and `ssdprof.compare`.
+
+a captured call -> the first rank's share, cast and cut as the options say -> an entry for each
+implementation and precision -> compared by `jobs.compare`, unless an interrupted run did that
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ssdprof import kernels, operators
+from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
+from ssdprof.core.base import MEMORIES, DType
+from ssdprof.core.case import LayerCall
+from ssdprof.core.subject import CallRef, LayerRef, drafted_call
+from ssdprof.environment.machine import watch_clocks
+from ssdprof.jobs import limits
+from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry
+from ssdprof.jobs.options import RunOptions
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.measure import trace
+from ssdprof.measure.first_run import forget_peak, peak_bytes, status_of
+from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
+from ssdprof.measure.probes import Prober
+from ssdprof.measure.roofline import measure_ceilings
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CudaTimer
+from ssdprof.operators.domain import doubts
+from ssdprof.operators.operator import Operator, drafted
+from ssdprof.operators.tensors import dtype_named
+from ssdprof.progress import Watcher
+from ssdprof.store.reports import Writer
+
+
+class Planned(NamedTuple):
+    """An implementation at a precision; the precision of the baseline that it is compared with."""
+
+    implementation: Implementation
+    precision: Precision
+    baseline_precision: Precision
+
+
+# what is compared on a call of an operator; baselines first
+Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
+
+
+@contextmanager
+def replaying(
+    writer: Writer,
+    options: RunOptions,
+    planner: Planner,
+    cast_to: DType | None,
+    watcher: Watcher,
+    calls: int,
+) -> Iterator[OnLayer]:
+    """The context's value compares implementations on a captured call.
+
+    cast_to: see `cast_inputs`.  calls: expected number.
+    """
+    gpu = limits.device() if limits.device().type == "cuda" else None
+    with (
+        limits.memory_errors(),
+        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in
+        # any case.
+        np.errstate(invalid="ignore", over="ignore"),
+        watcher.step("Replaying", calls, unit="calls") as advance,
+    ):
+        if gpu:
+            writer.update(ceilings=writer.report.ceilings or measure_ceilings(gpu))
+            forget_peak(gpu)
+        replay = _Replay(writer, options, planner, cast_to, watcher, gpu)
+
+        def on_layer(captured: CapturedLayer) -> None:
+            replay.compare(captured)
+            advance(1)
+
+        yield on_layer
+
+
+class _Replay:
+    """Compares implementations on one captured call after another."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        options: RunOptions,
+        planner: Planner,
+        cast_to: DType | None,
+        watcher: Watcher,
+        gpu: torch.device | None,
+    ) -> None:
+        self._writer, self._options, self._planner = writer, options, planner
+        self._cast_to, self._watcher, self._gpu = cast_to, watcher, gpu
+        # that of a run that goes on exists
+        self._untraced = options.trace if options.trace and not options.trace.is_file() else None
+        self._clocks = watch_clocks()
+        isolated = IsolatedFirstCall(options.first_call_s)
+        self._prober = Prober(isolated, thorough=options.thorough)
+        self._comparer = Comparer(
+            timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
+            ceilings=writer.report.ceilings,
+            sampling=SamplingPlan(smallest_difference=options.smallest_difference),
+            process=writer.process,
+            isolated=isolated,
+            watcher=watcher,
+        )
+
+    def compare(self, captured: CapturedLayer) -> None:
+        """Compare the implementations on a captured call."""
+        layer, writer = captured.layer, self._writer
+        operator = operators.get(layer.operator)
+        call, inputs = self._prepared(operator, captured)
+        entries = self._entries(operator, captured, call, inputs)
+        if self._options.sampler:
+            for case in self._comparer.sample_again(entries, layer.name, writer.earlier):
+                writer.case(case)
+            return
+        if self._is_done(entries):
+            writer.captured(layer)
+            for entry in entries:  # laws that were tested are not tested again
+                if writer.earlier[entry.case.name].probes:
+                    self._prober.probed(entry.call.implementation, inputs)
+        else:
+            self._compare(entries, layer)
+        writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
+
+    def _prepared(
+        self, operator: Operator, captured: CapturedLayer
+    ) -> tuple[CallRef | None, Inputs]:
+        """The call and its inputs as the options want them; remarks go to the report."""
+        call, verify = captured.call, self._options.verify
+        inputs = first_rank(operator, captured.inputs, self._options.tensor_parallel)
+        inputs, lost = cast_inputs(operator, inputs, self._cast_to)
+        if verify:
+            call = drafted_call(*inputs.values.shape[1::-1])
+            inputs = token_major(drafted(inputs, operator.binding, verify))
+        self._writer.note(captured.remark)
+        if lost:
+            name = captured.layer.name
+            self._writer.note(f"{name}, {call}: {lost}" if call else f"{name}: {lost}")
+        self._writer.doubt(captured.layer.index, doubts(operator, inputs))
+        return call, inputs
+
+    def _entries(
+        self, operator: Operator, captured: CapturedLayer, call: CallRef | None, inputs: Inputs
+    ) -> list[Entry]:
+        """An entry for each implementation and precision of the call, also for what a server
+        computed on these inputs.
+        """
+        dims, work = operator.judged.cost(inputs)
+        planned = list(self._planner(operator, dims.dtype, call))
+        if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
+            model = self._writer.report.model
+            by = model.model_type if model else ""
+            planned.append(Planned(*served(captured, by), planned[0].precision))
+        prompt = (dims.seqlen, dims.batch)
+        if call is not None:
+            prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
+        hashes = {
+            (known.seqlen, known.batch): known.token_sha256 for known in self._writer.report.prompts
+        }
+        fields = {
+            "task": LayerCall(kind="layer", layer=captured.layer, call=call, dims=dims),
+            "batch": dims.batch,
+            "seqlen": dims.seqlen,
+            "inputs": hashes.get(prompt, ""),
+            **work,
+        }
+        return entries_of(operator, inputs, planned, self._prober, fields)
+
+    def _is_done(self, entries: Sequence[Entry]) -> bool:
+        """Whether an interrupted run that goes on has compared all of the call."""
+        earlier = [self._writer.earlier.get(entry.case.name) for entry in entries]
+        return all(case and case.reason != NOT_TIMED for case in earlier)
+
+    def _compare(self, entries: Sequence[Entry], layer: LayerRef) -> None:
+        for case in self._comparer.compare(entries, layer.name):
+            self._writer.case(case)
+            if case.samples:
+                self._writer.update(clocks=self._clocks())
+        if self._untraced:
+            self._trace(entries, self._untraced)
+            self._untraced = None
+        if self._gpu:
+            self._writer.peaked(peak_bytes(self._gpu))
+
+    def _trace(self, entries: Sequence[Entry], file: Path) -> None:
+        """Write a trace of one call of each entry that ran."""
+        calls = {
+            entry.call.label: partial(self._run_once, entry) for entry in entries if entry.bits
+        }
+        trace.write(file, calls, limits.device())
+        place = entries[0].case.place
+        self._watcher.say(f"Wrote {file}: {len(calls)} cases of {place}, one call of each.")
+
+    def _run_once(self, entry: Entry) -> None:
+        """For the trace; a call that fails there fails its case."""
+        try:
+            with while_it_runs(entry.case):
+                entry.call.run()
+        except Exception as error:
+            status, reason = status_of(error, entry.call.device, entry.case.implementation)
+            self._writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
+
+
+def entries_of(
+    operator: Operator,
+    inputs: Inputs,
+    planned: Sequence[Planned],
+    prober: Prober,
+    fields: Mapping[str, Any],
+) -> list[Entry]:
+    """An entry for each; those with one baseline are timed together.
+
+    fields: of all cases.
+    """
+    baseline = planned[0].implementation.name
+    entries: dict[tuple[str, Precision], Entry] = {}
+    for implementation, precision, baseline_precision in planned:
+        first = entries.get((baseline, baseline_precision))
+        entry = Entry.of(
+            operator,
+            implementation,
+            inputs,
+            precision,
+            baseline=baseline if first else "",
+            **fields,
+        )
+        entry.baseline, entry.turns = first, baseline_precision
+        if implementation.kind in prober.kinds:
+            entry.probes = partial(prober.probe, implementation, inputs, precision)
+        entries[implementation.name, precision] = entry
+    return list(entries.values())
+
+
+def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]:
+    """What a server computed, as an implementation that returns it, and its precision: that of its
+    states.
+    """
+    assert captured.served
+    out, final_states = captured.served
+
+    def run(_inputs: object, _precision: object) -> kernels.Output:
+        return kernels.Output(out.clone(), final_states.clone())
+
+    def plan(_inputs: object, _precision: object) -> Plan:
+        return Plan(variant="served", launches=0, reason=by)
+
+    implementation = Implementation(
+        operator=captured.layer.operator,
+        name="served",
+        kind="served",
+        version=by,
+        run=run,
+        plan=plan,
+    )
+    return implementation, Precision(state_dtype=final_states.dtype)
+
+
+def first_rank(operator: Operator, inputs: Inputs, ranks: int) -> Inputs:
+    """The first rank's share of an operator's inputs, in the layout of the rank's own
+    projection.
+    """
+    if ranks == 1:
+        return inputs
+    return token_major(operator.first_rank(inputs, ranks))
+
+
+def cast_inputs(operator: Operator, inputs: Inputs, to: DType | None) -> tuple[Inputs, str]:
+    """The inputs with the model's activations (`CallBinding.activations`) in dtype `to`, in the
+    layout of such a model.
+
+    The second value is a sentence for the report on elements that `to` cannot represent; empty if
+    there are none.
+    to: None changes nothing.
+    """
+    if to is None:
+        return inputs, ""
+    activations = operator.binding.activations(inputs)
+    changed = {name: tensor.to(dtype_named(to)) for name, tensor in activations.items()}
+    lost: list[str] = []
+    for name, tensor in changed.items():
+        lost += _lost(name, activations[name], tensor)
+    remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
+    return token_major(replace(inputs, **changed)), remark
+
+
+def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
+    """A phrase on numbers that became infinite or 0."""
+    infinite = int((before.isfinite() & ~after.isfinite()).sum())
+    zero = int(((before != 0) & (after == 0)).sum())
+    if infinite:
+        yield f"{infinite:,} of {name} became infinite"
+    if zero:
+        yield f"{zero:,} of {name} became 0"
+
+
+def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
+    """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
+    never.
+    """
+    every = sequences(len(inputs.values), inputs.length, inputs.cu_seqlens)
+    spans = [span for span in every if span.length]
+    decays = torch.stack(
+        [operator.judged.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
+    ).sum(0)
+    each = decays / sum(span.length for span in spans)
+    within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
+    return tuple(after - before for before, after in itertools.pairwise(within))

@@ -1,0 +1,579 @@
+"""Laws that every correct kernel obeys, on inputs that show more than a model's own:
+docs/measuring.md.
+
+A law calls one implementation on inputs made from a captured call, and raises `Broken` with the
+first place, or `NotApplicable` with the reason.  What must be bitwise equal is compared by its
+bits; the rest is judged as the captured call is, by `accuracy.compare`.  Nothing is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice, pairwise
+from math import inf, log2
+from typing import TypeVar
+
+import torch
+
+from ssdprof.core import words
+from ssdprof.core.accuracy import Accuracy
+from ssdprof.core.base import REPEATS
+from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.oracle import Span
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
+from ssdprof.measure.first_run import Call
+from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
+from ssdprof.measure.sequences import (
+    alone,
+    is_packed,
+    joined,
+    lengths_in_words,
+    longest_of,
+    louder,
+    output_of,
+    rows_of_states,
+    spans_of,
+)
+from ssdprof.operators import generate
+from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs, Trait
+from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.rounding import unit_roundoff
+
+Form = TypeVar("Form")  # of inputs, of which a kernel may refuse some
+LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
+CALLS = 4  # of which any may differ, if a kernel does not repeat its bits
+REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
+LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
+NEGLIGIBLE = 2.0**-6  # of a rounding
+LOUD_PAST = "loud past"
+TURNING_KEYS = "turning keys"
+SINGLE_STEPS, ACCEPTED_TOKENS = "single steps", "accepted tokens"
+DROPPED = 0.08  # RMS error of known outputs; roundings cause up to 0.03
+# of the budget in laws, for a library that needs more than the budget anyway and is tolerated: its
+# RMS error of at most 1 % is about four times that of rounding to bf16
+TOLERATED_ROOM = 4.0
+
+
+class Broken(Exception):
+    """A law does not hold.  The message is the first place."""
+
+
+class NotApplicable(Exception):
+    """The message is the reason."""
+
+
+# --- calls and what is judged
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Makes and judges the calls of one implementation.
+
+    inputs: a captured call, or some of its sequences, each cut to `LONGEST` positions.  whole: the
+    call.  long_heads: numbers of heads of histories that are longer than the call; empty: no form
+    but the call's is tried.
+    """
+
+    operator: Operator
+    implementation: Implementation
+    inputs: Inputs
+    precision: Precision
+    isolated: IsolatedFirstCall
+    whole: Inputs
+    long_heads: Sequence[int]
+
+    def run(self, inputs: Inputs) -> Output:
+        """Raises NotApplicable with the reason if there is no output, and Broken for what no call
+        may do.
+        """
+        call = Call(
+            operator=self.operator,
+            implementation=self.implementation,
+            inputs=inputs,
+            precision=self.precision,
+            label=self.implementation.name,
+        )
+        if self.implementation.isolated:
+            call = self.isolated.guarded(call, GuardedInputs(inputs))
+        output, fields = call.first_run(launches=False)
+        if output is not None:
+            return output
+        reason: str = fields["reason"]
+        # no exception of its own
+        if fields["status"] == "failed" and reason.startswith(("it ", "its ")):
+            raise Broken(reason)
+        raise NotApplicable(reason)
+
+    @cached_property
+    def base(self) -> Output:
+        return self.run(self.inputs)
+
+    def judge(self, inputs: Inputs, output: Output, context: str = "") -> None:
+        """Raises Broken, with the context first, unless the output is within its budget."""
+        if wrong := self.outside(inputs, output, self.room):
+            reasons = "; ".join(accuracy.reason for accuracy in wrong)
+            raise Broken(f"{context}{reasons}")
+
+    def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
+        """The outputs that need more than this many times their budget."""
+        candidate = Candidate(
+            output=output, precision=self.precision, cuts=self.implementation.cuts_operands
+        )
+        if output[0].dtype == torch.float32:
+            # sums in another order are no fault: their roundings add up as a random walk does
+            room *= output[0].shape[1] ** 0.5
+        scaled = (
+            accuracy.changed(
+                budget=tuple(use.changed(budget=room * use.budget) for use in accuracy.budget),
+                checks=tuple(test.changed(limit=room * test.limit) for test in accuracy.checks),
+            )
+            for accuracy in compare(inputs, {"": candidate})[""]
+        )
+        return [accuracy for accuracy in scaled if accuracy.reason]
+
+    @cached_property
+    def room(self) -> float:
+        """1, unless it is a library whose output for the captured call was tolerated outside the
+        budget.
+        """
+        if self.implementation.kind == "library" and self.outside(self.inputs, self.base, 1.0):
+            return TOLERATED_ROOM
+        return 1.0
+
+    def passes(self, inputs: Inputs) -> bool:
+        """Whether a call of these inputs is made, and its output is within its budget."""
+        try:
+            return not self.outside(inputs, self.run(inputs), self.room)
+        except (Broken, NotApplicable):
+            return False
+
+    # --- forms of the captured call
+
+    @property
+    def fp16(self) -> bool:
+        """Whether large numbers would overflow."""
+        return torch.float16 in (self.inputs.values.dtype, self.precision.state_dtype)
+
+    @property
+    def leak_factor(self) -> float:
+        """It shows a leak of 0.001, and a mask that is wrong in one row."""
+        return 2.0**4 if self.fp16 else 2.0**20
+
+    @property
+    def loud_factor(self) -> float:
+        """What an implementation declares to neglect of a loud past stays negligible."""
+        share = self.implementation.neglects
+        if not share:
+            return LOUD_FACTOR
+        return min(LOUD_FACTOR, NEGLIGIBLE * unit_roundoff(self.inputs.values.dtype) / share)
+
+    @cached_property
+    def several(self) -> Inputs:
+        """The call's sequences, or the only one as a pack of three parts."""
+        first, *others = spans_of(self.inputs)
+        if others:
+            return self.inputs
+        if "cu_seqlens" not in self.inputs.__dataclass_fields__ or first.length < 4:
+            raise NotApplicable("there is one sequence, which cannot be divided")
+        bounds = [0, first.length // 4, 2 * first.length // 3, first.length]
+        parts = [replace(first, start=start, stop=stop) for start, stop in pairwise(bounds)]
+        return joined(self.inputs, parts, packed=True)
+
+    @cached_property
+    def longest(self) -> Inputs:
+        """The longest sequence, not packed."""
+        return alone(self.inputs, longest_of(self.inputs))
+
+    @cached_property
+    def halves(self) -> tuple[Inputs, Inputs]:
+        """The longest sequence before and after the largest power of two; the second part begins
+        with zeros.
+        """
+        (whole,) = spans_of(self.longest)
+        middle = 1 << (whole.length - 1).bit_length() >> 1
+        if not middle or len(self.longest.LINEAR) == 1:
+            raise NotApplicable("the sequences are too short, or have no initial state")
+        zeros = torch.zeros(self.longest.states_shape, device=self.longest.device)
+        first = alone(self.longest, replace(whole, stop=middle))
+        second = alone(self.longest, replace(whole, start=middle))
+        return first, second.after(zeros)
+
+    def finer(self) -> Iterator[Inputs]:
+        """With the model's activations in fp32, or, if that is refused or declared to be cut to
+        tf32, in fp16.
+        """
+        activations = self.operator.binding.activations(self.inputs)
+        dtype = next(iter(activations.values())).dtype
+        if dtype == torch.float32:
+            return
+        finer = [] if self.implementation.cuts_operands else [torch.float32]
+        if dtype != torch.float16:
+            finer.append(torch.float16)
+        for wanted in finer:
+            cast = {name: tensor.to(wanted) for name, tensor in activations.items()}
+            if all(bool(tensor.isfinite().all()) for tensor in cast.values()):
+                yield replace(self.inputs, **cast)
+
+    def with_states(self) -> Iterator[Inputs]:
+        """The call as a pack, or as it is, with random initial states."""
+        if len(self.inputs.LINEAR) == 1:
+            return
+        forms = [self.inputs]
+        with suppress(NotApplicable):
+            forms.insert(0, self.several)
+        for inputs in forms:
+            yield inputs.after(generate.states(*inputs.states_shape, device=inputs.device))
+
+    @property
+    def edges(self) -> Sequence[Sequence[EdgeInputs[Inputs]]]:
+        """Kinds of edge inputs.  A library that only came as company is called in this process,
+        and may not return: it gets the first kind alone.
+        """
+        kinds = self.operator.generated.edges(self.inputs)
+        is_company = self.implementation.kind == "library" and not self.implementation.named
+        return kinds[:1] if is_company else kinds
+
+    @property
+    def histories(self) -> list[Iterator[History[Inputs]]]:
+        """Kinds of histories."""
+        histories = self.operator.generated.histories
+        return [] if histories is None else list(histories(self.whole, self.long_heads))
+
+    def forms(self) -> Iterator[Inputs]:
+        """Inputs of every form that is certain to be called."""
+        yield self.inputs
+        with suppress(NotApplicable):
+            yield self.several
+        with suppress(NotApplicable):
+            yield from self.halves
+        for kind in self.operator.generated.edges(self.inputs):
+            yield kind[0].make()
+        yield from islice(self.finer(), 1)
+        yield from islice(self.with_states(), 1)
+        for histories in self.histories:
+            for history in islice(histories, 1):
+                yield history.inputs
+
+
+def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], None]) -> None:
+    """Judge the first form that the kernel takes.  NotApplicable with its refusals if it takes
+    none.
+    """
+    refusals = [otherwise]
+    for form in forms:
+        try:
+            return judge(form)
+        except NotApplicable as refusal:
+            refusals.append(str(refusal))
+    raise NotApplicable(": ".join(dict.fromkeys(refusals)))
+
+
+def judge_kinds(
+    kinds: Sequence[Iterable[Form]], otherwise: str, judge: Callable[[Form], None]
+) -> None:
+    """`judge_first` of every kind.  NotApplicable if all are refused."""
+    refusals: list[NotApplicable] = []
+    for forms in kinds:
+        try:
+            judge_first(forms, otherwise, judge)
+        except NotApplicable as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(kinds):
+        raise refusals[0] if refusals else NotApplicable(otherwise)
+
+
+def first_difference(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> str | None:
+    """The first element that differs, except numbers that a GPU may flush to zero."""
+    for name, tensor, other in zip(("out", "final_states"), outputs, others, strict=False):
+        differs = (
+            (tensor != other)
+            & ~(tensor.isnan() & other.isnan())
+            & ~(torch.maximum(tensor.abs(), other.abs()) < 2.0**-100)
+        )
+        if bool(differs.any()):
+            place = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(tensor.shape))
+            return f"{name} at {place} is {float(tensor[place]):.9g} and {float(other[place]):.9g}"
+    return None
+
+
+# --- the laws
+
+
+def repeats_bitwise(trial: Trial) -> None:
+    if difference := first_difference(trial.base, trial.run(trial.inputs)):
+        raise Broken(difference)
+
+
+def inputs_unchanged(trial: Trial) -> None:
+    tensors = trial.inputs.tensors
+    before = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    trial.run(trial.inputs)
+    changed = [name for name, tensor in tensors.items() if fingerprint(tensor) != before[name]]
+    if changed:
+        raise Broken(f"it changes its inputs: {', '.join(changed)}")
+
+
+def other_sequences(trial: Trial) -> None:
+    """Every second sequence becomes louder; the others stay."""
+    inputs = trial.several
+    spans = spans_of(inputs)
+    before = trial.run(inputs)
+    after = trial.run(louder(inputs, spans[::2], trial.leak_factor))
+    for span in spans[1::2]:
+        output = output_of(inputs, after, span)
+        if difference := first_difference(output_of(inputs, before, span), output):
+            context = f"a sequence depends on others: {difference}; "
+            trial.judge(alone(inputs, span), output, context)
+
+
+def sequence_alone(trial: Trial) -> None:
+    """The last sequence among others, and alone.  Bits may differ, since tiles depend on shapes."""
+    inputs = trial.several
+    last = spans_of(inputs)[-1]
+    inputs_alone = alone(inputs, last)
+    together, output = trial.run(inputs), trial.run(inputs_alone)
+    if difference := first_difference(output_of(inputs, together, last), output):
+        context = f"a sequence alone is not as among others: {difference}; "
+        trial.judge(inputs_alone, output, context)
+        trial.judge(inputs, together, context)
+
+
+def causality(trial: Trial) -> None:
+    """Later inputs are reversed and become louder, from one past a border, and from the border."""
+    length = trial.inputs.values.shape[1]
+    if length < 2:
+        raise NotApplicable("the call has a single position")
+    last = REPLACED_FROM if length > REPLACED_FROM else (length - 2) // 16 * 16 + 1
+    for start in (last, last - 1):
+        if start:
+            _replace_later(trial, start)
+
+
+def _replace_later(trial: Trial, start: int) -> None:
+    """Inputs from position `start` of the tensors on must not change earlier outputs."""
+    inputs, spans = trial.inputs, spans_of(trial.inputs)
+    later = [replace(span, start=max(span.start, start)) for span in spans if span.stop > start]
+    before = trial.base[0][:, :start]
+    after = trial.run(louder(inputs, later, trial.leak_factor))[0][:, :start]
+    if difference := first_difference([before], [after]):
+        parts = [replace(span, stop=min(span.stop, start)) for span in spans if span.start < start]
+        early = joined(inputs, parts, packed=is_packed(inputs))
+        context = f"inputs from position {start} on change earlier outputs: {difference}; "
+        trial.judge(early, (after, oracle_output(early)[1]), context)
+
+
+def doubling(trial: Trial) -> None:
+    """Inputs times 2 give outputs times 2, bit by bit if the kernel repeats its bits."""
+    tensors = trial.inputs.tensors
+    doubled = {name: tensors[name] * 2 for name in trial.inputs.LINEAR if name in tensors}
+    inputs = replace(trial.inputs, **doubled)
+    output = trial.run(inputs)
+    difference = first_difference([tensor * 2 for tensor in trial.base], output)
+    if difference is None:
+        return
+    if trial.fp16:
+        raise NotApplicable("small fp16 numbers have fewer bits, so that doubling is not exact")
+    context = "inputs times 2 do not give outputs times 2: "
+    if _repeats(trial, trial.inputs, trial.base) and _repeats(trial, inputs, output):
+        raise Broken(f"{context}{difference}")
+    trial.judge(inputs, output, context)
+
+
+def _repeats(trial: Trial, inputs: Inputs, output: Output) -> bool:
+    return all(first_difference(output, trial.run(inputs)) is None for _ in range(CALLS))
+
+
+def cut_in_two(trial: Trial) -> None:
+    before, after = trial.halves
+    first = trial.run(before)
+    second = trial.run(after.after(first[1]))
+    trial.judge(trial.longest, (torch.cat([first[0], second[0]], 1), second[1]))
+
+
+def single_steps(trial: Trial) -> None:
+    """Token by token, each with the state that the one before left."""
+    inputs = trial.longest
+    (whole,) = spans_of(inputs)
+    outputs: list[Output] = []
+    state = inputs.initial
+    for start in range(whole.length):
+        step = alone(inputs, replace(whole, start=start, stop=start + 1))
+        outputs.append(trial.run(step.after(state)))
+        state = outputs[-1][1]
+    outs, states = zip(*outputs, strict=True)
+    trial.judge(inputs, (torch.cat(outs, 1), torch.cat(states)))
+
+
+def accepted_tokens(trial: Trial) -> None:
+    """The next tokens begin with the state that was kept after any of the drafted ones."""
+    inputs = trial.longest
+    (whole,), (out, states) = spans_of(inputs), trial.run(inputs)
+    for kept in range(1, whole.length):
+        rest = alone(inputs, replace(whole, start=kept))
+        more = trial.run(rest.after(states[kept - 1 : kept]))
+        output = torch.cat([out[:, :kept], more[0]], 1), torch.cat([states[:kept], more[1]])
+        trial.judge(inputs, output, f"after {kept} accepted tokens: ")
+
+
+def edge_inputs(trial: Trial) -> None:
+    def judge(edge: EdgeInputs[Inputs]) -> None:
+        inputs = edge.make()
+        sizes = trial.operator.judged.dims(inputs).words
+        words_of_inputs = f"{lengths_in_words(inputs)}, {sizes}"
+        try:
+            output = trial.run(inputs)
+        except Broken as error:
+            raise Broken(f"{error}, with {words_of_inputs}") from None
+        if trial.outside(inputs, output, trial.room):
+            trial.judge(inputs, output, f"{_cause(trial, edge)}, in {words_of_inputs}: ")
+
+    judge_kinds(trial.edges, "no edge inputs could be tried", judge)
+
+
+def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
+    """The trait without which the kernel passes, with its rule; else all traits."""
+
+    def is_cause(trait: Trait[Inputs]) -> bool:
+        return trial.passes(edge.make(left_out=trait))
+
+    cause = next(filter(is_cause, edge.traits), None)
+    if cause is not None:
+        return f"{cause.name} ({cause.rule})" if cause.rule else cause.name
+    return words.words(trait.name for trait in edge.traits) if edge.traits else "random numbers"
+
+
+def loud_past(trial: Trial) -> str:
+    """In the call; where other forms are called, also in a pack with initial states.  The limits
+    in which it holds.
+    """
+    if trial.fp16:
+        raise NotApplicable("fp16 numbers would overflow")
+    if longest_of(trial.inputs).length < 2 * LOUD_SHARE:
+        raise NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
+    if trial.loud_factor <= 1:
+        raise NotApplicable("what it neglects of a state is as small as a rounding")
+    kinds: list[Iterable[Inputs]] = [[trial.inputs]]
+    if trial.long_heads:
+        kinds.append(trial.with_states())
+    judge_kinds(kinds, "no such inputs could be tried", lambda inputs: _judge_loud(trial, inputs))
+    share = trial.implementation.neglects
+    if not share:
+        return ""
+    return f"times 2^{log2(trial.loud_factor):g}: it neglects 2^{log2(share):g} of a state"
+
+
+def _judge_loud(trial: Trial, inputs: Inputs) -> None:
+    """The first values of each sequence, and its initial state, become louder.  At most `LONGEST`
+    positions of a sequence are judged; without other forms, of the longest one alone.
+    """
+    longest = LONGEST[inputs.device.type]
+    values, tensors = inputs.values.clone(), inputs.tensors
+    for span in spans_of(inputs):
+        stop = span.start + min(span.length, longest) // LOUD_SHARE
+        values[span.batch, span.start : stop] *= trial.loud_factor
+    states = {
+        name: tensors[name] * trial.loud_factor for name in inputs.LINEAR[1:] if name in tensors
+    }
+    inputs = replace(inputs, **{inputs.LINEAR[0]: values}, **states)
+    output = trial.run(inputs)
+    judged = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
+    for span in filter(lambda span: span.length, judged):
+        _judge_start(trial, inputs, output, span, longest)
+
+
+def _judge_start(trial: Trial, inputs: Inputs, output: Output, span: Span, length: int) -> None:
+    """Judge at most the first `length` positions of a sequence."""
+    start = replace(span, stop=min(span.stop, span.start + length))
+    part = alone(inputs, start)
+    out, states = output[0][span.batch, start.start : start.stop][None], output[1]
+    # the states after these positions are known only where the sequence ends there
+    after = states[rows_of_states(inputs, span)] if start == span else oracle_output(part)[1]
+    trial.judge(part, (out, after))
+
+
+def turning_keys(trial: Trial) -> None:
+    judge_kinds(
+        trial.histories,
+        "no such inputs could be tried",
+        lambda history: _judge_history(trial, history),
+    )
+
+
+def _judge_history(trial: Trial, history: History[Inputs]) -> None:
+    """Broken with the largest RMS error of a kind of heads above `DROPPED`."""
+    out, _ = trial.run(history.inputs)
+    errors = [(known, _errors_of(known, out)) for known in history.known if len(known.positions)]
+    known, relative = max(errors, key=lambda pair: float(pair[1].max()))
+    bad, worst = relative > DROPPED, int(relative.argmax())
+    if not bool(bad.any()):
+        return
+    batch, length, heads = out.shape[:3]
+    # before the first window, such a call has no history that could be dropped
+    without_history = bool(bad[0]) and history.inputs.initial is None
+    fault = "outputs are wrong" if without_history else "history that matters is dropped"
+    raise Broken(
+        f"{fault}, with {batch} x {length:,} tokens and {heads} heads: "
+        f"{float(relative[worst]):.3g} RMS error at position {int(known.positions[worst])} "
+        f"of row {known.batch}, and above {DROPPED:g} in {int(bad.sum())} of {len(bad)} "
+        f"{known.kind}; rounding explains 0.03"
+    )
+
+
+def _errors_of(known: KnownOutputs, out: torch.Tensor) -> torch.Tensor:
+    """The relative RMS error at each of the known positions."""
+    actual = out[known.batch, known.positions][:, known.heads].double()
+    error = (actual - known.expected).square().sum((1, 2)).sqrt()
+    return (error / known.expected.square().sum((1, 2)).sqrt()).nan_to_num(nan=inf)
+
+
+def finer_inputs(trial: Trial) -> None:
+    judge_first(
+        trial.finer(),
+        "a fault below the rounding of 16-bit inputs could not be seen",
+        lambda inputs: trial.judge(inputs, trial.run(inputs)),
+    )
+
+
+Law = Callable[[Trial], str | None]  # returns the limits in which it holds
+LAWS: dict[str, Law] = {
+    REPEATS: repeats_bitwise,
+    "inputs unchanged": inputs_unchanged,
+    "other sequences": other_sequences,
+    "sequence alone": sequence_alone,
+    "causality": causality,
+    "doubling": doubling,
+    "cut in two": cut_in_two,
+    SINGLE_STEPS: single_steps,
+    ACCEPTED_TOKENS: accepted_tokens,
+    "edge inputs": edge_inputs,
+    LOUD_PAST: loud_past,
+    TURNING_KEYS: turning_keys,
+    "finer inputs": finer_inputs,
+}
+# those that call what was compiled for the captured call
+OF_THE_SAME_FORM = frozenset(
+    {
+        REPEATS,
+        "inputs unchanged",
+        "causality",
+        "doubling",
+        LOUD_PAST,
+        TURNING_KEYS,
+        SINGLE_STEPS,
+        ACCEPTED_TOKENS,
+    }
+)
+
+
+def laws_of(trial: Trial) -> dict[str, Law]:
+    """Those that can be tried with these inputs."""
+    steps = trial.inputs.state_every == 1
+    left_out = {"cut in two"} if steps else {SINGLE_STEPS, ACCEPTED_TOKENS}
+    if not trial.histories:
+        left_out.add(TURNING_KEYS)
+    return {name: law for name, law in LAWS.items() if name not in left_out}

@@ -1,0 +1,249 @@
+"""Random inputs of GDN, and edge inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ssdprof import kernels
+from ssdprof.operators import generate
+from ssdprof.operators.gdn_oracle import WORDS
+from ssdprof.operators.generate import Cell, EdgeInputs, InputGenerator, Trait
+from ssdprof.operators.late import torch
+from ssdprof.operators.tensors import dtype_named
+
+if TYPE_CHECKING:
+    from ssdprof.kernels import GDNInputs
+
+Draw = Callable[[Cell, "torch.device"], "GDNInputs"]
+Gates = Callable[[Cell, "torch.Generator"], "torch.Tensor"]
+SCALE = 0.3  # of edge inputs
+SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
+NORMALISED = "normalised"
+QUARTER_UNGATED = "quarter-ungated"
+QUARTER_SLOW = "quarter-slow"
+SLOW = "slow"
+WAYS = {
+    NORMALISED: "q and k are normalised before the call and not inside",
+    QUARTER_UNGATED: "every fourth value head has no gate: g = 0",
+    QUARTER_SLOW: "every fourth value head keeps thousands of tokens: g is -1e-4 in the mean",
+    SLOW: "every value head does",
+    **generate.POOL,
+}
+
+
+def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
+    """g = -A softplus(a + dt_bias) with a ~ N(0, 1), unless `WAYS` says otherwise."""
+    heads, (rows, length, _) = cell.shape.sizes["value_heads"], generate.positions(cell)
+    dt_bias = generate.gate_bias(heads, generator)
+    A = generate.uniform(heads, SLOWEST, FASTEST, generator)
+    raw = torch.randn(rows, length, heads, device=generator.device, generator=generator)
+    g = -A * torch.nn.functional.softplus(raw + dt_bias)
+    for way, heads_of_it in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
+        if way in cell.drawn:
+            g[..., heads_of_it].uniform_(-2e-4, 0, generator=generator)
+    if QUARTER_UNGATED in cell.drawn:
+        g[..., ::4] = 0
+    return g
+
+
+def draw(
+    cell: Cell, device: torch.device, *, kind: str = "GDNInputs", gates: Gates = gates
+) -> GDNInputs:
+    """q, k, v ~ N(0, 1), normalised inside; g of `gates`; beta = sigmoid(N(0, 1)) times its
+    maximum.
+
+    "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.
+    Packed and very short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what
+    `cell.drawn` changes.
+    """
+    key_heads, heads, key_dim, value_dim, largest_beta = (
+        cell.shape.sizes[name] for name in GENERATOR.names
+    )
+    generator = torch.Generator(device).manual_seed(generate.SEED)
+    normal = partial(torch.randn, device=device, generator=generator)
+    q, k, v = generate.empty(
+        [(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device
+    )
+    for tensor in (q, k, v):
+        tensor.normal_(generator=generator)
+    g = gates(cell, generator)
+    if NORMALISED in cell.drawn:
+        for tensor in (q, k):
+            tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
+    (pooled,), states, slots = generate.POOL, None, None
+    if cell.tokens.states or pooled in cell.drawn:
+        states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
+        if pooled in cell.drawn:
+            states, slots = generate.pool(states.mT)
+            states = states.mT
+    inputs: GDNInputs = getattr(kernels, kind)(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=(largest_beta * normal(*v.shape[:3]).sigmoid()).to(dtype_named(cell.dtype)),
+        use_qk_l2norm=NORMALISED not in cell.drawn,
+        initial_state=states,
+        state_indices=slots,
+        cu_seqlens=generate.cu_seqlens(cell, device),
+        state_every=cell.tokens.state_every,
+    )
+    return inputs
+
+
+# --- edge inputs
+
+
+def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]]]:
+    """`_forms` of each of `generate.EDGES`; at last short q and k that are not normalised, and
+    another scale.
+    """
+    kinds = [_forms(like, lengths, draw) for lengths in generate.EDGES]
+    plain = _forms(like, (320, 320), draw)[-1]
+    traits = [*plain.traits, Trait("short q and k, not normalised", short_keys), SCALED]
+    return [*kinds, [replace(plain, traits=traits)]]
+
+
+def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeInputs[GDNInputs]]:
+    """K = V, initial states, and `VALUES` or `LAYOUTS`; then without the last; then the sizes of
+    `like`; then without initial states.
+    """
+    key_dim, width = like.q.shape[3], like.v.shape[3]
+    states = Trait("initial states", with_initial_states)
+    special = VALUES if lengths == generate.EDGES[0] else LAYOUTS
+
+    def drawn(value_dim: int) -> GDNInputs:
+        shape = GENERATOR.shape("edges", 2, 6, key_dim, value_dim)
+        inputs = draw(generate.edge_cell(shape, like.v, lengths), like.v.device)
+        bounds = generate.edge_bounds(lengths, like.v.device)
+        return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, initial_state=None)
+
+    equal_sizes, sizes_of_like = partial(drawn, key_dim), partial(drawn, width)
+    return [
+        EdgeInputs(equal_sizes, (TINY_KEYS, states, *special)),
+        EdgeInputs(equal_sizes, (TINY_KEYS, states)),
+        EdgeInputs(sizes_of_like, (TINY_KEYS, states)),
+        EdgeInputs(sizes_of_like, (TINY_KEYS,)),
+    ]
+
+
+def tiny_keys(inputs: GDNInputs) -> None:
+    for tensor in (inputs.q, inputs.k):
+        tensor[:, ::5] *= 1e-3 * tensor.shape[3] ** -0.5
+
+
+def with_initial_states(inputs: GDNInputs) -> GDNInputs:
+    sequences, heads, key_dim, value_dim = inputs.states_shape
+    states = generate.states(sequences, heads, value_dim, key_dim, device=inputs.device)
+    return inputs.after(states.mT)
+
+
+def beta_up_to_2(inputs: GDNInputs) -> None:
+    inputs.beta.mul_(2)
+
+
+def g_above_0(inputs: GDNInputs) -> None:
+    inputs.g[:, ::7] *= -1
+
+
+def slow_heads(inputs: GDNInputs) -> None:
+    inputs.g[:, :, :3:2] = inputs.g[:, :, :3:2].clamp(max=0) * 2.0**-7
+    inputs.g[:, :, 2] *= 2
+
+
+def hardly_written(inputs: GDNInputs) -> None:
+    inputs.beta[0, :, 0] = 0
+    inputs.beta[1, :, 0] *= 2.0**-6
+
+
+def equal_keys(inputs: GDNInputs) -> None:
+    inputs.k[:, 128:176, 1] = inputs.k[:, 128:129, 1]
+    inputs.beta[:, 128:176, 3:] = 0.875
+
+
+def forgetting(inputs: GDNInputs) -> None:
+    inputs.g[:, ::11, 1] = -torch.inf
+
+
+def long_keys(inputs: GDNInputs) -> None:
+    for tensor in (inputs.q, inputs.k):
+        tensor[:, 1::5] *= 100
+
+
+def beta_below_0(inputs: GDNInputs) -> None:
+    inputs.beta[:, ::13] *= -1
+
+
+def in_wider_tensors(inputs: GDNInputs) -> GDNInputs:
+    """Beside NaN, so that strides matter."""
+    k, g = (
+        torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
+        for tensor in (inputs.k, inputs.g)
+    )
+    return replace(inputs, k=k, g=g)
+
+
+def short_keys(inputs: GDNInputs) -> GDNInputs:
+    q, k = (
+        0.7 * torch.nn.functional.normalize(tensor.float(), dim=-1).to(tensor.dtype)
+        for tensor in (inputs.q, inputs.k)
+    )
+    return replace(inputs, q=q, k=k, use_qk_l2norm=False)
+
+
+def with_scale(inputs: GDNInputs) -> GDNInputs:
+    return replace(inputs, scale=SCALE)
+
+
+TINY_KEYS: Trait[GDNInputs] = Trait(
+    "q and k with squared norms near 1e-6", tiny_keys, "1e-6 is added to a squared norm"
+)
+SCALED: Trait[GDNInputs] = Trait(f"a scale of {SCALE:g}", with_scale)
+FORGETTING: Trait[GDNInputs] = Trait("g of -inf", forgetting, "exp(-inf) is 0, and never NaN")
+BETA: Trait[GDNInputs] = Trait("beta up to 2", beta_up_to_2)
+POSITIVE: Trait[GDNInputs] = Trait("g above 0", g_above_0, "g above 0 counts as 0")
+VALUES = (
+    BETA,
+    POSITIVE,
+    Trait("heads that hardly forget", slow_heads),
+    Trait("a head that writes nothing, or little", hardly_written),
+    Trait("equal keys in a chunk", equal_keys, "the chunk's system is solved, not a series summed"),
+    FORGETTING,
+)
+LAYOUTS = (
+    BETA,
+    POSITIVE,
+    Trait("q and k 100 times as long", long_keys),
+    Trait("beta below 0", beta_below_0),
+    FORGETTING,
+    Trait("k and g in wider tensors", in_wider_tensors, "strides are the tensors' own"),
+    SCALED,
+)
+
+
+# --- shapes
+
+GENERATOR: InputGenerator[GDNInputs] = InputGenerator(
+    form="{key_heads}/{value_heads}x{key_dim}x{value_dim}",
+    order="key heads / value heads x K x V",
+    words=WORDS,
+    models={  # as in their configs
+        "qwen3-next-80b": (16, 32, 128, 128),
+        "qwen3.5-0.8b": (16, 16, 128, 128),
+        "qwen3.5-9b": (16, 32, 128, 128),
+        "qwen3.5-27b": (16, 48, 128, 128),
+        "qwen3.5-397b": (16, 64, 128, 128),
+        "qwen3.5-397b-tp8": (2, 8, 128, 128),  # one rank of eight
+        "olmo-hybrid-7b": (30, 30, 96, 192, 2),
+    },
+    others={"largest_beta": 1},  # 2 if eigenvalues may be negative
+    divides=("key_heads", "value_heads"),
+    largest={"key_dim": 256, "value_dim": 256},
+    draw=draw,
+    edges=edges,
+    ways=WAYS,
+    alternatives=("fused_portable",),
+)

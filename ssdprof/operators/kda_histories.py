@@ -1,0 +1,221 @@
+"""The law of turning keys: inputs of KDA whose outputs are known in closed form, and consist of
+history that a bound on decays hides.  docs/measuring.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ssdprof import kernels
+from ssdprof.operators import gdn_inputs, generate
+from ssdprof.operators.generate import History, KnownOutputs
+from ssdprof.operators.kda_inputs import BOUND, draw
+from ssdprof.operators.late import lazy, rounding, torch
+
+if TYPE_CHECKING:
+    from ssdprof.kernels import oracle
+else:
+    oracle = lazy("ssdprof.kernels.oracle")
+
+# tokens of a window -> keys that turn in it
+WINDOWS = {16: 7, 64: 11, 256: 11, 1024: 11}
+KEPT, WRITTEN = 15 / 16, 1 / 16  # by the first token of a window
+LONG = (2779, 1317)  # tokens of long calls: a pack, or a row of as many
+RESOLUTION = 2.0**-60  # of a history's influence
+
+
+def histories(
+    like: kernels.GDNInputs, heads: Sequence[int]
+) -> Iterator[Iterator[History[kernels.GDNInputs]]]:
+    """`turning_keys` in the shape of `like`, if it has two windows; then of 4,096 tokens.
+
+    With fewer heads than kinds of windows there is a call for each kind.  Several heads are first
+    tried as a pack with initial states.
+    """
+    longest = max(span.length for span in _spans(like))
+    fitting = [window for window in WINDOWS if 2 * window <= longest]
+    if not fitting:
+        return
+    yield map(turning_keys, [like], [fitting])
+    for count in heads:
+        for start in range(0, len(WINDOWS), count):
+            yield _long_histories(like, count, [*WINDOWS][start : start + count])
+
+
+def _long_histories(
+    like: kernels.GDNInputs, heads: int, windows: Sequence[int]
+) -> Iterator[History[kernels.GDNInputs]]:
+    """`turning_keys` of `LONG` tokens: with several heads as a pack with initial states, then as a
+    row with them; at last as a row without.
+    """
+    key_dim, value_dim, device = like.q.shape[3], like.v.shape[3], like.v.device
+    shape = gdn_inputs.GENERATOR.shape("turning keys", heads, heads, key_dim, value_dim)
+    row = draw(generate.edge_cell(shape, like.v, (sum(LONG),)), device)
+    row = replace(row, use_qk_l2norm=like.use_qk_l2norm, g=row.g.to(like.g.dtype))
+    if heads > 1:
+        states = generate.states(len(LONG), heads, key_dim, value_dim, device=device)
+        bounds = generate.edge_bounds(LONG, device)
+        yield turning_keys(replace(row, cu_seqlens=bounds, initial_state=states), windows)
+        yield turning_keys(replace(row, initial_state=states[:1]), windows)
+    yield turning_keys(row, windows)
+
+
+def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[kernels.GDNInputs]:
+    """Inputs in which every channel's gates sum to -20 in each window, although most of the state
+    is kept: keys turn it from one half of the channels to the other before that half decays.
+
+    like: their shapes, dtypes and scale.  windows: tokens of each kind of heads, in turn.  Unit
+    vectors x and y lie in the two halves, and change places in every window:
+
+        token               key                                     beta    g
+        first               x                                       1/16    0
+        next four           random                                  0       -5 on y's half
+        m-th of n turning   cos(m a) y - sin(m a) x, a = pi/2/(n+1) 1       0
+        last four           random                                  0       -5 on x's half
+        others              random                                  0       0
+
+    With q = y at the last token, v_i of the first one, and v = 0 where keys turn,
+
+        out = scale M_i,   M_i = cos(a)^(n+1) (15/16 M_(i-1) + v_i / 16)
+
+    M_(-1) is 0, or the initial state x M_(-1)^T.
+    """
+    device, key_heads = like.v.device, like.q.shape[2]
+    generator = torch.Generator(device).manual_seed(generate.SEED)
+    normal = partial(torch.randn, device=device, generator=generator)
+    inputs = replace(
+        like,
+        q=torch.zeros_like(like.q),
+        k=torch.zeros_like(like.k),
+        v=torch.empty_like(like.v).normal_(generator=generator),
+        g=torch.zeros_like(like.g),
+        beta=torch.zeros_like(like.beta),
+    )
+    if like.initial is not None:
+        inputs = inputs.after(torch.zeros_like(like.initial, dtype=torch.float32))
+    known: list[KnownOutputs] = []
+    for kind, window in enumerate(windows[:key_heads]):
+        heads = TurningHeads.drawn(inputs, window, range(kind, key_heads, len(windows)), normal)
+        for span in _spans(inputs):
+            heads.write(inputs, span)
+            memory = None
+            if inputs.initial_state is not None:
+                memory = normal(len(heads.heads), inputs.v.shape[3])
+                heads.remember(inputs.initial_state[span.sequence], memory)
+            known.append(heads.known(inputs, span, memory))
+    return History(inputs=inputs, known=known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurningHeads:
+    """Heads with windows of one size.
+
+    key_heads (k), heads (h): their indices.  x: (k, K), the key of the first token.
+    period: q, k, g and beta of two windows, (2 window, k, ...).
+    """
+
+    window: int
+    key_heads: torch.Tensor
+    heads: torch.Tensor
+    x: torch.Tensor
+    period: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def drawn(
+        cls,
+        inputs: kernels.GDNInputs,
+        window: int,
+        indices: Iterable[int],
+        normal: Callable[..., torch.Tensor],
+    ) -> TurningHeads:
+        """Random halves of the channels, and random signs.  indices: of the key heads."""
+        key_heads = torch.tensor([*indices], device=inputs.v.device)
+        values = torch.arange(inputs.values_per_key, device=inputs.v.device)
+        sizes = (len(key_heads), inputs.q.shape[3])
+        half = normal(*sizes).argsort(-1) < sizes[1] // 2
+        signs = normal(*sizes).sign()
+        x, y = (torch.nn.functional.normalize(signs * part, dim=-1) for part in (half, ~half))
+        return cls(
+            window=window,
+            key_heads=key_heads,
+            heads=(key_heads[:, None] * inputs.values_per_key + values).flatten(),
+            x=x,
+            period=_two_windows(window, x, y, normal),
+        )
+
+    @property
+    def turned(self) -> float:
+        """The share of a state that is left after a window's keys have turned it."""
+        count = WINDOWS[self.window] + 1
+        return math.cos(math.pi / 2 / count) ** count
+
+    def write(self, inputs: kernels.GDNInputs, span: rounding.Span) -> None:
+        """q, k, g and beta of a sequence; v = 0 where keys turn."""
+        rows = slice(span.start, span.stop)
+        at = torch.arange(span.length, device=inputs.v.device) % (2 * self.window)
+        q, k, g, beta = self.period
+        for tensor, values in ((inputs.q, q), (inputs.k, k)):
+            tensor[span.batch, rows, self.key_heads] = values[at].to(tensor.dtype)
+        for tensor, values in ((inputs.g, g), (inputs.beta, beta)):
+            values = values.repeat_interleave(inputs.values_per_key, 1)
+            tensor[span.batch, rows, self.heads] = values[at].to(tensor.dtype)
+        turning = beta[at, :1, None] == 1
+        inputs.v[span.batch, rows, self.heads] *= (~turning).to(inputs.v.dtype)
+
+    def remember(self, state: torch.Tensor, memory: torch.Tensor) -> None:
+        """Let a sequence begin with x memory^T.  state: (HV, K, V).  memory: (h, V)."""
+        directions = self.x.repeat_interleave(len(self.heads) // len(self.x), 0)
+        state[self.heads] = directions[..., None] * memory[:, None]
+
+    def known(
+        self, inputs: kernels.GDNInputs, span: rounding.Span, memory: torch.Tensor | None
+    ) -> KnownOutputs:
+        """The outputs at the last token of each window of a sequence.  memory: None: zeros."""
+        count = span.length // self.window
+        first = span.start + self.window * torch.arange(count, device=inputs.v.device)
+        terms = self.turned * WRITTEN * inputs.v[span.batch, first][:, self.heads].double()
+        if memory is not None:
+            terms[:1] += self.turned * KEPT * memory.double()
+        return KnownOutputs(
+            kind=f"windows of {self.window:,} tokens",
+            batch=span.batch,
+            positions=first + self.window - 1,
+            heads=self.heads,
+            expected=inputs.scale_or_default * decaying_sums(terms, self.turned * KEPT),
+        )
+
+
+def _spans(inputs: kernels.GDNInputs) -> list[rounding.Span]:
+    return oracle.sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
+
+
+def _two_windows(
+    window: int, x: torch.Tensor, y: torch.Tensor, normal: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """q, k, g (2 window, k, K) and beta (2 window, k) of two windows; x, y (k, K)."""
+    turning = WINDOWS[window]
+    distance = (window - 9) // turning  # from one turning key to the next
+    parts = []
+    for before, after in ((x, y), (y, x)):
+        k = torch.nn.functional.normalize(normal(window, *x.shape), dim=-1)
+        g, beta = torch.zeros_like(k), torch.zeros_like(k[..., 0])
+        k[0], beta[0] = before, WRITTEN
+        for m in range(1, turning + 1):
+            angle, token = m * math.pi / 2 / (turning + 1), 5 + distance * (m - 1)
+            k[token], beta[token] = math.cos(angle) * after - math.sin(angle) * before, 1
+        g[1:5], g[-4:] = BOUND * (after != 0), BOUND * (before != 0)
+        parts.append((after.expand_as(k), k, g, beta))
+    return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
+
+
+def decaying_sums(terms: torch.Tensor, ratio: float) -> torch.Tensor:
+    """sum over j of ratio^j terms_(i-j), of (n, ...): spans that double, until no more counts."""
+    step = 1
+    while step < len(terms) and ratio**step > RESOLUTION:
+        terms = torch.cat([terms[:step], terms[step:] + ratio**step * terms[:-step]])
+        step *= 2
+    return terms

@@ -1,0 +1,170 @@
+"""Random inputs of SSD, and edge inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ssdprof import kernels
+from ssdprof.operators import generate
+from ssdprof.operators.generate import Cell, EdgeInputs, InputGenerator, Trait
+from ssdprof.operators.late import torch
+
+if TYPE_CHECKING:
+    from ssdprof.kernels import SSDInputs
+
+SLOWEST, FASTEST = -1.0, -16.0  # A
+EDGE_LIMITS = (0.01, 5.0)  # of dt
+LARGE_STEP = 4.5  # dt about e^8.5 as large as usually: a chunk's decay underflows
+CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
+
+
+def draw(cell: Cell, device: torch.device) -> SSDInputs:
+    """x, raw dt, B, C, D ~ N(0, 1); A uniform; dt_bias the inverse softplus of a log-uniform step;
+    softplus on.
+
+    "contiguous" tensors, or "views" as a model passes them: x, B and C as slices of one tensor, dt
+    as a slice of the input projection.  Packed and very short sequences have initial states ~ N(0,
+    1) too.
+    """
+    h, p, n, g = (cell.shape.sizes[name] for name in GENERATOR.names)
+    generator = torch.Generator(device).manual_seed(generate.SEED)
+    normal = partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+    dt_bias = generate.gate_bias(h, generator)
+    x, B, C = generate.empty([(h, p), (g, n), (g, n)], cell, device)
+    before = 2 * h * p + 2 * g * n if cell.layout == "views" else 0  # z x B C
+    dt = generate.empty([(before + h,)], replace(cell, layout="contiguous"), device)[0][
+        ..., before:
+    ]
+    for tensor in (x, B, C, dt):
+        tensor.normal_(generator=generator)
+    states, slots = None, None
+    if cell.tokens.states or cell.drawn:
+        states = normal(cell.tokens.sequences, h, p, n)
+        states, slots = generate.pool(states) if cell.drawn else (states, None)
+    return kernels.SSDInputs(
+        x=x,
+        dt=dt,
+        A=generate.uniform(h, FASTEST, SLOWEST, generator),
+        B=B,
+        C=C,
+        chunk_size=CHUNK_SIZES[0],
+        D=normal(h),
+        dt_bias=dt_bias,
+        dt_softplus=True,
+        initial_states=states,
+        state_indices=slots,
+        cu_seqlens=generate.cu_seqlens(cell, device),
+        state_every=cell.tokens.state_every,
+    )
+
+
+# --- edge inputs
+
+
+def edges(like: SSDInputs) -> list[list[EdgeInputs[SSDInputs]]]:
+    """`_forms` of each of `generate.EDGES`; at last inputs without bias, softplus and an upper
+    limit of dt.
+    """
+    kinds = [_forms(like, lengths) for lengths in generate.EDGES]
+    plain = _forms(like, (320, 320))[-1]
+    return [*kinds, [replace(plain, traits=(STEPS_AS_THEY_ARE,))]]
+
+
+def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInputs]]:
+    """P = N, groups, initial states, and `SPECIAL`; then without that; then the sizes of `like`;
+    then without initial states.
+    """
+    n, p = like.B.shape[3], like.x.shape[3]
+
+    def drawn(heads: int, width: int, groups: int) -> SSDInputs:
+        shape = GENERATOR.shape("edges", heads, width, n, groups)
+        inputs = draw(generate.edge_cell(shape, like.x, lengths), like.device)
+        bounds = generate.edge_bounds(lengths, like.device)
+        return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, initial_states=None)
+
+    return [
+        EdgeInputs(partial(drawn, 6, n, 2), (INITIAL, *SPECIAL)),
+        EdgeInputs(partial(drawn, 4, n, 2), (INITIAL,)),
+        EdgeInputs(partial(drawn, 4, p, 1), (INITIAL,)),
+        EdgeInputs(partial(drawn, 4, p, 1), ()),
+    ]
+
+
+def with_initial_states(inputs: SSDInputs) -> SSDInputs:
+    sequences, heads, p, n = inputs.states_shape
+    return inputs.after(generate.states(sequences, heads, n, p, device=inputs.device).mT)
+
+
+def large_steps(inputs: SSDInputs) -> None:
+    assert inputs.dt_bias is not None
+    inputs.dt_bias[1] += LARGE_STEP
+
+
+def without_values(inputs: SSDInputs) -> None:
+    inputs.x[:, 100:104, 0] = 0
+
+
+def with_skip_of_channels(inputs: SSDInputs) -> SSDInputs:
+    return replace(inputs, D=generate.states(*inputs.x.shape[2:], device=inputs.device))
+
+
+def with_gate(inputs: SSDInputs) -> SSDInputs:
+    """A view of a wider tensor."""
+    *sizes, p = inputs.x.shape
+    wide = generate.states(*sizes, 2 * p, device=inputs.device).to(inputs.x.dtype)
+    return replace(inputs, z=wide[..., p:])
+
+
+def with_limits(inputs: SSDInputs) -> SSDInputs:
+    return replace(inputs, dt_limit=EDGE_LIMITS)
+
+
+def steps_as_they_are(inputs: SSDInputs) -> SSDInputs:
+    dt = torch.nn.functional.softplus(inputs.dt.float() - 3).to(inputs.dt.dtype)
+    limits = (0.02, math.inf)
+    return replace(inputs, dt=dt, dt_bias=None, dt_softplus=False, dt_limit=limits)
+
+
+INITIAL: Trait[SSDInputs] = Trait("initial states", with_initial_states)
+STEPS_AS_THEY_ARE: Trait[SSDInputs] = Trait(
+    "no bias and no softplus of dt", steps_as_they_are, "dt is taken as it is, above its limit"
+)
+SPECIAL = (
+    Trait("large steps in a head", large_steps, "a difference of sums of dt A has one exp"),
+    Trait("x of 0", without_values),
+    Trait("D of every channel", with_skip_of_channels),
+    Trait("a gate z", with_gate),
+    Trait("limits of dt that bind", with_limits, "dt is limited after its bias and softplus"),
+)
+
+
+# --- shapes
+
+WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
+GENERATOR: InputGenerator[SSDInputs] = InputGenerator(
+    form="{nheads}x{headdim}x{dstate}x{ngroups}",
+    order="heads x P x N x groups",
+    words=WORDS,
+    models={  # as in their configs
+        "mamba2-2.7b": (80, 64, 128, 1),
+        "granite-4.0-h-small": (128, 64, 128, 1),
+        "granite-4.0-h-1b": (48, 64, 128, 1),
+        "nemotron-3-nano": (64, 64, 128, 8),
+        "nemotron-nano-9b-v2": (128, 80, 128, 8),
+        "codestral-mamba-7b": (128, 64, 128, 8),
+        "falcon-h1-3b": (32, 128, 256, 1),
+        "zamba2-2.7b": (80, 64, 64, 1),
+        "zamba2-7b": (112, 64, 64, 2),
+    },
+    divides=("ngroups", "nheads"),
+    largest={"dstate": 256},
+    draw=draw,
+    ways=generate.POOL,
+    edges=edges,
+    chunk_sizes=CHUNK_SIZES,
+    chunks_itself=frozenset({"fused", "recurrent", "recurrent_in_place", "selective_state_update"}),
+    alternatives=("recurrent_in_place",),
+)

@@ -1,0 +1,174 @@
+"""The oracle of SSD, the operator in one precision, and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ssdprof import kernels
+from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.operator import OracleSpec
+
+if TYPE_CHECKING:
+    from ssdprof.kernels.oracle import Block
+    from ssdprof.kernels.ssd import reference
+else:
+    reference = lazy("ssdprof.kernels.ssd.reference")
+
+# of a chunk's scores that the rounded form computes at once, up to their last column
+ROWS = {"cuda": 64, "cpu": 256}
+
+
+def bytes_per_position(inputs: kernels.SSDInputs) -> int:
+    """The rounded form holds about six fp32 rows of scores (h, chunk_size); the oracle and the sums
+    hold about ten fp64 rows of (h, p + 64 + p n / 64), as `ssd_blocks` explains.
+    """
+    h, p = inputs.x.shape[2:]
+    n, q = inputs.B.shape[3], inputs.power_of_two_chunk
+    return h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
+
+
+def gate(inputs: kernels.SSDInputs, span: rounding.Span, chunk: int = 0) -> rounding.Gate:
+    """dt and the running sum of dt A in each chunk, (c, h, q).  chunk: 0 is that of the inputs.
+
+    The last chunk is padded with dt = 0, which neither decays nor adds.
+    """
+    dt = inputs.dt[span.batch, span.start : span.stop].float()
+    if inputs.dt_bias is not None:
+        dt = dt + inputs.dt_bias.float()
+    if inputs.dt_softplus:
+        dt = torch.nn.functional.softplus(dt)
+    chunk = chunk or inputs.power_of_two_chunk
+    dt = rounding.split_chunks(dt.clamp(*inputs.dt_limit), chunk).transpose(1, 2)
+    A = inputs.A.float().clamp(min=-1e30)  # -inf times a step of 0 would be NaN
+    return rounding.Gate(exponents=rounding.running_sum(dt * A[:, None]), dt=dt)
+
+
+def rounded_chunks(
+    inputs: kernels.SSDInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
+) -> torch.Tensor:
+    """out of a span: the `lo` of the comparison (docs/measuring.md).
+
+    It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at
+    the chunk size of the gate.  Everything is computed in fp32 and rounded
+
+        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
+                                            tensor cores take it
+        where states pass from chunk to chunk, and at the end     to the state dtype
+        as the output     to the input's dtype
+        if relaxed: decays, C B^T, dt and their products     to 16 bit (the input's dtype; bfloat16
+                                                             for fp32 inputs)
+
+    It imitates no kernel and nothing is fitted: an implementation that rounds at fewer places only
+    gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that
+    loses most, one addend after the other.
+    """
+    q = gate.exponents.shape[2]
+    operand = low.operand
+    intermediate = low.intermediate
+    exp = rounding.gpu_exp
+    (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
+    r, length = h // g, span.stop - span.start
+    x_span = inputs.x[span.batch, span.start : span.stop].float()
+    # (c, g, r, q, p)
+    x = operand(rounding.split_chunks(x_span.reshape(length, g, r, p), q).permute(0, 2, 3, 1, 4))
+    B, C = (
+        operand(
+            rounding.split_chunks(tensor[span.batch, span.start : span.stop].float(), q).transpose(
+                1, 2
+            )
+        )
+        for tensor in (inputs.B, inputs.C)
+    )  # (c, g, q, n)
+    assert gate.dt is not None
+    a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
+
+    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
+    # (c, g, r, q, s)
+    decays, CB = gate.decays.reshape(*a.shape, q), torch.where(causal, C @ B.mT, 0.0)[:, :, None]
+    rows, outs = min(q, ROWS[x.device.type]), []
+    for stop in range(rows, q + 1, rows):
+        part = (..., slice(stop - rows, stop), slice(stop))
+        decay = intermediate(decays[part])
+        scores = intermediate(intermediate(intermediate(CB[part]) * decay) * dt[..., None, :stop])
+        outs.append(operand(scores) @ x[..., :stop, :])
+    out = torch.cat(outs, -2)
+
+    last = a[..., -1:]
+    weights = intermediate(intermediate(exp((last - a).clamp(max=0))) * dt)
+    chunk_states = operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
+    chunk_decay = exp(last)[..., None]
+    state = low.state.reshape(g, r, p, n)
+    entering = []
+    for c in range(len(chunk_states)):
+        entering.append(state)
+        state = low.stored(state * chunk_decay[c] + chunk_states[c])
+    low.state = state.reshape(h, p, n)
+    before = (
+        (C @ operand(torch.stack(entering)).flatten(2, 3).mT)
+        .reshape(*C.shape[:3], r, p)
+        .transpose(2, 3)
+    )
+    out += before * intermediate(exp(a))[..., None]
+
+    out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[:length]
+    if inputs.D is not None:
+        out = out + inputs.D.float().reshape(h, -1) * x_span
+    if inputs.z is not None:
+        out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].float())
+    return out.to(inputs.x.dtype)
+
+
+# --- cost
+
+SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
+
+
+def words(sizes: dict[str, int]) -> str:
+    """ "80 heads x 64, state 128, 1 group"."""
+    groups = "1 group" if sizes["ngroups"] == 1 else f"{sizes['ngroups']:,} groups"
+    return f"{sizes['nheads']} heads x {sizes['headdim']}, state {sizes['dstate']}, {groups}"
+
+
+def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
+    """Multiplications and additions of the chunked form's matrix products at that many positions.
+
+    Per position, with (q + 1) / 2 sources per position on average in a chunk of q positions (the
+    causal half):
+
+        C B^T                  2 g n (q + 1) / 2
+        scores x               2 h p (q + 1) / 2
+        state update, C state  2 h p n each
+
+    It grows with q.  The default, the smallest chunk that fills a tensor core's tile, is the least
+    that any chunked kernel does, so that no choice of chunk beats the floor.  Decays, skip and gate
+    are not counted.
+    """
+    h, p, n, g = (sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups"))
+    sources = chunk_size + 1
+    return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
+
+
+def sizes_of(inputs: kernels.SSDInputs) -> dict[str, int]:
+    (nheads, headdim), (ngroups, dstate) = inputs.x.shape[2:], inputs.B.shape[2:]
+    return {"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups}
+
+
+def blocks(inputs: kernels.SSDInputs, length: int) -> Iterable[Block]:
+    return reference.ssd_blocks(inputs, torch.float64, block=length)
+
+
+def chunk_size(inputs: kernels.SSDInputs) -> int:
+    return inputs.power_of_two_chunk
+
+
+ORACLE = OracleSpec(
+    blocks=blocks,
+    gate=gate,
+    chunks=rounded_chunks,
+    bytes_per_position=bytes_per_position,
+    chunk_size=chunk_size,
+    sizes=sizes_of,
+    words=words,
+    flops=flops,
+)
