@@ -11,6 +11,8 @@ import ways
 
 # Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
+    "package tokens": 330_000,
+    "test tokens": 330_000,
     "lambdas in the package": 394,
     "strings times a condition": 12,
     "ternaries in ternaries": 15,
