@@ -42,10 +42,11 @@ from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles
 
 STAGES = {
-    "wait_for": "waiting.chunk", "sequence_at": "ticket", "sequence_of": "ticket",
-    "slots": "ticket", "before": "ticket", "prepared_at": "ticket", "scanned_at": "ticket",
-    "chunk_of": "ticket", "segment_at": "ticket", "values_ahead": "loads", "prepare": "setup",
-    "scan": "setup", "loads": "loads", "stores": "chunk_output", "_kda_hopper_kernel": "setup",
+    "wait_for": "waiting.chunk", "wait_for_slab": "waiting.chunk", "slab_sequences": "ticket",
+    "sequence_at": "ticket", "sequence_of": "ticket", "slots": "ticket", "before": "ticket",
+    "prepared_at": "ticket", "scanned_at": "ticket", "chunk_of": "ticket", "segment_at": "ticket",
+    "values_ahead": "loads", "prepare": "setup", "scan": "setup", "loads": "loads",
+    "stores": "chunk_output", "_kda_hopper_kernel": "setup",
 }  # fmt: skip
 
 
@@ -103,6 +104,12 @@ class KDAEnv:
             return first, gl.minimum(first + self.slab_size, slots)
 
     @gluon.jit
+    def slab_sequences(self):
+        """The first sequence that has slots in the slab, and the one after the last."""
+        first, end = self.slots()
+        return self.sequence_of(first), self.sequence_of(end - 1) + 1
+
+    @gluon.jit
     def before(self):
         """Number of the slab before this one in its sequence, relative to this one's."""
         if self.cu_seqlens_ptr is None:
@@ -141,6 +148,13 @@ def wait_for(flag_ptr, count):
 
 
 @gluon.jit
+def wait_for_slab(env):
+    """Waits until the slab is prepared, for the head that the program scans."""
+    first, end = env.slots()
+    wait_for(env.prepared_at(env.number // env.S.SLICES), end - first)
+
+
+@gluon.jit
 def chunk_of(env):
     """The slot, head, sequence and position of the chunk that the program prepares, and whether it
     exists.
@@ -153,11 +167,11 @@ def chunk_of(env):
 
 
 @gluon.jit
-def prepare(env, memory):
+def prepare(env, tiles, full):
     """Role: prepares a chunk of a slab, which has such a program for each slot and head."""
     slot, head, sequence, t, exists = chunk_of(env)
     if exists:
-        prepare_chunk(env, memory, sequence, t, slot * env.S.HEADS + head, head)
+        prepare_chunk(env, tiles, full, sequence, t, slot * env.S.HEADS + head, head)
     role_barrier()
     if slot < env.slots()[1]:
         gl.atomic_add(env.prepared_at(head), 1, sem="release")
@@ -172,19 +186,18 @@ def values_ahead(env):
 
 
 @gluon.jit
-def scan(env, tiles):
+def scan(env, tiles, written):
     """Role: scans the sequences that have chunks in a slab, for 64 columns of V of one head."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ends = gl.allocate_shared_memory(gl.float32, [2, DIM], vector)
-    first, end = env.slots()
-    wait_for(env.prepared_at(env.number // env.S.SLICES), end - first)
-    n = gl.to_tensor(0)
-    for i in range(env.sequence_of(first), env.sequence_of(end - 1) + 1):
+    wait_for_slab(env)
+    n, sequences = gl.to_tensor(0), env.slab_sequences()
+    for i in range(sequences[0], sequences[1]):
         segment = env.segment_at(i)
         if (segment.nchunks > 0) | (segment.first == 0):  # an empty sequence copies its state
             if segment.first > 0:
                 wait_for(env.scanned_at(env.slab - env.before()), 1)
-            scan_segment(env, tiles, segment, ends, n)
+            scan_segment(env, tiles, written, segment, ends, n)
             n += segment.nchunks
     gl.atomic_add(env.scanned_at(env.slab), 1, sem="release")
 
@@ -192,23 +205,21 @@ def scan(env, tiles):
 @gluon.jit
 def loads(env, tiles):
     """Role: loads the tiles of `scan` through TMA."""
-    first, end = env.slots()
-    wait_for(env.prepared_at(env.number // env.S.SLICES), end - first)
-    n = gl.to_tensor(0)
-    for i in range(env.sequence_of(first), env.sequence_of(end - 1) + 1):
+    wait_for_slab(env)
+    n, sequences = gl.to_tensor(0), env.slab_sequences()
+    for i in range(sequences[0], sequences[1]):
         segment = env.segment_at(i)
         load_segment(env, tiles, segment, n)
         n += segment.nchunks
 
 
 @gluon.jit
-def stores(env, tiles):
+def stores(env, tiles, written):
     """Role: stores the outputs of `scan` through TMA."""
-    first, end = env.slots()
-    n = gl.to_tensor(0)
-    for i in range(env.sequence_of(first), env.sequence_of(end - 1) + 1):
+    n, sequences = gl.to_tensor(0), env.slab_sequences()
+    for i in range(sequences[0], sequences[1]):
         segment = env.segment_at(i)
-        store_segment(env, tiles, segment, n)
+        store_segment(env, tiles, written, segment, n)
         n += segment.nchunks
 
 
@@ -226,37 +237,41 @@ def _kda_hopper_kernel(
     slab = gl.where(prepares, g, g - behind)
     if (slab >= 0) & (slab < slabs):
         env = KDAEnv(
-            inputs=(q_desc, k_desc, g_desc, v_desc, out_desc),
-            factors=(keys_desc, queries_desc, X_desc, W_desc),
-            v_ptr=v_ptr,
-            beta_ptr=beta_ptr,
-            ends_ptr=ends_ptr,
-            initial_ptr=initial_ptr,
-            final_ptr=final_ptr,
-            cu_seqlens_ptr=cu_seqlens_ptr,
-            prepared_ptr=sync_ptr,
-            scanned_ptr=sync_ptr + slabs * S.HEADS,
-            v_strides=v_strides,
-            beta_strides=beta_strides,
-            cu_stride=cu_strides[0],
-            seqlen=seqlen,
-            sequences=sequences,
-            slab_size=slab_size,
-            slab=slab,
-            number=gl.where(prepares, number, number - chunks),
-            scale=scale,
-            S=S,
+            (q_desc, k_desc, g_desc, v_desc, out_desc),
+            (keys_desc, queries_desc, X_desc, W_desc),
+            v_ptr,
+            beta_ptr,
+            ends_ptr,
+            initial_ptr,
+            final_ptr,
+            cu_seqlens_ptr,
+            sync_ptr,
+            sync_ptr + slabs * S.HEADS,
+            v_strides,
+            beta_strides,
+            cu_strides[0],
+            seqlen,
+            sequences,
+            slab_size,
+            slab,
+            gl.where(prepares, number, number - chunks),
+            scale,
+            S,
         )
         if prepares:
-            memory = allocate_inputs(q_desc.dtype, g_desc.dtype)
+            inputs, full = allocate_inputs(q_desc.dtype, g_desc.dtype)
             _, head, sequence, t, exists = chunk_of(env)
             if exists:
-                load_inputs(env, memory, sequence, t, head)
-            gl.warp_specialize([(prepare, (env, memory)), (values_ahead, (env,))], [1], [24])
+                load_inputs(env, inputs, full, sequence, t, head)
+            gl.warp_specialize([(prepare, (env, inputs, full)), (values_ahead, (env,))], [1], [24])
         else:
-            tiles = allocate_tiles(q_desc.dtype)
+            tiles, written = allocate_tiles(q_desc.dtype)
             gl.warp_specialize(
-                [(scan, (env, tiles)), (loads, (env, tiles)), (stores, (env, tiles))],
+                [
+                    (scan, (env, tiles, written)),
+                    (loads, (env, tiles)),
+                    (stores, (env, tiles, written)),
+                ],
                 [1, 1],
                 [24, 24],
             )

@@ -42,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels._gluon import (
-    aggregate,
     async_store,
     masked,
     product_layout,
@@ -106,9 +105,8 @@ STAGES = {
     "scaled_halves": "decayed_scores", "square_of": "decayed_scores", "norms": "qk_l2norm",
     "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
     "inverse_of": "solve_tril", "allocate_inputs": "setup", "load_betas": "loads",
-    "normalise": "qk_l2norm", "store_states_operands": "gate_cumsum", "store_lower": "solve_tril",
-    "store_own_scores": "decayed_scores", "store_factors": "state_factor",
-    "decayed_scores": "decayed_scores", "prepare_chunk": "setup",
+    "normalise": "qk_l2norm", "store_lower": "solve_tril", "store_own_scores": "decayed_scores",
+    "store_factors": "state_factor", "decayed_scores": "decayed_scores", "prepare_chunk": "setup",
 }  # fmt: skip
 
 
@@ -471,43 +469,20 @@ def square_of(blocks, pairs):
     return gl.where(r == c, blocks, pairs)
 
 
-@aggregate
-class Vectors:
-    """Numbers of each position of a chunk, in shared memory, (CHUNK) fp32."""
-
-    q_norms: gl.shared_memory_descriptor  # 1 / |q_i|
-    k_norms: gl.shared_memory_descriptor  # 1 / |k_i|
-    products: gl.shared_memory_descriptor  # q_i . k_i
-    betas: gl.shared_memory_descriptor
-    beta_norms: gl.shared_memory_descriptor  # beta_i / |k_i|
-
-
-@aggregate
-class Inputs:
-    """q, k and g of a chunk in shared memory, (half of K, i, K / 2) each, and their mbarriers."""
-
-    q: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    g: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # of q and k
-    gates_full: gl.shared_memory_descriptor
-
-
 @gluon.jit
 def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
+    """Memory of q, k and g of a chunk, (half of K, i, K / 2) each, and mbarriers: q and k are
+    loaded, and g is.
+    """
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
     gate_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gates)
     full = barriers(2)
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
     role_barrier()
-    return Inputs(
-        q=gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile),
-        k=gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile),
-        g=gl.allocate_shared_memory(gates, [2, CHUNK, HALF], gate_tile),
-        full=full.index(0),
-        gates_full=full.index(1),
-    )
+    q_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
+    return (q_tiles, k_tiles, gl.allocate_shared_memory(gates, [2, CHUNK, HALF], gate_tile)), full
 
 
 @gluon.jit
@@ -524,41 +499,31 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
 
 @gluon.jit
 def normalise(q_tiles, k_tiles, beta):
-    """Stores the norms of a chunk, which are factors of its scores."""
+    """Stores numbers of each position, (CHUNK) each, which are factors of the scores: 1 / |q_i|,
+    1 / |k_i|, q_i . k_i, beta_i and beta_i / |k_i|.
+    """
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    vectors = Vectors(
-        q_norms=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
-        k_norms=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
-        products=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
-        betas=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
-        beta_norms=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
-    )
+    q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    diagonal = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    betas = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    beta_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
     q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
-    vectors.q_norms.store(q_norm.reshape([CHUNK]))
-    vectors.k_norms.store(k_norm.reshape([CHUNK]))
-    vectors.products.store(q_k.reshape([CHUNK]))
-    vectors.beta_norms.store((k_norm * beta).reshape([CHUNK]))
-    vectors.betas.store(beta.reshape([CHUNK]))
-    return vectors
+    q_norms.store(q_norm.reshape([CHUNK]))
+    k_norms.store(k_norm.reshape([CHUNK]))
+    diagonal.store(q_k.reshape([CHUNK]))
+    beta_norms.store((k_norm * beta).reshape([CHUNK]))
+    betas.store(beta.reshape([CHUNK]))
+    return q_norms, k_norms, diagonal, betas, beta_norms
 
 
 @gluon.jit
-def store_states_operands(q_tile, k_tile, at_end, q, k, since_start, to_end, vectors, scale):
-    """keys and queries over k and q of half the channels, and keys at the chunk's end."""
-    k_row = k.to(gl.float32) * vectors.k_norms.load(gl.SliceLayout(1, own))[:, None]
-    q_row = q.to(gl.float32) * (vectors.q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
-    q_tile.store((q_row * since_start).to(q_tile.dtype))
-    k_tile.store((k_row * since_start).to(k_tile.dtype))
-    at_end.store((k_row * to_end).to(gl.float16))
-
-
-@gluon.jit
-def decayed_scores(memory, keys_desc, queries_desc, ends_ptr, row, vectors, scale):
+def decayed_scores(tiles, q_norms, k_norms, keys_desc, queries_desc, ends_ptr, row, scale):
     """Scores of a chunk as in `products`, and its keys at the chunk's end (half of K, j, K / 2).
 
     Stores keys, queries and the chunk's decays (K).  row: of the chunk in what it stores
     """
-    q_tiles, k_tiles = memory.q, memory.k
+    q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
     fp16_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
@@ -580,14 +545,16 @@ def decayed_scores(memory, keys_desc, queries_desc, ends_ptr, row, vectors, scal
     )
     for half in range(2):
         q, k = q_tiles.index(half).load(own), k_tiles.index(half).load(own)
-        a = decays_of(memory.g.index(half).load(own))
+        a = decays_of(g_tiles.index(half).load(own))
         scores, since_start, to_end, end = products(
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
-        store_states_operands(
-            q_tiles.index(half), k_tiles.index(half), at_end.index(half), q, k, since_start,
-            to_end, vectors, scale,
-        )  # fmt: skip
+        # stage gate_cumsum
+        k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, own))[:, None]
+        q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
+        q_tiles.index(half).store((q_row * since_start).to(dtype))
+        k_tiles.index(half).store((k_row * since_start).to(dtype))
+        at_end.index(half).store((k_row * to_end).to(gl.float16))
         o_e = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, by_block))
         gl.store(ends_ptr + o_e[None, :], end)
         eights, sixteens, pairs, halves = scores
@@ -601,45 +568,45 @@ def decayed_scores(memory, keys_desc, queries_desc, ends_ptr, row, vectors, scal
 
 
 @gluon.jit
-def store_lower(of_k, vectors, scratch):
+def store_lower(of_k, beta_norms, k_norms, scratch):
     """L between blocks, (pair, i, j) and (i, j) between the halves; its diagonal in `scratch`."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
     lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
-    L = scaled(of_k[0], vectors.beta_norms, vectors.k_norms)
+    L = scaled(of_k[0], beta_norms, k_norms)
     scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
-    L = scaled_pairs(of_k[1], vectors.beta_norms, vectors.k_norms).to(gl.float16)
+    L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
     lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-    L = scaled_halves(of_k[2], vectors.beta_norms, vectors.k_norms)
+    L = scaled_halves(of_k[2], beta_norms, k_norms)
     lower_halves.store(L.to(gl.float16))
     return lower_pairs, lower_halves
 
 
 @gluon.jit
-def store_own_scores(of_q, vectors):
+def store_own_scores(of_q, diagonal, q_norms, k_norms):
     """P (i, j), in fp16."""
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
     P_tile = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
     r, c = in_block()
-    q_k = of_blocks(vectors.products, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
+    q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
     P = gl.where(r == c, q_k[:, :, None], of_q[0])
-    P = scaled(P, vectors.q_norms, vectors.k_norms)
+    P = scaled(P, q_norms, k_norms)
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
-    P_pairs = scaled_pairs(of_q[1], vectors.q_norms, vectors.k_norms).to(gl.float16)
+    P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
     P_tile.store(square_of(P, P_pairs))
-    P_halves = scaled_halves(of_q[2], vectors.q_norms, vectors.k_norms).to(gl.float16)
+    P_halves = scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
     role_barrier()
     P_tile.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(P_halves)
     return P_tile
 
 
 @gluon.jit
-def store_factors(memory, P, inverse, at_end, X_desc, W_desc, row, scale):
+def store_factors(tiles, P, inverse, at_end, X_desc, W_desc, row, scale):
     """X = diag(beta) A^T (keys at the end) and W = scale P A diag(beta), of A^T's `inverse` (j, i).
 
     They take the memory of queries and keys.
     """
-    q_tiles, k_tiles = memory.q, memory.k
+    q_tiles, k_tiles, _ = tiles
     dtype: gl.constexpr = q_tiles.dtype
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
     # stage state_factor
@@ -663,7 +630,7 @@ def store_factors(memory, P, inverse, at_end, X_desc, W_desc, row, scale):
 
 
 @gluon.jit
-def prepare_chunk(env, memory, sequence, t, place, head):
+def prepare_chunk(env, tiles, full, sequence, t, place, head):
     """Everything that a scan needs of the chunk at position t of a sequence.
 
     place: of the chunk and head among all, slot * HV + head
@@ -672,24 +639,24 @@ def prepare_chunk(env, memory, sequence, t, place, head):
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
     # stage qk_l2norm
-    mbarrier.wait(memory.full, 0)
-    vectors = normalise(memory.q, memory.k, beta)
+    mbarrier.wait(full.index(0), 0)
+    q_norms, k_norms, diagonal, betas, beta_norms = normalise(tiles[0], tiles[1], beta)
     # stage decayed_scores
-    mbarrier.wait(memory.gates_full, 0)
+    mbarrier.wait(full.index(1), 0)
     role_barrier()
     scores, at_end = decayed_scores(
-        memory, keys_desc, queries_desc, ends_ptr, row, vectors, env.scale
+        tiles, q_norms, k_norms, keys_desc, queries_desc, ends_ptr, row, env.scale
     )
     of_q, of_k = parts_of(scores)
     # stage solve_tril
     scratch = allocate_scratch(1)
-    lower_pairs, lower_halves = store_lower(of_k, vectors, scratch)
-    P = store_own_scores(of_q, vectors)
+    lower_pairs, lower_halves = store_lower(of_k, beta_norms, k_norms, scratch)
+    P = store_own_scores(of_q, diagonal, q_norms, k_norms)
     role_barrier()
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
     inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
-    inverse.store(inverse_of(scratch, lower_pairs, lower_halves, vectors.betas, gl.float16))
+    inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
     fence_async_shared()
     role_barrier()
-    store_factors(memory, P, inverse, at_end, X_desc, W_desc, row, env.scale)
+    store_factors(tiles, P, inverse, at_end, X_desc, W_desc, row, env.scale)
     wait_until_written()

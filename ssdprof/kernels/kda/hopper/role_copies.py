@@ -10,7 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ssdprof.kernels._gluon import async_load, async_store, prefetch
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, KEYS, QUERIES, THREADS, UPDATE, VALUES
+from ssdprof.kernels.kda.hopper.tiles import (
+    DIM,
+    HALF,
+    KEYS,
+    QUERIES,
+    THREADS,
+    UPDATE,
+    VALUES,
+    halves_of,
+)
 
 STAGES = {
     "load_inputs": "loads", "prefetch_values": "loads", "load_factor": "loads",
@@ -19,19 +28,20 @@ STAGES = {
 
 
 @gluon.jit
-def load_inputs(env, memory, sequence, t, head):
+def load_inputs(env, inputs, full, sequence, t, head):
     """q, k and g of the chunk at position t, half of the channels at a time."""
     q_desc, k_desc, g_desc, _, _ = env.inputs
-    mbarrier.expect(memory.full, 4 * CHUNK * DIM)
+    q_tiles, k_tiles, g_tiles = inputs
+    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
     for half in gl.static_range(2):
         where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
-        async_load(q_desc, where, memory.full, memory.q.index(half).reshape([1, 1, CHUNK, HALF]))
-        async_load(k_desc, where, memory.full, memory.k.index(half).reshape([1, 1, CHUNK, HALF]))
-    mbarrier.expect(memory.gates_full, CHUNK * DIM * env.S.GATE_BYTES)
+        async_load(q_desc, where, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+        async_load(k_desc, where, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+    mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)
     for half in gl.static_range(2):
         where = [sequence.tile, head, sequence.row + t, half * HALF]
-        g_tile = memory.g.index(half).reshape([1, 1, CHUNK, HALF])
-        async_load(g_desc, where, memory.gates_full, g_tile)
+        g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
+        async_load(g_desc, where, full.index(1), g_tile)
 
 
 @gluon.jit
@@ -49,8 +59,9 @@ def prefetch_values(env, sequence, t, head):
 @gluon.jit
 def load_factor(tiles, desc, row, n, WHICH: gl.constexpr):
     """Tile WHICH of the program's n-th chunk, which another program has prepared."""
-    tiles.wait_empty(n, WHICH)
-    full, halves = tiles.full_at(n, WHICH), tiles.halves(n, WHICH)
+    at = 4 * n + WHICH
+    tiles.wait_empty(at)
+    full, halves = tiles.full_at(at), halves_of(tiles.tile(at))
     mbarrier.expect(full, 2 * CHUNK * DIM)
     for half in gl.static_range(2):
         async_load(desc, [row, half * HALF], full, halves.index(half))
@@ -59,8 +70,9 @@ def load_factor(tiles, desc, row, n, WHICH: gl.constexpr):
 @gluon.jit
 def load_values(env, tiles, segment, t, row, n):
     """v at position t beside W."""
-    tiles.wait_empty(n, VALUES)
-    full, halves = tiles.full_at(n, VALUES), tiles.halves(n, VALUES)
+    at = 4 * n + VALUES
+    tiles.wait_empty(at)
+    full, halves = tiles.full_at(at), halves_of(tiles.tile(at))
     mbarrier.expect(full, 4 * CHUNK * HALF)
     where = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
     async_load(env.inputs[3], where, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
@@ -80,13 +92,13 @@ def load_segment(env, tiles, segment, n):
 
 
 @gluon.jit
-def store_segment(env, tiles, segment, n):
+def store_segment(env, tiles, written, segment, n):
     """The outputs of a segment's chunks, and then the memory of v is free."""
     for j in range(segment.nchunks):
-        mbarrier.wait(tiles.written.index((n + j) % 2), (n + j) // 2 & 1)
+        mbarrier.wait(written.index((n + j) % 2), (n + j) // 2 & 1)
         t = segment.sequence.row + (segment.first + j) * CHUNK
         where = [segment.sequence.tile, segment.head, t, segment.first_v]
-        out = tiles.halves(n + j, VALUES).index(0)
+        out = halves_of(tiles.tile(4 * (n + j) + VALUES)).index(0)
         async_store(env.inputs[4], where, out.reshape([1, 1, CHUNK, HALF]))
         tma.store_wait(0)
-        mbarrier.arrive(tiles.empty_at(n + j, VALUES), count=THREADS)
+        mbarrier.arrive(tiles.empty_at(4 * (n + j) + VALUES), count=THREADS)

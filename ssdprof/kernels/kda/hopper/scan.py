@@ -35,7 +35,7 @@ from ssdprof.kernels.gdn.hopper.role_states import (
     state_tile,
 )
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.kda.hopper.tiles import DIM, KEYS, QUERIES, UPDATE, VALUES
+from ssdprof.kernels.kda.hopper.tiles import DIM, KEYS, QUERIES, UPDATE, VALUES, halves_of
 
 by_thread = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -73,36 +73,36 @@ def decays_at(env, segment, j):
 @gluon.jit
 def product_with(tiles, entered, n, WHICH: gl.constexpr):
     """Begins the product (V, i) of a state with keys or queries of the program's n-th chunk."""
-    tiles.wait_full(n, WHICH)
-    rows = tiles.tile(n, WHICH).permute((1, 0))
+    tiles.wait_full(4 * n + WHICH)
+    rows = tiles.tile(4 * n + WHICH).permute((1, 0))
     zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
     return warpgroup_mma(entered, rows, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def as_operand(tiles, state):
-    return gl.convert_layout(state.to(tiles.memory.dtype), i_operand)
+    return gl.convert_layout(state.to(tiles.tiles.dtype), i_operand)
 
 
 @gluon.jit
-def store_output(tiles, out, n):
+def store_output(tiles, written, out, n):
     """Passes the output (V, i) of the program's n-th chunk to `stores`, in the place of v."""
-    tiles.halves(n, VALUES).index(0).permute((1, 0)).store(out.to(tiles.memory.dtype))
+    halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).store(out.to(tiles.tiles.dtype))
     fence_async_shared()
-    arrive(tiles.written.index(n % 2))
+    arrive(written.index(n % 2))
 
 
 @gluon.jit
 def residual(tiles, entered, KS, n):
     """Y (V, i) of the program's n-th chunk as an operand, and queries S, which runs meanwhile."""
     QS = product_with(tiles, entered, n, QUERIES)
-    tiles.wait_full(n, VALUES)
-    v = tiles.halves(n, VALUES).index(0).permute((1, 0)).load(i_operand)
+    tiles.wait_full(4 * n + VALUES)
+    v = halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).load(i_operand)
     KS = warpgroup_mma_wait(1, deps=[KS])
-    tiles.release(n, KEYS)
-    Y = (v.to(gl.float32) - gl.convert_layout(KS, i_operand)).to(tiles.memory.dtype)
+    arrive(tiles.empty_at(4 * n + KEYS))
+    Y = (v.to(gl.float32) - gl.convert_layout(KS, i_operand)).to(tiles.tiles.dtype)
     QS = warpgroup_mma_wait(0, deps=[QS])
-    tiles.release(n, QUERIES)
+    arrive(tiles.empty_at(4 * n + QUERIES))
     return Y, QS
 
 
@@ -116,11 +116,11 @@ def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
     next_decays = decays_at(env, segment, gl.minimum(j + 1, segment.nchunks - 1))
     decays = ends.index(n % 2).load(gl.SliceLayout(0, by_k))
     # stage chunk_state.update
-    tiles.wait_full(n, UPDATE)
-    X, decayed = tiles.tile(n, UPDATE), state * decays[None, :]
+    tiles.wait_full(4 * n + UPDATE)
+    X, decayed = tiles.tile(4 * n + UPDATE), state * decays[None, :]
     state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), X, decayed, is_async=True)
     # stage chunk_output
-    W = tiles.halves(n, VALUES).index(1).permute((1, 0))
+    W = halves_of(tiles.tile(4 * n + VALUES)).index(1).permute((1, 0))
     out_begun = warpgroup_mma(Y, W, QS, is_async=True)
     role_barrier()
     ends.index((n + 1) % 2).store(next_decays)
@@ -128,15 +128,15 @@ def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
 
 
 @gluon.jit
-def scan_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
+def scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n):
     """The state after the segment's j-th chunk, and Y and queries S of the next one."""
     state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n)
     state = warpgroup_mma_wait(1, deps=[state_begun])
-    tiles.release(n, UPDATE)
+    arrive(tiles.empty_at(4 * n + UPDATE))
     entered = as_operand(tiles, state)
     KS = product_with(tiles, entered, n + 1, KEYS)
     out = warpgroup_mma_wait(1, deps=[out_begun])
-    store_output(tiles, out, n)
+    store_output(tiles, written, out, n)
     Y, QS = residual(tiles, entered, KS, n + 1)
     return state, Y, QS
 
@@ -154,7 +154,7 @@ def entering_state(env, segment):
 
 
 @gluon.jit
-def scan_segment(env, tiles, segment, ends, n):
+def scan_segment(env, tiles, written, segment, ends, n):
     """Computes the outputs of a segment, from the state that enters to the one that leaves it.
 
     n: the program's chunks before this segment
@@ -166,11 +166,11 @@ def scan_segment(env, tiles, segment, ends, n):
         entered, last = as_operand(tiles, state), segment.nchunks - 1
         Y, QS = residual(tiles, entered, product_with(tiles, entered, n, KEYS), n)
         for j in range(last):
-            state, Y, QS = scan_chunk(env, tiles, segment, state, Y, QS, ends, j, n + j)
+            state, Y, QS = scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n + j)
         n += last
         state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, last, n)
         state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
-        tiles.release(n, UPDATE)
-        store_output(tiles, out, n)
+        arrive(tiles.empty_at(4 * n + UPDATE))
+        store_output(tiles, written, out, n)
     gl.store(state_tile(env.final_ptr, segment, segment.first_v, FINAL, env.S), state)
     role_barrier()
