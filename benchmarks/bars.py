@@ -83,7 +83,7 @@ def by_inputs(cells: Iterable[Cell]) -> dict[Key, list[Cell]]:
     found: dict[Key, list[Cell]] = {}
     for cell in sorted(cells, key=lambda one: one.bench.created):
         one = cell.one
-        found.setdefault((one.shape, one.tokens, one.dtype, " ".join(one.drawn)), []).append(cell)
+        found.setdefault((one.shape, one.tokens, one.dtype, " ".join(one.ways)), []).append(cell)
     return found
 
 
@@ -106,9 +106,9 @@ def _named(over: str | float) -> str:
 
 
 def _readings(bar: Mapping[str, Any], kind: str, cells: Cells) -> Iterator[Reading]:
-    for shape, tokens, drawn in product(bar["shapes"], bar["tokens"], bar.get("drawn", [""])):
-        name = f"{shape}, {tokens}{', ' if drawn else ''}{drawn}"
-        measured = cells.get((shape, tokens, bar.get("dtype", "bf16"), drawn), ())
+    for shape, tokens, ways in product(bar["shapes"], bar["tokens"], bar.get("ways", [""])):
+        name = f"{shape}, {tokens}{', ' if ways else ''}{ways}"
+        measured = cells.get((shape, tokens, bar.get("dtype", "bf16"), ways), ())
         readings = [
             (cell.bench.kernels, Reading(cell=name, ratio=ratio))
             for cell in measured

@@ -82,7 +82,7 @@ def filled(given: Sequence[Mapping[str, str]]) -> list[Row]:
         value = measured(row) if row["quantity"] else None
         verdict = NOT_MEASURED
         if value is not None:
-            verdict = judged(row, value, above, gpus[row["study"]], gpu_of(row["result"]))
+            verdict = verdict_on(row, value, above, gpus[row["study"]], gpu_of(row["result"]))
         found.append(
             {**row, "measured": "" if value is None else number(value), "verdict": verdict}
         )
@@ -90,7 +90,7 @@ def filled(given: Sequence[Mapping[str, str]]) -> list[Row]:
     return found
 
 
-def judged(
+def verdict_on(
     row: Mapping[str, str], value: float, above: float | None, quoted_gpus: str, gpu: str
 ) -> str:
     """Ratios can be compared between GPUs; times and rates cannot.  above: the value of the row
@@ -352,9 +352,9 @@ def beside(found: Sequence[Mapping[str, str]]) -> str:
             for row in found
             if row["study"] == study
         )
-        drawn = markdown.draw(Table(title="", headers=head, rows=shown, align=aligned("lrrll")))
+        rendered = markdown.draw(Table(title="", headers=head, rows=shown, align=aligned("lrrll")))
         parts.append(
-            f"<details><summary>{study}: {about['title']}</summary>\n\n{drawn}\n\n</details>\n"
+            f"<details><summary>{study}: {about['title']}</summary>\n\n{rendered}\n\n</details>\n"
         )
     return "\n".join(parts)
 

@@ -25,7 +25,7 @@ SIZES = {"ssd": "2x64x128x1", "gdn": "2/2x128x128", "kda": "2/2x128x128"}  # wit
 GATES = {"ssd": "A", "gdn": "g", "kda": "g"}
 
 
-def drawn(name: str, tokens: int, seed: int, slow: bool, device: torch.device) -> Any:
+def generated(name: str, tokens: int, seed: int, slow: bool, device: torch.device) -> Any:
     """Random inputs; in every fourth head gates are 1e-6 to 1e-2 of what they were."""
     generate.SEED = seed
     generated = operators.get(name).generated
@@ -52,11 +52,11 @@ def drawn(name: str, tokens: int, seed: int, slow: bool, device: torch.device) -
 def output(inputs: Any, precision: Precision, turn: int) -> Any:
     if inputs.device.type == "cuda":
         return kernels.get(inputs.operator, ("fused", "unfused")[turn % 2]).run(inputs, precision)
-    judged = operators.get(inputs.operator).judged
-    chunks = (judged.chunk_size(inputs), *judged.shorter_chunks(inputs))
+    oracle = operators.get(inputs.operator).oracle
+    chunks = (oracle.chunk_size(inputs), *oracle.shorter_chunks(inputs))
     (span,) = sequences(1, inputs.length, None)
-    gate = judged.gate(inputs, span, chunks[turn % len(chunks)])
-    out, states = judged.rounded(inputs, precision).advance(inputs, span, gate)
+    gate = oracle.gate(inputs, span, chunks[turn % len(chunks)])
+    out, states = oracle.rounded(inputs, precision).advance(inputs, span, gate)
     return out[None], states[None]
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     alarms = 0
     for run in range(arguments.runs):
         for name in SIZES:
-            inputs = drawn(name, arguments.tokens, run, run % 2 == 1, device)
+            inputs = generated(name, arguments.tokens, run, run % 2 == 1, device)
             found = {}
             for turn, precision in enumerate(precisions):
                 result = output(inputs, precision, run // 2 + turn)

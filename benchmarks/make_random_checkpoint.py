@@ -7,7 +7,7 @@ MODEL: granite-4.0-h-1b, granite-4.0-h-small, mamba2-2.7b, qwen3.5-9b or olmo-hy
 `random_models.py` holds their dimensions.
 
 A kernel's time depends on shapes and not on trained weights, so such a checkpoint is good for speed
-if the real one is not available.  It says little about accuracy: weights are drawn so that the
+if the real one is not available.  It says little about accuracy: weights are generated so that the
 operator's inputs have a trained model's scales (decay rates A in -16..-1, time steps of 1e-3..1e-1,
 x, B and C or q, k and v of about unit size), but without its structure.  A report of a run on it
 says so.  The tokenizer is byte-level: one token per byte of UTF-8.
@@ -30,8 +30,8 @@ SHARD_BYTES = 1_000_000_000
 
 
 def write_weights(folder: Path, weights: Weights) -> int:
-    """Shards of about a gigabyte, each written before the next is drawn, and their index.  Returns
-    the bytes.
+    """Shards of about a gigabyte, each written before the next is generated, and their index.
+    Returns the bytes.
     """
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}

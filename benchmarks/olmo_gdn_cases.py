@@ -21,7 +21,7 @@ HEADS, KEY_DIM, VALUE_DIM = 4, 96, 192
 
 
 def draw(batch: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
-    """q, k, v, beta up to 2, gates drawn as in fla's tests, and an initial state."""
+    """q, k, v, beta up to 2, gates generated as in fla's tests, and an initial state."""
     torch.manual_seed(42)
     sizes = (batch, length, HEADS)
     return {

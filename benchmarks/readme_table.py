@@ -128,12 +128,7 @@ def _measured(cells: Sequence[Cell], baseline: str, dtype: str) -> list[Cell]:
     found: dict[tuple[str, str], Cell] = {}
     for cell in sorted(cells, key=lambda cell: cell.bench.created, reverse=True):
         one = cell.one
-        if (
-            cell.bench.baseline == baseline
-            and _exact(cell)
-            and one.dtype == dtype
-            and not one.drawn
-        ):
+        if cell.bench.baseline == baseline and _exact(cell) and one.dtype == dtype and not one.ways:
             found.setdefault((one.shape, one.tokens), cell)
     return list(found.values())
 

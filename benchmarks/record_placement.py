@@ -41,7 +41,7 @@ from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import load
-from ssdprof.jobs.subject import Subject, find
+from ssdprof.jobs.target import Target, find
 from ssdprof.progress import Watcher
 
 MODEL = "granite-4.0-h-small"
@@ -62,11 +62,11 @@ def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> ServedModelOpt
     )
 
 
-def cap_bytes(subject: Subject, held_layers: float) -> int:
+def cap_bytes(target: Target, held_layers: float) -> int:
     """Memory for the model's computation, its embedding and some decoder layers."""
-    beside = placement.Chooser(subject).least_beside()
-    layer = subject.located.weight_bytes(1) - subject.located.weight_bytes(0)
-    outside = subject.located.weight_bytes(0) - layer
+    beside = placement.Chooser(target).least_beside()
+    layer = target.located.weight_bytes(1) - target.located.weight_bytes(0)
+    outside = target.located.weight_bytes(0) - layer
     return beside + outside + int(held_layers * layer)
 
 
@@ -102,7 +102,7 @@ def seconds() -> float:
     return time.monotonic()
 
 
-def measure(subject: Subject, captures: Captures) -> Row:
+def measure(target: Target, captures: Captures) -> Row:
     """One run: its cost, and the tensors that differ from `captures`, which it fills if they are
     empty.
     """
@@ -128,7 +128,7 @@ def measure(subject: Subject, captures: Captures) -> Row:
         compared += 1
 
     began = seconds()
-    loaded = load(subject, Watcher())
+    loaded = load(target, Watcher())
     loaded_at = seconds()
     for device in gpus():
         torch.cuda.reset_peak_memory_stats(device)
@@ -177,23 +177,23 @@ def failures(rows: dict[str, Row]) -> list[str]:
 
 def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
     """Every run by its name.  After an error, the next run still starts."""
-    subject = find(request_of(folder, seqlen, "one-gpu"))
+    target = find(request_of(folder, seqlen, "one-gpu"))
     captures: Captures = []
-    first = measure(subject, captures)
+    first = measure(target, captures)
     # compiles the kernels, and shows that runs repeat bit for bit
-    warm = measure(subject, captures)
+    warm = measure(target, captures)
     yield "one-gpu", warm | {f"first_{name}": first[name] for name in ("load_s", "capture_s")}
     held: dict[PlacementKind, float] = {"cpu-offload": HELD_LAYERS, "disk-offload": HELD_LAYERS}
     if len(gpus()) > 1:
         held["all-gpus"] = layers / len(gpus()) + 2  # accelerate leaves one layer's room free
     for kind, held_layers in held.items():
-        row: Row = {"cap_bytes": cap_bytes(subject, held_layers)}
+        row: Row = {"cap_bytes": cap_bytes(target, held_layers)}
         try:
             free_unused()
             with capped(row["cap_bytes"]):
-                free = replace(subject, request=replace(subject.request, placement=None))
+                free = replace(target, request=replace(target.request, placement=None))
                 row["chosen_by_itself"] = placement.choose(free).record.kind
-                row |= measure(replace(subject, request=request_of(folder, seqlen, kind)), captures)
+                row |= measure(replace(target, request=request_of(folder, seqlen, kind)), captures)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"
         yield kind, row

@@ -37,16 +37,16 @@ class Run:
 
     name: str
     seq: str
-    peers: tuple[str, ...]
+    libraries: tuple[str, ...]
     seconds: float = 4
     limit_s: float
 
 
-SSD_PEERS, GDN_PEERS = ("mamba_ssm",), ("fla", "flash_qla", "flashinfer")
+SSD_LIBRARIES, GDN_LIBRARIES = ("mamba_ssm",), ("fla", "flash_qla", "flashinfer")
 RUNS = (
-    Run(name="mamba2-2.7b", seq="1k,16k,128k", peers=SSD_PEERS, limit_s=130),
-    Run(name="granite-4.0-h-1b", seq="1k,16k,128k", peers=SSD_PEERS, limit_s=90),
-    Run(name="qwen3.5-9b", seq="16k,128k", peers=GDN_PEERS, limit_s=150),
+    Run(name="mamba2-2.7b", seq="1k,16k,128k", libraries=SSD_LIBRARIES, limit_s=130),
+    Run(name="granite-4.0-h-1b", seq="1k,16k,128k", libraries=SSD_LIBRARIES, limit_s=90),
+    Run(name="qwen3.5-9b", seq="16k,128k", libraries=GDN_LIBRARIES, limit_s=150),
 )
 
 
@@ -61,7 +61,7 @@ def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
 
 
 def command(run: Run, checkpoint: Path, out: Path, allowed_s: float) -> list[str]:
-    peers = ",".join(name for name in run.peers if find_spec(name) is not None)
+    libraries = ",".join(name for name in run.libraries if find_spec(name) is not None)
     words = [
         sys.executable,
         "-m",
@@ -81,7 +81,7 @@ def command(run: Run, checkpoint: Path, out: Path, allowed_s: float) -> list[str
         "--out",
         out,
         "--no-tuned",
-        *(["--against", peers] if peers else []),
+        *(["--against", libraries] if libraries else []),
     ]
     return list(map(str, words))
 

@@ -4,8 +4,8 @@
 
 Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep; no_source.ncu-rep, which is
 fused_hopper without source counters and stall reasons; and launched.json, the launches of each.
-The layer is drawn at random, in the sizes of granite-4.0-h-1b: 48 heads of 64, a state of 128, one
-group, 16384 tokens of bf16.  With a gate z, the fused implementation takes its portable kernel.
+The layer is generated at random, in the sizes of granite-4.0-h-1b: 48 heads of 64, a state of 128,
+one group, 16384 tokens of bf16.  With a gate z, the fused implementation takes its portable kernel.
 Reports hold the paths of the sources.
 """
 
@@ -25,7 +25,7 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import Launched
-from ssdprof.core.subject import CheckpointRef, LayerRef
+from ssdprof.core.target import CheckpointRef, LayerRef
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.stalls import ncu
 

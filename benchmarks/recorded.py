@@ -21,10 +21,10 @@ from pydantic import Field
 
 from ssdprof.core.accuracy import Deviation
 from ssdprof.core.base import Clock, Record, intermediates_of, states_of
-from ssdprof.core.case import Case, Drawn, Launch
+from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import Ceilings, Clocks, Environment
+from ssdprof.core.target import Ceilings, Clocks, Environment
 from ssdprof.files import write_text
 from ssdprof.store.reports import load
 
@@ -37,8 +37,8 @@ Triple = tuple[float, float, float]  # the value, then its 95 % interval
 class RecordedBench(Record):
     """What belongs to all cases of a bench.  name: the cases refer to it.  kernels: the hash of
     their sources.
-    peers: other libraries and their versions.  matched_with: every output is compared with that of
-    this one.
+    libraries: other libraries and their versions.  matched_with: every output is compared with that
+    of this one.
     """
 
     kind: Literal["bench"]
@@ -54,7 +54,7 @@ class RecordedBench(Record):
     environment: Environment
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
-    peers: dict[str, str] = Field(default_factory=dict)
+    libraries: dict[str, str] = Field(default_factory=dict)
     absent: tuple[str, ...] = ()
     baseline: str
     matched_with: str = ""
@@ -96,7 +96,7 @@ class Speedup(Record):
 class RecordedCase(Record):
     """One implementation at one precision ("exact fp32": intermediates, states) in one cell.
 
-    tokens: of all sequences, in words: "8 x 4,096".  seqlen: of one sequence.  drawn: words of
+    tokens: of all sequences, in words: "8 x 4,096".  seqlen: of one sequence.  ways: words of
     --draw.
     checked: tokens of a sequence that were compared, if not all.  version: of another library.
     outside_budget: why another library's output is not within the error budget, if it was timed all
@@ -118,7 +118,7 @@ class RecordedCase(Record):
     tokens: str
     layout: Literal["contiguous", "views", "transposed"] = "contiguous"
     packed: bool = False
-    drawn: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
     dtype: str
     checked: int | None = None
     implementation: str
@@ -173,7 +173,7 @@ class Cell:
 
 
 def _inputs(case: RecordedCase) -> tuple[object, ...]:
-    return case.operator, case.shape, case.tokens, case.dtype, case.layout, case.drawn
+    return case.operator, case.shape, case.tokens, case.dtype, case.layout, case.ways
 
 
 def cells_of(text: str) -> list[Cell]:
@@ -215,13 +215,13 @@ def recorded(name: str, report: Report) -> list[Cell]:
     of_all = RecordedBench(
         kind="bench",
         name=name,
-        operator=report.subject,
+        operator=report.target,
         ssdprof=report.ssdprof_version,
         state="complete" if report.complete else "partial",
-        peers={
+        libraries={
             case.implementation: case.version for case in report.cases if case.kind == "library"
         },
-        left_out={one.place: one.reason for one in report.left_out},
+        left_out={one.case_key: one.reason for one in report.left_out},
         **{
             field: getattr(report, field)
             for field in (
@@ -241,21 +241,21 @@ def recorded(name: str, report: Report) -> list[Cell]:
     )
     places: dict[str, list[RecordedCase]] = {}
     for case in report.cases:
-        places.setdefault(case.place, []).append(_case(of_all, report, case))
+        places.setdefault(case.case_key, []).append(_case(of_all, report, case))
     return [Cell(bench=of_all, cases=tuple(own)) for own in places.values()]
 
 
 def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
-    drawn = case.task
-    assert isinstance(drawn, Drawn)
+    task = case.task
+    assert isinstance(task, Generated)
     first, floor_us = case.first_call, case.floor_us(report.ceilings)
     return RecordedCase(
         kind="case",
         bench=of_all.name,
-        operator=drawn.dims.operator,
-        sizes=drawn.dims.sizes,
-        dtype=drawn.dims.dtype,
-        drawn=drawn.ways,
+        operator=task.dims.operator,
+        sizes=task.dims.sizes,
+        dtype=task.dims.dtype,
+        ways=task.ways,
         precision=f"{intermediates_of(case.precision)} {states_of(case.precision)}",
         status=case.result,
         reason=case.why if case.result != "passed" else "",
@@ -274,7 +274,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
         else {},
         over=dict(_over(report, case)),
         **{
-            name: getattr(drawn, name)
+            name: getattr(task, name)
             for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")
         },
         **{
@@ -297,7 +297,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
 def _over(report: Report, case: Case) -> Iterator[tuple[str, Speedup]]:
     """The speedups over the fastest case of each other implementation in the cell."""
     for name in dict.fromkeys(
-        one.implementation for one in report.cases if one.place == case.place
+        one.implementation for one in report.cases if one.case_key == case.case_key
     ):
         device, call = (report.speedup(case, clock, name) for clock in CLOCKS)
         if device and call:

@@ -29,12 +29,12 @@ from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import parse_percent
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.target import LayerRef
 from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
 from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import bench as bench_job
-from ssdprof.jobs import limits, options, reading, subject
+from ssdprof.jobs import limits, options, reading, target
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs.export import exported, format_of
@@ -150,9 +150,7 @@ def run(model: str, *, watcher: Watcher | None = None, **settings: object) -> Re
     Raises SsdprofError where the command ends with an exit code above 1.
     """
     watcher = watcher or Watcher()
-    asked, model_or_captures, ranks = subject.run(
-        _asked(options.RunOptions, "run", model, settings)
-    )
+    asked, model_or_captures, ranks = target.run(_asked(options.RunOptions, "run", model, settings))
     _use_tuned(asked, watcher)
     folder, report = run_job.run(model_or_captures, asked, watcher, ranks)
     return Results(report, folder)
@@ -163,7 +161,7 @@ def answers(model: str, *, watcher: Watcher | None = None, **settings: object) -
     answers`.
     """
     watcher = watcher or Watcher()
-    asked, whole = subject.answers(_asked(options.AnswersOptions, "answers", model, settings))
+    asked, whole = target.answers(_asked(options.AnswersOptions, "answers", model, settings))
     _use_tuned(asked, watcher)
     folder, report = answers_job.answers(answers_job.loaded_as(whole, asked), asked, watcher)
     return Results(report, folder)
@@ -174,7 +172,7 @@ def prefill(model: str, *, watcher: Watcher | None = None, **settings: object) -
     prefill`.
     """
     watcher = watcher or Watcher()
-    asked = subject.prefill(_asked(options.PrefillOptions, "prefill", model, settings))
+    asked = target.prefill(_asked(options.PrefillOptions, "prefill", model, settings))
     _use_tuned(asked, watcher)
     folder, report = prefill_job.time_prefills(asked, prefill_job.find(asked), watcher)
     return Results(report, folder)
@@ -183,7 +181,7 @@ def prefill(model: str, *, watcher: Watcher | None = None, **settings: object) -
 def bench(operator: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Time kernels on random inputs, on an NVIDIA GPU.  Options: those of `ssdprof bench`."""
     watcher = watcher or Watcher()
-    asked, names, too_large = subject.bench(
+    asked, names, too_large = target.bench(
         _asked(options.BenchOptions, "bench", operator, settings)
     )
     request = bench_job.resolved(asked, names, too_large, watcher)
@@ -287,7 +285,7 @@ def compare(
         raise BadInputError(
             f"The tensors are on {inputs.device}, and kernels run on {device}.", "Move the tensors."
         )
-    dims = operator.judged.dims(inputs)
+    dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     resolve = resolver(device)
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
@@ -302,7 +300,7 @@ def compare(
     place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
     header = draft(
         kind="run",
-        subject="given tensors",
+        target="given tensors",
         environment=collect(),
         baseline=first.name,
         matched_with=first.name,

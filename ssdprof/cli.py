@@ -27,6 +27,7 @@ from ssdprof import __version__
 from ssdprof.commands import terminal
 from ssdprof.environment import child
 from ssdprof.errors import (
+    OF_MACHINE,
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
@@ -102,19 +103,10 @@ def _expected(error: OSError) -> SsdprofError | None:
     ssdprof.
     """
     names = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-    denied = error.errno in (
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.EFBIG,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EIO,
-    )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
-    if names or denied:
+    if names or error.errno in OF_MACHINE:
         verb = "written" if error.errno == errno.EFBIG else "used"
         what = (
             f"{str(error.filename or 'A file or folder')[:80]} cannot be {verb}: {error.strerror}."
@@ -186,18 +178,18 @@ def _module(name: str) -> ModuleType:
 # A command, or its options -> functions: the first is called with the options, the next with what
 # that one returned.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
-    options.RunOptions: ("jobs.subject:run", "commands.model:run"),
+    options.RunOptions: ("jobs.target:run", "commands.model:run"),
     runs: (),
-    options.CaptureOptions: ("jobs.subject:capture", "commands.model:capture"),
+    options.CaptureOptions: ("jobs.target:capture", "commands.model:capture"),
     options.AccuracyOptions: ("commands.stored:accuracy",),
-    options.AnswersOptions: ("jobs.subject:answers", "commands.model:answers"),
+    options.AnswersOptions: ("jobs.target:answers", "commands.model:answers"),
     options.ExportOptions: ("commands.stored:export",),
     options.CaseOptions: ("commands.stored:case",),
     options.CompareOptions: ("commands.stored:compare",),
-    options.PrefillOptions: ("jobs.subject:prefill", "commands.model:prefill"),
-    options.StallsOptions: ("jobs.subject:stalls", "commands.kernels:stalls"),
-    options.BenchOptions: ("jobs.subject:bench", "commands.kernels:bench"),
-    options.TuneOptions: ("jobs.subject:tune", "commands.kernels:tune"),
+    options.PrefillOptions: ("jobs.target:prefill", "commands.model:prefill"),
+    options.StallsOptions: ("jobs.target:stalls", "commands.kernels:stalls"),
+    options.BenchOptions: ("jobs.target:bench", "commands.kernels:bench"),
+    options.TuneOptions: ("jobs.target:tune", "commands.kernels:tune"),
     models: (),
     doctor: (),
     schemas: (),

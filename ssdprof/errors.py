@@ -1,6 +1,7 @@
 """Errors for the user: each has one sentence, one hint and one exit code."""
 
 import difflib
+import errno
 import os
 import re
 import signal
@@ -55,6 +56,22 @@ class ModelUnavailableError(SsdprofError):
     """The checkpoint is not available."""
 
     exit_code = ExitCode.MODEL_UNAVAILABLE
+
+
+# what no file of a user causes: a full disk, no permission, too many open files
+OF_MACHINE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EFBIG,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+    }
+)
 
 
 def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:

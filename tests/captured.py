@@ -11,7 +11,7 @@ from kernels.kernel_cases import SSDCase
 
 from ssdprof.capture.layers import CapturedLayer, strides
 from ssdprof.capture.store import CaptureWriter
-from ssdprof.core.subject import CallRef, LayerRef, Prompt
+from ssdprof.core.target import CallRef, LayerRef, Prompt
 
 LAYERS = (2, 5, 7)
 

@@ -24,11 +24,20 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, LayerCall, Prefill, Samples
+from ssdprof.core.case import (
+    AnswerBand,
+    Answers,
+    Case,
+    Generated,
+    Launch,
+    LayerCall,
+    Prefill,
+    Samples,
+)
 from ssdprof.core.conditions import Condition, parse_gate
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     CallRef,
     Ceilings,
     CheckpointRef,
@@ -50,7 +59,7 @@ FASTER = {"exact": 2.0, "relaxed": 2.5}  # than the baseline, by device time
 CALL_US = 20.0  # more than the device time
 _T = 4.303 / math.sqrt(3)  # of three recordings
 _PATTERN = (1.0, -1.0, 0.0)
-Kind = TypeVar("Kind", LayerCall, Drawn, Answers, Prefill)
+Kind = TypeVar("Kind", LayerCall, Generated, Answers, Prefill)
 
 
 def made_of(record: type[Any], fields: dict[str, Any], /, **defaults: Any) -> Any:
@@ -180,7 +189,7 @@ def case(
     of_call = {name: fields.pop(name) for name in ("layer", "call", "dims") if name in fields}
     if "task" not in fields:
         found["task"] = made_of(LayerCall, of_call, kind="layer", layer=layer(), dims=dims(**size))
-    if isinstance(fields.get("task", found.get("task")), LayerCall | Drawn):
+    if isinstance(fields.get("task", found.get("task")), LayerCall | Generated):
         against = f"unfused exact, {states_of(precision)} states"
         found["accuracy"] = both_tensors(against if found["baseline"] else "")
         if intermediates_of(precision) == "relaxed":
@@ -341,7 +350,7 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
         created="2026-01-02T03:04:05Z",
         command=("ssdprof", kind),
         ssdprof_version="0.1.0",
-        subject=ref.repo_id if ref else "ssd",
+        target=ref.repo_id if ref else "ssd",
         model=ref,
         environment=environment(),
         baseline="unfused",
@@ -353,7 +362,7 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
 
 
 def requested(one: Case) -> tuple[str, str, str]:
-    return one.place, one.implementation, str(one.precision)
+    return one.case_key, one.implementation, str(one.precision)
 
 
 def in_calls(found: Report, count: int = 3) -> Report:
@@ -375,15 +384,15 @@ def in_calls(found: Report, count: int = 3) -> Report:
 # --- other kinds
 
 
-def drawn(tokens: str = "1 x 1,024", **fields: Any) -> Drawn:
+def generated(tokens: str = "1 x 1,024", **fields: Any) -> Generated:
     found: dict[str, Any] = {
-        "kind": "drawn",
+        "kind": "generated",
         "dims": dims(),
         "shape": "mamba2-2.7b",
         "shape_words": "80x64, N 128, G 1",
         "sequences": 1,
     }
-    return Drawn(tokens=tokens, **(found | fields))
+    return Generated(tokens=tokens, **(found | fields))
 
 
 def cell(
@@ -399,7 +408,7 @@ def cell(
             "flops": 10**9,
         }
         place: dict[str, Any] = {
-            "task": drawn(f"1 x {seqlen:,}", dims=dims(seqlen)),
+            "task": generated(f"1 x {seqlen:,}", dims=dims(seqlen)),
             "seqlen": seqlen,
             "inputs": "bf16, contiguous",
         }

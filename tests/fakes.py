@@ -14,7 +14,7 @@ from cases import layer
 
 from ssdprof import kernels
 from ssdprof.core.case import Case, LayerCall
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.target import Ceilings
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels import registry
@@ -147,7 +147,7 @@ def entries(
         )
         label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
         case = Case(
-            task=LayerCall(kind="layer", layer=layer(3), dims=SSD.judged.dims(own)),
+            task=LayerCall(kind="layer", layer=layer(3), dims=SSD.oracle.dims(own)),
             batch=1,
             seqlen=40,
             implementation=name,

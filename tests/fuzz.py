@@ -354,8 +354,10 @@ def of_copies(draw: random.Random, file: Path) -> str:
     index, single = file.parent / INDEX, file.parent / "model.safetensors"
     whole = index.read_bytes()
     entries = json.loads(whole)["weight_map"]
+    entries.pop(HEAD)
     shards = {path.name: load_file(path) for path in file.parent.glob("*.safetensors")}
     shapes = {key: weight.shape for weights in shards.values() for key, weight in weights.items()}
+    shapes.pop(HEAD)
     others = sorted(shapes.keys() - shards[file.name].keys())
     ways = ("copies", "moved", "unnamed", "dotted", "single")
     for way in draw.sample(ways, draw.choice((1, 1, 2, 3))):
@@ -392,6 +394,7 @@ def of_copies(draw: random.Random, file: Path) -> str:
         single.unlink(missing_ok=True)
 
 
+HEAD = "lm_head.weight"  # which layers do not need
 WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module._orig_mod.", "inner.", "base.model.")
 
 
@@ -403,7 +406,7 @@ def of_keys(draw: random.Random, file: Path) -> str:
     place = draw.choice(("", "layers.0.", "mixer.", "in_proj."))
     wrapper = draw.choice(WRAPPERS)
     keys = {key: key.replace(place, place + wrapper, 1) for key in weights}
-    lost = draw.sample(sorted(keys), draw.choice((0, 0, 1)))
+    lost = draw.sample(sorted(keys.keys() - {HEAD}), draw.choice((0, 0, 1)))
     for key in lost:
         del keys[key]
     save_file({stored: weights[key] for key, stored in keys.items()}, file, {"format": "pt"})

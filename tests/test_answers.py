@@ -71,7 +71,7 @@ def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
     assert "unfused (relaxed, bf16 states) at 70 tokens: kl:1e-10: " in answer.shown
     assert "GATE FAILED: kl:1e-10: " in answer.err
     report = latest()
-    found = {str(case.precision): kl(case) for case in report.cases if case.judged}
+    found = {str(case.precision): kl(case) for case in report.cases if case.is_gated}
     assert list(found) == ["exact, fp32 states", "relaxed, bf16 states"]  # the default
     assert found["exact, fp32 states"] < 1e-11 < 1e-10 < found["relaxed, bf16 states"]
     noise = [case for case in report.cases if task_of(case, Answers).change]
@@ -146,9 +146,9 @@ def test_what_an_implementation_raises_is_in_its_case(register: Register) -> Non
     register("ssd", "shy", refuse)
     register("ssd", "nan", zeros_over_zeros)
     ending(1, "answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "shy,nan,unfused")
-    judged = [case for case in latest().cases if case.judged]
-    assert [case.result for case in judged] == ["refused", "nonfinite", "passed"]
-    assert judged[0].reason == "not today"
+    gated = [case for case in latest().cases if case.is_gated]
+    assert [case.result for case in gated] == ["refused", "nonfinite", "passed"]
+    assert gated[0].reason == "not today"
 
 
 def test_an_interruption_keeps_what_there_is(register: Register) -> None:
@@ -199,4 +199,4 @@ def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(
     plan = json.loads(passing("answers", str(tmp_path), *words).out)
     elements = sum(one.numel() for one in tiny_models.shared("mamba2").parameters())
     assert plan["weight_bytes"] == item * elements
-    assert [held["bytes"] for held in plan["placement"]["held"].values()] == [item * elements]
+    assert [part["bytes"] for part in plan["placement"]["allocated"].values()] == [item * elements]

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 import ssdprof
 from ssdprof import operators
 from ssdprof.cli import app
-from ssdprof.core.subject import Placement
+from ssdprof.core.target import Placement
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.jobs import options
 from ssdprof.jobs.reading import expand, parse_shapes
-from ssdprof.jobs.subject import captures_of
+from ssdprof.jobs.target import captures_of
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.generate import Tokens
@@ -171,7 +171,7 @@ def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str)
     found = found.changed(
         **{
             "placement": Placement(
-                kind="one-gpu", device="cuda:0", held={}, predicted_peak_bytes=None
+                kind="one-gpu", device="cuda:0", allocated={}, predicted_peak_bytes=None
             )
         }
         | changes

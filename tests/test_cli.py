@@ -60,7 +60,7 @@ def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
 def test_another_run_in_the_same_folder() -> None:
     header: Any = {
         "kind": "bench",
-        "subject": "demo",
+        "target": "demo",
         "environment": collect(),
         "baseline": "unfused",
     }

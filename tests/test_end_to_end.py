@@ -81,7 +81,7 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
     assert len((in_demo_run / "stdout").read_text().splitlines()) <= 24
     assert f"Kept in runs/{report.id}." in (in_demo_run / "stderr").read_text()
     (row,) = json.loads(Answer("runs", "--json").out)
-    assert (row["name"], row["model"]) == (report.id, report.subject)
+    assert (row["name"], row["model"]) == (report.id, report.target)
     assert (row["kind"], row["verdict"], row["state"], row["gpu"]) == (
         "run",
         "passed",

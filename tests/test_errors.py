@@ -4,7 +4,7 @@ from urllib.parse import quote
 
 import pytest
 
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.target import LayerRef
 from ssdprof.errors import BadInputError, harmless, library_message, masked, printable, unreadable
 
 

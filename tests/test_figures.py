@@ -69,13 +69,13 @@ def cells(gpu: str = "h200") -> list[Cell]:
     return recorded.committed(gpu)
 
 
-def cell_of(bench: str, shape: str, tokens: str, drawn: tuple[str, ...] = ()) -> list[Cell]:
+def cell_of(bench: str, shape: str, tokens: str, cell_ways: tuple[str, ...] = ()) -> list[Cell]:
     """Measurements of a cell in benches whose names begin with `bench`."""
     return [
         cell
         for cell in cells()
         if cell.bench.name.startswith(bench)
-        and (cell.one.shape, cell.one.tokens, cell.one.drawn) == (shape, tokens, drawn)
+        and (cell.one.shape, cell.one.tokens, cell.one.ways) == (shape, tokens, cell_ways)
     ]
 
 
@@ -119,13 +119,13 @@ def test_the_speeds_of_the_readme() -> None:
     for row in table_with("../README.md", *columns):
         tokens, _, quarter = row["sequences x tokens"].partition(", a quarter")
         tokens, slow, _ = tokens.partition(", every head slow")
-        drawn = ("quarter-ungated",) if quarter else ("slow",) if slow else ()
-        place = (row["operator, model"].split(", ")[1], tokens, drawn)
+        cell_ways = ("quarter-ungated",) if quarter else ("slow",) if slow else ()
+        place = (row["operator, model"].split(", ")[1], tokens, cell_ways)
         for head, names in ((head, names) for head, names in columns.items() if row[head] != "-"):
             found = (
                 case.over[name].device[0]
                 for cell in newest
-                if (cell.one.shape, cell.one.tokens, cell.one.drawn) == place
+                if (cell.one.shape, cell.one.tokens, cell.one.ways) == place
                 and not cell.bench.fixed
                 for name in names
                 if cell.one.dtype == ("fp16" if name == "published" else "bf16")
@@ -135,7 +135,7 @@ def test_the_speeds_of_the_readme() -> None:
 
 
 DELTA, KDA = "kernels.md", {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
-DRAWN = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}
+CELL_WAYS = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}
 # a document, a heading that one of its tables alone has, the bench, and of columns the
 # implementation; a ratio is over the fastest of the libraries
 TIMES: list[tuple[str, str, str, dict[str, str], str]] = [
@@ -146,7 +146,7 @@ TIMES: list[tuple[str, str, str, dict[str, str], str]] = [
         {"fused": "fused", "unfused": "unfused", "fla 0.6.0": "fla"},
         "over fla",
     ),
-    (DELTA, "FlashQLA 0.1.3", "gdn-rivals", {"fused": "fused", **LIBRARIES}, "over the fastest"),
+    (DELTA, "FlashQLA 0.1.3", "gdn-libraries", {"fused": "fused", **LIBRARIES}, "over the fastest"),
     (
         DELTA,
         "over FlashInfer",
@@ -179,11 +179,11 @@ def test_the_times_of_gated_delta_rules() -> None:
             tokens, _, quarter = row.get("tokens", row.get("sequences x tokens", "")).partition(
                 ", a quarter"
             )
-            drawn = ("quarter-ungated",) if quarter else DRAWN.get(row.get("gates", ""), ())
+            cell_ways = ("quarter-ungated",) if quarter else CELL_WAYS.get(row.get("gates", ""), ())
             right = [
                 cell
                 for bench, columns, head in ways
-                for cell in cell_of(bench, (SHAPES | KDA)[row["heads"]], tokens, drawn)
+                for cell in cell_of(bench, (SHAPES | KDA)[row["heads"]], tokens, cell_ways)
                 if microseconds(cell, row, columns)
                 and over(cell, row, head, tuple({*columns.values()} - {"fused", "unfused"}))
             ]
@@ -276,7 +276,11 @@ def figures(document: str) -> set[str]:
 
 
 def ratios(
-    bench: str, baseline: str, tokens: str = ".*", variant: str = "", drawn: tuple[str, ...] = ()
+    bench: str,
+    baseline: str,
+    tokens: str = ".*",
+    variant: str = "",
+    cell_ways: tuple[str, ...] = (),
 ) -> list[float]:
     """Of the exact fused kernel over another implementation, in the cells of benches whose names
     begin so.
@@ -286,7 +290,7 @@ def ratios(
         case, us = cell.fastest("fused exact"), device_us(cell, baseline)
         usual = (
             cell.bench.name.startswith(bench)
-            and cell.one.drawn == drawn
+            and cell.one.ways == cell_ways
             and re.fullmatch(tokens, cell.one.tokens)
         )
         if usual and us and case and variant in ("", case.variant):

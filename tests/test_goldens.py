@@ -148,17 +148,19 @@ def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
 
 def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     """Replaces what needs a GPU by functions that return stored reports."""
-    of: dict[str, Any] = {"task": cases.drawn(), "baseline": "committed", "variant": "hopper"}
+    of: dict[str, Any] = {"task": cases.generated(), "baseline": "committed", "variant": "hopper"}
     broken = cases.failed(cases.case("ring 5", **of), "failed")
     faster = cases.case("ring 2", **of, samples=cases.timed(90.9, 100.0))
     committed = cases.case(
         "committed", **of | {"baseline": "", "plan": "segment 4"}, samples=cases.timed(100.0, 110.0)
     )
-    left = LeftOut(place="4x16x16x1, bf16, 1 x 40, exact", reason="the budget of 150 s was spent")
+    left = LeftOut(
+        case_key="4x16x16x1, bf16, 1 x 40, exact", reason="the budget of 150 s was spent"
+    )
     found = cases.of_cases(
         "tune",
         (committed, faster, broken),
-        subject="ssd",
+        target="ssd",
         model=None,
         baseline="committed",
         left_out=(left,),

@@ -12,7 +12,7 @@ import pytest
 from minihub import TOKEN, MiniHub
 
 from ssdprof.checkpoint.names import DEMO_FOLDERS
-from ssdprof.core.subject import CheckpointRef
+from ssdprof.core.target import CheckpointRef
 from ssdprof.store import reports
 
 DEMO = DEMO_FOLDERS["demo"]

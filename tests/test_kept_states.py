@@ -181,7 +181,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     )
     assert shape
     cell = Cell(
-        shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, drawn=("pool",) * pool
+        shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, ways=("pool",) * pool
     )
     inputs = found.generated.draw(cell, torch.device("cpu"))
     planted: dict[str, Callable[[Any], Any]] = {
@@ -205,10 +205,10 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
         )
         output, fields = call.first_run()
         assert output is not None, fields
-        judged = compare(inputs, {"": Candidate(output=output, precision=Precision(), cuts=False)})[
-            ""
-        ]
-        assert any(part.reason for part in judged) == (one.name in planted), one.name
+        accuracies = compare(
+            inputs, {"": Candidate(output=output, precision=Precision(), cuts=False)}
+        )[""]
+        assert any(part.reason for part in accuracies) == (one.name in planted), one.name
         assert fields["plan"].startswith("copies of states out of the pool; ") == (
             pool and not one.pools
         )

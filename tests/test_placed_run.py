@@ -11,7 +11,7 @@ from ssdprof.core.outcome import Outcome
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Chooser
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 from ssdprof.report import html
 from ssdprof.store import reports
 
@@ -22,8 +22,8 @@ PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = ServedModelOptions(model="demo", seqlens=(24,))
-    subject = find(request)
-    free = Chooser(subject).least_beside() + int(0.6 * subject.weight_bytes)
+    target = find(request)
+    free = Chooser(target).least_beside() + int(0.6 * target.weight_bytes)
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
 
 
@@ -45,7 +45,7 @@ def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
     assert report.placement is not None
     assert (report.placement.kind, report.placement.device) == ("disk-offload", "cpu")
     assert report.placement.bytes_per_s is not None
-    streamed = report.placement.held["disk"].layers
+    streamed = report.placement.allocated["disk"].layers
     assert any(f"layer by layer ({streamed} from the disk)" in note for note in report.remarks)
     assert "layer by layer" in html.render(report)
     planned = json.loads(Answer(*PLAIN, "--dry-run", "--json").out)

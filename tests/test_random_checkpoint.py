@@ -17,10 +17,10 @@ from random_models import GRANITE_SMALL, MODELS, Mamba2
 from transformers import AutoModelForCausalLM
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import KNOWN
-from ssdprof.core.subject import CheckpointRef, Prompt
+from ssdprof.core.target import CheckpointRef, Prompt
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.store.header import draft
 
@@ -44,7 +44,7 @@ NARROW = {
 def notes_of(ref: CheckpointRef) -> tuple[str, ...]:
     header = draft(
         kind="run",
-        subject="m",
+        target="m",
         model=ref,
         environment=environment(),
         prompts=(PROMPT,),

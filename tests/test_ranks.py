@@ -21,7 +21,7 @@ from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.run import check
-from ssdprof.jobs.subject import find_to_replay
+from ssdprof.jobs.target import find_to_replay
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.store import reports
 from ssdprof.store.ranks import Ranks, started
@@ -175,7 +175,7 @@ def test_two_ranks_write_the_bench_of_one_process(
         "2x40",
     )
     one, two = ran(tmp_path, *words, program=(str(TESTS / "bench_without_gpu.py"),))
-    assert len({case.place for case in one.cases}) == 4
+    assert len({case.case_key for case in one.cases}) == 4
     assert all(case.samples for case in (*one.cases, *two.cases))
     assert same(one, *MEASURED) == same(two, *MEASURED)
 

@@ -12,7 +12,7 @@ import pytest
 import record_placement
 from random_models import GRANITE_SMALL, MODELS, Mamba2
 
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 
 TINY = replace(
     GRANITE_SMALL,
@@ -32,17 +32,17 @@ TINY = replace(
 def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, record_placement.MODEL, TINY)
     record_placement.write_checkpoint(record_placement.MODEL, tmp_path, 1, 0, "cpu")
-    subject = find(record_placement.request_of(tmp_path, 64, "one-gpu"))
+    target = find(record_placement.request_of(tmp_path, 64, "one-gpu"))
     captures: record_placement.Captures = []
-    assert record_placement.measure(subject, captures)["layers_compared"] == 0
+    assert record_placement.measure(target, captures)["layers_compared"] == 0
     captures[0]["x"][0, 3, 2, 1] += 1
-    measured = record_placement.measure(subject, captures)
+    measured = record_placement.measure(target, captures)
     assert measured["differing"] == ["model.layers.0.mamba x"]
     assert record_placement.failures({"disk-offload": measured}) == [
         "disk-offload: differs in model.layers.0.mamba x"
     ]
     captures[0]["x"][0, 3, 2, 1] -= 1
-    measured = record_placement.measure(subject, [*captures, captures[0]])
+    measured = record_placement.measure(target, [*captures, captures[0]])
     assert measured["differing"] == ["a layer that is missing"]
 
 

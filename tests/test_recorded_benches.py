@@ -26,7 +26,7 @@ DONE = cases.bench(*cases.cell(1024), *cases.cell(4096), baseline="fla", matched
 
 def test_a_line_has_the_numbers_of_its_case() -> None:
     first, second = recorded.recorded("b", DONE)
-    assert (first.bench.peers, first.bench.state, first.bench.baseline) == (
+    assert (first.bench.libraries, first.bench.state, first.bench.baseline) == (
         {"fla": "0.4"},
         "complete",
         "fla",

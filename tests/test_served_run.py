@@ -14,7 +14,7 @@ from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import intermediates_of
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.subject import LayerCapture, Serving
+from ssdprof.core.target import LayerCapture, Serving
 from ssdprof.jobs import limits, replay
 from ssdprof.store import reports
 

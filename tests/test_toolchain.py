@@ -31,7 +31,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.run import capture
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 from ssdprof.progress import Watcher
 
 

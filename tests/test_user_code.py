@@ -117,7 +117,7 @@ def work(*_):
     unfused, own = cases.case("unfused"), cases.case("k:f", kind="own")
     requested = tuple(map(cases.requested, (unfused, own)))
     checkpoint, here = cases.checkpoint(), cases.environment()
-    header = dict(kind="run", subject="m", model=checkpoint, environment=here, baseline="unfused")
+    header = dict(kind="run", target="m", model=checkpoint, environment=here, baseline="unfused")
     with opened(Path("out"), Watcher(), **header, requested=requested) as writer:
         writer.case(unfused)
         child.tell("case " + own.model_dump_json(exclude_defaults=True))

@@ -1,7 +1,7 @@
 """Tiny random models of every supported family, for tests of capture and checkpoint.
 
-Each has several operator layers, and the hybrids at least one attention layer.  Weights are drawn
-so that the operator
+Each has several operator layers, and the hybrids at least one attention layer.  Weights are
+generated so that the operator
 does real work: decays spread over several decades, dt neither 0 nor saturated, projections that are
 not almost 0.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from ssdprof.core.subject import CheckpointRef, LayerRef
+from ssdprof.core.target import CheckpointRef, LayerRef
 
 VOCAB = 128
 CHUNK = 32

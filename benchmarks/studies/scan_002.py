@@ -54,7 +54,7 @@ from ssdprof.stalls.read import RawKernel
 BATCH, HEADS = 4, 16
 DIMS, CHUNKS, RANKS, RANK_CHUNKS = (64, 128), (8, 16, 32, 64, 128), (1, 2, 4, 8, 16), 64
 BASELINE, PROPOSED, NOT_AHEAD = "read back", "registers", "registers, no loads ahead"
-PEER = "mamba_ssm's state pass"
+LIBRARY = "mamba_ssm's state pass"
 PRODUCTS = ("columns", "tensor cores")
 ROUNDED = (PROPOSED, NOT_AHEAD, "chained", "one launch a chunk")
 OTHERS = (
@@ -65,7 +65,7 @@ OTHERS = (
     "registers, a row a program",
     "registers, a head a program",
     "registers, fp32",
-    PEER,
+    LIBRARY,
 )
 MOST_WATCHED_LAUNCHES = 32  # per call: ncu replays each a dozen times
 NCU_SECONDS, CELL_SECONDS = 40, 0.8
@@ -164,7 +164,7 @@ class StatePassing(Study[Cell]):
         self.with_ncu = with_ncu
         self.watched: list[dict[str, Any]] = []
         self.more["counters"] = []
-        self.peer = self.library(PEER, MambaSsm)
+        self.mamba_ssm = self.library(LIBRARY, MambaSsm)
 
     def run(self) -> None:
         reserved = NCU_SECONDS if self.with_ncu else 0
@@ -221,9 +221,9 @@ class StatePassing(Study[Cell]):
         runs: dict[str, Callable[[], torch.Tensor]] = {
             name: partial(kernels[name], inputs) for name in outputs
         }
-        run, known = self.peer_call(cell, inputs)
-        facts |= {PEER: known} if known else {}
-        runs |= {PEER: run} if run else {}
+        run, known = self.library_call(cell, inputs)
+        facts |= {LIBRARY: known} if known else {}
+        runs |= {LIBRARY: run} if run else {}
         firsts = {name: run() for name, run in runs.items()}
 
         def changed(name: str, out: torch.Tensor) -> str:
@@ -236,29 +236,29 @@ class StatePassing(Study[Cell]):
                 {**cell, "contender": name, **times.get(name, {}), **own, "floor_us": floor_us}
             )
 
-    def peer_call(
+    def library_call(
         self, cell: Cell, inputs: InterChunkInputs
     ) -> tuple[Callable[[], torch.Tensor] | None, dict[str, Any]]:
         """A call on the same states, with one decay for each chunk and head, and facts about it.
 
         None if the library is missing, wrong, or raises an error; the others continue.
         """
-        if self.peer is None or cell["rank"]:
+        if self.mamba_ssm is None or cell["rank"]:
             return None, {}
         own = replace(inputs, decay=inputs.decay[..., :1].expand_as(inputs.decay))
         try:
-            self.peer.run(own)  # tunes itself
+            self.mamba_ssm.run(own)  # tunes itself
             with recorded_launches() as launches, counted_launches() as launched:
-                out = self.peer.run(own)
+                out = self.mamba_ssm.run(own)
         except Exception as error:
-            refuse_if_lost(self.timer.device, PEER, error)
-            self.missing[f"{PEER} at {cell}"] = first_line(error)
+            refuse_if_lost(self.timer.device, LIBRARY, error)
+            self.missing[f"{LIBRARY} at {cell}"] = first_line(error)
             return None, {}
         known = facts_of(launches[0], len(launched), judge(own), out)
         if known["excess"] > 1:
-            self.missing[f"{PEER} at {cell}"] = "its output is not right"
+            self.missing[f"{LIBRARY} at {cell}"] = "its output is not right"
             return None, known
-        return self.peer.call(own), known
+        return self.mamba_ssm.call(own), known
 
     def watch(self, cell: Cell, name: str, kernels: list[str]) -> None:
         """Adds a call for ncu: every contender at one size, those of the criteria at their

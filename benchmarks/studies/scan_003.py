@@ -57,7 +57,7 @@ CLOCKS = ("warm", "device", "call", "kernel")  # warm, kernel: the source's; dev
 BYTES_PER_POSITION = 392  # per head: from the source's GB/s and milliseconds
 PEER_CHUNK = 256  # mamba_ssm's default
 MOST_RMS_ERROR = 0.02  # five roundings to bf16: mamba_ssm's products take bf16 operands
-SEQUENTIAL, NO_STATES, PEER, LOOP = (
+SEQUENTIAL, NO_STATES, LIBRARY, LOOP = (
     "sequential",
     "parallel, BLOCK_T 128, no states",
     "mamba_ssm",
@@ -90,7 +90,7 @@ def tile(block_t: int, warps: int = PARALLEL.num_warps) -> str:
     )
 
 
-KERNEL_TIMED = (tile(64), tile(128), PEER)  # the profiler takes long to start
+KERNEL_TIMED = (tile(64), tile(128), LIBRARY)  # the profiler takes long to start
 
 
 def _parallel(
@@ -173,7 +173,7 @@ class SelectiveScan(Study[Cell]):
     def __init__(self, budget: float, folder: Path) -> None:
         super().__init__(budget, folder)
         self.launches: dict[tuple[str, str], dict[str, Any]] = {}
-        self.peer = self.library(PEER, MambaSsm)
+        self.mamba_ssm = self.library(LIBRARY, MambaSsm)
 
     def run(self) -> None:
         self.measure_all(cells(), words, seconds=2 * CELL_SECONDS)
@@ -193,7 +193,7 @@ class SelectiveScan(Study[Cell]):
         outputs = {name: run() for name, run in runs.items()}
 
         def changed(name: str, found: Found) -> str:
-            if name == PEER:  # its gradients are sums in a varying order
+            if name == LIBRARY:  # its gradients are sums in a varying order
                 return (
                     ""
                     if all(bool(tensor.isfinite().all()) for tensor in found.values())
@@ -268,25 +268,25 @@ class SelectiveScan(Study[Cell]):
             facts[SEQUENTIAL]["kept_bytes"] = entering.nbytes
             facts[tile(128)]["kept_bytes"] = 0 if states is None else states.nbytes
         del exact
-        if self.peer and cell[0] != "tiles":
-            run = self.peer.call(layer, dy)
+        if self.mamba_ssm and cell[0] != "tiles":
+            run = self.mamba_ssm.call(layer, dy)
             try:
                 run()  # compiles and tunes itself
                 with counted_launches() as launched:
                     found = run()
-                facts[PEER] = {"launches": len(launched)}
+                facts[LIBRARY] = {"launches": len(launched)}
             except Exception as error:  # any error of the library; the others continue
-                refuse_if_lost(self.timer.device, PEER, error)
-                self.missing[f"{PEER}, {words(cell)}"] = first_line(error)
+                refuse_if_lost(self.timer.device, LIBRARY, error)
+                self.missing[f"{LIBRARY}, {words(cell)}"] = first_line(error)
                 return runs, facts
             errors = judge(
                 layer.scan_inputs(torch.float64), None if dy is None else dy.double()
             ).rms_errors(found)
-            facts[PEER]["rms_error"] = max(errors.values())
-            if facts[PEER]["rms_error"] <= MOST_RMS_ERROR:
-                runs[PEER] = run
+            facts[LIBRARY]["rms_error"] = max(errors.values())
+            if facts[LIBRARY]["rms_error"] <= MOST_RMS_ERROR:
+                runs[LIBRARY] = run
             else:
-                self.missing[f"{PEER}, {words(cell)}"] = f"its errors are {errors}"
+                self.missing[f"{LIBRARY}, {words(cell)}"] = f"its errors are {errors}"
         return runs, facts
 
 
@@ -348,11 +348,11 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
                 values[f"{clock}_{name}"] = times[0] / times[1]
 
     for length in FORWARD_LENGTHS:
-        peer, seq, t64, t128 = (
-            ("forward", length, name) for name in (PEER, SEQUENTIAL, tile(64), tile(128))
+        library, seq, t64, t128 = (
+            ("forward", length, name) for name in (LIBRARY, SEQUENTIAL, tile(64), tile(128))
         )
-        ratio(f"speedup_l{length}", peer, t64)
-        ratio(f"speedup_t128_l{length}", peer, t128)
+        ratio(f"speedup_l{length}", library, t64)
+        ratio(f"speedup_t128_l{length}", library, t128)
         ratio(f"sequential_by_parallel_l{length}", seq, t64)
         for clock in CLOCKS:
             if time_us := us(clock, *t64):
@@ -361,15 +361,15 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
                 if copy_gb_per_s:
                     values[f"{clock}_copy_share_pct_l{length}"] = 100 * rate / copy_gb_per_s
     for length in BOTH_LENGTHS:
-        peer, seq, t128 = (
-            ("forward and backward", length, name) for name in (PEER, SEQUENTIAL, tile(128))
+        library, seq, t128 = (
+            ("forward and backward", length, name) for name in (LIBRARY, SEQUENTIAL, tile(128))
         )
-        ratio(f"both_speedup_l{length}", peer, t128)
+        ratio(f"both_speedup_l{length}", library, t128)
         ratio(f"both_sequential_by_parallel_l{length}", seq, t128)
         # the backward pass alone: the time of both minus that of the forward pass
         for clock in CLOCKS:
             alone = {}
-            for name, contender in (("parallel", tile(128)), ("peer", PEER)):
+            for name, contender in (("parallel", tile(128)), ("library", LIBRARY)):
                 both, forward = (
                     us(clock, one, length, contender) for one in ("forward and backward", "forward")
                 )
@@ -377,8 +377,8 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
                     alone[name] = both - forward
                     values[f"{clock}_{name}_backward_by_forward_l{length}"] = alone[name] / forward
             if len(alone) == 2:
-                values[f"{clock}_backward_speedup_l{length}"] = alone["peer"] / alone["parallel"]
-    for name, contender in (("peer", PEER), ("parallel", tile(64))):
+                values[f"{clock}_backward_speedup_l{length}"] = alone["library"] / alone["parallel"]
+    for name, contender in (("library", LIBRARY), ("parallel", tile(64))):
         ratio(f"{name}_2048_by_512", ("forward", 2048, contender), ("forward", 512, contender))
     ratio(
         "both_8192_by_2048",
@@ -389,9 +389,9 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
         spills = of.get(("tiles", TILES_LENGTH, tile(t)), {}).get("spills")
         if spills is not None:
             values[f"spills_t{t}"] = float(spills)
-    launches = of.get(("forward", 2048, PEER), {}).get("launches")
+    launches = of.get(("forward", 2048, LIBRARY), {}).get("launches")
     if launches:
-        values["peer_launches"] = float(launches)
+        values["library_launches"] = float(launches)
     kept = [
         of.get(("forward", 2048, name), {}).get("kept_bytes") for name in (SEQUENTIAL, tile(128))
     ]

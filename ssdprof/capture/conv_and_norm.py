@@ -13,12 +13,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from ssdprof.checkpoint.meta import Mixer
+from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
 
@@ -62,8 +63,8 @@ def norm_form(module: nn.Module) -> dict[str, Any] | None:
         for group_size in dict.fromkeys(sizes):
             for norm_first in (False, True):
                 form = {"group_size": group_size, "norm_first": norm_first, "eps": eps}
-                found = gated_rms_norm(x, gate, weight, **form).float()
-                if float((found - expected).norm()) <= tolerance * float(expected.norm()):
+                bundled = gated_rms_norm(x, gate, weight, **form).float()
+                if float((bundled - expected).norm()) <= tolerance * float(expected.norm()):
                     return form
     return None
 
@@ -76,9 +77,10 @@ class ConvAndNorm:
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
         self._namespaces = {id(mixer.namespace): mixer.namespace for mixer in mixers}.values()
-        found = [(module, norm_form(module)) for mixer in mixers for module in gated_norms(mixer)]
-        self._norms = [(module, form) for module, form in found if form is not None]
-        left = len(found) - len(self._norms)
+        norms = list(chain.from_iterable(map(gated_norms, mixers)))
+        forms = [(module, norm_form(module)) for module in norms]
+        self._norms = [(module, form) for module, form in forms if form is not None]
+        left = len(norms) - len(self._norms)
         without = [namespace for namespace in self._namespaces if CONVOLUTION not in namespace]
         self.left_to_model = (
             *(["the convolution"] if without else []),
@@ -108,7 +110,7 @@ def _convolve(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **others: Any,
+    **others: object,
 ) -> torch.Tensor:
     """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's
     kernels read it.

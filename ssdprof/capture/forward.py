@@ -8,15 +8,18 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
-from ssdprof.checkpoint.meta import Mixer
-from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
+from ssdprof.checkpoint.mixers import Mixer
+from ssdprof.core.target import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
@@ -28,7 +31,7 @@ _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 @contextmanager
-def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+def attention(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> Iterator[None]:
     """While the context is open, `model` (a transformers model) attends by `attend`, with no mask
     built for it.
     """
@@ -65,11 +68,8 @@ def _attend(
     for name in _NOT_CAUSAL_ALONE:
         if extra.get(name) is not None:
             raise BadInputError(
-                (
-                    f"{type(module).__name__} attends with {name}: such a model takes its prompt "
-                    "in "
-                    "one piece only."
-                ),
+                f"{type(module).__name__} attends with {name}: such a model takes its prompt in "
+                "one piece only.",
                 "Use a shorter --seq.",
             )
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -87,7 +87,7 @@ def _attend(
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
-def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
+def counting_cache(model: PreTrainedModel, seen: Sequence[int]) -> Any | None:
     """An empty cache for `model` with `seen[0]` tokens, or None when it has an attention layer and
     makes a fitting one.
 
@@ -107,7 +107,7 @@ def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
     return cache
 
 
-def cache_name(model: Any) -> str:
+def cache_name(model: PreTrainedModel) -> str:
     """The argument that takes the cache, and the field of the output that returns it, of a
     transformers `model`.
     """
@@ -122,7 +122,7 @@ def cache_name(model: Any) -> str:
 Feed = Callable[[torch.Tensor], torch.Tensor]
 
 
-def feeding(model: Any, *, cached: bool) -> Feed:
+def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     """Feeds tokens to a model, and returns its first output.  cached: each call continues the
     previous one.
 
@@ -152,23 +152,18 @@ def feeding(model: Any, *, cached: bool) -> Feed:
     return feed
 
 
-def prefill(
-    model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False
-) -> torch.Tensor:
+def prefill(model: PreTrainedModel, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
     last hidden state of the last segment, or, of a model with a language-model head, the logits of
-    its last position.
-
-    keeps_cache: fill the cache also if the prompt is one piece, as for generating tokens
-    afterwards.
+    its last position.  Fills the cache, as for generating tokens afterwards.
     """
-    with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
+    with prefilled(model, ids, segment_length, goes_on=True) as (last, _):
         return last
 
 
 @contextmanager
 def prefilled(
-    model: Any, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
+    model: PreTrainedModel, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
 ) -> Iterator[tuple[torch.Tensor, Feed]]:
     """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context
     if it `goes_on`.
@@ -198,7 +193,7 @@ def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Te
     return torch.cat(tokens, 1)
 
 
-def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
+def greedy(model: PreTrainedModel, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
     """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
     in eval mode.
     """
@@ -218,7 +213,7 @@ class PromptRun:
     head: logits of hidden states, for decode steps.
     """
 
-    model: Any
+    model: PreTrainedModel
     ids: torch.Tensor
     segment_length: int
     mixers: tuple[Mixer, ...]
@@ -230,14 +225,13 @@ class PromptRun:
     @property
     def wanted(self) -> dict[int, LayerRef]:
         """`layers` by decoder index.  Raises BadInputError for a layer that no mixer has."""
-        found = {mixer.layer_index: mixer.operator for mixer in self.mixers}
+        operator_of = {mixer.layer_index: mixer.operator for mixer in self.mixers}
         for layer in self.layers:
-            if found.get(layer.index) != layer.operator:
+            if operator_of.get(layer.index) != layer.operator:
                 raise BadInputError(
                     f"Layer {layer.index} of this {self.model_type} model has "
-                    f"{found.get(layer.index, 'no operator')}, not {layer.operator}; operators "
-                    "are in "
-                    f"{', '.join(map(str, found))}."
+                    f"{operator_of.get(layer.index, 'no operator')}, not {layer.operator}; "
+                    f"operators are in {', '.join(map(str, operator_of))}."
                 )
         return {layer.index: layer for layer in self.layers}
 
@@ -254,15 +248,15 @@ class PromptRun:
             return ""
         return (
             f"The {len(self.serving.packed)} packed sequences went through the model one by one, "
-            "and the inputs of its "
-            "operators were concatenated, so that nothing passes from one to the next."
+            "and the inputs of its operators were concatenated, so that nothing passes from one to "
+            "the next."
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
         """The captured calls of one layer's operator: decode steps, or the others."""
-        found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
+        calls = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
         return tuple(
-            call for call in found if (call is not None and call.kind == "decode") is decode
+            call for call in calls if (call is not None and call.kind == "decode") is decode
         )
 
     def run(
@@ -294,11 +288,8 @@ class PromptRun:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
-                (
-                    f"{self.model.device} ran out of memory with segments of "
-                    f"{self.segment_length:,} "
-                    f"tokens: {error}"
-                ),
+                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} "
+                f"tokens: {error}",
                 "Use a shorter --seq, or --layers first:N with fewer layers.",
             ) from error
         except Exception as error:
@@ -306,10 +297,8 @@ class PromptRun:
                 raise
             raise BadInputError(
                 f"This {self.model_type} model does not run: {library_message(error)}.",
-                (
-                    "Its config is damaged, or the checkpoint is newer than the installed "
-                    "transformers."
-                ),
+                "Its config is damaged, or the checkpoint is newer than the installed "
+                "transformers.",
             ) from error
         self._check(count)
         return count["calls"]
@@ -331,26 +320,22 @@ class PromptRun:
         if count["steps"] > steps:
             raise BadInputError(
                 f"With segments of {self.segment_length} this {self.model_type} model got single "
-                "tokens, which it "
-                "computes by another function than its operator.",
+                "tokens, which it computes by another function than its operator.",
                 "Use --segment 2 or longer segments.",
             )
         expected = len(self.mixers) * self.segments
         if count["calls"] != expected:
             raise BadInputError(
                 f"This {self.model_type} model made {count['calls']} operator calls where "
-                f"{len(self.mixers)} layers "
-                f"and {self.segments} segments make {expected}: part of it bypasses its "
-                "operator, and a capture would "
-                "be incomplete.",
+                f"{len(self.mixers)} layers and {self.segments} segments make {expected}: part of "
+                "it bypasses its operator, and a capture would be incomplete.",
                 "Load the model without use_kernels, in eval mode.",
             )
         if count["steps"] < steps:
             raise BadInputError(
                 f"This {self.model_type} model computed {count['steps']} steps where "
-                f"{len(self.mixers)} layers and "
-                f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that "
-                "cannot be captured.",
+                f"{len(self.mixers)} layers and {self.serving.decode} generated tokens make "
+                f"{steps}: it decodes in a way that cannot be captured.",
                 "Leave out --decode.",
             )
 
@@ -366,10 +351,8 @@ def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise BadInputError(
-            (
-                f"The prompt has token id {high if high >= vocabulary else low}; the model's "
-                f"vocabulary has {vocabulary}."
-            ),
+            f"The prompt has token id {high if high >= vocabulary else low}; the model's "
+            f"vocabulary has {vocabulary}.",
             "The tokenizer is not this model's: name the right one with --tokenizer.",
         )
 
@@ -387,9 +370,11 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """
     pieces: list[torch.Tensor] = []  # one for each segment
-    hook = prompt.model.register_forward_hook(
-        lambda _module, _args, output: pieces.append(output[0])
-    )
+
+    def keep(_module: object, _arguments: object, output: Sequence[torch.Tensor]) -> None:
+        pieces.append(output[0])
+
+    hook = prompt.model.register_forward_hook(keep)
     try:
         prompt.run(handler)
     finally:
@@ -397,7 +382,7 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+def logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n,
     hidden).
 
@@ -406,8 +391,8 @@ def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     with torch.no_grad(), _decoded(model.base_model, hidden):
-        found: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
-    return found
+        scores: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
+    return scores
 
 
 class _Output:
@@ -424,15 +409,19 @@ class _Output:
 
 
 @contextmanager
-def _decoded(base: Any, hidden: torch.Tensor) -> Iterator[None]:
+def _decoded(base: PreTrainedModel, hidden: torch.Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
     # of a model whose weights are in several places; else its class has the only one
-    own = vars(base).get("forward")
-    base.forward = lambda *_args, **_kwargs: _Output(hidden)
+    replaced = vars(base).get("forward")
+
+    def forward(*_args: object, **_kwargs: object) -> _Output:
+        return _Output(hidden)
+
+    base.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if replaced is None:
             del base.forward
         else:
-            base.forward = own
+            base.forward = replaced

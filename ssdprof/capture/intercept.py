@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from ssdprof import operators
-from ssdprof.checkpoint.meta import Mixer
+from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Operator
@@ -66,7 +66,7 @@ def intercept(
     started: list[Mixer] = []  # the mixer that runs and has not yet called its operator
 
     def entering(mixer: Mixer) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             started[:] = [mixer]
 
         return enter
@@ -102,14 +102,14 @@ def intercept(
             restore.callback(mixer.module.register_forward_pre_hook(entering(mixer)).remove)
         for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
             namespace, step = mixer.namespace, operators.get(mixer.operator).binding.step
-            found = {
+            replaced = {
                 mixer.function: partial(call_handler, mixer.function, namespace[mixer.function])
             }
             if step in namespace:
-                found[step] = partial(call_step, namespace[step])
-            for name, wrapped in found.items():
+                replaced[step] = partial(call_step, namespace[step])
+            for name, replacement in replaced.items():
                 restore.callback(namespace.__setitem__, name, namespace[name])
-                namespace[name] = wrapped
+                namespace[name] = replacement
         yield count
 
 
@@ -148,7 +148,7 @@ def bind(
             mixer,
             operator,
             *binder(mixer.module, *args, **kwargs),
-            lambda: original(*args, **kwargs),
+            partial(original, *args, **kwargs),
         )
     except (ValueError, TypeError) as error:
         raise BadInputError(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,14 +25,17 @@ from torch import nn
 from ssdprof import operators
 from ssdprof.capture.forward import Head, PromptRun, check_ids
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.checkpoint.meta import Mixer, find_mixers
-from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
+from ssdprof.checkpoint.mixers import Mixer, find_mixers
+from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.core.words import size_words
 from ssdprof.environment.child import started
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ OnLayer = Callable[[CapturedLayer], object]
 
 
 def capture_layers(
-    model: Any,
+    model: PreTrainedModel,
     ids: torch.Tensor,
     layers: Sequence[LayerRef],
     *,
@@ -133,10 +136,13 @@ def _passing_on(
             return
         # A copy, where the model begins: what the model does next may overwrite it, and may be on
         # another GPU.
-        inputs, given = token_major(call.inputs, prompt.ids.device), strides(call.inputs)
         on_layer(
             CapturedLayer(
-                layer=layer, inputs=inputs, model_strides=given, remark=call.remark, call=which
+                layer=layer,
+                inputs=token_major(call.inputs, prompt.ids.device),
+                model_strides=strides(call.inputs),
+                remark=call.remark,
+                call=which,
             )
         )
 
@@ -198,9 +204,8 @@ def _groups(
         if size > budget:
             raise MissingCapabilityError(
                 f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens take "
-                f"{size_words(size)}, which "
-                "does not fit in main memory, and the disk of the temporary folder has room for "
-                f"{size_words(budget)}.",
+                f"{size_words(size)}, which does not fit in main memory, and the disk of the "
+                f"temporary folder has room for {size_words(budget)}.",
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             )
         if used + size > budget:
@@ -222,7 +227,7 @@ def gates(mixer: nn.Module) -> int:
     """Heads with a gate: the numbers in A_log, which of Kimi Delta Attention a module inside the
     mixer has.
     """
-    return next(one.numel() for name, one in mixer.named_parameters() if name.endswith("A_log"))
+    return next(gate.numel() for name, gate in mixer.named_parameters() if name.endswith("A_log"))
 
 
 def conv_width(mixer: nn.Module) -> int:
@@ -240,10 +245,10 @@ def strides(inputs: Inputs) -> dict[str, tuple[int, ...]]:
 
 def token_major(inputs: Inputs, device: torch.device | None = None) -> Inputs:
     """A copy of `inputs` in token-major layout, on its own device or on another."""
-    tensor = next(iter(inputs.tensors.values()))
-    buffer = PromptBuffer(inputs, tensor.shape[1], device or tensor.device)
+    device = device or inputs.device
+    buffer = PromptBuffer(inputs, inputs.length, device)
     buffer.write(inputs, 0)
-    return buffer.inputs(device or tensor.device)
+    return buffer.inputs(device)
 
 
 class PromptBuffer:
@@ -261,30 +266,30 @@ class PromptBuffer:
         self, first: Inputs, seqlen: int, device: torch.device, *, on_disk: bool = False
     ) -> None:
         binding = operators.get(first.operator).binding
-        given = first.tensors
-        if "cu_seqlens" in given and given[binding.views[0]].shape[1] != seqlen:
+        tensors = first.tensors
+        if "cu_seqlens" in tensors and first.length != seqlen:
             raise BadInputError(
                 "The model packs sequences (cu_seqlens), which cannot be captured in segments.",
                 "Give --segment the length of the whole prompt.",
             )
-        views = {name: given[name] for name in binding.views}
-        one = next(iter(views.values()))
-        batch, dtype = one.shape[0], one.dtype
+        views = {name: tensors[name] for name in binding.views}
+        view = next(iter(views.values()))
+        batch, dtype = view.shape[0], view.dtype
         self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
         conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
         room = _mapped if on_disk else partial(torch.empty, device=device)
         self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
         self._per_position = {
-            name: room((batch, seqlen, *given[name].shape[2:]), dtype=given[name].dtype)
+            name: room((batch, seqlen, *tensors[name].shape[2:]), dtype=tensors[name].dtype)
             for name in binding.per_position
-            if name in given
+            if name in tensors
         }
         positioned = {*views, *self._per_position}
         self._static = {
             # A copy: the state before the prompt may belong to the cache, which is written in
             # place.
             name: tensor.detach().to(device, copy=True)
-            for name, tensor in given.items()
+            for name, tensor in tensors.items()
             if name not in positioned
         }
         # Only values: a reference to `first` would keep the model's own tensors alive.
@@ -293,11 +298,9 @@ class PromptBuffer:
 
     def write(self, piece: Inputs, start: int) -> int:
         """Copy the positions of `piece` to start, start + 1, ...; returns their number."""
-        given = piece.tensors
-        length = next(iter(given.values())).shape[1]
         for name, target in {**self._views(self._buffer), **self._per_position}.items():
-            target[:, start : start + length].copy_(given[name].detach())
-        return length
+            target[:, start : start + piece.length].copy_(piece.tensors[name].detach())
+        return piece.length
 
     def inputs(self, device: torch.device) -> Inputs:
         """The whole prompt's inputs on `device`; views of this buffer if it is on that device."""
@@ -327,10 +330,8 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise MissingCapabilityError(
-                (
-                    f"The temporary folder has no room for {size_words(size)} of captured inputs: "
-                    f"{error.strerror}."
-                ),
+                f"The temporary folder has no room for {size_words(size)} of captured inputs: "
+                f"{error.strerror}.",
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             ) from error
         return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ssdprof.core.base import VERSION
-from ssdprof.core.subject import CaptureManifest
+from ssdprof.core.target import CaptureManifest
 from ssdprof.errors import BadInputError, SsdprofError, first_fault
 from ssdprof.files import read_object
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Hashable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,8 +21,11 @@ from ssdprof.capture.conv_and_norm import CONVOLUTION
 from ssdprof.capture.forward import attention, feeding
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import capture_bytes_per_token, token_major
-from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.subject import Serving, split_prompt
+from ssdprof.checkpoint.mixers import Mixer, find_mixers
+from ssdprof.core.target import Serving, split_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the
 # unfused one's states of every chunk.
@@ -46,20 +49,26 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # the answer to models that check whether masks are trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             # torch's own knows bf16 only
-            return self._made(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
-        given = {_storage(one) for one in _tensors((args, kwargs or {}))}
+            return self._count(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
+        arguments = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
         out = func(*args, **(kwargs or {}))
-        for one in _tensors(out):
-            if _storage(one) not in given:
-                self._made(one)
+        for tensor in _tensors(out):
+            if _storage(tensor) not in arguments:
+                self._count(tensor)
         return out
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device_type and storage not in self._known:
             self._known.add(storage)
@@ -74,7 +83,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
 
 
 def predict_memory(
-    model: Any,
+    model: PreTrainedModel,
     wanted: set[int],
     *,
     seqlen: int,
@@ -97,49 +106,18 @@ def predict_memory(
     # tokens in the cache when the last segment runs, which takes most
     before = longest - max(stop - start for start, stop in split_prompt(longest, segment_length))
     on_the_way = serving.chunk is not None or not (before or serving.packed)
-    taken: dict[Hashable, int] = {}  # by form of the call: bytes of intermediate results
-    replaying = 0
-
-    def compute(call: OperatorCall) -> Result:
-        """Compute each form of call once, because a long one takes seconds even without values."""
-        form = call.inputs.form
-        if form in taken:
-            counted.peak = max(counted.peak, counted.now + taken[form])
-            return _outputs(call)
-        peak, counted.peak, start = counted.peak, counted.now, counted.now
-        result = call.replacement()
-        taken[form] = counted.peak - start
-        counted.peak = max(peak, counted.peak)
-        return result
-
-    def handler(call: OperatorCall) -> Result:
-        nonlocal replaying
-        if on_the_way and call.mixer.layer_index in wanted:
-            copies = token_major(call.inputs).tensors.values()
-            size = sum(tensor.nbytes for tensor in copies)
-            del copies  # like a captured layer that was passed on
-            replaying = max(replaying, counted.now + (1 + REPLAY_PER_CAPTURE) * size)
-        return _outputs(call) if on_gpu else compute(call)
-
     mixers = find_mixers(model)
-    with ExitStack() as stack:
-        for namespace in {id(mixer.namespace): mixer.namespace for mixer in mixers}.values():
-            # torch's, because a package's kernel does not run on the meta device
-            if CONVOLUTION in namespace:
-                stack.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
-                namespace[CONVOLUTION] = inspect.unwrap(namespace[CONVOLUTION])
-        stack.enter_context(attention(model, "ssdprof_memory", _attend))
-        stack.enter_context(torch.no_grad())
-        counted = stack.enter_context(LiveBytes("meta"))
+    with torch.no_grad(), _without_values(model, mixers), LiveBytes("meta") as live:
         feed = feeding(model, cached=before > 0 or serving.decode > 0)
         ids = torch.empty(batch, longest, dtype=torch.int64, device="meta")
         if before:
             with intercept(mixers, _outputs):
                 feed(ids[:, :before])
-            counted.peak = counted.now
+            live.peak = live.now
+        handler = _Handler(live, wanted if on_the_way else set(), on_gpu=on_gpu)
         with intercept(mixers, handler):
             feed(ids[:, before:])
-    peak: int = counted.peak
+    peak, replaying = live.peak, handler.replaying
     needed = FRAGMENTED if on_gpu else 1
     if on_the_way:
         return peak, int(needed * max(peak, replaying))
@@ -153,16 +131,69 @@ def predict_memory(
     return capturing, int(needed * max(peak, (1 + REPLAY_PER_CAPTURE) * max(layers)))
 
 
+@contextmanager
+def _without_values(model: PreTrainedModel, mixers: Sequence[Mixer]) -> Iterator[None]:
+    """While the context is open, `model` computes its convolutions and attention by functions that
+    run on the meta device, as a package's kernel does not.
+    """
+    with ExitStack() as restore:
+        for namespace in {id(mixer.namespace): mixer.namespace for mixer in mixers}.values():
+            if CONVOLUTION in namespace:
+                restore.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
+                namespace[CONVOLUTION] = inspect.unwrap(namespace[CONVOLUTION])
+        restore.enter_context(attention(model, "ssdprof_memory", _attend))
+        yield
+
+
+class _Handler:
+    """Answers the operators' calls, and counts what they take.
+
+    replayed: decoder layers that are replayed while the model runs.  replaying: live bytes then, at
+    most.
+    """
+
+    def __init__(self, live: LiveBytes, replayed: set[int], *, on_gpu: bool) -> None:
+        self._live, self._replayed, self._on_gpu = live, replayed, on_gpu
+        self._intermediates: dict[Hashable, int] = {}  # bytes, by form of the call
+        self.replaying = 0
+
+    def __call__(self, call: OperatorCall) -> Result:
+        if call.mixer.layer_index in self._replayed:
+            copies = token_major(call.inputs).tensors.values()
+            size = sum(tensor.nbytes for tensor in copies)
+            del copies  # like a captured layer that was passed on
+            live_bytes = self._live.now + (1 + REPLAY_PER_CAPTURE) * size
+            self.replaying = max(self.replaying, live_bytes)
+        return _outputs(call) if self._on_gpu else self._computed(call)
+
+    def _computed(self, call: OperatorCall) -> Result:
+        """Computes each form of call once, because a long one takes seconds even without values."""
+        live, form = self._live, call.inputs.form
+        if form in self._intermediates:
+            live.peak = max(live.peak, live.now + self._intermediates[form])
+            return _outputs(call)
+        peak, live.peak, start = live.peak, live.now, live.now
+        result = call.replacement()
+        self._intermediates[form] = live.peak - start
+        live.peak = max(peak, live.peak)
+        return result
+
+
 def _outputs(call: OperatorCall) -> Result:
     """The outputs of the operator's kernels, without values."""
     device = call.inputs.device
-    forms = call.operator.judged.forms(call.inputs)
+    forms = call.operator.oracle.forms(call.inputs)
     out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
     return out, final_state
 
 
 def _attend(
-    _module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any
+    _module: object,
+    query: torch.Tensor,
+    _key: object,
+    value: torch.Tensor,
+    *_: object,
+    **__: object,
 ) -> tuple[torch.Tensor, None]:
     """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash
     attention.
@@ -171,7 +202,7 @@ def _attend(
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -29,7 +30,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, strides
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
-from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Prompt
+from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
@@ -40,6 +41,7 @@ from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
 T = TypeVar("T")
+Recorded: TypeAlias = "tuple[Inputs, Output | None]"  # inputs, and what the server computed
 Format = Literal["flashinfer", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
@@ -51,15 +53,15 @@ _METADATA_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of an operator.  shape: tokens and sequences.  load: inputs and output.  said: what
-    else identifies it.
+    """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
+    load: gives inputs and output.
     """
 
     operator: str
     process: str
     shape: tuple[int, int]
-    said: str
-    load: Callable[[], tuple[Any, Output | None]]
+    identity: str
+    load: Callable[[], Recorded]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,9 @@ class ServerCalls:
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         """One for each number of tokens."""
-        digest = hashlib.sha256(
-            "".join(call.said for one in self.passes for call in one).encode()
-        ).hexdigest()
-        found = Counter(one[0].shape[0] for one in self.passes)
+        identity = "".join(call.identity for call in chain.from_iterable(self.passes))
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        counts = Counter(calls[0].shape[0] for calls in self.passes)
         return tuple(
             Prompt(
                 kind="recorded",
@@ -89,7 +90,7 @@ class ServerCalls:
                 seqlen=tokens,
                 token_sha256=digest,
             )
-            for tokens, count in found.items()
+            for tokens, count in counts.items()
         )
 
     def layers(self, wanted: str = "all") -> Iterator[CapturedLayer]:
@@ -146,7 +147,7 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
         raise BadInputError(
             f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
         )
-    longest = max(passes, key=lambda calls: len(calls))
+    longest = max(passes, key=len)
     layers = tuple(
         LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
         for index, call in enumerate(longest)
@@ -169,45 +170,51 @@ def _passes(
     """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
     of no whole pass.
     """
-    runs = [
-        [list(run) for _, run in groupby(own, key=lambda call: call.shape)]
-        for _, own in groupby(calls, key=lambda call: call.process)
+    processes = [
+        [list(run) for _, run in groupby(of_process, key=attrgetter("shape"))]
+        for _, of_process in groupby(calls, key=attrgetter("process"))
     ]
-    inner = [len(run) for own in runs for run in own[1:-1]]
-    whole = (
-        inner
-        or [len(run) for own in runs for run in own[:-1]]
-        or [len(run) for own in runs for run in own]
-    )
-    layers = math.gcd(*whole) or 1
-    found, warm_up, rest = [], 0, 0
-    for own in runs:
-        mine: list[tuple[_Call, ...]] = []
-        for run in own:
+    layers = _layer_count(processes)
+    passes: list[tuple[_Call, ...]] = []
+    warm_up = rest = 0
+    for runs in processes:
+        of_process: list[tuple[_Call, ...]] = []
+        for run in runs:
             cut = len(run) % layers
-            mine += [
-                tuple(run[start : start + layers]) for start in range(0, len(run) - cut, layers)
-            ]
-            if cut and run is own[-1]:
-                mine.append(tuple(run[-cut:]))
+            starts = range(0, len(run) - cut, layers)
+            of_process += [tuple(run[start : start + layers]) for start in starts]
+            if cut and run is runs[-1]:
+                of_process.append(tuple(run[-cut:]))
             elif cut:
                 rest += cut
-        if len(mine) > 1 and mine[0][0].shape[0] <= WARM_UP and mine[0][0].shape[1] == 1:
-            warm_up += len(mine.pop(0))
-        found += mine
+        tokens, count = of_process[0][0].shape if of_process else (0, 0)
+        if len(of_process) > 1 and tokens <= WARM_UP and count == 1:
+            warm_up += len(of_process.pop(0))
+        passes += of_process
     return (
-        found,
+        passes,
         {"of a warm-up": warm_up} if warm_up else {},
         {"of incomplete passes": rest} if rest else {},
     )
 
 
-def _checked(inputs: Inputs, output: Output | None) -> tuple[Any, Output | None]:
+def _layer_count(processes: list[list[list[_Call]]]) -> int:
+    """Calls of a forward pass, from runs of calls of one shape: each run has whole passes, except
+    the last of a process, and sometimes its first.
+    """
+    for kept in (slice(1, -1), slice(-1), slice(None)):
+        runs = [*chain.from_iterable(runs[kept] for runs in processes)]
+        if runs:
+            return math.gcd(*map(len, runs))
+    return 1
+
+
+def _checked(inputs: Inputs, output: Output | None) -> Recorded:
     """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
     rise.
     """
     sequences(1, inputs.length, inputs.cu_seqlens)
-    forms = operators.get(inputs.operator).judged.forms(inputs)
+    forms = operators.get(inputs.operator).oracle.forms(inputs)
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
         if tuple(tensor.shape) != tuple(form.shape):
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(form.shape)}")
@@ -216,8 +223,8 @@ def _checked(inputs: Inputs, output: Output | None) -> tuple[Any, Output | None]
     return inputs, output
 
 
-def _reading(place: Path, load: Callable[[], T]) -> T:
-    """What `load` returns, with BadInputError that names the place for all that is wrong with its
+def _reading(path: Path, load: Callable[[], T]) -> T:
+    """What `load` returns, with BadInputError that names the path for all that is wrong with its
     files.
     """
     try:
@@ -226,7 +233,7 @@ def _reading(place: Path, load: Callable[[], T]) -> T:
         raise
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise BadInputError(
-            f"The recorded call {place} cannot be used: {library_message(error)}.", _AGAIN
+            f"The recorded call {path} cannot be used: {library_message(error)}.", _AGAIN
         ) from error
 
 
@@ -237,22 +244,17 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     size, room = regular(file, math.inf).stat().st_size, host_memory()
     if 2 * size > room:
         raise MissingCapabilityError(
-            (
-                f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot "
-                "hold "
-                "twice."
-            ),
+            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
+            "twice.",
             "Record with a smaller pool of states, or read it on a larger machine.",
         )
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    found = unpickled(file)
-    if not isinstance(found, dict) or not all(
-        isinstance(one, torch.Tensor) for one in found.values()
-    ):
+    content = unpickled(file)
+    if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
         raise ValueError(f"{file.name} holds no table of tensors")
-    return found
+    return content
 
 
 # --- FlashInfer's recorder
@@ -260,11 +262,10 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """The calls of known functions in order, the numbers of others, and the version."""
-    known = {
-        function: (name, read)
-        for name in operators.names()
-        for function, read in operators.get(name).binding.recorded.items()
-    }
+    known: dict[str, tuple[str, Callable[..., Any]]] = {}
+    for name in operators.names():
+        recorded = operators.get(name).binding.recorded
+        known |= {function: (name, read) for function, read in recorded.items()}
     calls: list[tuple[tuple[int, int], _Call]] = []
     others: Counter[str] = Counter()
     versions: dict[str, None] = {}
@@ -273,23 +274,23 @@ def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
             text = (
                 regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
             )
-            said = parse_json(text)
-            function = said["function_name"]
-            process = int(said["process_id"])
-            number = int(said["call_sequence"])
-            if function not in known or said.get("graph_capture"):
+            metadata = parse_json(text)
+            function = metadata["function_name"]
+            process = int(metadata["process_id"])
+            number = int(metadata["call_sequence"])
+            if function not in known or metadata.get("graph_capture"):
                 others[f"of {function}" if function not in known else "inside CUDA graphs"] += 1
                 continue
-            names = _names(said["function_signature"])
+            names = _names(metadata["function_signature"])
             details = {
                 _argument(key, names): value["shape"]
-                for key, value in said["tensor_details"].items()
+                for key, value in metadata["tensor_details"].items()
                 if not key.startswith("result")
             }
             operator, read = known[function]
             shape = int(details["q"][0]), int(details["cu_seqlens"][0]) - 1
             scalars = {
-                _argument(key, names): value for key, value in said["input_metadata"].items()
+                _argument(key, names): value for key, value in metadata["input_metadata"].items()
             }
         except SsdprofError:
             raise
@@ -298,19 +299,19 @@ def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
             raise BadInputError(
                 f"{file} is not what FlashInfer's recorder writes: {why}.", _AGAIN
             ) from error
-        versions[str(said.get("versions", {}).get("flashinfer", "of unknown version"))] = None
+        versions[str(metadata.get("versions", {}).get("flashinfer", "of unknown version"))] = None
         load = partial(_load_flashinfer, file.parent, read, names, scalars)
         call = _Call(
             operator=operator,
             process=str(process),
             shape=shape,
-            said=text,
+            identity=text,
             load=partial(_reading, file.parent, load),
         )
         calls.append(((process, number), call))
     if not calls and not others:
         raise BadInputError(f"{folder} holds no recording of FlashInfer.", _AGAIN)
-    calls.sort(key=lambda one: one[0])
+    calls.sort(key=itemgetter(0))
     return [call for _, call in calls], others, f"FlashInfer {', '.join(versions)}"
 
 
@@ -318,9 +319,10 @@ def _names(signature: str) -> list[str]:
     """Parameters of a function in order: "(q: Tensor, k: Optional[Tensor] = None) -> Tensor"."""
     function = ast.parse(f"def function{signature}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
+    arguments = function.args
     return [
-        one.arg
-        for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+        argument.arg
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     ]
 
 
@@ -331,16 +333,16 @@ def _argument(key: str, names: list[str]) -> str:
 
 
 def _load_flashinfer(
-    place: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
-) -> tuple[Any, Output | None]:
-    files = {file.stem: file for file in place.iterdir() if file.suffix in (".pt", ".safetensors")}
+    path: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
+) -> Recorded:
+    files = {file.stem: file for file in path.iterdir() if file.suffix in (".pt", ".safetensors")}
     if "inputs" not in files:
         raise ValueError("it has no inputs.pt")
-    given = {_argument(key, names): tensor for key, tensor in _tensors(files["inputs"]).items()}
+    tensors = {_argument(key, names): tensor for key, tensor in _tensors(files["inputs"]).items()}
     # the server may have died in the call
-    found = _tensors(files["outputs"]) if "outputs" in files else {}
-    returned = [found[key] for key in sorted(found) if key.startswith("result")]
-    return _checked(*read(scalars | given, returned))
+    outputs = _tensors(files["outputs"]) if "outputs" in files else {}
+    returned = [outputs[key] for key in sorted(outputs) if key.startswith("result")]
+    return _checked(*read(scalars | tensors, returned))
 
 
 # --- safetensors in the operator's own names
@@ -350,9 +352,12 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """As `_flashinfer`."""
     path = folder / MANIFEST
     try:
-        said = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
-        operator = said["operator"]
-        source, arguments = str(said.get("source", "a server")), dict(said.get("arguments", {}))
+        description = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+        operator = description["operator"]
+        source, arguments = (
+            str(description.get("source", "a server")),
+            dict(description.get("arguments", {})),
+        )
         if operator not in operators.names():
             raise ValueError(f"there is no operator {operator!r}")
     except Exception as error:  # of any class: the file may hold anything
@@ -374,20 +379,21 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
                 operator=operator,
                 process=file.stem.rpartition("_")[0],
                 shape=_reading(file, shape),
-                said=f"{file.name} {json.dumps(said)}",
+                identity=f"{file.name} {json.dumps(description)}",
                 load=partial(_reading, file, load),
             )
         )
     return calls, Counter(), source
 
 
-def _load_safetensors(
-    file: Path, operator: str, arguments: dict[str, Any]
-) -> tuple[Any, Output | None]:
-    found = _tensors(file)
-    output = tuple(found.pop(name) for name in _OUTPUT if name in found)
-    given = {name: tuple(one) if isinstance(one, list) else one for name, one in arguments.items()}
-    inputs = operators.get(operator).inputs(**found, **given)
+def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:
+    tensors = _tensors(file)
+    output = tuple(tensors.pop(name) for name in _OUTPUT if name in tensors)
+    scalars = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
+    inputs = operators.get(operator).inputs(**tensors, **scalars)
     if inputs.cu_seqlens is None:
         if inputs.values.shape[0] != 1:
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")

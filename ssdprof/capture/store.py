@@ -33,7 +33,7 @@ from ssdprof.capture.manifest import (
     read_manifest,
 )
 from ssdprof.core.base import VERSION
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     CallRef,
     CaptureManifest,
     CheckpointRef,
@@ -95,8 +95,9 @@ def _refuse(folder: Path, overwrite: bool) -> None:
 def _complete_files(folder: Path) -> set[str]:
     """The files of a complete capture; empty if there is none."""
     with suppress(SsdprofError):
-        if (found := read_manifest(folder)).complete:
-            return {capture.file for capture in found.layers}
+        manifest = read_manifest(folder)
+        if manifest.complete:
+            return {capture.file for capture in manifest.layers}
     return set()
 
 
@@ -119,6 +120,7 @@ class CaptureWriter:
         segment_length: int,
         overwrite: bool = False,
     ) -> None:
+        """Touches no file before the context is entered.  segment_length: see `capture_layers`."""
         self.folder, self._overwrite = folder, overwrite
         self.kept: set[str] = set()  # files of an earlier complete capture, until the end
         self.manifest = CaptureManifest(
@@ -161,9 +163,9 @@ class CaptureWriter:
         manifest already.
         """
         served = dict(zip(_SERVED, captured.served or (), strict=False))
-        given = captured.inputs.tensors | served
-        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
-        seqlen = next(iter(stored.values())).shape[1]
+        tensors = captured.inputs.tensors | served
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        seqlen = captured.inputs.length
         records = {
             name: TensorRecord(
                 shape=tuple(tensor.shape),
@@ -174,10 +176,12 @@ class CaptureWriter:
             for name, tensor in stored.items()
         }
         stem = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}"
-        file = f"{stem}{'_again' * (f'{stem}.safetensors' in self.kept)}.safetensors"
+        file = f"{stem}.safetensors"
+        if file in self.kept:
+            file = f"{stem}_again.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
-        others = captured.inputs.scalars
+        scalars = captured.inputs.scalars
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -186,8 +190,8 @@ class CaptureWriter:
             tensors={name: record for name, record in records.items() if name not in served},
             served={name: records[name] for name in served},
             remark=captured.remark,
-            scalars=others,
-            scalars_sha256=scalars_hash(others),
+            scalars=scalars,
+            scalars_sha256=scalars_hash(scalars),
         )
         _put(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(
@@ -243,6 +247,36 @@ def read_layer(
     BadInputError.
     """
     device = torch.device(device)
+    tensors = _checked_tensors(folder, capture)
+    served = [tensors.pop(name).to(device) for name in _SERVED if name in capture.served]
+    if capture.scalars_sha256 != scalars_hash(capture.scalars):
+        raise BadInputError(
+            f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were "
+            "written.",
+            AGAIN,
+        )
+    try:
+        inputs = operators.get(capture.layer.operator).inputs(**tensors, **capture.scalars)
+        if inputs.length != capture.seqlen:
+            raise ValueError(f"it does not have {capture.seqlen:,} tokens")
+        # kernels do not check the values, and would read out of bounds
+        sequences(1, capture.seqlen, tensors.get("cu_seqlens"))
+    except (TypeError, ValueError) as error:
+        raise BadInputError(
+            f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN
+        ) from error
+    return CapturedLayer(
+        layer=capture.layer,
+        inputs=token_major(inputs, device),
+        model_strides={name: record.model_strides for name, record in capture.tensors.items()},
+        remark=capture.remark,
+        call=capture.call,
+        served=(served[0], served[1]) if len(served) == 2 else None,
+    )
+
+
+def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Tensor]:
+    """What the file of a call holds, inputs and served outputs by name, all as it was written."""
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
         raise BadInputError(
             f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.",
@@ -257,13 +291,13 @@ def read_layer(
                 raise BadInputError(
                     f"{path} and the manifest differ in tensor {', '.join(sorted(other))}.", AGAIN
                 )
-            found = {name: file.get_tensor(name) for name in records}
+            tensors = {name: file.get_tensor(name) for name in records}
     except OSError as error:
         raise unreadable(str(path), error, AGAIN) from error
     except SafetensorError as error:
         raise BadInputError(f"{path} is damaged: {error}.", AGAIN) from error
     for name, record in records.items():
-        tensor = found[name]
+        tensor = tensors[name]
         if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
             raise BadInputError(
                 f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN
@@ -272,36 +306,7 @@ def read_layer(
             raise BadInputError(
                 f"{path}: the bytes of {name} are not those that were written.", AGAIN
             )
-    if capture.scalars_sha256 != scalars_hash(capture.scalars):
-        raise BadInputError(
-            (
-                f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were "
-                "written."
-            ),
-            AGAIN,
-        )
-    try:
-        operator = operators.get(capture.layer.operator)
-        served = tuple(found.pop(name) for name in _SERVED if name in capture.served)
-        inputs = operator.inputs(**found, **capture.scalars)
-        if next(iter(inputs.tensors.values())).shape[1] != capture.seqlen:
-            raise ValueError(f"it does not have {capture.seqlen:,} tokens")
-        if (bounds := found.get("cu_seqlens")) is not None:
-            # kernels do not check the values, and would read out of bounds
-            sequences(1, capture.seqlen, bounds)
-    except (TypeError, ValueError) as error:
-        raise BadInputError(
-            f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN
-        ) from error
-    strides = {name: record.model_strides for name, record in capture.tensors.items()}
-    return CapturedLayer(
-        layer=capture.layer,
-        inputs=token_major(inputs, device),
-        model_strides=strides,
-        remark=capture.remark,
-        call=capture.call,
-        served=tuple(tensor.to(device) for tensor in served) or None,
-    )
+    return tensors
 
 
 def _file_words(call: CallRef | None, seqlen: int) -> str:
@@ -325,8 +330,6 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise MissingCapabilityError(
             f"{path} cannot be written: {reason}.",
-            (
-                "Free some space or name a folder on another disk.  The layers that the manifest "
-                "names are complete."
-            ),
+            "Free some space or name a folder on another disk.  The layers that the manifest names "
+            "are complete.",
         ) from error

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate, takewhile
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import torch
 
 from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
-from ssdprof.core.subject import Prompt
+from ssdprof.checkpoint.meta import refusals
+from ssdprof.core.target import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.files import read_object
 
-Kind = Literal["default", "file", "random"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+PromptKind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"
 VOCABULARY = "tokenizer.json"
 _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
@@ -31,13 +34,13 @@ MARGIN = 64  # tokens that may change when the text behind them is cut off
 _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path) -> Tokenizer:
     """The tokenizer, without remote code; tokenizer.json if its class is unavailable.
     BadInputError if damaged.
     """
     if (folder / CONFIG).is_file():
         read_object(folder / CONFIG, f"{CONFIG} of the checkpoint", _AGAIN)
-    with _refusals():
+    with refusals("the tokenizer", _AGAIN):
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
@@ -46,10 +49,8 @@ def _load(folder: Path) -> Any:
             file = folder / VOCABULARY
             if not file.is_file():
                 raise BadInputError(
-                    (
-                        "The checkpoint has no tokenizer that can be loaded: "
-                        f"{library_message(error)}."
-                    ),
+                    "The checkpoint has no tokenizer that can be loaded: "
+                    f"{library_message(error)}.",
                     "Name a repository that has the right one with --tokenizer.",
                 ) from error
             loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
@@ -58,26 +59,11 @@ def _load(folder: Path) -> Any:
     return loaded
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text, with the special tokens that the tokenizer adds by default."""
-    with _refusals():
+    with refusals("the tokenizer", _AGAIN):
         ids: list[int] = tokenizer(text)["input_ids"]
     return ids
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn all errors of the libraries on a tokenizer's files into BadInputError with their
-    message.
-    """
-    try:
-        yield
-    except BadInputError:
-        raise
-    except Exception as error:  # of every class: the tokenizers library raises Exception itself
-        raise BadInputError(
-            f"transformers cannot use the tokenizer: {library_message(error)}.", _AGAIN
-        ) from error
 
 
 # --- prompts
@@ -87,7 +73,7 @@ def build_prompt(
     tokenizer_folder: Path | None,
     seqlen: int,
     *,
-    kind: Kind = "default",
+    kind: PromptKind = "default",
     file: Path | None = None,
     seed: int = 0,
     vocab_size: int | None = None,
@@ -123,8 +109,7 @@ def build_prompt(
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
         source = (
             f"uniformly random token ids, seed {seed}: good for timing; the values inside the "
-            "model, and so the "
-            "accuracy, are not those of text"
+            "model, and so the accuracy, are not those of text"
         )
     elif tokenizer is None:
         raise BadInputError(
@@ -135,34 +120,14 @@ def build_prompt(
             "Name one with --tokenizer, or take random tokens: --prompt random.",
         )
     else:
-        name = "The default text" if file is None else f"The prompt file {file.name}"
-        try:
-            with (
-                file.open(encoding="utf-8-sig")
-                if file
-                else io.StringIO(text.load().decode("utf-8")) as stream
-            ):
-                found = _first_ids(tokenizer, stream, lengths, name)
-        except UnicodeDecodeError as error:
-            raise BadInputError(
-                f"{name} is not UTF-8 text: {error.reason}.", "Give a text file."
-            ) from error
-        except OSError as error:
-            raise unreadable(name, error, "Give the path of a text file.") from error
-        cut, how = _pieces(tokenizer, found, lengths)
-        source = f"the user's file {file.name}" if file else _DEFAULT
-        ids, source = torch.tensor(cut), source + how
-    described, size = "none", vocab_size
-    if tokenizer_folder:  # identified by its content: the folder's name is specific to this machine
-        described, size = type(tokenizer).__name__, len(tokenizer or ())
-        if (vocabulary := tokenizer_folder / VOCABULARY).is_file():
-            described = (
-                f"{VOCABULARY} sha256 {hashlib.sha256(vocabulary.read_bytes()).hexdigest()[:12]}"
-            )
+        ids, source = _text_ids(tokenizer, file, lengths)
+    vocabulary = f"none, {vocab_size or 0:,} tokens"
+    if tokenizer_folder and tokenizer is not None:
+        vocabulary = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
     prompt = Prompt(
         kind=kind,
         source=source,
-        tokenizer=f"{described}, {size:,} tokens",
+        tokenizer=vocabulary,
         seqlen=seqlen,
         batch=batch,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
@@ -170,13 +135,46 @@ def build_prompt(
     return ids.view(batch, seqlen), prompt
 
 
-def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
+def _identified(folder: Path, tokenizer: Tokenizer) -> str:
+    """A tokenizer by its content: the folder's name is specific to this machine."""
+    file = folder / VOCABULARY
+    if not file.is_file():
+        return type(tokenizer).__name__
+    return f"{VOCABULARY} sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+
+
+def _text_ids(
+    tokenizer: Tokenizer, file: Path | None, lengths: Sequence[int]
+) -> tuple[torch.Tensor, str]:
+    """Ids (sum of lengths) of the default text or of a file, and a phrase on their source."""
+    name = "The default text" if file is None else f"The prompt file {file.name}"
+    try:
+        with (
+            file.open(encoding="utf-8-sig")
+            if file
+            else io.StringIO(text.load().decode("utf-8")) as stream
+        ):
+            ids = _first_ids(tokenizer, stream, lengths, name)
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            f"{name} is not UTF-8 text: {error.reason}.", "Give a text file."
+        ) from error
+    except OSError as error:
+        raise unreadable(name, error, "Give the path of a text file.") from error
+    pieces, how = _pieces(tokenizer, ids, lengths)
+    source = f"the user's file {file.name}" if file else _DEFAULT
+    return torch.tensor(pieces), source + how
+
+
+def _random_ids(
+    tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int
+) -> torch.Tensor:
     """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size`
     ids.
     """
     vocabulary = torch.arange(vocab_size or 0)
     if tokenizer is not None:
-        with _refusals():
+        with refusals("the tokenizer", _AGAIN):
             vocabulary = torch.tensor(
                 sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
             )
@@ -190,7 +188,9 @@ def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) 
     ]
 
 
-def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str) -> list[int]:
+def _first_ids(
+    tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str
+) -> list[int]:
     """The first `sum(lengths)` ids of the stream, or all if it is shorter but enough for different
     pieces.
     """
@@ -216,19 +216,17 @@ def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str
         several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
         shorter = "fewer or shorter sequences" if several else f"at most --seq {len(ids)}"
         raise BadInputError(
-            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and "
-            f"{least:,} are "
-            f"needed{several}.",
-            (
-                f"Ask for {shorter}, give a longer text with --prompt-file, or take --prompt "
-                "random "
-                "for times alone."
-            ),
+            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} "
+            f"are needed{several}.",
+            f"Ask for {shorter}, give a longer text with --prompt-file, or take --prompt random "
+            "for times alone.",
         )
     return ids[:seqlen]
 
 
-def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
+def _pieces(
+    tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[int], str]:
     """Pieces of `ids`, overlapping if they must, each with the special tokens of a text; a phrase
     on the cuts.
     """
@@ -236,25 +234,24 @@ def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple
         return list(ids[: lengths[0]]), ""
     # special tokens, of which a tokenizer may put some behind a text
     alone = _encode(tokenizer, "")
-    opening = [
-        one
-        for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))
-    ]
-    body = ids[len(opening) :]
+    count = 0
+    for special, token in zip(alone, ids, strict=False):
+        if special != token:
+            break
+        count += 1
+    opening, body = alone[:count], ids[count:]
     inside = [max(length - len(opening), 0) for length in lengths]
     starts = [0, *accumulate(inside[:-1])]
     together, longest = sum(inside), max(inside)
     overlap = together > len(body)
     if overlap:
         starts = [start * (len(body) - longest) // (together - longest) for start in starts]
-    cut = [
-        token
-        for start, length, whole in zip(starts, inside, lengths, strict=True)
-        for token in (*opening[:whole], *body[start : start + length])
-    ]
+    pieces: list[int] = []
+    for start, length, whole in zip(starts, inside, lengths, strict=True):
+        pieces += [*opening[:whole], *body[start : start + length]]
     how = (
         "that overlap, because the text is too short for all of them"
         if overlap
         else "one after the other"
     )
-    return cut, f", {len(lengths)} pieces of it {how}"
+    return pieces, f", {len(lengths)} pieces of it {how}"

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
-from ssdprof.core.subject import DECODED_ON_LOAD
+from ssdprof.core.target import DECODED_ON_LOAD
 from ssdprof.errors import BadInputError, library_message
 from ssdprof.files import read_object
 
+ModelConfig = dict[str, Any]  # config.json, or the part of it for the language model
 _AGAIN = "Fetch or copy the file again."
 # NVIDIA's tool writes it; config.json may not mention the quantisation
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -86,7 +86,7 @@ def refuse(where: str, what: str) -> BadInputError:
     )
 
 
-def _check_counts(config: Mapping[str, Any], where: str) -> None:
+def _check_counts(config: ModelConfig, where: str) -> None:
     """BadInputError for more layers or experts than any model has.  transformers says what else is
     wrong.
     """
@@ -96,17 +96,16 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
             raise refuse(where, f"has {key} of {count}; there may be {_MOST}")
 
 
-def _check_steps(config: Mapping[str, Any], where: str) -> None:
+def _check_steps(config: ModelConfig, where: str) -> None:
     """BadInputError for limits of time steps that only a run would refuse."""
-    limits = config.get("time_step_limit", [0, 1])
-    # or a text
-    numbers = (
-        [one for one in limits if isinstance(one, int | float)] if isinstance(limits, list) else []
-    )
+    limits = config.get("time_step_limit")
+    # an infinity may be a text or a table
+    steps = limits if isinstance(limits, list) else []
+    numbers = [step for step in steps if isinstance(step, int | float)]
     in_order = numbers == sorted(numbers) and all(
-        abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers
+        abs(step) < _LARGEST_STEP or abs(step) == math.inf for step in numbers
     )
-    if limits is not None and not (isinstance(limits, list) and len(limits) == 2 and in_order):
+    if limits is not None and not (len(steps) == 2 and in_order):
         raise refuse(
             where,
             f"has time_step_limit = {shown(limits)}, which is not two numbers of fp32 in order",
@@ -147,9 +146,7 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     }
 
 
-def _quantization(
-    stored: Mapping[str, Any], config: Mapping[str, Any], modelopt: Path | None
-) -> object:
+def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | None) -> object:
     """What the config, or ModelOpt's file beside it, says of quantised weights, as transformers
     takes it.  Formats that it does not know have the method "mlx" or "modelopt".
     """
@@ -167,7 +164,7 @@ def _quantization(
     return codes
 
 
-def _check_model_type(config: Mapping[str, Any], where: str) -> str:
+def _check_model_type(config: ModelConfig, where: str) -> str:
     """The model type; BadInputError if there is none, or if its recurrent layers are known to be
     another operator.
     """
@@ -184,7 +181,7 @@ def _check_model_type(config: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _text_config(config: ModelConfig) -> ModelConfig | None:
     """The language model's config in that of a larger model, with its outer values; None: it
     describes only that.
     """
@@ -204,24 +201,21 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             for key in ("dtype", "torch_dtype", "quantization_config")
             if key in config
         }
-        ties = {
-            key: config[key]
-            for key in ("tie_word_embeddings",)
-            if isinstance(config.get(key), bool)
-        }
-        return {"model_type": f"{config.get('model_type')}_text", **outer, **nested, **ties}
+        text = {"model_type": f"{config.get('model_type')}_text", **outer, **nested}
+        ties = config.get("tie_word_embeddings")
+        return {**text, "tie_word_embeddings": ties} if isinstance(ties, bool) else text
     return None
 
 
-def quant_method(config: Mapping[str, Any]) -> str | None:
+def quant_method(config: ModelConfig) -> str | None:
     """The quantisation of the weights, as a config names it.  None: there is none, or it has no
     name.
     """
-    found = config.get("quantization_config")
-    found = found if isinstance(found, dict) else {}
+    codes = config.get("quantization_config")
+    table = codes if isinstance(codes, dict) else {}
     # Configs of bitsandbytes' first releases name no method.
-    first = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
-    method = found.get("quant_method", first)
+    first = "bitsandbytes" if table.get("load_in_4bit") or table.get("load_in_8bit") else None
+    method = table.get("quant_method", first)
     return method if isinstance(method, str) else None
 
 
@@ -246,12 +240,12 @@ def refuse_quantization(codes: object, label: str) -> BadInputError:
 
 
 def cut_config(
-    config: Mapping[str, Any],
+    config: ModelConfig,
     depth: int | None = None,
     *,
     dtype: str | None = None,
     quantization: str | None = None,
-) -> dict[str, Any]:
+) -> ModelConfig:
     """A language model's config with its first `depth` decoder layers only (all for None), as
     transformers reads it.
 
@@ -286,7 +280,7 @@ def cut_config(
 # --- the original format
 
 
-def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
     """The config for Mamba2Config.  BadInputError for Mamba-1, other layers, and options that it
     has no key for.
     """
@@ -294,28 +288,22 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
     if layer != "Mamba2":
         raise BadInputError(
-            (
-                f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; "
-                "ssdprof reads Mamba-2."
-            ),
+            f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; ssdprof "
+            "reads Mamba-2.",
             "The Mamba-2 checkpoints of this format are state-spaces/mamba2-130m to mamba2-2.7b.",
         )
     for key, usual in _ORIGINAL_FIXED.items():
         if config.get(key) not in (None, usual):
             raise BadInputError(
-                (
-                    f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model "
-                    "does not support."
-                ),
+                f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model does "
+                "not support.",
                 "Choose a checkpoint without: state-spaces/mamba2-2.7b.",
             )
     for key in sorted(set(ssm) - {*_SSM_SIZES, *_SSM_OPTIONS, *_SSM_WITHOUT_EFFECT}):
         if key not in _SSM_FIXED or ssm[key] is not _SSM_FIXED[key]:
             raise BadInputError(
-                (
-                    f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' "
-                    "mamba2 lacks."
-                ),
+                f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' "
+                "mamba2 lacks.",
                 "ssdprof runs the model by transformers.",
             )
     try:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ssdprof import __version__
 from ssdprof.checkpoint.names import KNOWN, shown
-from ssdprof.core.subject import PlannedFile
+from ssdprof.core.target import PlannedFile
 from ssdprof.core.words import size_words
 from ssdprof.environment import variables
 from ssdprof.errors import (
@@ -40,10 +40,8 @@ from ssdprof.files import unwritable
 def _bad_settings(why: str) -> BadInputError:
     return BadInputError(
         f"The hub's client cannot use its settings: {why}.",
-        (
-            "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and "
-            "HTTP_PROXY."
-        ),
+        "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and "
+        "HTTP_PROXY.",
     )
 
 
@@ -113,6 +111,7 @@ class Source:
     complete = True  # whether `sizes`, once read, has every file
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
+        """Raises unless `folder` is one; lists it later, when `sizes` are read."""
         self.folder = folder
         # by name, and whether it was cached
         self._headers: dict[tuple[str, bool], Mapping[str, TensorInfo]] = {}
@@ -191,10 +190,10 @@ class Source:
         """A hint that names the folders of checkpoints in this one, such as those of a training
         run, newest first; empty if there are none.
         """
-        configs = (path for depth in ("*", "*/*") for path in self.folder.glob(f"{depth}/{CONFIG}"))
-        found = sorted((path.parent for path in configs), key=_natural, reverse=True)
-        names = ", ".join(map(str, found[:_MOST_INNER]))
-        return f"Name a checkpoint inside: {names}." if found else ""
+        configs = (*self.folder.glob(f"*/{CONFIG}"), *self.folder.glob(f"*/*/{CONFIG}"))
+        newest = sorted((path.parent for path in configs), key=_natural, reverse=True)
+        names = ", ".join(map(str, newest[:_MOST_INNER]))
+        return f"Name a checkpoint inside: {names}." if newest else ""
 
     def planned(self, name: str) -> PlannedFile:
         size = self.sizes.get(name)
@@ -235,12 +234,12 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
     """
     if "://" in typed:
         try:
-            found = parse_hf_uri(typed, _endpoint())
+            address = parse_hf_uri(typed, _endpoint())
         except ValueError as error:
             raise BadInputError(f"{library_message(error)}.", _ADDRESS) from None
-        if found.type != "model":
+        if address.type != "model":
             raise BadInputError(f"{typed} is not the address of a model.", _ADDRESS)
-        repo_id, named = found.id, found.revision
+        repo_id, named = address.id, address.revision
     else:
         repo_id, _, at = typed.partition("@")
         named = at or None
@@ -274,9 +273,9 @@ class HubRepo(Source):
                     # Ask once: without a network, the client tries for 24 s to get a file that is
                     # not cached.
                     url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
-                    _resumed(lambda: self._api.get_hf_file_metadata(url=url))
+                    _resumed(partial(self._api.get_hf_file_metadata, url=url))
                 path = Path(
-                    _resumed(lambda: self._api.hf_hub_download(repo_id, first, revision=revision))
+                    _resumed(partial(self._api.hf_hub_download, repo_id, first, revision=revision))
                 )
             except errors.RemoteEntryNotFoundError:
                 raise BadInputError(
@@ -298,8 +297,11 @@ class HubRepo(Source):
         with _hub_errors(self.label, self.revision):
             try:
                 info = _resumed(
-                    lambda: self._api.model_info(
-                        self.label, revision=self.revision, files_metadata=True
+                    partial(
+                        self._api.model_info,
+                        self.label,
+                        revision=self.revision,
+                        files_metadata=True,
                     )
                 )
             except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
@@ -316,11 +318,12 @@ class HubRepo(Source):
         if not self.cached(name):
             with _hub_errors(self.label, self.revision, name):
                 _resumed(
-                    lambda: self._api.hf_hub_download(self.label, name, revision=self.revision)
+                    partial(self._api.hf_hub_download, self.label, name, revision=self.revision)
                 )
         return self.folder / name
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
+        """The client fetches the header alone of a file that is not cached."""
         if self.cached(name):
             return super()._read_header(name)
         try:
@@ -343,14 +346,10 @@ class HubRepo(Source):
         free = shutil.disk_usage(self.folder).free
         if need_bytes > free:
             raise MissingCapabilityError(
-                (
-                    f"The download needs {size_words(need_bytes)}, but the hub cache's disk has "
-                    f"{size_words(free)} left."
-                ),
-                (
-                    "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer "
-                    "layers."
-                ),
+                f"The download needs {size_words(need_bytes)}, but the hub cache's disk has "
+                f"{size_words(free)} left.",
+                "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer "
+                "layers.",
             )
 
 
@@ -415,8 +414,8 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             )
             what = f"{repo_id} is gated: its owner must grant you access, and {state}"
             hint = (
-                f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or "
-                "set HF_TOKEN."
+                f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set "
+                "HF_TOKEN."
             )
         case errors.RevisionNotFoundError():
             what = f"{repo_id} has no revision {shown(revision or 'main')}."
@@ -453,15 +452,15 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
         ):
             cannot = unwritable(Path(error.filename or constants.HF_HUB_CACHE), error)
             cannot.hint = (
-                "The hub's cache is there: make room, check its permissions, or set "
-                "HF_HOME to another disk."
+                "The hub's cache is there: make room, check its permissions, or set HF_HOME to "
+                "another disk."
             )
             return cannot
         case _:
             what = f"The connection to the hub broke while {repo_id} was fetched: {text}."
             hint = (
-                "Check the network and SSL_CERT_FILE, and run the same command again: "
-                "complete files are kept."
+                "Check the network and SSL_CERT_FILE, and run the same command again: complete "
+                "files are kept."
             )
     return kind(what, hint)
 
@@ -479,8 +478,8 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
             f": {library_message(cause)}" if cause else ""
         )
     try:
-        found = scan_cache_dir(constants.HF_HUB_CACHE).repos
-        cached = sorted(repo.repo_id for repo in found if repo.repo_type == "model")[:20]
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        cached = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")[:20]
     except errors.CacheNotFound:
         cached = []
     what = (

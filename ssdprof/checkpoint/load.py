@@ -28,7 +28,6 @@ from ssdprof.checkpoint.meta import (
     Destination,
     build,
     destinations,
-    meta_model,
     missing,
     quiet_transformers,
     refusals,
@@ -36,7 +35,7 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import INDEX
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 
@@ -174,7 +173,7 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
     if not missing and model.quantization is None:
         load_model(fetch(model, deepest_layer=deepest_layer, head=head), device="meta")
     elif not model.weights.pickled:
-        empty = meta_model(model, deepest_layer=deepest_layer, head=head)
+        empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
         tensors = model.weights.tensors(model.depth(deepest_layer), head=head)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         _fit(model.ref, shapes, empty, model.weights.outside_index())
@@ -196,7 +195,8 @@ def load_model(
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `meta.infer`; None: `device`.  Weights on the disk
+    device_map: the place of every module, from `devices.infer`; None: `device`.  Weights on the
+    disk
         are read from `local` as long as the model runs.
 
     BadInputError: a config that transformers refuses or that describes more than the weights hold,
@@ -216,22 +216,10 @@ def load_model(
         return _load(local, empty, dtype, everywhere).to(device).eval()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """How stored weights become a model's.
-
-    key_mapping: renamings of stored keys that transformers does not know.
-    found: see `meta.destinations`.
-    """
-
-    key_mapping: dict[str, str]
-    found: Mapping[str, Destination]
-
-
 def _fit(
     ref: CheckpointRef, shapes: Shapes, empty: PreTrainedModel, spare: tuple[str, ...]
-) -> _Fit:
-    """Where each stored weight goes.
+) -> tuple[dict[str, str], dict[str, Destination]]:
+    """Renamings of stored keys that transformers does not know, and where each weight goes.
 
     shapes: of the stored weights.  empty: the model on the meta device.  spare: files of weights
     that are not read.
@@ -240,41 +228,37 @@ def _fit(
     a config that describes more parameters than the weights hold.
     """
     names = _renamings(ref)
-    fit = _Fit(key_mapping=names, found=destinations(empty, shapes, names))
+    places = destinations(empty, shapes, names)
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
-        return fit
+        return names, places
     _refuse_classifier(ref, shapes, empty)
-    lost = missing(empty, fit.found)
-    if lost and (wrappers := _wrappers(shapes.keys() - fit.found.keys(), empty)):
-        names = names | wrappers
-        fit = _Fit(key_mapping=names, found=destinations(empty, shapes, names))
-        lost = missing(empty, fit.found)
-    _refuse_missing(ref, lost, shapes.keys() - fit.found.keys(), spare)
-    whole = {key: to.names[0] for key, to in fit.found.items() if to.whole}
+    lost = missing(empty, places)
+    if lost and (wrappers := _wrappers(shapes.keys() - places.keys(), empty)):
+        names |= wrappers
+        places = destinations(empty, shapes, names)
+        lost = missing(empty, places)
+    _refuse_missing(ref, lost, shapes.keys() - places.keys(), spare)
     parameters = dict(empty.named_parameters(remove_duplicate=False))
-    for key, name in sorted(whole.items()):
-        if name in parameters and tuple(parameters[name].shape) != shapes[key]:
-            raise _other_shape(ref, key, shapes[key], parameters[name].shape)
+    for key, place in sorted(places.items()):
+        parameter = parameters.get(place.names[0]) if place.whole else None
+        if parameter is not None and tuple(parameter.shape) != shapes[key]:
+            raise _other_shape(ref, key, shapes[key], parameter.shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
     stored = sum(math.prod(shape) for shape in shapes.values())
     if described > stored:
         raise BadInputError(
             f"The config of {ref.repo_id} describes {described} parameters in its first layers, "
-            "but the weights hold "
-            f"{stored}.",
+            f"but the weights hold {stored}.",
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
     if computed > _MOST_COMPUTED:
         raise BadInputError(
-            (
-                f"The config of {ref.repo_id} describes tables of {computed} elements in "
-                "addition to "
-                "the weights."
-            ),
+            f"The config of {ref.repo_id} describes tables of {computed} elements in addition to "
+            "the weights.",
             "The config is damaged, most often in rope_parameters.",
         )
-    return fit
+    return names, places
 
 
 def _renamings(ref: CheckpointRef) -> dict[str, str]:
@@ -289,8 +273,8 @@ def _refuse_classifier(ref: CheckpointRef, keys: Iterable[str], empty: PreTraine
     predicts = any(key.endswith(_HEAD) for key in keys)
     if heads and not predicts and empty.get_output_embeddings() is not None:
         raise BadInputError(
-            f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it "
-            "predicts no tokens.",
+            f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts "
+            "no tokens.",
             "Name a language model, or leave out what needs its predictions.",
         )
 
@@ -302,7 +286,7 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
     keys: those that transformers leaves aside.
     """
     parameters = [name for name, _ in model.named_parameters()]
-    known = {part for name in parameters for part in name.split(".")}
+    known = set(".".join(parameters).split("."))
     most: Counter[str] = Counter()
     stripped = set()
     for key in keys:
@@ -311,19 +295,19 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
         most |= Counter(inside)
         stripped.add(".".join(part for part in path if part not in inside))
     # transformers applies a renaming once to each key; a comment makes a second one of it
-    found = {
-        rf"{re.escape(part)}\.(?#{number})": ""
-        for part, times in most.items()
-        for number in range(times)
-    }
+    renamings: dict[str, str] = {}
+    for part, times in most.items():
+        renamings |= {rf"{re.escape(part)}\.(?#{number})": "" for number in range(times)}
     for name in parameters:
         before, layers, rest = name.partition("layers.")
         for key in stripped if layers and rest.startswith("0.") else ():
             prefix = key.removesuffix(layers + rest)
             if prefix not in (key, before):
                 wrapper = prefix.removesuffix(before)
-                return found | {f"^{re.escape(wrapper)}": "" if prefix.endswith(before) else before}
-    return found
+                return renamings | {
+                    f"^{re.escape(wrapper)}": "" if prefix.endswith(before) else before
+                }
+    return renamings
 
 
 def _load(
@@ -336,17 +320,13 @@ def _load(
     kind = type(empty)
     pickled = _pickled(local, empty) if local.tensors is None else None
     shapes = {key: tuple(tensor.shape) for key, tensor in (pickled or local.tensors or {}).items()}
-    fit = _fit(local.ref, shapes, empty, local.spare)
+    key_mapping, places = _fit(local.ref, shapes, empty, local.spare)
     if pickled is None:
         exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype in _EXACT}
     else:
         exact = {key for key, tensor in pickled.items() if tensor.dtype.itemsize > 2}
-    gates = [
-        name
-        for key in exact & fit.found.keys()
-        for name in fit.found[key].names
-        if fit.found[key].whole and name.rpartition(".")[2] in _OPERATOR_PARAMETERS
-    ]
+    whole = [places[key].names[0] for key in exact & places.keys() if places[key].whole]
+    gates = [name for name in whole if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
     try:
         with (
             refusals(f"config and weights of {local.ref.repo_id}"),
@@ -364,13 +344,13 @@ def _load(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
-                key_mapping=fit.key_mapping or None,
+                key_mapping=key_mapping or None,
             )
     except MissingCapabilityError as error:
         if local.ref.quantization is not None:
             error.hint += "  Or take the unquantised checkpoint."
         raise
-    _refuse_missing(local.ref, info["missing_keys"], shapes.keys() - fit.found.keys(), local.spare)
+    _refuse_missing(local.ref, info["missing_keys"], shapes.keys() - places.keys(), local.spare)
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise _other_shape(local.ref, name, stored, expected)
     return model
@@ -406,8 +386,9 @@ def _whole_blocks() -> Iterator[None]:
     decode = Fp8Dequantize._dequantize_one
 
     def decode_blocks(
-        self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: Any, **options: Any
-    ) -> Any:
+        self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: object, **options: object
+    ) -> object:
+        """codes (rows, columns), scales (blocks of rows, blocks of columns) -> (rows, columns)."""
         block = self.hf_quantizer.quantization_config.weight_block_size
         rows, columns = codes.shape[-2:]
         if block is None or scales.ndim < 2 or codes.dtype not in _FP8:
@@ -445,18 +426,16 @@ def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, torch.
     """
     path = local.folder / PICKLE
     try:
-        found = unpickled(path)
+        content = unpickled(path)
     except pickle.UnpicklingError:
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
-            (
-                "Do not trust this checkpoint; take its safetensors revision, often --revision "
-                "refs/pr/1."
-            ),
+            "Do not trust this checkpoint; take its safetensors revision, often --revision "
+            "refs/pr/1.",
         ) from None
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise broken_file(path.resolve(), PICKLE, error) from None
-    entries = found if isinstance(found, dict) else {"": found}
+    entries = content if isinstance(content, dict) else {"": content}
     for name in entries:
         if not isinstance(name, str):
             raise BadInputError(
@@ -513,7 +492,11 @@ def _refuse_missing(
         which = f"{len(lost)} weights, such as {min(lost)}"
         if len(lost) == 1:
             which = f"{min(lost)} among its weights"
-        error = _incomplete(f"{ref.repo_id} lacks {which}.")
+        error = ModelUnavailableError(
+            f"{ref.repo_id} lacks {which}.",
+            "The checkpoint is incomplete, or its config describes more than it holds; fetch it "
+            "again or take another revision.",
+        )
         if spare:
             error.hint = f"The index does not name {words(spare)}.  {error.hint}"
         raise error
@@ -535,16 +518,7 @@ def _other_shape(
     ref: CheckpointRef, name: str, stored: Iterable[int], expected: Iterable[int]
 ) -> BadInputError:
     return BadInputError(
-        f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is "
-        f"{tuple(stored)} in the file "
-        f"and {tuple(expected)} by the config.",
+        f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is {tuple(stored)} in "
+        f"the file and {tuple(expected)} by the config.",
         "Config and weights do not belong together.",
-    )
-
-
-def _incomplete(message: str) -> ModelUnavailableError:
-    return ModelUnavailableError(
-        message,
-        "The checkpoint is incomplete, or its config describes more than it holds; fetch it again "
-        "or take another revision.",
     )

@@ -1,39 +1,29 @@
-"""The model without its weights, as transformers builds it from a config: its mixers, and a place
-for each part.
+"""The model without its weights, as transformers builds it from a config, and where it puts stored
+weights.
 """
 
 from __future__ import annotations
 
-import errno
-import inspect
 import json
 import re
 import tempfile
 import time
-import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
-from ssdprof import operators
-from ssdprof.checkpoint import accelerate, transformers
-from ssdprof.checkpoint.config import SUPPORTED, quant_method, refuse, refuse_quantization
+from ssdprof.checkpoint import transformers
+from ssdprof.checkpoint.config import SUPPORTED, ModelConfig, quant_method, refuse_quantization
 from ssdprof.checkpoint.hub import CONFIG
-from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
-from ssdprof.checkpoint.weights import layer_index
-from ssdprof.core.base import LONGEST_SEQLEN, grouped
-from ssdprof.core.subject import Held
-from ssdprof.core.words import words
+from ssdprof.core.base import grouped
 from ssdprof.errors import (
+    OF_MACHINE,
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
@@ -48,44 +38,11 @@ if TYPE_CHECKING:
 conversion_mapping, core_model_loading = (
     lazy(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
 )
-# what no file of a user causes: a full disk, no permission, too many open files
-_OF_MACHINE = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EIO,
-    }
-)
 # to find the invalid field; building a large model takes a while, even without weights
 SEARCH_S = 3.0
 
 
-class _Headless(BadInputError):
-    """No field of the config is wrong."""
-
-
-def meta_model(
-    model: Model, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
-) -> PreTrainedModel:
-    """What `load.fetch` and `load.load_model` give, on the meta device: shapes and dtypes.
-    Downloads nothing.
-
-    dtype: of the weights, named as in torch; None: the checkpoint's own.
-
-    BadInputError for what `fetch` would refuse.
-    """
-    depth = model.depth(deepest_layer)
-    wanted = dtype or (_dtype_by_size(model) if model.weights.pickled else model.dtype)
-    model.refuse_codes(deepest_layer, head=head)
-    return build(model.load_config(depth, wanted), model.source.label, head=head)
-
-
-def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> PreTrainedModel:
+def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTrainedModel:
     """The base model that `config` describes, on the meta device, in eval mode: shapes, and no
     memory.
 
@@ -97,39 +54,42 @@ def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> Pre
     """
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
-            found = _parsed(config)
-            model = None if found.get_text_config() is not found else _build(found, head=head)
-    except _Headless:
-        raise
+            parsed = _parsed(config)
+            is_text = parsed.get_text_config() is parsed
+            has_class = not head or type(parsed) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            model = _build(parsed, head=head) if is_text and has_class else None
     except BadInputError as error:
         if field := _refused_field(config, head=head):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
     # a larger model's config, which transformers would complete with parts of its own choice
-    if model is None:
+    if not is_text:
         raise BadInputError(
-            (
-                f"{CONFIG} of {repo_id} has no text_config, where a {found.model_type} config "
-                "describes its layers."
-            ),
+            f"{CONFIG} of {repo_id} has no text_config, where a {parsed.model_type} config "
+            "describes its layers.",
             "The checkpoint's config is damaged, or not of this model type.",
         )
-    if quantization := getattr(found, "quantization_config", None):
+    if model is None:
+        raise BadInputError(
+            f"transformers has no causal language model for {parsed.model_type}, only its layers.",
+            "`ssdprof run` without --decode compares its operators; answers need a head.",
+        )
+    if quantization := getattr(parsed, "quantization_config", None):
         _check_quantization(dict(quantization), repo_id)
     return model.eval()
 
 
-def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
+def _parsed(config: ModelConfig) -> PretrainedConfig:
     """As transformers reads it from a file; raises what that raises."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        found: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+        parsed: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    return found
+    return parsed
 
 
-def check_known(config: Mapping[str, Any], where: str) -> None:
+def check_known(config: ModelConfig, where: str) -> None:
     """BadInputError for a model type that the installed transformers does not have."""
     name = config["model_type"]
     if name not in transformers.CONFIG_MAPPING:
@@ -139,7 +99,7 @@ def check_known(config: Mapping[str, Any], where: str) -> None:
         raise BadInputError(f"{where} is of type {shown(name)}, {why}.", SUPPORTED)
 
 
-def check_known_quantization(config: Mapping[str, Any], label: str) -> None:
+def check_known_quantization(config: ModelConfig, label: str) -> None:
     """BadInputError for a quantisation that transformers would ignore with a warning."""
     codes = config["quantization_config"]
     with quiet_transformers():
@@ -149,7 +109,7 @@ def check_known_quantization(config: Mapping[str, Any], label: str) -> None:
             raise refuse_quantization(codes, label)
 
 
-def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
+def _check_quantization(found: ModelConfig, repo_id: str) -> None:
     """MissingCapabilityError if transformers cannot load the quantisation here, which it says only
     with the weights.
     """
@@ -164,25 +124,19 @@ def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
             method = quantizer.quantization_config.quant_method
             raise MissingCapabilityError(
                 f"{repo_id} is quantised by {getattr(method, 'value', method)}, and transformers "
-                "cannot load that "
-                f"here: {library_message(error)}.",
+                f"cannot load that here: {library_message(error)}.",
                 "Install what is missing, or take the unquantised checkpoint.",
             ) from error
 
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
-    if head and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _Headless(
-            f"transformers has no causal language model for {config.model_type}, only its layers.",
-            "`ssdprof run` without --decode compares its operators; answers need a head.",
-        )
     with torch.device("meta"):
         return (transformers.AutoModelForCausalLM if head else transformers.AutoModel).from_config(
             config
         )
 
 
-def _refused_field(config: Mapping[str, Any], *, head: bool) -> str | None:
+def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
     """A field without which transformers accepts a refused config; None if none is found in
     time.
     """
@@ -220,28 +174,31 @@ def destinations(
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     """
     conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
-    renamings = [one for one in conversions if isinstance(one, core_model_loading.WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, core_model_loading.WeightConverter)]
-    targets = {source: one.target_patterns for one in converters for source in one.source_patterns}
+    loading = core_model_loading
+    renamings = [step for step in conversions if isinstance(step, loading.WeightRenaming)]
+    converters = [step for step in conversions if isinstance(step, loading.WeightConverter)]
+    targets: dict[str, list[str]] = {}
+    for converter in converters:
+        targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
     state, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
+    known = {}
     for key in sorted(keys):
-        rename = partial(core_model_loading.rename_source_key, key)
+        rename = partial(loading.rename_source_key, key)
         name, source = rename(renamings, converters, prefix, state)
         if name not in state and key in state:
             name, source = rename([], [], prefix, state)
         if name in state:
             first, *rest = targets[source] if source else [""]
             names = (name, *(name.replace(first, other) for other in rest))
-            found[key] = Destination(names, source is None)
-    return found
+            known[key] = Destination(names, source is None)
+    return known
 
 
 def missing(model: PreTrainedModel, found: Mapping[str, Destination]) -> set[str]:
     """Parameters that no stored weight becomes.  One of those that share their weights is
     enough.
     """
-    there = {name for to in found.values() for name in to.names}
+    there = set(chain.from_iterable(to.names for to in found.values()))
     shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()
@@ -253,23 +210,15 @@ def missing(model: PreTrainedModel, found: Mapping[str, Destination]) -> set[str
     return lost
 
 
-def accepts(config: Mapping[str, Any]) -> bool:
+def accepts(config: ModelConfig) -> bool:
     """Whether transformers accepts a config as such."""
     with quiet_transformers(), suppress(Exception):  # of any class
         return bool(_parsed(config))
     return False
 
 
-def _dtype_by_size(model: Model) -> str:
-    """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes or
-    2.
-    """
-    parameters = sum(one.numel() for one in model.on_meta.parameters())
-    return "float32" if model.weight_bytes() > 3 * parameters else "bfloat16"
-
-
 @contextmanager
-def refusals(what: str) -> Iterator[None]:
+def refusals(what: str, hint: str = "") -> Iterator[None]:
     """Turn all errors of transformers on a user's file into BadInputError with its message.
 
     what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their
@@ -280,8 +229,8 @@ def refusals(what: str) -> Iterator[None]:
     except (SsdprofError, torch.OutOfMemoryError):
         raise
     except OSError as error:
-        if error.errno not in _OF_MACHINE:
-            raise failed_import(error) or _unusable(what, error) from error
+        if error.errno not in OF_MACHINE:
+            raise failed_import(error) or _unusable(what, error, hint) from error
         raise MissingCapabilityError(
             f"A temporary file for {what} cannot be written: {error.strerror}.",
             "Make room there or set TMPDIR to another folder.",
@@ -297,13 +246,13 @@ def refusals(what: str) -> Iterator[None]:
             raise MissingCapabilityError(
                 f"Main memory is too small for {what}.", "Take fewer layers."
             ) from error
-        raise failed_import(error) or _unusable(what, error) from error
+        raise failed_import(error) or _unusable(what, error, hint) from error
 
 
-def _unusable(what: str, error: Exception) -> BadInputError:
+def _unusable(what: str, error: Exception, hint: str) -> BadInputError:
     return BadInputError(
         f"transformers cannot use {what}: {library_message(error)}.",
-        "The file is damaged, or the checkpoint is newer than the installed transformers.",
+        hint or "The file is damaged, or the checkpoint is newer than the installed transformers.",
     )
 
 
@@ -322,167 +271,3 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-
-
-# --- mixers
-
-
-@dataclass(frozen=True, eq=False)
-class Mixer:
-    """A module that calls an operator, and the function that it calls.
-
-    From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global
-    function of the
-    modeling file: a mixer is a module whose forward names that function in its bytecode.
-    """
-
-    name: str  # path in the model that was searched
-    layer_index: int  # decoder layer
-    operator: str
-    module: nn.Module
-    function: str  # name of the global
-    namespace: dict[str, Any]  # globals of the modeling file
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the operator by name.  BadInputError if the module does not have them as
-        attributes.
-        """
-        wanted = operators.get(self.operator).mixer_sizes
-        found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
-        for name, size in found.items():
-            if not isinstance(size, int) or not 1 <= size <= LONGEST_SEQLEN:
-                raise refuse(
-                    f"{self.name} ({type(self.module).__name__})", f"has {name} = {shown(size)}"
-                )
-        return found  # type: ignore[return-value]  # checked
-
-
-def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
-    """Every mixer of `model`, in the order of its decoder layers.  what: names the model in
-    messages.
-
-    Raises BadInputError if there is none, or if two share a decoder layer.
-    """
-    # The variants for a single token are other functions, which are not replaced.
-    functions = {operators.get(name).binding.function: name for name in operators.names()}
-    mixers: dict[int, Mixer] = {}
-    for name, module in model.named_modules():
-        forward = _forward(module)
-        if forward is None:
-            continue
-        for function in functions.keys() & set(forward.__code__.co_names):
-            index = layer_index(f"{name}.")
-            if index is None:
-                raise BadInputError(f"The mixer {name!r} is in no numbered decoder layer.")
-            if index in mixers:
-                raise BadInputError(
-                    f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}."
-                )
-            mixers[index] = Mixer(
-                name, index, functions[function], module, function, forward.__globals__
-            )
-    if not mixers:
-        parts = (
-            part
-            for name, part in model.named_modules()
-            if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
-        )
-        kinds = dict.fromkeys(
-            type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters())
-        )
-        raise BadInputError(
-            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers "
-            "are of "
-            f"{words(kinds or ['nothing with weights'])}.",
-            SUPPORTED,
-        )
-    return tuple(mixers[index] for index in sorted(mixers))
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether `module` computes attention by one of transformers' functions: its class's forward
-    names their table.
-    """
-    forward = _forward(module)
-    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
-
-
-def _forward(module: nn.Module) -> FunctionType | None:
-    """The forward that the model's author wrote: transformers wraps some in decorators.  None if it
-    is not Python.
-    """
-    forward = inspect.unwrap(type(module).forward)
-    return forward if isinstance(forward, FunctionType) else None
-
-
-# --- places
-
-Place = int | str  # the index of a GPU, "cpu" or "disk"
-DeviceMap = Mapping[str, Place]  # of each module and its submodules, by path
-
-
-def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
-    """A map of `model`, on the meta device, that fills the places of `room` in order.
-
-    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings
-    the weights of a module that lies elsewhere to the device of the first layers just before the
-    module runs there.
-
-    room: bytes for weights.  The first is where the model begins; what finds no room goes to the
-    disk if "disk" is a key, whose number is not read.  None if there is too little room, or if the
-    token embedding does not lie in the first place.
-    """
-    most = {place: size for place, size in room.items() if place != "disk"}
-    if min(most.values()) < 0:
-        return None
-    kept_whole = sorted(model._no_split_modules or ())
-    # Without a number for main memory, accelerate would take what the machine has.
-    with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
-        found: dict[str, Place] = accelerate.infer_auto_device_map(
-            model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
-        )
-    if "disk" in found.values() and "disk" not in room:
-        return None
-    embedding = next(
-        name for name, one in model.named_modules() if one is model.get_input_embeddings()
-    )
-    return found if place_of(f"{embedding}.weight", found) == next(iter(room)) else None
-
-
-def place_of(name: str, places: DeviceMap) -> Place:
-    """Where the parameter `name` lies."""
-    while name not in places:
-        name = name.rpartition(".")[0]
-    return places[name]
-
-
-def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, Held]:
-    """What each place holds of a model."""
-    sizes: Counter[Place] = Counter()
-    layers: dict[int, Place] = {}
-    for name, parameter in model.named_parameters():
-        place = place_of(name, places)
-        sizes[place] += parameter.nbytes
-        if (index := layer_index(name)) is not None:
-            layers.setdefault(index, place)
-    counts = Counter(layers.values())
-    return {place: Held(layers=counts[place], bytes=size) for place, size in sizes.items()}
-
-
-def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> tuple[int, int]:
-    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in
-    memory at once.
-
-    accelerate brings a module's own weights, not those of the modules in it.
-    main: the device of the first layers, which also computes the modules that are not on a GPU.
-    """
-    layers: Counter[object] = Counter()
-    modules: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
-        # brought to `main` for each forward call
-        if place_of(name, places) in {"cpu", "disk"} - {main}:
-            index = layer_index(name)
-            layers[name if index is None else index] += parameter.nbytes
-            modules[name.rpartition(".")[0]] += parameter.nbytes
-    return max(layers.values(), default=0), max(modules.values(), default=0)

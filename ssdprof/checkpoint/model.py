@@ -9,30 +9,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
+from ssdprof.checkpoint.config import ModelConfig
 from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, TensorInfo, parse_repo
 from ssdprof.checkpoint.names import (
     DEMO_FOLDERS,
     KNOWN,
+    Family,
     close_names,
     family_named,
     is_folder,
     shown,
 )
 from ssdprof.checkpoint.weights import (
-    CODES,
+    FLOATS,
     INDEX,
-    INTEGERS,
     SINGLE,
     Weights,
     find_weights,
     layer_index,
     usual_dtype,
 )
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object
@@ -41,10 +42,11 @@ from ssdprof.operators.late import lazy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ssdprof.checkpoint import meta
+    from ssdprof.checkpoint import meta, mixers
+    from ssdprof.checkpoint.mixers import Mixer
 else:
-    # imports transformers: a wrong name or layer is refused before that
-    meta = lazy("ssdprof.checkpoint.meta")
+    # they import torch and transformers: a wrong name or layer is refused before that
+    meta, mixers = lazy("ssdprof.checkpoint.meta"), lazy("ssdprof.checkpoint.mixers")
 
 _ADAPTER = "adapter_config.json"
 # GPTQ's and AWQ's first releases described the weights in a file of its own
@@ -69,7 +71,7 @@ class Model:
 
     requested: str
     source: Source
-    config: Mapping[str, Any]
+    config: ModelConfig
     model_type: str
     nested: bool
     original: bool
@@ -118,10 +120,33 @@ class Model:
         }
         return meta.build(plain, self.source.label)
 
+    def cut_on_meta(
+        self, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
+    ) -> PreTrainedModel:
+        """What `load.fetch` and `load.load_model` give, on the meta device: shapes and dtypes.
+        Downloads nothing.
+
+        dtype: of the weights, named as in torch; None: the checkpoint's own.
+
+        BadInputError for what `fetch` would refuse.
+        """
+        wanted = dtype or (self._dtype_by_size if self.weights.pickled else self.dtype)
+        self.refuse_codes(deepest_layer, head=head)
+        config = self.load_config(self.depth(deepest_layer), wanted)
+        return meta.build(config, self.source.label, head=head)
+
+    @property
+    def _dtype_by_size(self) -> str:
+        """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes
+        or 2.
+        """
+        parameters = sum(parameter.numel() for parameter in self.on_meta.parameters())
+        return "float32" if self.weight_bytes() > 3 * parameters else "bfloat16"
+
     @cached_property
-    def mixers(self) -> tuple[meta.Mixer, ...]:
+    def mixers(self) -> tuple[Mixer, ...]:
         """Modules of `on_meta` that call an operator; BadInputError if there are none."""
-        return meta.find_mixers(self.on_meta, f"{self.where}, of type {shown(self.model_type)},")
+        return mixers.find_mixers(self.on_meta, f"{self.where}, of type {shown(self.model_type)},")
 
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
@@ -138,17 +163,19 @@ class Model:
     def layer_count(self) -> int:
         return 1 + max(layer_index(name) or 0 for name, _ in self.on_meta.named_parameters())
 
+    @property
+    def _origin(self) -> Literal["demo", "local", "hub"]:
+        if self.requested in DEMO_FOLDERS:
+            return "demo"
+        return "local" if self.source.revision is None else "hub"
+
     @cached_property
     def ref(self) -> CheckpointRef:
         """The record of reports."""
         checkpoint = KNOWN.get(self.source.label.casefold())
         return CheckpointRef(
             requested=self.requested,
-            source="demo"
-            if self.requested in DEMO_FOLDERS
-            else "local"
-            if self.source.revision is None
-            else "hub",
+            source=self._origin,
             repo_id=self.source.label,
             revision=self.source.revision,
             model_type=self.model_type,
@@ -172,19 +199,16 @@ class Model:
 
     def sizes(self, layer: LayerRef) -> dict[str, int]:
         """Sizes of `layer`'s operator by name; BadInputError when the model has no such layer."""
-        mixer = next(
-            (one for one, its in zip(self.mixers, self.layers, strict=True) if its == layer), None
-        )
-        if mixer is None:
+        if layer not in self.layers:
             raise self._refuse_layer(
                 f"{self.source.label} has no SSD or gated-delta-rule layer {layer.name}."
             )
-        return mixer.sizes
+        return self.mixers[self.layers.index(layer)].sizes
 
     def _refuse_layer(self, what: str) -> BadInputError:
         """The error for a layer that is not there."""
         return BadInputError(
-            what, f"Layers with the operator: {', '.join(str(one.index) for one in self.layers)}."
+            what, f"Layers with the operator: {', '.join(str(ref.index) for ref in self.layers)}."
         )
 
     def size_words(self, layer: LayerRef) -> str:
@@ -209,7 +233,7 @@ class Model:
             return int(kinds.index("full_attention")) + 1
         return wanted
 
-    def cut_config(self, depth: int | None = None, dtype: str | None = None) -> dict[str, Any]:
+    def cut_config(self, depth: int | None = None, dtype: str | None = None) -> ModelConfig:
         """The config of the first `depth` decoder layers (all for None), as transformers reads it.
 
         dtype: in which the weights are loaded, named as in torch; None: what the config says of it,
@@ -222,7 +246,7 @@ class Model:
             config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
         return configs.cut_config(config, depth, dtype=dtype, quantization=self.named_quantization)
 
-    def load_config(self, depth: int, dtype: str | None) -> dict[str, Any]:
+    def load_config(self, depth: int, dtype: str | None) -> ModelConfig:
         """`cut_config` for loading: without a quantisation that the weights do not have."""
         config = self.cut_config(depth, dtype)
         if self.quantization is None:
@@ -245,18 +269,18 @@ class Model:
         codes = [
             name
             for name, tensor in stored.items()
-            if tensor.dtype in CODES | INTEGERS and not self._is_scaled(name, stored)
+            if tensor.dtype not in FLOATS and not self._is_scaled(name, stored)
         ]
         if not codes:
             return
         config = self.cut_config(depth)
         config.pop("quantization_config", None)
         model = meta.build(config, self.source.label, head=head)
-        found = meta.destinations(model, stored, {})
-        lost = {_module(name) for name in meta.missing(model, found)}
+        known = meta.destinations(model, stored, {})
+        lost = {_module(name) for name in meta.missing(model, known)}
         for name in codes:
-            if name in found or _module(name) in lost:
-                described = next((one for one in _QUANTISERS if one in self.source.sizes), "")
+            if name in known or _module(name) in lost:
+                described = next((file for file in _QUANTISERS if file in self.source.sizes), "")
                 why = "its config names no quantisation"
                 if self.quantization:
                     why = f"has no {self.quantization} scale for it"
@@ -331,12 +355,12 @@ class Model:
             named = configs.DEFAULT_TOKENIZER
         if not named.strip():
             raise BadInputError("The tokenizer's name is empty.", _NO_TOKENIZER)
-        found = _local(named) or HubRepo(*parse_repo(named, None), first="tokenizer_config.json")
-        if not found.tokenizer_files():
+        source = _local(named) or HubRepo(*parse_repo(named, None), first="tokenizer_config.json")
+        if not source.tokenizer_files():
             raise BadInputError(
-                f"{found.label} holds no tokenizer.", "Name another one with --tokenizer."
+                f"{source.label} holds no tokenizer.", "Name another one with --tokenizer."
             )
-        return found
+        return source
 
     def files(
         self, deepest_layer: int | None = None, *, head: bool = False
@@ -353,8 +377,9 @@ class Model:
         planned = [self.source.planned(name) for name in names]
         if (other := self.tokenizer_source) is not None:
             prefix = "" if other is self.source else f"{other.label}/"
-            found = [other.planned(name) for name in other.tokenizer_files()]
-            planned += [file.model_copy(update={"name": prefix + file.name}) for file in found]
+            for name in other.tokenizer_files():
+                file = other.planned(name)
+                planned.append(file.model_copy(update={"name": prefix + file.name}))
         return tuple(planned)
 
 
@@ -376,29 +401,7 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     ModelUnavailableError when it is not available; BadInputError if its config shows that ssdprof
     cannot measure it.
     """
-    if not named.strip():
-        raise BadInputError("The model's name is empty.", _NO_TOKENIZER)
-    if revision is not None and not revision.strip():
-        raise BadInputError(
-            "The revision is empty.", "Name a branch, a tag or a commit, or leave out --revision."
-        )
-    family = None
-    source: Source | None = _local(named)
-    if source is not None:
-        if revision is not None:
-            raise BadInputError(
-                f"{named} is local and has no revisions.",
-                "Leave out --revision, or name a hub repo.",
-            )
-    else:
-        repo_id, revision = parse_repo(named, revision)
-        if (demo := repo_id.casefold()) in DEMO_FOLDERS:
-            raise BadInputError(
-                f"There is no model {named}; a model that ships with ssdprof is {demo}.",
-                f"Name {demo}.",
-            )
-        family = family_named(repo_id)
-        source = _open_repo(family.flagship if family and family.flagship else repo_id, revision)
+    source, family = _find(named, revision)
     adapter = next((name for name in source.sizes if name.startswith("adapter_model.")), "")
     if adapter and not any(name.startswith(("model", "pytorch_model")) for name in source.sizes):
         raise BadInputError(
@@ -411,24 +414,51 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
             source.inner_checkpoints()
             or "Name a folder that holds a checkpoint in transformers' format.",
         )
-    modelopt = (
-        source.path(configs.MODELOPT_CONFIG) if configs.MODELOPT_CONFIG in source.sizes else None
-    )
-    found = configs.describe(source.path(CONFIG), f"{CONFIG} of {source.label}", modelopt)
-    others = tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else ()
-    notes = (
-        f"{named} is a family of models, not a repo: taking {source.label}. Others: "
-        f"{', '.join(others)}."
-    )
+    modelopt = None
+    if configs.MODELOPT_CONFIG in source.sizes:
+        modelopt = source.path(configs.MODELOPT_CONFIG)
+    siblings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    if family:
+        siblings = tuple(c.repo for c in family.checkpoints if c.repo != source.label)
+        notes = (
+            f"{named} is a family of models, not a repo: taking {source.label}. Others: "
+            f"{', '.join(siblings)}.",
+        )
     return Model(
         requested=named,
         source=source,
         tokenizer=tokenizer,
-        siblings=others,
-        notes=(notes,) if family else (),
+        siblings=siblings,
+        notes=notes,
         adapter=adapter,
-        **found,
+        **configs.describe(source.path(CONFIG), f"{CONFIG} of {source.label}", modelopt),
     )
+
+
+def _find(named: str, revision: str | None) -> tuple[Source, Family | None]:
+    """The files, and the family if `named` is its name."""
+    if not named.strip():
+        raise BadInputError("The model's name is empty.", _NO_TOKENIZER)
+    if revision is not None and not revision.strip():
+        raise BadInputError(
+            "The revision is empty.", "Name a branch, a tag or a commit, or leave out --revision."
+        )
+    if source := _local(named):
+        if revision is not None:
+            raise BadInputError(
+                f"{named} is local and has no revisions.",
+                "Leave out --revision, or name a hub repo.",
+            )
+        return source, None
+    repo_id, revision = parse_repo(named, revision)
+    if (demo := repo_id.casefold()) in DEMO_FOLDERS:
+        raise BadInputError(
+            f"There is no model {named}; a model that ships with ssdprof is {demo}.",
+            f"Name {demo}.",
+        )
+    family = family_named(repo_id)
+    return _open_repo(family.flagship if family and family.flagship else repo_id, revision), family
 
 
 def _base_of(source: Source) -> str:

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,18 @@ class Family:
 def _family(
     organisation: str, checkpoints: list[dict[str, Any]], typed: Sequence[str] = (), **row: Any
 ) -> Family:
+    """A table of families.toml.  `layers` of a checkpoint: those with an operator, and all."""
     names = operators.get(row["operator"]).mixer_sizes
     known = (
         KnownCheckpoint(
-            repo=f"{organisation}/{one['repo']}",
-            parameters=round(1e9 * one["billions"]),
-            operator_layers=one.get("layers", [None])[0],
-            layers=one.get("layers", [None])[-1],
-            dims=dict(zip(names, one["sizes"], strict=True)) if "sizes" in one else None,
-            trained_context=one.get("context"),
+            repo=f"{organisation}/{entry['repo']}",
+            parameters=round(1e9 * entry["billions"]),
+            operator_layers=entry.get("layers", [None])[0],
+            layers=entry.get("layers", [None])[-1],
+            dims=dict(zip(names, entry["sizes"], strict=True)) if "sizes" in entry else None,
+            trained_context=entry.get("context"),
         )
-        for one in checkpoints
+        for entry in checkpoints
     )
     return Family(checkpoints=tuple(known), typed=tuple(typed), **row)
 
@@ -84,7 +86,8 @@ def family_named(typed: str) -> Family | None:
     return next((row for row in FAMILIES if typed.casefold() in map(str.casefold, row.typed)), None)
 
 
-KNOWN = {one.repo.casefold(): one for row in FAMILIES for one in row.checkpoints}  # by repo
+_CHECKPOINTS = tuple(chain.from_iterable(row.checkpoints for row in FAMILIES))
+KNOWN = {checkpoint.repo.casefold(): checkpoint for checkpoint in _CHECKPOINTS}  # by repo
 
 
 def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint, ...]:
@@ -119,7 +122,7 @@ def close_names(typed: str) -> list[str]:
     """
     end = typed.rpartition("/")[2].casefold()
     # else the end of a name decides: granite-9 is no granite-4.0
-    begins = not any(one.isdigit() for one in end)
+    begins = not any(map(str.isdigit, end))
 
     def likeness(name: str) -> float:
         last = name.rpartition("/")[2].casefold()
@@ -130,7 +133,8 @@ def close_names(typed: str) -> list[str]:
 
     names = {
         *DEMO_FOLDERS,
-        *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints))),
+        *chain.from_iterable(row.typed for row in FAMILIES),
+        *(checkpoint.repo for checkpoint in _CHECKPOINTS),
     }
     scored = sorted((-likeness(name), name) for name in names)
     return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
@@ -139,8 +143,8 @@ def close_names(typed: str) -> list[str]:
 # --- names of layers
 
 _GRAMMAR = (
-    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer "
-    "numbers and ranges: 3,7 or 0-3."
+    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer numbers "
+    "and ranges: 3,7 or 0-3."
 )
 _NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"
 

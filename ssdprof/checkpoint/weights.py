@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.config import PICKLE
@@ -18,19 +19,9 @@ from ssdprof.files import read_json
 
 # of torch's dtypes that a model is loaded in
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_FLOATS = {
-    "F64": "float64",
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": None,
-    "F8_E5M2": None,
-}
-CODES = frozenset(
-    {"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
-)  # no model computes in them
-# nor in these: indexes are no weights
-INTEGERS = frozenset({"BOOL", "I16", "I32", "I64", "U16", "U32", "U64"})
+# of safetensors; what is stored otherwise is no weight to compute with: codes, and indexes
+FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_CAST = FLOATS.keys() | {"F8_E4M3", "F8_E5M2"}  # on load
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -46,8 +37,8 @@ def layer_index(name: str) -> int | None:
     """The decoder layer that a parameter or module belongs to ("model.layers.3.mamba.norm": 3);
     None: to none.
     """
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
@@ -104,16 +95,15 @@ class Weights:
         places in it.  BadInputError when two files hold a tensor and the index names neither.
         """
         assert not self.pickled, "a pickle has no header"
-        found: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         needed = self.needed_shards(depth, head=head)
         holder: dict[str, str] = {}
         for file in self.files(depth, head=head):
             header = self.source.header(file)
             if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
                 raise ModelUnavailableError(
-                    f"{file} lacks {len(missing)} of the weights that the index places in it, "
-                    "such as "
-                    f"{shown(missing[0])}.",
+                    f"{file} lacks {len(missing)} of the weights that the index places in it, such "
+                    f"as {shown(missing[0])}.",
                     "The file and the index are of different revisions; fetch both again.",
                 )
             for key in header:
@@ -126,8 +116,8 @@ class Weights:
                         "Add it to the index, or fetch the checkpoint again.",
                     )
                 holder[key] = file
-                found[key] = header[key]
-        return found
+                tensors[key] = header[key]
+        return tensors
 
     def misplaced(self, file: str) -> set[str]:
         """The tensors in `file` that the index places in another one: older copies."""
@@ -149,11 +139,8 @@ class Weights:
         if self.pickled:
             return True
         files = [self.single] if self.single else sorted(set((self.shards or {}).values()))
-        return any(
-            tensor.dtype in CODES | INTEGERS
-            for file in files
-            for tensor in self.source.header(file).values()
-        )
+        headers = (self.source.header(file).values() for file in files)
+        return any(tensor.dtype not in FLOATS for tensor in chain.from_iterable(headers))
 
     def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
         """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit
@@ -161,11 +148,14 @@ class Weights:
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
-        size, tensors = SIZES.get(dtype or ""), self.tensors(depth, head=head).values()
-        stored = ((t, t.data_offsets[1] - t.data_offsets[0]) for t in tensors)
-        return sum(
-            t.parameter_count * size if size and t.dtype in _FLOATS else own for t, own in stored
-        )
+        size, total = SIZES.get(dtype or ""), 0
+        for tensor in self.tensors(depth, head=head).values():
+            start, end = tensor.data_offsets
+            if size and tensor.dtype in _CAST:
+                total += tensor.parameter_count * size
+            else:
+                total += end - start
+        return total
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:
@@ -184,14 +174,14 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
         return Weights(source, None, PICKLE)
     if not source.complete:
         source.path(INDEX)  # raises: it may be there, but is not in the cache
-    found = sorted(
+    others = sorted(
         name
         for name in source.sizes
         if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     )
     raise BadInputError(
         f"{source.label} has no {SINGLE} and no {INDEX}"
-        + (f", only {', '.join(found[:3])}." if found else "."),
+        + (f", only {', '.join(others[:3])}." if others else "."),
         source.inner_checkpoints()
         or "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
         "with "
@@ -203,7 +193,7 @@ def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
     """That of most elements in floats of 16 bit and more, named as in torch; None without any."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
-        if (name := _FLOATS.get(tensor.dtype)) is not None:
+        if (name := FLOATS.get(tensor.dtype)) is not None:
             counts[name] += tensor.parameter_count
     return max(counts, key=counts.__getitem__, default=None)
 
@@ -229,10 +219,8 @@ def _read_index(path: Path) -> dict[str, str]:
     for file in sorted({file for _, file in pairs}):
         if not (stays_inside(file) and file.endswith(".safetensors")):
             raise BadInputError(
-                (
-                    f"{INDEX} names {shown(file)}, which is no safetensors file inside the "
-                    "checkpoint's folder."
-                ),
+                f"{INDEX} names {shown(file)}, which is no safetensors file inside the "
+                "checkpoint's folder.",
                 "Do not trust this checkpoint: no honest tool writes such an index.",
             )
     return {key: str(PurePosixPath(file)) for key, file in pairs}  # "./x" is x

@@ -65,10 +65,10 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
 
     improved: list[bool] = []
 
-    def keep(report: Report, calls: TunedCalls, find: TunedConfig | None) -> None:
+    def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
         """After each search, so that an interruption loses nothing."""
-        tuned.keep(report.environment, calls, find)
-        improved.append(find is not None)
+        tuned.keep(report.environment, calls, config)
+        improved.append(config is not None)
 
     report = tune_job.tune(
         operator,

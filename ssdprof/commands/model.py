@@ -16,7 +16,7 @@ from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import Record, Text
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.subject import CaptureManifest
+from ssdprof.core.target import CaptureManifest
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import ExitCode, SsdprofError
 from ssdprof.jobs import answers as answers_job
@@ -32,7 +32,7 @@ from ssdprof.jobs.options import (
 )
 from ssdprof.jobs.plan import check_start, plan
 from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
-from ssdprof.jobs.subject import Stored, Subject
+from ssdprof.jobs.target import Stored, Target
 from ssdprof.progress import Watcher
 from ssdprof.report import brief, stalls
 from ssdprof.report import terminal as tables
@@ -49,7 +49,7 @@ class StoredCapture(Record):
     manifest: CaptureManifest
 
 
-def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> None:
+def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> None:
     """Run, or plan with --dry-run, then time prefills and profile stalls as the options say."""
     reports = ranks is None or ranks.first  # the first rank reports for all
 
@@ -85,7 +85,7 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
 
 
 def _plan(
-    found: Subject | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool
+    found: Target | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool
 ) -> None:
     """Show the plan of a dry run, and raise what would keep the model from running."""
     planned = plan(found, tensor_parallel=tensor_parallel)
@@ -109,15 +109,15 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
             smallest_difference=options.smallest_difference,
             out=folder / "prefill",
         )
-        subject = prefill_job.find(wanted)
+        target = prefill_job.find(wanted)
         with terminal.only_data_on_stdout():
-            place, report = prefill_job.time_prefills(wanted, subject, TerminalWatcher())
+            folder, report = prefill_job.time_prefills(wanted, target, TerminalWatcher())
     except SsdprofError as error:
         terminal.say(f"No prefill times: {error.message}  {error.hint}")
         return error.exit_code
     if not options.json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
-    terminal.say(f"Prefill times are in {place}.")
+    terminal.say(f"Prefill times are in {folder}.")
     return ExitCode.OK if Outcome(report).passed else ExitCode.GATE_FAILED
 
 
@@ -137,18 +137,18 @@ def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | Non
     return ExitCode.MISSING_CAPABILITY if profiled.missing else ExitCode.OK
 
 
-def capture(options: CaptureOptions, subject: Subject | None) -> None:
-    """subject: None for a recording of a server."""
-    if subject is not None and options.dry_run:
+def capture(options: CaptureOptions, target: Target | None) -> None:
+    """target: None for a recording of a server."""
+    if target is not None and options.dry_run:
         check = partial(run_job.check_capture, options.out, overwrite=options.force)
-        _plan(subject, check, as_json=options.json)
+        _plan(target, check, as_json=options.json)
         return
     watcher = TerminalWatcher()
-    if subject is None:
+    if target is None:
         folder, manifest = run_job.capture_recording(options, watcher)
     else:
         folder, manifest = run_job.capture(
-            subject, options.out, overwrite=options.force, watcher=watcher
+            target, options.out, overwrite=options.force, watcher=watcher
         )
     if options.json:
         print(StoredCapture(folder=str(folder), manifest=manifest).model_dump_json(indent=2))
@@ -156,26 +156,26 @@ def capture(options: CaptureOptions, subject: Subject | None) -> None:
         print(folder)
 
 
-def answers(options: AnswersOptions, subject: Subject) -> None:
-    subject = answers_job.loaded_as(subject, options)
+def answers(options: AnswersOptions, target: Target) -> None:
+    target = answers_job.loaded_as(target, options)
     if options.dry_run:
-        _plan(subject, partial(answers_job.check, subject, options), as_json=options.json)
+        _plan(target, partial(answers_job.check, target, options), as_json=options.json)
         return
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
-        folder, report = answers_job.answers(subject, options, TerminalWatcher())
+        folder, report = answers_job.answers(target, options, TerminalWatcher())
     shown = tables.render(compose(report), verdict_last=True)
     output.finish(report, shown, as_json=options.json, note=output.kept(folder))
 
 
 def prefill(options: PrefillOptions) -> None:
     require_gpu(*prefill_job.NEEDS_GPU)
-    subject = prefill_job.find(options)
+    target = prefill_job.find(options)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
-        folder, report = prefill_job.time_prefills(options, subject, TerminalWatcher())
+        folder, report = prefill_job.time_prefills(options, target, TerminalWatcher())
     output.finish(
         report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder)
     )

@@ -23,7 +23,7 @@ from rich.text import Text
 from ssdprof.commands import terminal
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.subject import DryRun
+from ssdprof.core.target import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
 from ssdprof.progress import Advance, Watcher
@@ -74,8 +74,8 @@ class TerminalWatcher(Watcher):
 
     @contextmanager
     def _bar(self, text: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """A bar below those of outer steps, drawn at progress: a thread would share the interpreter
-        with timed work.
+        """A bar below those of outer steps, written at progress: a thread would share the
+        interpreter with timed work.
         """
         outermost, whole = self._bars is None, Column(no_wrap=True)
         bars = self._bars = self._bars or Progress(

@@ -78,8 +78,10 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     if (code := ended.last("exit")) is not None:
         raise typer.Exit(int(code))
     why = f"The process that ran {' and '.join(names)} {ended.how}"
-    rank, _, place = (ended.last("report") or "").partition(" ")
-    report = reports.close(Path(place), int(rank), ended.last("case") or "", why) if place else None
+    rank, _, folder = (ended.last("report") or "").partition(" ")
+    report = (
+        reports.close(Path(folder), int(rank), ended.last("case") or "", why) if folder else None
+    )
     if ended.stopped:
         raise KeyboardInterrupt(f"{why}.")
     if report is None:
@@ -90,7 +92,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
     shown = brief.render(report) if report.kind == "run" else render(compose(report))
-    output.finish(report, shown, as_json=as_json, note=output.kept(Path(place)))
+    output.finish(report, shown, as_json=as_json, note=output.kept(Path(folder)))
 
 
 # --- accuracy
@@ -295,7 +297,7 @@ SCHEMAS = {
         "ssdprof.core.report:Report",
     ),
     "case": ("case", "ssdprof.core.case:Case"),
-    "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
+    "dry-run": (_DRY, "ssdprof.core.target:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),

@@ -86,17 +86,17 @@ TestName = Literal["gain", "mean gain", "rms", "column", "slice", "period"]
 
 
 class ErrorTest(Record):
-    """The place of an output tensor where its error uses most of what rounding can explain
-    (measure/evidence.py).
+    """The part of an output tensor where its error uses most of what rounding can explain
+    (measure/rounding_tests.py).
 
     head: 0 for a mean over heads.  value: of gains the relative deviation, with its sign; else the
-    relative RMS error.  place: a
+    relative RMS error.  position: a
     column, a slice (see `SLICES`), or a position modulo `period`; None for a whole head.
     """
 
     test: TestName
     head: Count
-    place: Count | None = None
+    position: Count | None = None
     period: Size | None = None
     value: float
     limit: Annotated[float, Field(gt=0)]
@@ -110,9 +110,9 @@ class ErrorTest(Record):
     def words(self) -> str:
         """ "head 3: gain 1.005, where rounding explains 1 +- 0.0004"."""
         where = {
-            "column": f", column {self.place}",
-            "slice": f", slice {self.place} of {SLICES}",
-            "period": f", position {self.place} of each {self.period}",
+            "column": f", column {self.position}",
+            "slice": f", slice {self.position} of {SLICES}",
+            "period": f", position {self.position} of each {self.period}",
         }.get(self.test, "")
         if "gain" in self.test:
             heads = f"head {self.head}: gain" if self.test == "gain" else "mean over heads: gain"
@@ -124,7 +124,7 @@ class ErrorTest(Record):
 
 
 def _explains_most(test: ErrorTest) -> tuple[bool, float]:
-    """A gain explains all other errors, and a whole head those of its places, unless one of them
+    """A gain explains all other errors, and a whole head those of its parts, unless one of them
     is far worse.
     """
     return test.test == "gain", test.used * (2 if test.test == "rms" else 1)

@@ -159,7 +159,7 @@ Holds = Literal["yes", "no", "not applicable"]
 class Probe(Record):
     """Whether a law holds that every correct kernel obeys, as measure/laws.py tests it.
 
-    detail: the first place that broke it, why the law is not applicable, or in which limits it
+    detail: the first position that broke it, why the law is not applicable, or in which limits it
     holds.
     """
 

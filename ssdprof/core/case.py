@@ -33,7 +33,7 @@ from ssdprof.core.base import (
     unique,
 )
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import CallRef, Ceilings, Dims, LayerRef, tokens
+from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
 CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
 
@@ -60,8 +60,8 @@ class LayerCall(Record):
         return f"{self.dims.operator}, {self.dims}"
 
 
-class Drawn(Record):
-    """The inputs of a bench's case, drawn for the sizes of a model.
+class Generated(Record):
+    """The inputs of a bench's case, generated for the sizes of a model.
 
     shape: name of the sizes.  shape_words: "80x64, N 128, G 1".  tokens: "8 x 4,096", "64 packed x
     1k-4k".
@@ -69,7 +69,7 @@ class Drawn(Record):
     checked: tokens of the sequence on which the outputs were compared; None: on all.
     """
 
-    kind: Literal["drawn"]
+    kind: Literal["generated"]
     dims: Dims
     shape: Text
     shape_words: Text
@@ -298,7 +298,8 @@ class Prefill(Record):
 class Case(Record):
     """One implementation at one precision: on one call of a layer, or in the whole model.
 
-    task: what it computed: a captured call, drawn inputs, the model's answers, or a prefill of the
+    task: what it computed: a captured call, generated inputs, the model's answers, or a prefill of
+    the
         model.
     inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
     kind: a library's refusals fail no run; those of the user's own kernel do.  What a server
@@ -323,7 +324,7 @@ class Case(Record):
     probes: laws that were tested with this call; empty if they were tested with another one.
     """
 
-    task: Annotated[LayerCall | Drawn | Answers | Prefill, Field(discriminator="kind")]
+    task: Annotated[LayerCall | Generated | Answers | Prefill, Field(discriminator="kind")]
     batch: Length
     seqlen: Length
     inputs: Text = ""
@@ -379,8 +380,8 @@ class Case(Record):
 
     @property
     def dims(self) -> Dims | None:
-        """The sizes of a captured call or of drawn inputs."""
-        return self.task.dims if isinstance(self.task, LayerCall | Drawn) else None
+        """The sizes of a captured call or of generated inputs."""
+        return self.task.dims if isinstance(self.task, LayerCall | Generated) else None
 
     @property
     def clock(self) -> Clock:
@@ -401,12 +402,12 @@ class Case(Record):
         """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other
         one of its layer.
         """
-        if isinstance(self.task, Drawn):
+        if isinstance(self.task, Generated):
             return self.task.tokens
         return call_size(self.seqlen, self.batch, self.call)
 
     @property
-    def place(self) -> str:
+    def case_key(self) -> str:
         """ "layer 3, 131,072 tokens"."""
         return f"{self.where}, {self.size}"
 
@@ -415,7 +416,7 @@ class Case(Record):
         """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in
         every report.
         """
-        return f"{self.place}, {self.label}"
+        return f"{self.case_key}, {self.label}"
 
     @property
     def id(self) -> str:
@@ -539,7 +540,7 @@ class Case(Record):
         return self.reason or nonfinite or self.outside_budget
 
     @property
-    def judged(self) -> bool:
+    def is_gated(self) -> bool:
         """Whether gates apply: not to the baseline, other libraries, what was served, noise, and
         single layers.
         """
@@ -549,8 +550,10 @@ class Case(Record):
 
     @property
     def rated_against(self) -> tuple[str, str] | None:
-        """The place and the name of its baseline; None if it is of the baseline itself."""
-        return None if self.baseline in ("", self.implementation) else (self.place, self.baseline)
+        """The key and the name of its baseline; None if it is of the baseline itself."""
+        return (
+            None if self.baseline in ("", self.implementation) else (self.case_key, self.baseline)
+        )
 
     # --- times
 

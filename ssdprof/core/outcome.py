@@ -33,13 +33,13 @@ class Verdict(Record):
         return ": ".join(filter(None, (self.condition, self.case, self.actual)))
 
 
-def judged(report: Report) -> tuple[Case, ...]:
+def gated_cases(report: Report) -> tuple[Case, ...]:
     """The cases that conditions apply to."""
     by_name = report.kind in ("bench", "prefill")
     return tuple(
         case
         for case in report.cases
-        if case.judged
+        if case.is_gated
         and (not (by_name or isinstance(case.task, Prefill)) or case.implementation == GATED)
     )
 
@@ -70,7 +70,7 @@ def broken(report: Report) -> tuple[Verdict, ...]:
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
     """The verdicts of one condition, those on passed cases first."""
     text, of_time = condition.text, condition.metric in OF_SPEED
-    cases = [case for case in judged(report) if METRICS[condition.metric].applies(case)]
+    cases = [case for case in gated_cases(report) if METRICS[condition.metric].applies(case)]
     for case in cases:
         if case.result == "passed":
             yield _verdict(condition, case, report)
@@ -80,7 +80,7 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
             yield Verdict(condition=text, case=case.name, holds=False, actual=reason)
     for out in report.left_out if of_time else ():
         if not out.implementations or GATED in out.implementations:
-            name = f"{out.place}, {GATED}" if report.kind == "prefill" else out.place
+            name = f"{out.case_key}, {GATED}" if report.kind == "prefill" else out.case_key
             yield Verdict(condition=text, case=name, holds=False, actual=f"left out: {out.reason}")
 
 
@@ -105,8 +105,8 @@ class Outcome:
     bench.  Libraries fail a run only if the user named them, and never by a refusal.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-    judged: number of cases that were compared or failed, without those of other libraries and those
-    of answers.
+    compared: number of cases that were compared or failed, without those of other libraries and
+    those of answers.
     failed: the cases among them that did not pass.
     outside: cases of baselines outside their budget: the verdict is on what is compared with them.
     refused: requested cases that an implementation does not support, except other libraries.
@@ -127,12 +127,12 @@ class Outcome:
         self.outside = [
             case
             for case in report.cases
-            if case.outside_budget and (case.place, case.implementation) in baselines
+            if case.outside_budget and (case.case_key, case.implementation) in baselines
         ]
         excused = [case for case in self.outside if case.only_outside]
         requested = {", ".join(parts) for parts in report.requested}
         self.ended_early = _ended_early(report)
-        self.judged = len([case for case in calls if case not in (*refused, *excused)])
+        self.compared = len([case for case in calls if case not in (*refused, *excused)])
         self.failed = tuple(case for case in calls if case.failed and case not in excused)
         self.refused = tuple(
             case
@@ -141,13 +141,13 @@ class Outcome:
         )
         self.missing = len(report.missing)
         self.broken = broken(report)
-        self.answers = tuple(case for case in counted if is_answers(case) and case.judged)
+        self.answers = tuple(case for case in counted if is_answers(case) and case.is_gated)
         offenders = {verdict.case for verdict in self.broken}
         self.answers_failed = tuple(
             case for case in self.answers if case.result != "passed" or case.name in offenders
         )
         failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
-        self.passed = self.judged + len(self.answers) > 0 and not (self.ended_early or failed)
+        self.passed = self.compared + len(self.answers) > 0 and not (self.ended_early or failed)
 
     @property
     def word(self) -> str:
@@ -220,7 +220,7 @@ class ListedRun(Record):
             kind=report.kind,
             created=report.created,
             commit=report.commit,
-            model=report.subject,
+            model=report.target,
             random_weights=bool(report.model and report.model.random_weights),
             seqlens=tuple(prompt.seqlen for prompt in report.prompts),
             layers=len(report.captured),

@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionName, grouped
-from ssdprof.core.case import Answers, Case, Drawn, Prefill
+from ssdprof.core.case import Answers, Case, Generated, Prefill
 from ssdprof.core.conditions import METRICS, OF_SPEED, Change, number
 from ssdprof.core.outcome import Outcome, Verdict
 from ssdprof.core.report import Report
@@ -24,9 +24,9 @@ TotalBy = Literal["device time", "call time", "speedup", "call speedup"]
 TotalOver = Literal["layer", "call", "length"]
 
 
-def subject(report: Report) -> str:
+def target(report: Report) -> str:
     """A model, or the operator of a bench."""
-    return str(report.model) if report.model else f"{report.subject} on random inputs"
+    return str(report.model) if report.model else f"{report.target} on random inputs"
 
 
 def unfinished(report: Report) -> str:
@@ -36,14 +36,14 @@ def unfinished(report: Report) -> str:
     return outcome.ended_early or missing
 
 
-def _side(side: tuple[str, Report]) -> dict[Literal["name", "unfinished", "id", "subject"], str]:
+def _side(side: tuple[str, Report]) -> dict[Literal["name", "unfinished", "id", "target"], str]:
     """What the document has of a report, after its name as the user gave it."""
     name, report = side
     return {
         "name": name,
         "unfinished": unfinished(report),
         "id": report.id,
-        "subject": subject(report),
+        "target": target(report),
     }
 
 
@@ -71,7 +71,7 @@ _Case = Annotated[Case | None, PlainSerializer(_values)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class CasePair:
     """A case of both, or of one of them.
 
     verdict: "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE" or
@@ -141,7 +141,7 @@ class Comparison:
     new: Side
     smallest_difference: float
     machine: tuple[str, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[CasePair, ...]
     totals: tuple[Total, ...]
     verdicts: dict[str, tuple[Verdict, ...]]
 
@@ -209,7 +209,7 @@ def _by_name(report: Report) -> dict[str, Case]:
     return {
         case.name: case
         for case in report.cases
-        if not isinstance(case.task, Answers) or case.judged
+        if not isinstance(case.task, Answers) or case.is_gated
     }
 
 
@@ -251,16 +251,16 @@ def _pair(
     base_report: Report,
     new_report: Report,
     smallest: float,
-) -> Pair:
+) -> CasePair:
     """What changed between the two cases, as far as they can be compared."""
     if base is None or new is None:
         only_in = "only in BASE" if base else "only in NEW"
-        return Pair(name=name, base=base, new=new, verdict=only_in)
+        return CasePair(name=name, base=base, new=new, verdict=only_in)
     is_prefill = isinstance(new.task, Prefill)
     verdict = "not comparable" if base.time_us and new.time_us else "not timed"
     what = "model" if is_prefill else "shape"
     if sizes := _different({what: _shape(base, base_report)}, {what: _shape(new, new_report)}):
-        return Pair(
+        return CasePair(
             name=name,
             base=base,
             new=new,
@@ -277,7 +277,7 @@ def _pair(
         over_baseline = _quotient(new_report.speedup(new), base_report.speedup(base))
     if ratio := time or over_baseline:
         verdict = ratio.verdict(smallest)
-    return Pair(
+    return CasePair(
         name=name,
         base=base,
         new=new,
@@ -294,9 +294,9 @@ def _inputs(case: Case, report: Report) -> dict[str, str]:
     """The model and the prompt of a captured call; those of a bench are generated from a fixed
     seed.
     """
-    if isinstance(case.task, Prefill | Drawn):
+    if isinstance(case.task, Prefill | Generated):
         return {}
-    return {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
+    return {"inputs": f"{target(report)}, prompt {case.inputs[:16]}"}
 
 
 def _shape(case: Case, report: Report) -> str:
@@ -315,10 +315,10 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
     return statistics.quotient(above, below) if above and below else None
 
 
-def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
+def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
     """For every implementation and precision all layers, calls, or lengths of one kind together."""
 
-    def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
+    def key(pair: CasePair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
         case = pair.case
         by: TotalBy = "device time" if pair.time else "speedup"
         if case.clock == "call":
@@ -353,7 +353,7 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
 
 
 def _offenders(
-    change: Change, pairs: Sequence[Pair], base: Report, new: Report
+    change: Change, pairs: Sequence[CasePair], base: Report, new: Report
 ) -> Iterator[Verdict]:
     """The cases that changed by more than is allowed.
 
@@ -373,7 +373,7 @@ def _offenders(
         yield Verdict(condition=change.text, case=name, holds=False, actual=fault)
 
 
-def _lost(change: Change, pairs: Sequence[Pair], new: Report) -> list[str]:
+def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
     """The implementations with such values in BASE that have no case in NEW."""
     applies = METRICS[change.metric].applies
     only_in_base = [pair.case for pair in pairs if pair.new is None]
@@ -381,12 +381,12 @@ def _lost(change: Change, pairs: Sequence[Pair], new: Report) -> list[str]:
     lost = [
         case.implementation
         for case in only_in_base
-        if case.judged and applies(case) and case.implementation not in present
+        if case.is_gated and applies(case) and case.implementation not in present
     ]
     return list(dict.fromkeys(lost))
 
 
-def _why_none(change: Change, both: Sequence[Pair]) -> str:
+def _why_none(change: Change, both: Sequence[CasePair]) -> str:
     """Why no pair has two values that can be compared."""
     timed = change.metric in OF_SPEED
     reasons: list[str] = []
@@ -399,7 +399,7 @@ def _why_none(change: Change, both: Sequence[Pair]) -> str:
     return f"BASE has no {'times' if timed else 'such value'}"
 
 
-def _fault(change: Change, pair: Pair, base_report: Report, new_report: Report) -> str | None:
+def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Report) -> str | None:
     """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
     base, new, metric = pair.base, pair.new, METRICS[change.metric]
     assert base
@@ -424,8 +424,8 @@ def _fault(change: Change, pair: Pair, base_report: Report, new_report: Report) 
     return f"{metric.shown(before)} in BASE, {metric.shown(now)} in NEW" if worsened else ""
 
 
-def _comparable(change: Change, pair: Pair, base_report: Report, new_report: Report) -> bool:
-    """Whether the values of a pair depend on the kernels alone: see `Pair`."""
+def _comparable(change: Change, pair: CasePair, base_report: Report, new_report: Report) -> bool:
+    """Whether the values of a pair depend on the kernels alone: see `CasePair`."""
     assert pair.base
     assert pair.new
     if change.metric == "time":
@@ -442,7 +442,7 @@ def _status(new: Case) -> str:
     return "no such value" if new.result == "passed" else new.result
 
 
-def _worse_interval(change: Change, before: Estimate, now: Estimate, pair: Pair) -> str:
+def _worse_interval(change: Change, before: Estimate, now: Estimate, pair: CasePair) -> str:
     """The ratio of two times or speedups, if the whole interval of the change is above the limit;
     else "".
     """

@@ -27,10 +27,10 @@ from ssdprof.core.base import (
     states_of,
     unique,
 )
-from ssdprof.core.case import Answers, Case, Drawn, Prefill
+from ssdprof.core.case import Answers, Case, Generated, Prefill
 from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     Ceilings,
     CheckpointRef,
     Clocks,
@@ -45,9 +45,9 @@ _NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "
 
 
 class LeftOut(Record):
-    """Requested cases that were not begun.  place: of the cases, or their common beginning."""
+    """Requested cases that were not begun.  case_key: of the cases, or their common beginning."""
 
-    place: Text
+    case_key: Text
     implementations: tuple[Text, ...] = ()  # empty: all
     reason: Text
 
@@ -81,7 +81,7 @@ class ProcessLine(Record):
     ended: Text = ""
 
 
-# a case's place, implementation and precision: joined by ", " its name
+# a case's key, implementation and precision: joined by ", " its name
 Requested = tuple[Text, Text, Text]
 
 
@@ -92,7 +92,7 @@ class Report(Record):
     command: as typed, without tokens.
     commit: of the repository in the working directory, "-dirty" after it if files differ; empty
     without one.
-    subject: the model's repo, or the operator of a bench.  model: None for a bench.
+    target: the model's repo, or the operator of a bench.  model: None for a bench.
     requested: the cases, known before the first one runs.
     cast: the inputs' dtype in the model, and that in which they were replayed, if it is another
     one.
@@ -113,7 +113,7 @@ class Report(Record):
     command: tuple[Text, ...]
     commit: Text = ""
     ssdprof_version: Text
-    subject: Text
+    target: Text
     model: CheckpointRef | None = None
     environment: Environment
     requested: tuple[Requested, ...] = ()
@@ -225,7 +225,7 @@ class Report(Record):
 
     @property
     def of_calls(self) -> tuple[Case, ...]:
-        """Cases of captured calls or drawn inputs."""
+        """Cases of captured calls or generated inputs."""
         return tuple(case for case in self.cases if case.dims)
 
     @property
@@ -237,20 +237,20 @@ class Report(Record):
         return tuple(case for case in self.cases if isinstance(case.task, Prefill))
 
     @cached_property
-    def _by_place(self) -> dict[tuple[str, str], list[Case]]:
-        return grouped(self.cases, lambda case: (case.place, case.implementation))
+    def _by_key(self) -> dict[tuple[str, str], list[Case]]:
+        return grouped(self.cases, lambda case: (case.case_key, case.implementation))
 
-    def rival(self, case: Case, implementation: str = "") -> Case | None:
-        """The case's baseline, or another implementation, in the same place: at exact intermediates
+    def baseline_of(self, case: Case, implementation: str = "") -> Case | None:
+        """The case's baseline, or another implementation, with the same key: at exact intermediates
         and equal states if there is such a case, else its first one.  None if that is the case
         itself.
 
-        In a bench it is the fastest case of the other implementation; other libraries have no rival
-        there.
+        In a bench it is the fastest case of the other implementation; other libraries have no
+        baseline there.
         """
         name = implementation or case.baseline
-        there = self._by_place.get((case.place, name), []) if name else []
-        if isinstance(case.task, Drawn):
+        there = self._by_key.get((case.case_key, name), []) if name else []
+        if isinstance(case.task, Generated):
             if case.kind == "library" or name == case.implementation:
                 return None
             return min(filter(_device_time, there), key=_device_time, default=None)
@@ -262,7 +262,7 @@ class Report(Record):
         """Over the case's baseline, or over another implementation.  clock: None: the one that
         verdicts use.
         """
-        return case.over(self.rival(case, over), clock or case.clock)
+        return case.over(self.baseline_of(case, over), clock or case.clock)
 
     def faster(self, case: Case, clock: Clock | None = None) -> Faster | None:
         """The verdict of `speedup`."""
@@ -276,7 +276,7 @@ class Report(Record):
 
         With f = part / whole and s = part / faster this is 1 / (1 - f + f / s).
         """
-        base = self.rival(case)
+        base = self.baseline_of(case)
         if not (base and base.call_us and isinstance(case.task, Prefill)):
             return None
         assert isinstance(base.task, Prefill)
@@ -307,7 +307,7 @@ class Report(Record):
             "--states": states_of(case.precision),
         }
         dropped = {*_NOT_AGAIN}
-        if isinstance(case.task, Drawn):
+        if isinstance(case.task, Generated):
             wanted |= {"--shape": case.task.shape, "--dtype": case.task.dims.dtype}
             if not case.task.packed:
                 length = "--verify" if "--verify" in " ".join(self.command) else "--seq"
@@ -338,9 +338,9 @@ class Report(Record):
         """Requested cases that are neither there nor left out."""
         there, left = {case.name for case in self.cases}, self.left_out
 
-        def is_left_out(place: str, name: str) -> bool:
+        def is_left_out(case_key: str, name: str) -> bool:
             return any(
-                place.startswith(out.place) and name in (out.implementations or (name,))
+                case_key.startswith(out.case_key) and name in (out.implementations or (name,))
                 for out in left
             )
 
@@ -382,9 +382,9 @@ class Report(Record):
             if not isinstance(case.task, Answers) and kept(case.precision, case.implementation)
         )
         requested = tuple(
-            (place, implementation, precision)
-            for place, implementation, precision in self.requested
-            if not place.startswith("answers") and kept(precision, implementation)
+            (case_key, implementation, precision)
+            for case_key, implementation, precision in self.requested
+            if not case_key.startswith("answers") and kept(precision, implementation)
         )
         return self.changed(cases=cases, requested=requested)
 

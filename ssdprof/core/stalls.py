@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ssdprof.core.base import PrecisionName, Record, Text
 from ssdprof.core.case import Launch
-from ssdprof.core.subject import Dims, Environment, LayerRef
+from ssdprof.core.target import Dims, Environment, LayerRef
 
 STALLS_VERSION: Final = 4
 

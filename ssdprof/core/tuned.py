@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from ssdprof.core.base import Record, Text
 from ssdprof.core.case import Interval
-from ssdprof.core.subject import Environment
+from ssdprof.core.target import Environment
 
 TUNED_VERSION: Final = 4
 Setting = int | float | bool | Text
@@ -35,14 +35,14 @@ class TunedConfig(Record):
 
     @property
     def reason(self) -> str:
-        """The reason shown in reports that use the find."""
+        """The reason shown in reports that use it."""
         return f"tuned on this GPU, {self.created[:10]}"
 
 
 class TunedConfigs(Record):
-    """The cached finds of one GPU.
+    """The cached configurations of one GPU.
 
-    kernels: the hash of each operator's machine code; finds are valid only for it.
+    kernels: the hash of each operator's machine code; configurations are valid only for it.
     """
 
     version: Literal[4] = TUNED_VERSION
@@ -50,4 +50,4 @@ class TunedConfigs(Record):
     ssdprof_version: Text
     kernels: dict[Text, Text]
     environment: Environment
-    finds: tuple[TunedConfig, ...]
+    configs: tuple[TunedConfig, ...]

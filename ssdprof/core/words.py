@@ -8,8 +8,8 @@ from decimal import ROUND_DOWN, Decimal
 
 from ssdprof.core.base import TOLERANCES
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import Placement, Serving
-from ssdprof.core.subject import tokens as tokens
+from ssdprof.core.target import Placement, Serving
+from ssdprof.core.target import tokens as tokens
 
 MISSING = "-"
 
@@ -176,17 +176,15 @@ def three_digits(value: float) -> str:
 
 def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
-    places = {"cpu": "in main memory", "disk": "on the disk"}
+    names = {"cpu": "in main memory", "disk": "on the disk"}
     by_place = ", ".join(
-        (
-            f"{plural(held.layers, 'layer')} ({size_words(held.bytes)}) "
-            f"{places.get(place, f'on {place}')}"
-        )
-        for place, held in placement.held.items()
+        f"{plural(part.layers, 'layer')} ({size_words(part.bytes)}) "
+        f"{names.get(device, f'on {device}')}"
+        for device, part in placement.allocated.items()
     )
     no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
     words = [by_place if no_gpu else f"{placement.kind}: {by_place}"]
-    if placement.kind == "all-gpus" and len(placement.held) == 1:
+    if placement.kind == "all-gpus" and len(placement.allocated) == 1:
         words.append("all of it fits there, so that the other GPUs hold nothing")
     if placement.streamed_layer_bytes:
         often = (
@@ -203,8 +201,7 @@ def placement_words(placement: Placement) -> str:
         )
     if placement.predicted_peak_bytes is not None:
         words.append(
-            f"predicted peak on {placement.device}: "
-            f"{size_words(placement.predicted_peak_bytes)} "
+            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} "
             "before replaying"
         )
     return "; ".join(words)

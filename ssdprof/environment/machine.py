@@ -21,7 +21,7 @@ import pynvml
 import torch
 from triton import knobs
 
-from ssdprof.core.subject import Clocks, Environment, Gpu
+from ssdprof.core.target import Clocks, Environment, Gpu
 from ssdprof.environment.child import started
 from ssdprof.errors import MissingCapabilityError
 

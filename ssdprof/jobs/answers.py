@@ -19,7 +19,7 @@ import torch
 from ssdprof import operators
 from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.base import DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
@@ -28,8 +28,8 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load, sources
-from ssdprof.jobs.subject import Subject
 from ssdprof.jobs.substitute import Compute, by_layer, implemented
+from ssdprof.jobs.target import Target
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import oracle_output
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 Precisions = Callable[[DType], tuple[Precision, ...]]
 
 
-def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
+def answers(target: Target, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
-    subject: the whole model, the result of `loaded_as`.  Returns the report's folder and the
+    target: the whole model, the result of `loaded_as`.  Returns the report's folder and the
     report.
     """
 
@@ -61,19 +61,19 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
         )
 
     wanted = replace(wanted, weights=_weights(wanted))
-    implementations = check(subject, wanted)
-    loaded = load(subject, watcher)
+    implementations = check(target, wanted)
+    loaded = load(target, watcher)
     with opened(
         wanted.out,
         watcher,
-        sources=partial(sources, subject, implementations),
+        sources=partial(sources, target, implementations),
         kind="answers",
-        subject=subject.ref.repo_id,
+        target=target.ref.repo_id,
         command=wanted.command,
-        model=subject.ref,
+        model=target.ref,
         environment=collect(),
         prompts=loaded.prompts,
-        notes=tuple(subject.located.caveats),
+        notes=tuple(target.located.caveats),
         conditions=wanted.conditions,
         baseline="unfused",
         segment_length=max(loaded.segment_lengths),
@@ -83,19 +83,19 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
     return load_report(writer.folder)
 
 
-def loaded_as(subject: Subject, wanted: AnswersOptions) -> Subject:
-    """The subject in the dtype that its weights are loaded in."""
-    return replace(subject, dtype="float32") if _weights(wanted) == "fp32" else subject
+def loaded_as(target: Target, wanted: AnswersOptions) -> Target:
+    """The target in the dtype that its weights are loaded in."""
+    return replace(target, dtype="float32") if _weights(wanted) == "fp32" else target
 
 
-def check(subject: Subject, wanted: AnswersOptions) -> list[Implementation]:
+def check(target: Target, wanted: AnswersOptions) -> list[Implementation]:
     """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run`
     calls it too.
     """
     resolve_here = resolver(limits.device())
-    limits.check_replay(subject.seqlens)
+    limits.check_replay(target.seqlens)
     compared: list[Implementation] = []
-    for operator in {layer.operator for layer in subject.layers}:
+    for operator in {layer.operator for layer in target.layers}:
         compared += [required(resolve_here(operator, name)) for name in wanted.implementations]
     return compared
 
@@ -122,7 +122,7 @@ def compare_answers(
 
     Raises the errors of the reference; errors of a case are recorded in the case.
     """
-    mixers, ref = find_mixers(loaded.model), loaded.subject.ref
+    mixers, ref = find_mixers(loaded.model), loaded.target.ref
     with (
         limits.memory_errors(),
         np.errstate(invalid="ignore", over="ignore"),  # from masked lanes, in Triton's interpreter
@@ -131,7 +131,7 @@ def compare_answers(
             loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True
         ):
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
-            ids, layers = ids.to(loaded.model.device), loaded.subject.layers
+            ids, layers = ids.to(loaded.model.device), loaded.target.layers
             run = PromptRun(loaded.model, ids, segment_length, mixers, ref.model_type, layers)
             dtype = dtype_name(loaded.whole.dtype)
             variants = list(_variants(run, dtype, request, precisions, prompt.token_sha256))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.core.case import Case, Drawn
+from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report, Requested
-from ssdprof.core.subject import Dims
+from ssdprof.core.target import Dims
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -75,7 +75,7 @@ def bench(
     requested: list[Requested] = []
     for cell in request.measured:
         for implementation, precision in compared(request, operator, cell):
-            requested.append((_place(cell), implementation.name, str(precision)))
+            requested.append((_case_key(cell), implementation.name, str(precision)))
     began = time.monotonic()
     with opened(
         request.out,
@@ -84,7 +84,7 @@ def bench(
         partial(source_files, request.compared),
         sampler=request.sampler,
         kind="bench",
-        subject=operator.name,
+        target=operator.name,
         command=request.command,
         environment=collect(),
         requested=tuple(requested),
@@ -232,7 +232,7 @@ class CellBench:
     def is_done(self, cell: Cell) -> bool:
         """Whether an interrupted bench that goes on has measured it."""
         names = (
-            ", ".join(case) for case in self._writer.report.requested if case[0] == _place(cell)
+            ", ".join(case) for case in self._writer.report.requested if case[0] == _case_key(cell)
         )
         return all(name in self._writer.earlier for name in names)
 
@@ -260,7 +260,7 @@ class CellBench:
             reason = f"the budget of {request.budget:g} s was spent{error}"
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {first_line(error)}"
-        self._writer.leave_out(_place(cell), reason)
+        self._writer.leave_out(_case_key(cell), reason)
 
     def measured(self, cell: Cell, comparer: Comparer) -> Iterable[Case]:
         """The cases of a cell: a cell that is left out has none, also if some were verified before.
@@ -301,12 +301,12 @@ class CellBench:
         inputs = operator.generated.draw(cell, self._device)
         sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
         inputs = sized[min(sized)] if sized else inputs
-        dims, work = operator.judged.cost(inputs)
+        dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {
-            "task": drawn_of(cell, checked, dims),
+            "task": generated_task(cell, checked, dims),
             "batch": dims.batch,
             "seqlen": dims.seqlen,
-            "inputs": ", ".join((cell.dtype, *cell.drawn, cell.layout)),
+            "inputs": ", ".join((cell.dtype, *cell.ways, cell.layout)),
             **work,
         }
         entries: list[Entry] = []
@@ -332,10 +332,10 @@ class CellBench:
         return entries
 
 
-def drawn_of(cell: Cell, checked: int | None, dims: Dims) -> Drawn:
+def generated_task(cell: Cell, checked: int | None, dims: Dims) -> Generated:
     """What cases say of the cell."""
-    return Drawn(
-        kind="drawn",
+    return Generated(
+        kind="generated",
         dims=dims,
         shape=cell.shape.name,
         shape_words=str(cell.shape),
@@ -343,7 +343,7 @@ def drawn_of(cell: Cell, checked: int | None, dims: Dims) -> Drawn:
         sequences=cell.tokens.sequences,
         packed=cell.tokens.packed,
         layout=cell.layout,
-        ways=cell.drawn,
+        ways=cell.ways,
         checked=checked,
     )
 
@@ -367,7 +367,7 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
     return None if most_like is entry else most_like
 
 
-def _place(cell: Cell) -> str:
-    """As `Case.place`."""
+def _case_key(cell: Cell) -> str:
+    """As `Case.case_key`."""
     layout = () if cell.layout == "contiguous" else (cell.layout,)
-    return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.drawn, str(cell.tokens)))
+    return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.ways, str(cell.tokens)))

@@ -23,7 +23,7 @@ from triton.runtime.interpreter import interpreter_builder
 from ssdprof.core import statistics
 from ssdprof.core.base import Probe, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.target import Ceilings
 from ssdprof.environment import child
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
@@ -358,10 +358,10 @@ class _Timed:
         call = entry.call
         _poison(run(), call.inputs)
 
-        def judged() -> Output:
-            return call.judged_output(run())
+        def run_once() -> Output:
+            return call.as_fp32(run())
 
-        output, late = completed(judged, call.device)
+        output, late = completed(run_once, call.device)
         if why := late or call.out_of_bounds():
             return why
         if fingerprint(*output) != entry.bits:
@@ -382,7 +382,7 @@ class _Timed:
         _poison(output, call.inputs)
         try:
             scale(factor)
-            output = call.judged_output(run())
+            output = call.as_fp32(run())
             why = "" if all(map(torch.equal, output, expected)) else self._outside(name, output)
         finally:
             scale(1.0)
@@ -405,7 +405,7 @@ def _is_timed(case: Case, baselines: Baselines) -> bool:
     """Whether a verified case is to be timed: not what a server computed; also a baseline outside
     its budget, because the verdict is on the others.
     """
-    tolerated = case.only_outside and (case.place, case.implementation) in baselines
+    tolerated = case.only_outside and (case.case_key, case.implementation) in baselines
     return case.kind != "served" and (case.result == "passed" or tolerated)
 
 

@@ -2,7 +2,7 @@
 docstring is the help.
 
 A field is declared by `option`, `words`, `flag` or `argument`, or its type is annotated with
-`info`; those of `derived` are no options.  `subject.read` turns what was typed as words into
+`info`; those of `derived` are no options.  `target.read` turns what was typed as words into
 values.
 Imports nothing that takes time: the shell's completion and --help read all of it.
 """
@@ -215,7 +215,7 @@ _GATES = (
     "launches:2, kl:0.001, "
     "top1:99%.  Repeatable."
 )
-Gates = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
+GateOption = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
 _SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
 Config = Annotated[
     Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
@@ -388,7 +388,7 @@ class RunOptions(ServedModelOptions):
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
     smallest_difference: float = _smallest_difference()
     processes: int = _processes()
-    gate: Gates = None
+    gate: GateOption = None
     config: Config = None
     no_tuned: NoTuned = False
     dry_run: DryRunOption = False
@@ -441,7 +441,7 @@ class AccuracyOptions:
     )
     intermediates: SomeIntermediates = "all"
     states: str = option("all", "D[,D...]", _STATES)
-    gate: Gates = None
+    gate: GateOption = None
     config: Config = None
     json: Json = False
 
@@ -481,7 +481,7 @@ class AnswersOptions(ModelOptions):
     generate: int = option(
         0, "N", "Also compare N greedy tokens after the prompt.", shown="none", min=0
     )
-    gate: Gates = None
+    gate: GateOption = None
     out: RunFolder = None
     no_tuned: NoTuned = False
     dry_run: DryRunOption = False
@@ -588,7 +588,7 @@ class PrefillOptions(ModelOptions):
         None, "S", "Leave out what does not fit into this time.", shown="no limit", min=1
     )
     out: RunFolder = None
-    gate: Gates = None
+    gate: GateOption = None
     config: Config = None
     smallest_difference: float = _smallest_difference()
     no_tuned: NoTuned = False
@@ -703,7 +703,7 @@ class BenchOptions:
     first_call: float = option(
         180.0, "SECONDS", "Longest first call of an implementation, compilation included.", min=1
     )
-    gate: Gates = None
+    gate: GateOption = None
     config: Config = None
     out: Path | None = option(
         None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path

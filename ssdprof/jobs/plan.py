@@ -26,7 +26,7 @@ from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint import meta, transformers
+from ssdprof.checkpoint import devices, transformers
 from ssdprof.checkpoint.load import (
     DType,
     LocalCheckpoint,
@@ -35,14 +35,16 @@ from ssdprof.checkpoint.load import (
     fetch_tokenizer,
     load_model,
 )
+from ssdprof.checkpoint.meta import quiet_transformers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import PlacementKind
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     DECODED_ON_LOAD,
+    Allocation,
     Dims,
     DryRun,
-    Held,
     LayerCapture,
     Placement,
     PlannedFile,
@@ -55,7 +57,7 @@ from ssdprof.environment.machine import copy_bytes_per_s, free_memory, host_memo
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message
 from ssdprof.files import why
 from ssdprof.jobs import limits
-from ssdprof.jobs.subject import Stored, Subject
+from ssdprof.jobs.target import Stored, Target
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import source_files
 from ssdprof.operators.tensors import dtype_named
@@ -77,7 +79,7 @@ TOLD_BYTES = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class ChosenPlacement:
     """A placement, with the arguments for loading.
 
     device_map: None: all of the model is on one device.
@@ -87,7 +89,7 @@ class Placed:
     """
 
     record: Placement
-    device_map: Mapping[str, meta.Place] | None = None
+    device_map: Mapping[str, devices.Device] | None = None
     segment_lengths: tuple[int, ...] = ()
     rewritten_bytes: int = 0
     remark: str = ""
@@ -116,7 +118,7 @@ class Placed:
         record, seconds_per_byte = self.record, 0.0
         if not record.streamed_layer_bytes:
             return record
-        if "disk" in record.held:
+        if "disk" in record.allocated:
             speed = read_bytes_per_s(weights) if weights else None
             if speed is None:
                 return record
@@ -126,40 +128,36 @@ class Placed:
         return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
 
 
-def choose(subject: Subject, copies: int = 1) -> Placed:
+def choose(target: Target, copies: int = 1) -> ChosenPlacement:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads
     nothing.
 
     copies: of each prompt, side by side.  MissingCapabilityError if none fits, BadInputError for a
     checkpoint that does not support the requested one.
     """
-    wanted, only_whole = subject.request.placement, ""
-    if subject.located.original:
+    wanted, only_whole = target.request.placement, ""
+    if target.located.original:
         only_whole = "its weights are not in transformers' format"
-    elif (method := subject.ref.quantization) not in (None, *DECODED_ON_LOAD):
+    elif (method := target.ref.quantization) not in (None, *DECODED_ON_LOAD):
         only_whole = f"its weights stay quantised ({method}) once loaded"
     if only_whole:
         if wanted not in (None, "one-gpu"):
             raise BadInputError(
-                f"{subject.ref.repo_id} supports only --placement one-gpu: {only_whole}.",
+                f"{target.ref.repo_id} supports only --placement one-gpu: {only_whole}.",
                 "Leave it out.",
             )
         wanted = "one-gpu"
-    chooser = Chooser(subject, copies)
+    chooser = Chooser(target, copies)
     if wanted is not None and (lacking := chooser.lacks(wanted)):
         raise MissingCapabilityError(
             f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.",
             "Leave out --placement.",
         )
     for kind in [wanted] if wanted else [kind for kind in KINDS if not chooser.lacks(kind)]:
-        if (placed := chooser.placed(kind)) is not None:
-            return placed
+        if (chosen := chooser.choice(kind)) is not None:
+            return chosen
     # a user who names the length of the segments may try it with less memory than is predicted
-    if (
-        wanted in (None, "one-gpu")
-        and chooser.fixed
-        and subject.weight_bytes <= limits.free_bytes()
-    ):
+    if wanted in (None, "one-gpu") and chooser.fixed and target.weight_bytes <= limits.free_bytes():
         return chooser.at("one-gpu", {"": chooser.main}, chooser.fixed, 0)
     raise chooser.too_large(wanted or "disk-offload")
 
@@ -170,17 +168,16 @@ class Chooser:
     remark: why the memory of the computation is not known, and counted as 0; empty if it is.
     """
 
-    def __init__(self, subject: Subject, copies: int = 1) -> None:
-        self._subject, self._batch, self.remark = subject, subject.batch * copies, ""
-        self._model: PreTrainedModel = meta.meta_model(
-            subject.located,
-            deepest_layer=subject.deepest_layer,
-            head=subject.head,
-            dtype=subject.dtype,
+    def __init__(self, target: Target, copies: int = 1) -> None:
+        self._target, self._batch, self.remark = target, target.batch * copies, ""
+        self._model: PreTrainedModel = target.located.cut_on_meta(
+            deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
         )
-        self._seqlen = max(subject.seqlens)
-        self.main: meta.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
-        self.fixed = subject.serving.chunk or subject.request.segment_length
+        self._seqlen = max(target.seqlens)
+        self.main: devices.Device = (
+            limits.device().index if limits.device().type == "cuda" else "cpu"
+        )
+        self.fixed = target.serving.chunk or target.request.segment_length
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def least_beside(self, seqlen: int | None = None) -> int:
@@ -194,36 +191,38 @@ class Chooser:
         )
 
     def lacks(self, kind: PlacementKind) -> str:
-        """What this machine lacks for `kind`; empty if it has its places."""
+        """What this machine lacks for `kind`; empty if it has its devices."""
         if kind == "all-gpus":
             return "" if len(self.gpus) > 1 else "two NVIDIA GPUs"
         return "an NVIDIA GPU" if kind == "cpu-offload" and self.main == "cpu" else ""
 
-    def placed(self, kind: PlacementKind) -> Placed | None:
+    def choice(self, kind: PlacementKind) -> ChosenPlacement | None:
         """The placement with the longest segments that leave room for the weights, which each
         segment streams.
         """
-        free = limits.free_bytes() - self._subject.weight_bytes
+        free = limits.free_bytes() - self._target.weight_bytes
         for length in self._lengths(self._seqlen):
             beside = self._predicted(self._seqlen, length)[1]
             if kind == "one-gpu":
-                mapped: meta.DeviceMap | None = {"": self.main} if beside <= free else None
+                mapped: devices.DeviceMap | None = {"": self.main} if beside <= free else None
             else:
-                mapped = meta.infer(self._model, dict(self._room(kind, beside)))
+                mapped = devices.infer(self._model, dict(self._room(kind, beside)))
             if mapped is not None:
                 return self.at(kind, mapped, length, max(beside, free))
         return None
 
-    def at(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int, free: int) -> Placed:
+    def at(
+        self, kind: PlacementKind, mapped: devices.DeviceMap, length: int, free: int
+    ) -> ChosenPlacement:
         """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
         of the others.
         """
         several = kind != "one-gpu"
-        return Placed(
+        return ChosenPlacement(
             record=self._record(kind, mapped, length),
             device_map=mapped if several else None,
             segment_lengths=tuple(
-                self._longest(seqlen, length, free) for seqlen in self._subject.seqlens
+                self._longest(seqlen, length, free) for seqlen in self._target.seqlens
             ),
             rewritten_bytes=self._rewritten(mapped) if several else 0,
             remark=self.remark,
@@ -233,15 +232,15 @@ class Chooser:
         """The error for a device that has no room for all weights at once, or for one layer and the
         token embedding at a time; else for this kind.
         """
-        subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
+        target, free, computed = self._target, limits.free_bytes(), self.least_beside()
         of_layers: Counter[int | None] = Counter()
         for name, parameter in self._model.named_parameters():
             of_layers[layer_index(name)] += parameter.nbytes
         layer = max(size for index, size in of_layers.items() if index is not None)
         embedding = self._model.get_input_embeddings().weight.nbytes
-        least = subject.weight_bytes
+        least = target.weight_bytes
         how = ""
-        words = f"its weights take {size_words(subject.weight_bytes)}"
+        words = f"its weights take {size_words(target.weight_bytes)}"
         takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
         if kind != "one-gpu":
             if layer + embedding + computed <= free:
@@ -251,7 +250,7 @@ class Chooser:
                     if at != "disk"
                 )
                 return MissingCapabilityError(
-                    f"{subject.ref.repo_id} does not fit with --placement {kind}: {words}, "
+                    f"{target.ref.repo_id} does not fit with --placement {kind}: {words}, "
                     f"{takes}, and there is room "
                     f"for {' and '.join(room)}.",
                     _FITTING,
@@ -261,28 +260,26 @@ class Chooser:
                 f"its largest layer has {size_words(layer)} of weights, its token embedding "
                 f"{size_words(embedding)}"
             )
-        shorter = (
-            () if subject.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
-        )
+        shorter = () if target.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
         fits = [f"--seq {1 << n}" for n in shorter if least + self.least_beside(1 << n) <= free][:1]
-        if not subject.whole:
+        if not target.whole:
             sizes = (
-                subject.located.weight_bytes(layer_ref.index, dtype=subject.dtype)
-                for layer_ref in subject.ref.layers
+                target.located.weight_bytes(layer_ref.index, dtype=target.dtype)
+                for layer_ref in target.ref.layers
             )
             number = sum(size + computed <= free for size in sizes)
             fits += [f"--layers first:{number}"] if number else []
-        fits += [known.repo for known in siblings_that_fit(subject.ref.repo_id, free - computed)]
-        hint = _WHOLE if subject.whole else _NOTHING
+        fits += [known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed)]
+        hint = _WHOLE if target.whole else _NOTHING
         return MissingCapabilityError(
-            f"{subject.ref.repo_id} does not fit on {_name(self.main)}{how}: {words}, {takes}, and "
+            f"{target.ref.repo_id} does not fit on {_name(self.main)}{how}: {words}, {takes}, and "
             f"{size_words(free)} are free.",
             f"What fits: {' or '.join(fits)}." if fits else hint,
         )
 
     def _lengths(self, seqlen: int) -> tuple[int, ...]:
         """Allowed lengths of segments, the longest first."""
-        longest = min(seqlen, max(self._subject.serving.packed, default=seqlen))
+        longest = min(seqlen, max(self._target.serving.packed, default=seqlen))
         if self.fixed:
             return (min(self.fixed, longest),)
         return (longest, *(length for length in memory.SEGMENT_LENGTHS if length < longest))
@@ -302,15 +299,15 @@ class Chooser:
         """
         if (seqlen, length) not in self._known and not self.remark:
             try:
-                with meta.quiet_transformers():
+                with quiet_transformers():
                     self._known[seqlen, length] = memory.predict_memory(
                         self._model.base_model,
-                        {layer.index for layer in self._subject.layers},
+                        {layer.index for layer in self._target.layers},
                         seqlen=seqlen,
                         segment_length=length,
                         batch=self._batch,
                         on_gpu=self.main != "cpu",
-                        serving=self._subject.serving,
+                        serving=self._target.serving,
                     )
             # the model's code may raise any error; a real run reports it
             except Exception as error:
@@ -337,8 +334,8 @@ class Chooser:
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Place, int]]:
-        """Bytes available for weights at each place, after activations."""
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[devices.Device, int]]:
+        """Bytes available for weights on each device, after activations."""
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
         for index, free in self.gpus.items():
@@ -347,22 +344,22 @@ class Chooser:
         if kind == "cpu-offload":
             # Segments, but not chunks, collect inputs in main memory, which may be half of what is
             # left then.
-            wanted = {layer.index for layer in self._subject.layers}
+            wanted = {layer.index for layer in self._target.layers}
             mixers = (
                 mixer
-                for mixer in meta.find_mixers(self._model.base_model)
+                for mixer in find_mixers(self._model.base_model)
                 if mixer.layer_index in wanted
             )
             layer = self._batch * self._seqlen * max(map(capture_bytes_per_token, mixers))
-            yield "cpu", host_memory() - (0 if self._subject.serving.chunk else 2 * layer)
+            yield "cpu", host_memory() - (0 if self._target.serving.chunk else 2 * layer)
         if kind == "disk-offload":
             yield "disk", 0
 
-    def _record(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int) -> Placement:
+    def _record(self, kind: PlacementKind, mapped: devices.DeviceMap, length: int) -> Placement:
         """The placement as reports store it.  length: of the longest prompt's segments."""
-        serving = self._subject.serving
-        by_place = meta.weights_by_place(self._model, mapped)
-        layer, module = meta.largest_streamed(self._model, mapped, self.main)
+        serving = self._target.serving
+        by_device = devices.weights_by_device(self._model, mapped)
+        layer, module = devices.largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
         calls = sum(
             len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
@@ -370,41 +367,41 @@ class Chooser:
         return Placement(
             kind=kind,
             device=_name(self.main),
-            held={_name(place): held for place, held in by_place.items()},
+            allocated={_name(device): part for device, part in by_device.items()},
             predicted_peak_bytes=None
             if self.remark
-            else by_place.get(self.main, Held(layers=0, bytes=0)).bytes + module + computed,
+            else by_device.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )
 
-    def _rewritten(self, mapped: meta.DeviceMap) -> int:
+    def _rewritten(self, mapped: devices.DeviceMap) -> int:
         """Bytes that transformers writes to a temporary folder: streamed weights that it assembles
         or decodes.
         """
-        located = self._subject.located
-        depth = located.depth(self._subject.deepest_layer)
+        located = self._target.located
+        depth = located.depth(self._target.deepest_layer)
         stored = {
             tuple(tensor.shape)
-            for tensor in located.weights.tensors(depth, head=self._subject.head).values()
+            for tensor in located.weights.tensors(depth, head=self._target.head).values()
         }
-        decoded = self._subject.ref.quantization in DECODED_ON_LOAD
+        decoded = self._target.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if meta.place_of(name, mapped) == "disk"
+            if devices.device_of(name, mapped) == "disk"
             and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
-def _name(place: meta.Place) -> str:
-    return f"cuda:{place}" if isinstance(place, int) else place
+def _name(device: devices.Device) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else device
 
 
 # --- a dry run
 
 
-def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
+def plan(found: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
     """The plan of `run` or `capture`: downloads and memory.
 
     tensor_parallel: ranks among which a run divides the heads.
@@ -442,7 +439,7 @@ def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
     )
 
 
-def check_start(planned: DryRun, found: Subject | Stored) -> None:
+def check_start(planned: DryRun, found: Target | Stored) -> None:
     """Raise if it would not run: no placement fits, a prompt cannot be built, the weights cannot be
     fetched, their headers do not fit the config, or stored captures are damaged.
     """
@@ -455,23 +452,23 @@ def check_start(planned: DryRun, found: Subject | Stored) -> None:
     check_fetch(found.located, found.deepest_layer, head=found.head)
 
 
-def _placement(subject: Subject) -> tuple[Placement | None, str]:
+def _placement(target: Target) -> tuple[Placement | None, str]:
     """The placement, with a remark; None if none fits, and then `check_start` raises after the plan
     is shown.
     """
     try:
-        placed = choose(subject)
-        placed.check_disk()
+        chosen = choose(target)
+        chosen.check_disk()
     except MissingCapabilityError:
         return None, ""
-    located = subject.located
-    depth = located.depth(subject.deepest_layer)
+    located = target.located
+    depth = located.depth(target.deepest_layer)
     there = [
         name
-        for name in located.weights.files(depth, head=subject.head)
+        for name in located.weights.files(depth, head=target.head)
         if located.source.cached(name)
     ]
-    return placed.priced(located.source.path(there[0]) if there else None), placed.remark
+    return chosen.priced(located.source.path(there[0]) if there else None), chosen.remark
 
 
 def _size(file: Path) -> int:
@@ -490,7 +487,7 @@ def stored_dims(capture: LayerCapture) -> Dims:
             for name, record in capture.tensors.items()
         }
         inputs = operator.inputs(**tensors, **capture.scalars)
-        return operator.judged.dims(inputs)
+        return operator.oracle.dims(inputs)
     except (TypeError, ValueError, RuntimeError) as error:
         why_not = library_message(error)
         raise BadInputError(
@@ -505,14 +502,14 @@ def stored_dims(capture: LayerCapture) -> Dims:
 class Loaded:
     """A model on its device, and its prompts.
 
-    subject: the layers to capture, and how.
+    target: the layers to capture, and how.
     model: the base model.  whole: the model with its language-model head; None if only the base
     model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
     placement: where the model's weights are.
     """
 
-    subject: Subject
+    target: Target
     model: Any
     ids: tuple[torch.Tensor, ...]
     prompts: tuple[Prompt, ...]
@@ -522,30 +519,30 @@ class Loaded:
 
     def run(self, on_layer: OnLayer) -> None:
         """Run the model on every prompt; `on_layer` sees each call of each layer."""
-        subject = self.subject
+        target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
             capture_layers(
                 self.model,
                 ids,
-                subject.layers,
-                ref=subject.ref,
+                target.layers,
+                ref=target.ref,
                 segment_length=segment_length,
                 on_layer=on_layer,
-                serving=subject.serving,
-                head=partial(logits, self.whole) if subject.serving.decode else None,
+                serving=target.serving,
+                head=partial(logits, self.whole) if target.serving.decode else None,
             )
 
     def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
         return store.CaptureWriter(
             folder,
-            checkpoint=self.subject.ref,
+            checkpoint=self.target.ref,
             prompts=self.prompts,
             segment_length=max(self.segment_lengths),
             overwrite=overwrite,
         )
 
 
-def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
+def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
     """Build the prompts, download the weights, then load the model: a wrong prompt is found before
     the download.
 
@@ -554,43 +551,40 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
     # no warnings of fallbacks that capture replaces
     transformers.logging.set_verbosity_error()
     getLogger("accelerate").setLevel(ERROR)
-    placed = choose(subject, copies)
-    for note in (*subject.located.notes, *subject.located.caveats, *filter(None, [placed.remark])):
+    chosen = choose(target, copies)
+    for note in (*target.located.notes, *target.located.caveats, *filter(None, [chosen.remark])):
         watcher.say(note)
-    placed.check_disk()
-    built = build_prompts(subject)
-    refuse_large_download(subject, watcher)
+    chosen.check_disk()
+    built = build_prompts(target)
+    refuse_large_download(target, watcher)
     local = fetch(
-        subject.located,
-        deepest_layer=subject.deepest_layer,
-        head=subject.head,
-        progress=watcher.say,
+        target.located, deepest_layer=target.deepest_layer, head=target.head, progress=watcher.say
     )
-    placed.check_disk()  # again: the download may have filled the disk
-    record = placed.priced(weights_file(local))
+    chosen.check_disk()  # again: the download may have filled the disk
+    record = chosen.priced(weights_file(local))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
     with (
         limits.memory_errors(),
-        watcher.step(f"Loading {subject.ref.repo_id}"),
-        meta.quiet_transformers(),
+        watcher.step(f"Loading {target.ref.repo_id}"),
+        quiet_transformers(),
     ):
-        dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
+        dtype: DType = "auto" if target.dtype is None else getattr(torch, target.dtype)
         loaded = load_model(
-            local, device=limits.device(), dtype=dtype, device_map=placed.device_map
+            local, device=limits.device(), dtype=dtype, device_map=chosen.device_map
         )
     return Loaded(
-        subject=subject,
+        target=target,
         model=loaded.base_model,  # the model itself, if it has no head
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
-        segment_lengths=placed.segment_lengths,
+        segment_lengths=chosen.segment_lengths,
         placement=record,
-        whole=loaded if subject.head else None,
+        whole=loaded if target.head else None,
     )
 
 
-def sources(found: Subject | Stored, several: Iterable[Implementation]) -> list[Path]:
+def sources(found: Target | Stored, several: Iterable[Implementation]) -> list[Path]:
     """The files of a local checkpoint or of captures, and of the user's kernels."""
     files = source_files(several)
     if isinstance(found, Stored):
@@ -602,15 +596,15 @@ def sources(found: Subject | Stored, several: Iterable[Implementation]) -> list[
     return [*filter(Path.is_file, folder.iterdir()), *files]
 
 
-def refuse_large_download(subject: Subject, watcher: Watcher) -> None:
+def refuse_large_download(target: Target, watcher: Watcher) -> None:
     """Tell the size of a large download.  Raises BadInputError above `MOST_BYTES`, unless --yes is
     given.
     """
-    files = subject.located.files(subject.deepest_layer, head=subject.head)
+    files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)
-    if size > MOST_BYTES and not subject.request.yes:
+    if size > MOST_BYTES and not target.request.yes:
         raise BadInputError(
-            f"{subject.ref.repo_id} is a download of {size_words(size)}.",
+            f"{target.ref.repo_id} is a download of {size_words(size)}.",
             (
                 "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
                 "the "
@@ -618,7 +612,7 @@ def refuse_large_download(subject: Subject, watcher: Watcher) -> None:
             ),
         )
     if size > TOLD_BYTES:
-        watcher.say(f"Downloading {size_words(size)} of {subject.ref.repo_id}.")
+        watcher.say(f"Downloading {size_words(size)} of {target.ref.repo_id}.")
 
 
 def weights_file(local: LocalCheckpoint) -> Path | None:
@@ -627,29 +621,29 @@ def weights_file(local: LocalCheckpoint) -> Path | None:
     return max(files, key=lambda file: file.stat().st_size, default=None)
 
 
-def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
+def build_prompts(target: Target) -> list[tuple[torch.Tensor, Prompt]]:
     """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what
     `build_prompt` raises.
     """
-    tokenizer = fetch_tokenizer(subject.located)
-    vocabulary = subject.located.vocab_size
-    request = subject.request
+    tokenizer = fetch_tokenizer(target.located)
+    vocabulary = target.located.vocab_size
+    request = target.request
     built = []
-    for seqlen in subject.seqlens:
+    for seqlen in target.seqlens:
         ids, prompt = build_prompt(
             tokenizer.folder if tokenizer else None,
             seqlen,
             kind="file" if request.prompt_file else request.prompt,
             file=request.prompt_file,
             vocab_size=vocabulary,
-            batch=subject.batch,
-            packed=subject.serving.packed,
-            unread=subject.located.source.unread_tokenizer(),
+            batch=target.batch,
+            packed=target.serving.packed,
+            unread=target.located.source.unread_tokenizer(),
         )
         if vocabulary is not None:
             check_ids(vocabulary, ids)
         words = f"{tokenizer.label}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
         built.append(
-            (ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving}))
+            (ids, prompt.model_copy(update={"tokenizer": words, "serving": target.serving}))
         )
     return built

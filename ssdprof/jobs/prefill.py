@@ -21,10 +21,10 @@ import torch
 from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import Mixer, find_mixers
+from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report, Requested
-from ssdprof.core.subject import LayerRef, Prompt, split_prompt
+from ssdprof.core.target import LayerRef, Prompt, split_prompt
 from ssdprof.environment.machine import collect, installed_version, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -33,9 +33,9 @@ from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.jobs.options import ModelOptions, PrefillOptions
 from ssdprof.jobs.plan import Loaded, load, sources
 from ssdprof.jobs.run import Resolved, resolve_implementations
-from ssdprof.jobs.subject import Subject, refuse_large
-from ssdprof.jobs.subject import find as find_layers
 from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
+from ssdprof.jobs.target import Target, refuse_large
+from ssdprof.jobs.target import find as find_layers
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
@@ -58,27 +58,25 @@ ALONE = SamplingPlan(
 )
 
 
-def find(request: ModelOptions) -> Subject:
+def find(request: ModelOptions) -> Target:
     """The model, with its head and all of its layers, or those up to the last one that was
     chosen.
     """
-    subject = find_layers(request, whole=request.layers == "all", head=True)
-    refuse_large(subject)
-    return subject
+    target = find_layers(request, whole=request.layers == "all", head=True)
+    refuse_large(target)
+    return target
 
 
-def time_prefills(
-    request: PrefillOptions, subject: Subject, watcher: Watcher
-) -> tuple[Path, Report]:
+def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
     """Time every length with the first origin of convolution and norm, the shortest first, then
     with the next.
 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
-    resolved = resolve_implementations(request.implementations, request.baseline, subject.layers)
+    resolved = resolve_implementations(request.implementations, request.baseline, target.layers)
     # Otherwise moving weights or activations would be part of the time.
-    on_gpu = replace(subject, request=replace(subject.request, placement="one-gpu"))
+    on_gpu = replace(target, request=replace(target.request, placement="one-gpu"))
     steps: dict[str, float] = {}
 
     def on_step(what: str, seconds: float) -> None:
@@ -92,8 +90,8 @@ def time_prefills(
     requested: list[Requested] = []
     for length in lengths:
         for case in length.cases.values():
-            requested.append((case.place, case.implementation, case.precision))
-    files = partial(sources, subject, resolved.all)
+            requested.append((case.case_key, case.implementation, case.precision))
+    files = partial(sources, target, resolved.all)
     with (
         opened(
             request.out,
@@ -101,12 +99,12 @@ def time_prefills(
             None,
             files,
             kind="prefill",
-            subject=subject.ref.repo_id,
+            target=target.ref.repo_id,
             command=request.command,
-            model=subject.ref,
+            model=target.ref,
             environment=collect(),
             prompts=loaded.prompts,
-            notes=tuple(subject.located.caveats),
+            notes=tuple(target.located.caveats),
             requested=tuple(requested),
             conditions=request.conditions,
             baseline=resolved.baseline,
@@ -134,7 +132,7 @@ def _lengths(
     request: PrefillOptions, loaded: Loaded, resolved: Resolved, device: torch.device
 ) -> list[_Length]:
     """Every prompt with every origin of convolution and norm, with its cases."""
-    subject, mixers = loaded.subject, find_mixers(loaded.whole)
+    target, mixers = loaded.target, find_mixers(loaded.whole)
     origins: list[ConvAndNorm | None] = [None]
     if request.conv_and_norm != "model":
         origins.append(ConvAndNorm(mixers))
@@ -149,13 +147,13 @@ def _lengths(
             ids=ids.to(device).expand(request.copies, -1),
             segment_length=segment_length,
             mixers=mixers,
-            layer=subject.layers[len(subject.layers) // 2],
+            layer=target.layers[len(target.layers) // 2],
             bundled=bundled,
             comparer=Comparer(timer=timer, sampling=ALONE, isolated=isolated),
             timer=timer,
             profile=partial(traced, device=device),
         )
-        for case, by_operator in _cases(length, subject, prompt, resolved):
+        for case, by_operator in _cases(length, target, prompt, resolved):
             length.cases[case.implementation] = case
             length.of[case.implementation] = by_operator
         lengths.append(length)
@@ -163,7 +161,7 @@ def _lengths(
 
 
 def _cases(
-    length: _Length, subject: Subject, prompt: Prompt, resolved: Resolved
+    length: _Length, target: Target, prompt: Prompt, resolved: Resolved
 ) -> Iterator[tuple[Case, dict[str, Implementation]]]:
     """The baseline's case first; other libraries, except a baseline, only with the model's own
     convolution and norm.
@@ -179,7 +177,7 @@ def _cases(
         kind="prefill",
         conv_and_norm="bundled" if length.bundled else "model",
         layers=config.num_hidden_layers,
-        layer_count=subject.ref.layer_count,
+        layer_count=target.ref.layer_count,
         operator_layers=len(length.mixers),
         operator_calls=length.operator_calls,
         segment_length=min(length.segment_length, seqlen),
@@ -266,9 +264,9 @@ class _Length:
         """Note what the budget left no time for.  begun: whether anything of this length ran."""
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
-            place = next(iter(self.cases.values())).place
+            case_key = next(iter(self.cases.values())).case_key
             reason = f"the budget of {self.request.budget or 0:g} s was spent"
-            writer.leave_out(place, reason, unseen if begun else ())
+            writer.leave_out(case_key, reason, unseen if begun else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:
         """A step begins only if the budget is not spent.  BadInputError if the model bypasses its
@@ -289,7 +287,7 @@ class _Length:
 
     def first_token_logits(self) -> torch.Tensor:
         """(b, vocabulary)"""
-        return prefill(self.model, self.ids, self.segment_length, keeps_cache=True)[:, -1]
+        return prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
         """The timed work: the first token of each row, (b)."""

@@ -165,11 +165,11 @@ def expand(
     dtypes: Sequence[InputDType],
     tokens: Sequence[Tokens],
     layout: Layout,
-    drawn: tuple[str, ...] = (),
+    ways: tuple[str, ...] = (),
 ) -> tuple[Cell, ...]:
     """Shape by shape; in each, dtype by dtype, so that neighbours share compiled kernels."""
     return tuple(
-        Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out, drawn=drawn)
+        Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out, ways=ways)
         for shape, dtype, laid_out in product(shapes, dtypes, tokens)
     )
 

@@ -22,7 +22,7 @@ from ssdprof import kernels, operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core.base import MEMORIES, DType
 from ssdprof.core.case import LayerCall
-from ssdprof.core.subject import CallRef, LayerRef, drafted_call
+from ssdprof.core.target import CallRef, LayerRef, drafted_call
 from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry
@@ -161,7 +161,7 @@ class _Replay:
         """An entry for each implementation and precision of the call, also for what a server
         computed on these inputs.
         """
-        dims, work = operator.judged.cost(inputs)
+        dims, work = operator.oracle.cost(inputs)
         planned = list(self._planner(operator, dims.dtype, call))
         if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
             model = self._writer.report.model
@@ -204,8 +204,8 @@ class _Replay:
             entry.call.label: partial(self._run_once, entry) for entry in entries if entry.bits
         }
         trace.write(file, calls, limits.device())
-        place = entries[0].case.place
-        self._watcher.say(f"Wrote {file}: {len(calls)} cases of {place}, one call of each.")
+        case_key = entries[0].case.case_key
+        self._watcher.say(f"Wrote {file}: {len(calls)} cases of {case_key}, one call of each.")
 
     def _run_once(self, entry: Entry) -> None:
         """For the trace; a call that fails there fails its case."""
@@ -316,7 +316,7 @@ def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     every = sequences(len(inputs.values), inputs.length, inputs.cu_seqlens)
     spans = [span for span in every if span.length]
     decays = torch.stack(
-        [operator.judged.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
+        [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
     ).sum(0)
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]

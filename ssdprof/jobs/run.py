@@ -21,7 +21,7 @@ from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
 from ssdprof.core.case import call_size
 from ssdprof.core.report import Report, Requested
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     CallRef,
     CaptureManifest,
     CheckpointRef,
@@ -41,7 +41,7 @@ from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
 from ssdprof.jobs.plan import Loaded, load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.replay import Planned, Planner, replaying
-from ssdprof.jobs.subject import Stored, Subject, refuse_larger
+from ssdprof.jobs.target import Stored, Target, refuse_larger
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.domain import doubts
@@ -183,53 +183,50 @@ def resolve_implementations(
     )
 
 
-def check(subject: Subject | Stored, options: RunOptions, ranks: Ranks | None = None) -> Resolved:
-    """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run`
+def check(target: Target | Stored, options: RunOptions, ranks: Ranks | None = None) -> Resolved:
+    """Resolve the implementations.  Raises if this machine cannot replay the target; `--dry-run`
     calls it too.
 
     ranks: processes that share the layers.
     Loads nothing.  `plan.choose` decides whether a model's weights fit.
     """
-    if ranks is not None and ranks.count > len(subject.layers):
+    if ranks is not None and ranks.count > len(target.layers):
         raise BadInputError(
-            f"{ranks.count} ranks cannot share {plural(len(subject.layers), 'layer')}.",
-            f"Start torchrun --nproc-per-node {len(subject.layers)}, or take more layers.",
+            f"{ranks.count} ranks cannot share {plural(len(target.layers), 'layer')}.",
+            f"Start torchrun --nproc-per-node {len(target.layers)}, or take more layers.",
         )
-    for name in dict.fromkeys(layer.operator for layer in subject.layers):
-        if subject.serving.decode and not set(STEPS) <= set(kernels.names(name)):
+    for name in dict.fromkeys(layer.operator for layer in target.layers):
+        if target.serving.decode and not set(STEPS) <= set(kernels.names(name)):
             raise BadInputError(
                 f"Decode steps of {name} cannot be replayed.", "Leave out --decode."
             )
-    whole = subject.serving == Serving() and (
-        isinstance(subject, Subject) or subject.manifest.prompts[0].kind != "recorded"
+    whole = target.serving == Serving() and (
+        isinstance(target, Target) or target.manifest.prompts[0].kind != "recorded"
     )
-    if options.verify and not (whole and options.verify < min(subject.seqlens)):
+    if options.verify and not (whole and options.verify < min(target.seqlens)):
         raise BadInputError(
             f"--verify {options.verify} needs prompts of more tokens, each in one call.",
             "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
         )
     resolved = resolve_implementations(
-        options.implementations,
-        options.baseline,
-        subject.layers,
-        decode=bool(subject.serving.decode),
+        options.implementations, options.baseline, target.layers, decode=bool(target.serving.decode)
     )
-    limits.check_replay(subject.seqlens, subject.batch)
-    _check_sizes(subject, options.tensor_parallel)
+    limits.check_replay(target.seqlens, target.batch)
+    _check_sizes(target, options.tensor_parallel)
     return resolved
 
 
-def _check_sizes(subject: Subject | Stored, ranks: int) -> None:
+def _check_sizes(target: Target | Stored, ranks: int) -> None:
     """BadInputError for layers that are too large, or that `ranks` cannot share."""
-    if isinstance(subject, Stored):
-        of_layers = [(capture.layer, stored_dims(capture).sizes) for capture in subject.chosen]
+    if isinstance(target, Stored):
+        of_layers = [(capture.layer, stored_dims(capture).sizes) for capture in target.chosen]
         for layer, sizes in of_layers:
-            refuse_larger(subject.ref, layer, sizes)
+            refuse_larger(target.ref, layer, sizes)
     elif ranks > 1:
-        of_layers = [(layer, subject.located.sizes(layer)) for layer in subject.layers]
+        of_layers = [(layer, target.located.sizes(layer)) for layer in target.layers]
     if ranks > 1:
         for layer, sizes in of_layers:
-            refuse_sharding(subject.ref, layer, sizes, ranks)
+            refuse_sharding(target.ref, layer, sizes, ranks)
 
 
 def refuse_sharding(
@@ -257,7 +254,7 @@ def refuse_sharding(
 
 
 def run(
-    subject: Subject | Stored, options: RunOptions, watcher: Watcher, ranks: Ranks | None = None
+    target: Target | Stored, options: RunOptions, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
     """Capture a model's layers on each prompt, or open stored captures, and compare implementations
     on them.
@@ -272,9 +269,9 @@ def run(
         options = replace(options, conditions=conditions)
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
-    resolved = check(subject, options, ranks)
-    layers = ranks.share(subject.layers) if ranks else subject.layers
-    source = subject if isinstance(subject, Stored) else load(subject, watcher)
+    resolved = check(target, options, ranks)
+    layers = ranks.share(target.layers) if ranks else target.layers
+    source = target if isinstance(target, Stored) else load(target, watcher)
     dtype, prompts, header = _source_fields(source)
     precisions = partial(
         requested_precisions, intermediates=options.intermediates, states=options.states
@@ -285,15 +282,15 @@ def run(
         options.out,
         watcher,
         ranks,
-        partial(sources, subject, resolved.all),
+        partial(sources, target, resolved.all),
         sampler=options.sampler,
         kind="run",
-        subject=subject.ref.repo_id,
+        target=target.ref.repo_id,
         command=options.command,
-        model=subject.ref,
+        model=target.ref,
         environment=collect(),
         prompts=prompts,
-        requested=tuple(_requested(subject, prompts, planner, cast or dtype, options.verify)),
+        requested=tuple(_requested(target, prompts, planner, cast or dtype, options.verify)),
         conditions=options.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
@@ -308,10 +305,10 @@ def run(
         if isinstance(source, Stored):
             _replay_stored(source, layers, replay)
         else:
-            mine = replace(source, subject=replace(source.subject, layers=layers))
+            mine = replace(source, target=replace(source.target, layers=layers))
             _replay_captured(mine, writer.captures if options.save_captures else None, replay)
             # with --decode the model is whole, but none are compared
-            if source.subject.whole and not source.subject.serving.decode:
+            if source.target.whole and not source.target.serving.decode:
                 compared = (known.name for known in resolved.requested if known.kind != "library")
                 asked = AnswersOptions(
                     model=options.model,
@@ -337,7 +334,7 @@ def _source_fields(source: Stored | Loaded) -> tuple[DType, tuple[Prompt, ...], 
         {
             "segment_length": max(source.segment_lengths),
             "placement": source.placement,
-            "notes": tuple(source.subject.located.caveats),
+            "notes": tuple(source.target.located.caveats),
         },
     )
 
@@ -354,7 +351,7 @@ def _replay_stored(source: Stored, layers: Sequence[LayerRef], replay: Replaying
 def _replay_captured(loaded: Loaded, folder: Path | None, replay: Replaying) -> None:
     """Compare while the model runs.  folder: where captures are stored too; None: nowhere."""
     store = nullcontext() if folder is None else loaded.stored_in(folder, overwrite=True)
-    with replay(loaded.subject.calls) as on_layer, store as writer:
+    with replay(loaded.target.calls) as on_layer, store as writer:
 
         def on_capture(captured: CapturedLayer) -> None:
             if writer is not None:
@@ -365,31 +362,27 @@ def _replay_captured(loaded: Loaded, folder: Path | None, replay: Replaying) -> 
 
 
 def _requested(
-    subject: Subject | Stored,
-    prompts: Sequence[Prompt],
-    planner: Planner,
-    dtype: DType,
-    verify: int,
+    target: Target | Stored, prompts: Sequence[Prompt], planner: Planner, dtype: DType, verify: int
 ) -> Iterator[Requested]:
     """Every implementation and precision in every call of every layer; what a server recorded is
     told there.
     """
     for prompt in prompts:
-        for layer in subject.layers:
+        for layer in target.layers:
             calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
             if verify:
                 calls = (drafted_call(prompt.seqlen, prompt.batch),)
-            if prompt.kind == "recorded" and isinstance(subject, Stored):
+            if prompt.kind == "recorded" and isinstance(target, Stored):
                 calls = tuple(
                     capture.call
-                    for capture in subject.chosen
+                    for capture in target.chosen
                     if (capture.layer, capture.seqlen) == (layer, prompt.seqlen)
                 )
             for call in calls:
                 size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
                 for plan in planner(operators.get(layer.operator), dtype, call):
-                    place = f"layer {layer.index}, {size}"
-                    yield place, plan.implementation.name, str(plan.precision)
+                    case_key = f"layer {layer.index}, {size}"
+                    yield case_key, plan.implementation.name, str(plan.precision)
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
@@ -448,20 +441,20 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
 
 
 def capture(
-    subject: Subject, out: Path | None, *, overwrite: bool, watcher: Watcher
+    target: Target, out: Path | None, *, overwrite: bool, watcher: Watcher
 ) -> tuple[Path, CaptureManifest]:
     """Store the inputs of a model's layers.  Returns their folder and manifest."""
     check_capture(out, overwrite=overwrite)
     if why := unusable_gpu():
         watcher.say(f"This capture uses the CPU.  {why}")
-    loaded = load(subject, watcher)
-    folder = out or captures.default_folder(subject.ref, loaded.prompts, subject.layers)
+    loaded = load(target, watcher)
+    folder = out or captures.default_folder(target.ref, loaded.prompts, target.layers)
     writer = loaded.stored_in(folder, overwrite=overwrite)
     try:
         with (
             limits.memory_errors(),
             writer,
-            watcher.step("Capturing layers", subject.calls) as advance,
+            watcher.step("Capturing layers", target.calls) as advance,
         ):
 
             def add(captured: CapturedLayer) -> None:
@@ -473,6 +466,6 @@ def capture(
         if writer.kept or not writer.manifest.layers:
             raise
         where = f"What was captured is kept in {folder}, marked as incomplete"
-        done = f"{len(writer.manifest.layers):,} of {plural(subject.calls, 'call')}"
+        done = f"{len(writer.manifest.layers):,} of {plural(target.calls, 'call')}"
         raise KeyboardInterrupt(f"{where}: {done}.") from None
     return folder, writer.manifest

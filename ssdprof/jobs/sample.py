@@ -13,7 +13,7 @@ from pathlib import Path
 from ssdprof import operators
 from ssdprof.environment import child
 from ssdprof.errors import SsdprofError
-from ssdprof.jobs import subject
+from ssdprof.jobs import target
 from ssdprof.jobs.options import BenchOptions, RunOptions, own_kernels, parsed
 from ssdprof.progress import Watcher
 from ssdprof.store import reports, tuned
@@ -30,12 +30,12 @@ def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
     if not asked.no_tuned:
         tuned.use_saved(watcher.say)
     if isinstance(asked, BenchOptions):
-        wanted, names, too_large = subject.bench(replace(asked, out=folder, sampler=number))
+        wanted, names, too_large = target.bench(replace(asked, out=folder, sampler=number))
         request = bench_job.resolved(wanted, names, too_large, watcher)
         bench_job.bench(request, operators.get(request.operator), watcher)
     else:
         of_calls = replace(asked, answers=False, prefill=False, stalls=False, trace=None)
-        replay, model_or_captures, _ = subject.run(replace(of_calls, out=folder, sampler=number))
+        replay, model_or_captures, _ = target.run(replace(of_calls, out=folder, sampler=number))
         run_job.run(model_or_captures, replay, watcher)
 
 

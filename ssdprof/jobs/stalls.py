@@ -21,14 +21,14 @@ from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.core.base import PrecisionName
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
-from ssdprof.core.subject import LayerCapture
+from ssdprof.core.target import LayerCapture
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs.options import ModelOptions, ServedModelOptions, StallsOptions
 from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.run import capture
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 from ssdprof.operators.implementations import kind_of, knows
 from ssdprof.progress import Advance, Watcher
 from ssdprof.stalls import ncu
@@ -50,8 +50,8 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
     out = request.out or (run[0] if run else new_folder(where or "model"))
     with _made(out / stall_files.FOLDER, overwrite=request.force) as folder:
         if run is None:
-            place = Path(where or "").expanduser()
-            return folder, _profile([place], partial(_of_model, request), request, folder, watcher)
+            stored = Path(where or "").expanduser()
+            return folder, _profile([stored], partial(_of_model, request), request, folder, watcher)
         _refuse_changed(run[1])
         return folder, _profile(
             [run[0] / CAPTURES], partial(_of_run, run[1], request), request, folder, watcher
@@ -75,8 +75,8 @@ def profile_run(
     require_gpu_for_stalls()
     layer = report.captured[len(report.captured) // 2].index
     longest = max(prompt.seqlen for prompt in report.prompts)
-    # the prompt as one call of every operator, without decode steps; a pack is drawn with the same
-    # lengths
+    # the prompt as one call of every operator, without decode steps; a pack is generated with the
+    # same lengths
     whole = partial(
         replace,
         asked,
@@ -86,22 +86,22 @@ def profile_run(
         decode=0,
     )
     request = StallsOptions(layer=layer, tuned=tuned, command=report.command)
-    places = [Path(asked.model).expanduser(), folder / CAPTURES]
+    folders = [Path(asked.model).expanduser(), folder / CAPTURES]
     with _made(folder / stall_files.FOLDER, overwrite=False) as out:
-        return _profile(places, whole, request, out, watcher)
+        return _profile(folders, whole, request, out, watcher)
 
 
 def _profile(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     wanted: Callable[[], ModelOptions],
     request: StallsOptions,
     folder: Path,
     watcher: Watcher,
 ) -> StallReport:
-    """Launch, profile, read, write into `folder`.  places: that may hold captures of what is
+    """Launch, profile, read, write into `folder`.  folders: that may hold captures of what is
     `wanted`.
     """
-    with _captured(places, wanted, request, watcher) as (captures, layer):
+    with _captured(folders, wanted, request, watcher) as (captures, layer):
         torch.cuda.empty_cache()
         created = datetime.now(UTC).isoformat(timespec="seconds")
         missing, version = "", ""
@@ -214,7 +214,7 @@ def require_gpu_for_stalls() -> None:
 
 @contextmanager
 def _captured(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     wanted: Callable[[], ModelOptions],
     request: StallsOptions,
     watcher: Watcher,
@@ -222,15 +222,15 @@ def _captured(
     """A folder of captures and one layer in it: stored, else captured anew, which exists while the
     context is open.
     """
-    stored = next((place for place in places if is_capture(place)), None)
+    stored = next((place for place in folders if is_capture(place)), None)
     if stored is not None:
         yield stored, _choose(stored, request)
         return
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
         try:
-            subject = find(wanted())
+            target = find(wanted())
             folder, _ = capture(
-                subject, Path(temporary) / "captures", overwrite=False, watcher=watcher
+                target, Path(temporary) / "captures", overwrite=False, watcher=watcher
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # what it kept goes with the folder

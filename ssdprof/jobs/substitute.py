@@ -12,7 +12,7 @@ from torch import nn
 from ssdprof import operators
 from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.checkpoint.meta import Mixer, is_attention
+from ssdprof.checkpoint.mixers import Mixer, is_attention
 from ssdprof.core.base import PartName, grouped
 from ssdprof.environment import child
 from ssdprof.kernels.precision import Precision

@@ -25,7 +25,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
-from ssdprof.jobs.bench import drawn_of
+from ssdprof.jobs.bench import generated_task
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
@@ -41,7 +41,8 @@ from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.reports import Writer
 
-# a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days
+# a tuned configuration is faster by more than this, with 95 % confidence: times of a GPU vary as
+# much between days
 MARGIN = 0.01
 SCREENING = SamplingPlan(
     min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
@@ -53,10 +54,10 @@ COMMITTED = "committed"
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The subject of one search.
+    """The target of one search.
 
-    inputs: of one call, or one for each length that shares the find.  cases: of the committed
-    configuration on each.
+    inputs: of one call, or one for each length that shares the tuned configuration.  cases: of the
+    committed configuration on each.
     """
 
     operator: Operator
@@ -67,7 +68,7 @@ class Problem:
     committed: Config
 
     def __str__(self) -> str:
-        return f"{'; '.join(case.place for case in self.cases)}, {self.calls['intermediates']}"
+        return f"{'; '.join(case.case_key for case in self.cases)}, {self.calls['intermediates']}"
 
     def run(self, inputs: Inputs, config: Config) -> Output:
         return self.operator.tunable.run(inputs, self.precision, config)
@@ -83,18 +84,20 @@ def difference(config: Config, committed: Config) -> str:
     )
 
 
-# --- the problems of a layer, whose inputs may share a find
+# --- the problems of a layer, whose inputs may share a tuned configuration
 
 
 def problems(
     operator: Operator, cells: Sequence[Cell], intermediates: Intermediates, device: torch.device
 ) -> Iterator[Problem]:
-    """The problems of one layer's cells: one for each, or one for all if they share a find."""
+    """The problems of one layer's cells: one for each, or one for all if they share a tuned
+    configuration configuration configuration.
+    """
     waiting: dict[str, list[tuple[Cell, Inputs]]] = {}
     for cell in cells:
         inputs = operator.generated.draw(cell, device)
         kernel = operator.tunable.kernel(inputs)
-        if operator.tunable.shares_find(kernel):
+        if operator.tunable.shares_config(kernel):
             waiting.setdefault(kernel, []).append((cell, inputs))
         else:
             yield _problem(operator, [(cell, inputs)], kernel, intermediates)
@@ -109,18 +112,18 @@ def _problem(
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
-    """The problem of inputs that share a find, the shortest first."""
+    """The problem of inputs that share a tuned, the shortest first."""
     tuning = operator.tunable
-    together = sorted(together, key=lambda drawn: drawn[0].tokens.seqlen)
+    together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
     cell, longest = together[-1]
     # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
     (precision,) = requested_precisions(cell.dtype, intermediates, None)
     cases = []
     for cell, inputs in together:
-        dims, work = operator.judged.cost(inputs)
+        dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, **work}
         case = Case(
-            task=drawn_of(cell, None, dims),
+            task=generated_task(cell, None, dims),
             implementation=COMMITTED,
             precision=str(precision),
             status="ran",
@@ -174,7 +177,7 @@ def tune(
     began, timer = time.monotonic(), CudaTimer(device)
     header = draft(
         kind="tune",
-        subject=operator.name,
+        target=operator.name,
         command=command,
         environment=collect(),
         baseline=COMMITTED,
@@ -194,11 +197,11 @@ def tune(
                     cases, outcome = search(problem, timer)
                 for case in cases:
                     writer.case(case)
-                find = None if isinstance(outcome, str) else outcome
-                if find is None:
+                tuned = None if isinstance(outcome, str) else outcome
+                if tuned is None:
                     writer.note(f"{problem}: the committed configuration stays: {outcome}.")
                 writer.update(seconds=time.monotonic() - began)
-                on_search(writer.report, problem.calls, find)
+                on_search(writer.report, problem.calls, tuned)
         except torch.OutOfMemoryError as error:
             writer.leave_out(
                 f"{operator.name}, {wanted}",
@@ -258,7 +261,7 @@ def _screened(trials: _Trials) -> Config | None:
 
 
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
-    """The find, or the reason why the committed configuration stays."""
+    """The tuned, or the reason why the committed configuration stays."""
     problem, tuning = trials.problem, trials.problem.operator.tunable
     timed = trials.time([trials.committed, best], DECIDING)
     if len(timed) < 2:
@@ -274,8 +277,8 @@ def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     ]
     if slower:
         return f"the fastest was slower at {' and '.join(slower)} tokens"
-    # the timed inputs, and others to which a find would apply
-    for inputs in (*problem.inputs, *tuning.also_judged(best, problem.inputs[-1])):
+    # the timed inputs, and others to which a tuned configuration would apply
+    for inputs in (*problem.inputs, *tuning.also_checked(best, problem.inputs[-1])):
         (verified,) = trials.verify([best], inputs)
         if verified.result != "passed":
             for case in timed[best]:
@@ -319,8 +322,8 @@ class _Trials:
             if verified.result == "passed":
                 passed.append(config)
                 continue
-            for place in self.problem.cases:
-                case = self.entry(config, place, self._longest).case
+            for committed_case in self.problem.cases:
+                case = self.entry(config, committed_case, self._longest).case
                 fault = {name: getattr(verified, name) for name in ("status", "reason", "accuracy")}
                 self.keep(case.changed(**fault))
         return passed
@@ -338,8 +341,8 @@ class _Trials:
         timed: dict[Config, list[Case]] = {
             config: [] for config in self.passing(list(dict.fromkeys(configs)))
         }
-        for place, inputs in zip(self.problem.cases, self.problem.inputs, strict=True):
-            entries = {config: self.entry(config, place, inputs) for config in timed}
+        for committed_case, inputs in zip(self.problem.cases, self.problem.inputs, strict=True):
+            entries = {config: self.entry(config, committed_case, inputs) for config in timed}
             verdicts = {
                 entry.key: self._on_short[self._for_short(config)]
                 for config, entry in entries.items()
@@ -362,8 +365,8 @@ class _Trials:
             case = case.changed(samples=(*known.samples, *case.samples))
         self.cases[case.name] = case
 
-    def entry(self, config: Config, place: Case, inputs: Inputs) -> Entry:
-        """place: the case of the committed configuration there."""
+    def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
+        """committed_case: that of the committed configuration there."""
         problem = self.problem
         change, kernel = difference(config, self.committed), str(problem.calls["kernel"])
         values = self._tuning.settings(config)
@@ -385,8 +388,8 @@ class _Trials:
             label=label,
         )
         if change:
-            place = place.changed(implementation=change, baseline=COMMITTED)
-        return Entry(case=place.changed(variant=kernel, plan=settings), call=call)
+            committed_case = committed_case.changed(implementation=change, baseline=COMMITTED)
+        return Entry(case=committed_case.changed(variant=kernel, plan=settings), call=call)
 
 
 def _us(cases: Sequence[Case]) -> list[float]:

@@ -86,7 +86,7 @@ class Fused:
         """By the GPU, shapes, strides, alignment and dtypes."""
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
-    def place(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
+    def variant_for(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
         """The kernel, the call as it gets it, and the names of tensors to copy first.
 
         In that call, tensors that are to be copied have the shapes and strides of copies, and no
@@ -145,7 +145,7 @@ class Fused:
             batch_invariant=batch_invariant,
             state_v_first=state_v_first,
         )
-        variant, call, names = self.place(call)
+        variant, call, names = self.variant_for(call)
         launch = variant.prepare(call, variant.configure(call))
         if not names:
             return launch
@@ -162,7 +162,7 @@ class Fused:
         nothing.
         """
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
-        variant, call, names = self.place(call)
+        variant, call, names = self.variant_for(call)
         plan = variant.plan(call)
         copies = sum(
             getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names

@@ -34,7 +34,7 @@ from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.evidence import DRAWS, Evidence, HeadNorms, finite
+from ssdprof.measure.rounding_tests import DRAWS, HeadNorms, RoundingTests, finite
 from ssdprof.operators.operator import Operator, OracleSpec, Output
 from ssdprof.operators.rounding import FLUSHED, Rounded, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
@@ -87,7 +87,7 @@ def compare(
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
     operator, device = operators.get(inputs.operator), inputs.device
-    oracle = operator.judged
+    oracle = operator.oracle
     form, length = oracle.forms(inputs)[0], block_length(oracle, inputs, device)
     coarse = form.dtype in _COARSE
     count = DRAWS if coarse else _FINE_DRAWS
@@ -97,7 +97,7 @@ def compare(
         null: [
             *(oracle.rounded(inputs, candidate.precision) for _ in (None, *shorter)),
             *(
-                oracle.rounded(inputs, candidate.precision).drawn(one, cuts=cuts)
+                oracle.rounded(inputs, candidate.precision).perturbed(one, cuts=cuts)
                 for one in range(count // together)
             ),
         ]
@@ -214,15 +214,15 @@ class _TensorSums:
         self._from_baseline = {
             key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()
         }
-        self._evidence = Evidence(
-            self.shape[1] if name == "out" else None, judged=coarse, exact=exact
+        self._rounding_tests = RoundingTests(
+            self.shape[1] if name == "out" else None, tested=coarse, exact=exact
         )
         self._fits_oracle = {
             dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE
         }
 
     def add(
-        self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], place: Region
+        self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], region: Region
     ) -> None:
         """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h,
         rows, width).
@@ -231,18 +231,18 @@ class _TensorSums:
         if self.name == "final_states":
             for dtype in _COARSE:
                 self._fits_oracle[dtype] &= _fits(floor, dtype)
-        self._floor.add(floor.double(), high, place)
-        cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
-        start = place.positions[0] if place.positions else 0
+        self._floor.add(floor.double(), high, region)
+        cut = {key: region.cut(tensor) for key, tensor in self._tensors.items()}
+        start = region.positions[0] if region.positions else 0
         errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
-        self._evidence.add(
-            high, floor.double(), dict(enumerate(cut.values())), errors, start, place.origin
+        self._rounding_tests.add(
+            high, floor.double(), dict(enumerate(cut.values())), errors, start, region.origin
         )
         for key, ours in cut.items():
-            self._from_oracle[key].add(ours, high, place)
+            self._from_oracle[key].add(ours, high, region)
             baseline = self._candidates[key].baseline
             if baseline is not None:
-                self._from_baseline[key].add(ours, cut[baseline], place)
+                self._from_baseline[key].add(ours, cut[baseline], region)
 
     def result(self, key: Any, eps: torch.Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
@@ -255,7 +255,7 @@ class _TensorSums:
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            checks=self._evidence.checks(
+            checks=self._rounding_tests.checks(
                 list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps
             ),
             budget=tuple(
@@ -272,7 +272,7 @@ class _TensorSums:
         is not finite.
         """
         deviation, high = self._from_oracle[key], self._floor.other
-        low = self._evidence.norms([*self._candidates[key].nulls])
+        low = self._rounding_tests.norms([*self._candidates[key].nulls])
 
         def size(norms: HeadNorms) -> torch.Tensor:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
@@ -325,7 +325,7 @@ def check_output(output: Output, inputs: Inputs) -> None:
     """
     device = inputs.device
     for name, tensor, form in zip(
-        _NAMES, output, operators.get(inputs.operator).judged.forms(inputs), strict=True
+        _NAMES, output, operators.get(inputs.operator).oracle.forms(inputs), strict=True
     ):
         if (
             tuple(tensor.shape) != form.shape
@@ -356,7 +356,7 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
     fitting = (
         3
         * _WORKING_BYTES["cuda"]
-        // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
+        // (operator.oracle.bytes_per_position(inputs) * min(block, inputs.length))
     )
     return max(
         some for some in range(1, count + 1) if some <= max(1, fitting) and count % some == 0
@@ -422,7 +422,7 @@ class RunningDeviation:
         self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
         self.elements = 0
 
-    def add(self, ours: torch.Tensor, other: torch.Tensor, place: Region) -> None:
+    def add(self, ours: torch.Tensor, other: torch.Tensor, region: Region) -> None:
         """Compare a block; both (h, rows, width), fp64.
 
         An element matches if it equals the other one or if both are finite and |ours - other| <=
@@ -438,11 +438,11 @@ class RunningDeviation:
 
         block_max, block_argmax = error.flatten(1).max(1)
         worse = (block_max > self.error.max) | (self.elements == 0)
-        self._worst_index = torch.where(worse, place.flat(head, block_argmax), self._worst_index)
+        self._worst_index = torch.where(worse, region.flat(head, block_argmax), self._worst_index)
         _, errors = self.error.add(error)
         _, others = self.other.add(other_finite)
-        if place.positions is not None:
-            self._add_slices((errors, others), *place.positions)
+        if region.positions is not None:
+            self._add_slices((errors, others), *region.positions)
 
         equal = ours == other
         absolute, relative = (distance / (unit + other_finite) for unit in (1.0, self._scale))
@@ -454,7 +454,7 @@ class RunningDeviation:
 
         bad = bad.flatten(1)
         first_in_head = bad.to(torch.uint8).argmax(1)
-        first = torch.where(bad.any(1), place.flat(head, first_in_head), _NOWHERE).min()
+        first = torch.where(bad.any(1), region.flat(head, first_in_head), _NOWHERE).min()
         self._first_nonfinite = torch.minimum(self._first_nonfinite, first)
         self._nonfinite += bad.sum()
         self.elements += ours.numel()
@@ -535,7 +535,7 @@ def oracle_output(inputs: Inputs) -> Output:
     """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed
     in blocks.
     """
-    oracle = operators.get(inputs.operator).judged
+    oracle = operators.get(inputs.operator).oracle
     blocks = oracle.blocks(inputs, block_length(oracle, inputs, inputs.device))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 

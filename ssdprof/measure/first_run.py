@@ -92,7 +92,7 @@ class Call:
         )
         return free_memory(self.device) // 2 // size
 
-    def judged_output(self, output: Output) -> Output:
+    def as_fp32(self, output: Output) -> Output:
         """The output in the form that is compared with the oracle: a library's final states may
         have another dtype.
         """
@@ -114,9 +114,9 @@ class Call:
 
         def run() -> Output:
             if seconds is None:
-                return self.judged_output(self.run())
+                return self.as_fp32(self.run())
             output, fields["first_call"] = timed_first_call(self.run, self.device, seconds)
-            return self.judged_output(output)
+            return self.as_fp32(output)
 
         recording: AbstractContextManager[list[Launch]] = (
             recorded_launches() if launches else nullcontext([])

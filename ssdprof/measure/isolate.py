@@ -7,7 +7,7 @@ floating dtype, so that reads out of bounds give NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER PARENT
 
-FOLDER holds the calls, and gets a `Verdict` of each.
+FOLDER holds the calls, and gets a `CallVerdict` of each.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Block:
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
-    def placed(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    def allocated(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor in the block, of the same form, from this byte on."""
         own = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
         return own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -149,8 +149,8 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
         block = _Block.of(_extent(made), 0, made.device, (shape,))
         self._blocks.append(block)
-        placed = block.placed(made, 0)
-        return placed.copy_(made) if "empty" not in name else placed
+        allocated = block.allocated(made, 0)
+        return allocated.copy_(made) if "empty" not in name else allocated
 
     def out_of_bounds(self) -> str:
         """A phrase on writes next to the tensors, asked in the context; empty if there were
@@ -188,7 +188,7 @@ def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[st
         block.memory[block.start : block.stop].copy_(source)
         yield (
             block,
-            {name: block.placed(given[name], given[name].data_ptr() - first) for name in names},
+            {name: block.allocated(given[name], given[name].data_ptr() - first) for name in names},
         )
 
 
@@ -227,7 +227,8 @@ _START_S = 120.0  # for importing torch and loading the inputs, also on a busy m
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
 _STOPPED = 124  # exit code of a process that took too long
 _CALL, _VERDICTS, _WORDS = "call.pt", "verdicts.jsonl", "words.txt"
-Verdict = tuple[Status, str]  # of a first call, and the reason; "ran": the call may be made here
+# of a first call, and the reason; "ran": the call may be made here
+CallVerdict = tuple[Status, str]
 
 
 class IsolatedFirstCall:
@@ -237,11 +238,11 @@ class IsolatedFirstCall:
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
         self._limit_s = limit_s
-        self._verdicts: dict[Hashable, Verdict] = {}
+        self._verdicts: dict[Hashable, CallVerdict] = {}
 
     def verdict(
         self, implementation: Implementation, inputs: Inputs, precision: Precision
-    ) -> Verdict:
+    ) -> CallVerdict:
         """What the first call of the kernel on inputs of this form, now or earlier, came to."""
         self.prepare(implementation, [inputs], precision)
         return self._verdicts[implementation.name, precision, inputs.form]
@@ -258,7 +259,7 @@ class IsolatedFirstCall:
             if implementation.word:
                 found = _tried(implementation, list(waiting.values()), precision, self._limit_s)
             else:  # a function of this process, which no other one can import
-                found = [judged(implementation, one, precision) for one in waiting.values()]
+                found = [try_call(implementation, one, precision) for one in waiting.values()]
             for key, verdict in zip(list(waiting), found, strict=False):
                 self._verdicts[key] = verdict
                 del waiting[key]
@@ -275,7 +276,7 @@ class IsolatedFirstCall:
 
 def _tried(
     implementation: Implementation, several: Sequence[Inputs], precision: Precision, limit_s: float
-) -> list[Verdict]:
+) -> list[CallVerdict]:
     """The verdicts of the first calls, up to the one that ended the process; at least one."""
     inputs = several[0]
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
@@ -297,7 +298,7 @@ def _tried(
             if (folder / _VERDICTS).is_file()
             else []
         )
-        found: list[Verdict] = [tuple(json.loads(line)) for line in lines]
+        found: list[CallVerdict] = [tuple(json.loads(line)) for line in lines]
         if found and (code == 0 or len(found) == len(several)):
             return found
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -357,7 +358,7 @@ def main() -> None:
         watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
         watchdog.daemon = True
         watchdog.start()
-        verdict = judged(
+        verdict = try_call(
             implementation, operator.inputs(**arguments), Precision.named(request["precision"])
         )
         watchdog.cancel()
@@ -368,7 +369,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def judged(implementation: Implementation, inputs: Inputs, precision: Precision) -> Verdict:
+def try_call(implementation: Implementation, inputs: Inputs, precision: Precision) -> CallVerdict:
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(

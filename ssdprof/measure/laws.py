@@ -2,7 +2,7 @@
 docs/measuring.md.
 
 A law calls one implementation on inputs made from a captured call, and raises `Broken` with the
-first place, or `NotApplicable` with the reason.  What must be bitwise equal is compared by its
+first position, or `NotApplicable` with the reason.  What must be bitwise equal is compared by its
 bits; the rest is judged as the captured call is, by `accuracy.compare`.  Nothing is timed.
 """
 
@@ -30,11 +30,11 @@ from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.measure.sequences import (
     alone,
+    amplified,
     is_packed,
     joined,
     lengths_in_words,
     longest_of,
-    louder,
     output_of,
     rows_of_states,
     spans_of,
@@ -48,9 +48,9 @@ Form = TypeVar("Form")  # of inputs, of which a kernel may refuse some
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 CALLS = 4  # of which any may differ, if a kernel does not repeat its bits
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
-LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
+AMPLIFICATION, AMPLIFIED_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
-LOUD_PAST = "loud past"
+AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
 SINGLE_STEPS, ACCEPTED_TOKENS = "single steps", "accepted tokens"
 DROPPED = 0.08  # RMS error of known outputs; roundings cause up to 0.03
@@ -60,7 +60,7 @@ TOLERATED_ROOM = 4.0
 
 
 class Broken(Exception):
-    """A law does not hold.  The message is the first place."""
+    """A law does not hold.  The message is the first position."""
 
 
 class NotApplicable(Exception):
@@ -165,12 +165,12 @@ class Trial:
         return 2.0**4 if self.fp16 else 2.0**20
 
     @property
-    def loud_factor(self) -> float:
-        """What an implementation declares to neglect of a loud past stays negligible."""
+    def amplification(self) -> float:
+        """What an implementation declares to neglect of a amplified history stays negligible."""
         share = self.implementation.neglects
         if not share:
-            return LOUD_FACTOR
-        return min(LOUD_FACTOR, NEGLIGIBLE * unit_roundoff(self.inputs.values.dtype) / share)
+            return AMPLIFICATION
+        return min(AMPLIFICATION, NEGLIGIBLE * unit_roundoff(self.inputs.values.dtype) / share)
 
     @cached_property
     def several(self) -> Inputs:
@@ -296,8 +296,11 @@ def first_difference(outputs: Sequence[torch.Tensor], others: Sequence[torch.Ten
             & ~(torch.maximum(tensor.abs(), other.abs()) < 2.0**-100)
         )
         if bool(differs.any()):
-            place = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(tensor.shape))
-            return f"{name} at {place} is {float(tensor[place]):.9g} and {float(other[place]):.9g}"
+            position = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(tensor.shape))
+            return (
+                f"{name} at {position} is {float(tensor[position]):.9g} and "
+                f"{float(other[position]):.9g}"
+            )
     return None
 
 
@@ -319,11 +322,11 @@ def inputs_unchanged(trial: Trial) -> None:
 
 
 def other_sequences(trial: Trial) -> None:
-    """Every second sequence becomes louder; the others stay."""
+    """Every second sequence becomes larger; the others stay."""
     inputs = trial.several
     spans = spans_of(inputs)
     before = trial.run(inputs)
-    after = trial.run(louder(inputs, spans[::2], trial.leak_factor))
+    after = trial.run(amplified(inputs, spans[::2], trial.leak_factor))
     for span in spans[1::2]:
         output = output_of(inputs, after, span)
         if difference := first_difference(output_of(inputs, before, span), output):
@@ -344,7 +347,9 @@ def sequence_alone(trial: Trial) -> None:
 
 
 def causality(trial: Trial) -> None:
-    """Later inputs are reversed and become louder, from one past a border, and from the border."""
+    """Later inputs are reversed and become amplified, from one past a border, and from the
+    border.
+    """
     length = trial.inputs.values.shape[1]
     if length < 2:
         raise NotApplicable("the call has a single position")
@@ -359,7 +364,7 @@ def _replace_later(trial: Trial, start: int) -> None:
     inputs, spans = trial.inputs, spans_of(trial.inputs)
     later = [replace(span, start=max(span.start, start)) for span in spans if span.stop > start]
     before = trial.base[0][:, :start]
-    after = trial.run(louder(inputs, later, trial.leak_factor))[0][:, :start]
+    after = trial.run(amplified(inputs, later, trial.leak_factor))[0][:, :start]
     if difference := first_difference([before], [after]):
         parts = [replace(span, stop=min(span.stop, start)) for span in spans if span.start < start]
         early = joined(inputs, parts, packed=is_packed(inputs))
@@ -367,7 +372,7 @@ def _replace_later(trial: Trial, start: int) -> None:
         trial.judge(early, (after, oracle_output(early)[1]), context)
 
 
-def doubling(trial: Trial) -> None:
+def linearity(trial: Trial) -> None:
     """Inputs times 2 give outputs times 2, bit by bit if the kernel repeats its bits."""
     tensors = trial.inputs.tensors
     doubled = {name: tensors[name] * 2 for name in trial.inputs.LINEAR if name in tensors}
@@ -423,7 +428,7 @@ def accepted_tokens(trial: Trial) -> None:
 def edge_inputs(trial: Trial) -> None:
     def judge(edge: EdgeInputs[Inputs]) -> None:
         inputs = edge.make()
-        sizes = trial.operator.judged.dims(inputs).words
+        sizes = trial.operator.oracle.dims(inputs).words
         words_of_inputs = f"{lengths_in_words(inputs)}, {sizes}"
         try:
             output = trial.run(inputs)
@@ -447,42 +452,44 @@ def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
     return words.words(trait.name for trait in edge.traits) if edge.traits else "random numbers"
 
 
-def loud_past(trial: Trial) -> str:
+def amplified_history(trial: Trial) -> str:
     """In the call; where other forms are called, also in a pack with initial states.  The limits
     in which it holds.
     """
     if trial.fp16:
         raise NotApplicable("fp16 numbers would overflow")
-    if longest_of(trial.inputs).length < 2 * LOUD_SHARE:
-        raise NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
-    if trial.loud_factor <= 1:
+    if longest_of(trial.inputs).length < 2 * AMPLIFIED_SHARE:
+        raise NotApplicable(f"the sequences have fewer than {2 * AMPLIFIED_SHARE} positions")
+    if trial.amplification <= 1:
         raise NotApplicable("what it neglects of a state is as small as a rounding")
     kinds: list[Iterable[Inputs]] = [[trial.inputs]]
     if trial.long_heads:
         kinds.append(trial.with_states())
-    judge_kinds(kinds, "no such inputs could be tried", lambda inputs: _judge_loud(trial, inputs))
+    judge_kinds(
+        kinds, "no such inputs could be tried", lambda inputs: _judge_amplified(trial, inputs)
+    )
     share = trial.implementation.neglects
     if not share:
         return ""
-    return f"times 2^{log2(trial.loud_factor):g}: it neglects 2^{log2(share):g} of a state"
+    return f"times 2^{log2(trial.amplification):g}: it neglects 2^{log2(share):g} of a state"
 
 
-def _judge_loud(trial: Trial, inputs: Inputs) -> None:
-    """The first values of each sequence, and its initial state, become louder.  At most `LONGEST`
+def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
+    """The first values of each sequence, and its initial state, become larger.  At most `LONGEST`
     positions of a sequence are judged; without other forms, of the longest one alone.
     """
     longest = LONGEST[inputs.device.type]
     values, tensors = inputs.values.clone(), inputs.tensors
     for span in spans_of(inputs):
-        stop = span.start + min(span.length, longest) // LOUD_SHARE
-        values[span.batch, span.start : stop] *= trial.loud_factor
+        stop = span.start + min(span.length, longest) // AMPLIFIED_SHARE
+        values[span.batch, span.start : stop] *= trial.amplification
     states = {
-        name: tensors[name] * trial.loud_factor for name in inputs.LINEAR[1:] if name in tensors
+        name: tensors[name] * trial.amplification for name in inputs.LINEAR[1:] if name in tensors
     }
     inputs = replace(inputs, **{inputs.LINEAR[0]: values}, **states)
     output = trial.run(inputs)
-    judged = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
-    for span in filter(lambda span: span.length, judged):
+    spans = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
+    for span in filter(lambda span: span.length, spans):
         _judge_start(trial, inputs, output, span, longest)
 
 
@@ -546,12 +553,12 @@ LAWS: dict[str, Law] = {
     "other sequences": other_sequences,
     "sequence alone": sequence_alone,
     "causality": causality,
-    "doubling": doubling,
+    "linearity": linearity,
     "cut in two": cut_in_two,
     SINGLE_STEPS: single_steps,
     ACCEPTED_TOKENS: accepted_tokens,
     "edge inputs": edge_inputs,
-    LOUD_PAST: loud_past,
+    AMPLIFIED_HISTORY: amplified_history,
     TURNING_KEYS: turning_keys,
     "finer inputs": finer_inputs,
 }
@@ -561,8 +568,8 @@ OF_THE_SAME_FORM = frozenset(
         REPEATS,
         "inputs unchanged",
         "causality",
-        "doubling",
-        LOUD_PAST,
+        "linearity",
+        AMPLIFIED_HISTORY,
         TURNING_KEYS,
         SINGLE_STEPS,
         ACCEPTED_TOKENS,

@@ -44,14 +44,14 @@ NO_SLOT = -(1 << 20)  # in the columns of a wider table that do not belong to th
 CALLS = 64  # of a chain
 REPLAYS = 10
 SLACK = 2.0**-12  # of the largest number of a head
-Parts = dict[str, torch.Tensor]  # the tensors of some tokens, by name
+TokenTensors = dict[str, torch.Tensor]  # the tensors of some tokens, by name
 
 
 # --- calls
 
 
 @dataclass(frozen=True)
-class Row:
+class PoolRow:
     """A sequence of a call.
 
     tokens: how many.  columns: the slot that it begins with is columns[accepted - 1]; -1: zeros.
@@ -81,16 +81,16 @@ class Row:
         return self.tokens > 0 and (self.read >= 0 or bool(self.kept))
 
     @property
-    def padding(self) -> Row:
+    def padding(self) -> PoolRow:
         """A row of the same form that neither reads nor writes."""
-        return Row(self.tokens, (-1,) * len(self.columns), (-1,) * len(self.writes))
+        return PoolRow(self.tokens, (-1,) * len(self.columns), (-1,) * len(self.writes))
 
 
-def row(tokens: int, read: int, *writes: int) -> Row:
-    return Row(tokens, (read,), writes)
+def row(tokens: int, read: int, *writes: int) -> PoolRow:
+    return PoolRow(tokens, (read,), writes)
 
 
-def rows_of(*slots: int, tokens: int = 1) -> list[Row]:
+def rows_of(*slots: int, tokens: int = 1) -> list[PoolRow]:
     """Sequences that begin with these slots and write them."""
     return [row(tokens, slot) for slot in slots]
 
@@ -105,7 +105,8 @@ class Pool:
     memory: torch.Tensor
 
     def changed(self, before: torch.Tensor, written: Sequence[int]) -> str:
-        """The first place outside of the written slots whose bits changed; empty if there is none.
+        """The first position outside of the written slots whose bits changed; empty if there is
+        none.
 
         before: a copy of `memory`.
         """
@@ -117,8 +118,8 @@ class Pool:
         differs = other & (_bits(self.memory) != _bits(before))
         if not bool(differs.any()):
             return ""
-        place = int(differs.byte().argmax()) - int(states.storage_offset())
-        slot, inside = divmod(place, states.stride(0))
+        index = int(differs.byte().argmax()) - int(states.storage_offset())
+        slot, inside = divmod(index, states.stride(0))
         head = inside // states.stride(1)
         words = f"slot {slot}, head {head}"
         if slot not in range(len(states)) or head >= states.shape[1]:
@@ -141,13 +142,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class PoolCall:
     """rows: its sequences.  parts: the tensors of all their tokens, (batch, tokens, ...)."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PoolRow]
     pool: Pool
-    parts: Parts
+    parts: TokenTensors
     inputs: Inputs
 
     @property
-    def live(self) -> list[tuple[int, Row]]:
+    def live(self) -> list[tuple[int, PoolRow]]:
         return [(i, row) for i, row in enumerate(self.rows) if row.live]
 
     def of_row(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,23 +183,23 @@ class Room:
         self.calls = self.kept = 0  # made, and found to leave alone what they must
 
     @cached_property
-    def _stream(self) -> Parts:
+    def _stream(self) -> TokenTensors:
         """Random tokens of the layer's sizes (1, STREAM, ...), with the captured call's dtypes."""
         operator, like = operators.get(self._like.operator), self._like
         cell = Cell(
-            shape=operator.generated.shape("pool", *operator.judged.sizes(like).values()),
+            shape=operator.generated.shape("pool", *operator.oracle.sizes(like).values()),
             dtype=tensors.dtype_name(like.values.dtype),  # type: ignore[arg-type]
             layout="views",
             tokens=Tokens(sequences=1, seqlen=STREAM),
         )
-        drawn = operator.binding.positional(operator.generated.draw(cell, self.device))
+        generated = operator.binding.positional(operator.generated.draw(cell, self.device))
         # a gate that generators leave out has the form of the values
         return {
-            name: drawn.get(name, drawn[like.LINEAR[0]].flip(1)).to(tensor.dtype)
+            name: generated.get(name, generated[like.LINEAR[0]].flip(1)).to(tensor.dtype)
             for name, tensor in operator.binding.positional(like).items()
         }
 
-    def take(self, batch: int, count: int) -> Parts:
+    def take(self, batch: int, count: int) -> TokenTensors:
         """The next tokens, (batch, count, ...), views of the stream."""
         if self._taken + batch * count > STREAM:
             self._taken = 0
@@ -220,7 +221,7 @@ class Room:
     ) -> Pool:
         """Random states between guards of NaN.
 
-        gap: elements between slots.  turned: the last two axes change places in memory.  far:
+        gap: elements between slots.  turned: the last two axes change in memory.  far:
         elements from slot to slot, and as many before the first as behind it, so that an offset
         that wraps around stays in the memory; hardly any of it is ever touched.
         """
@@ -243,9 +244,9 @@ class Room:
     def call(
         self,
         pool: Pool,
-        rows: Sequence[Row],
+        rows: Sequence[PoolRow],
         *,
-        parts: Parts | None = None,
+        parts: TokenTensors | None = None,
         padding: float | None = None,
         index: torch.dtype = torch.int32,
         wide: bool = False,
@@ -305,13 +306,13 @@ class Room:
         tokens: list[str] = []
         slots: list[str] = []
         for i, row in call.live:
-            place = f"call {self.calls}, row {i}"
-            tokens += [f"{place}, token {token}" for token in range(row.tokens)]
+            where = f"call {self.calls}, row {i}"
+            tokens += [f"{where}, token {token}" for token in range(row.tokens)]
             for token in range(row.tokens) if every else [row.tokens - 1]:
                 slot = row.kept.get(token, -1)
                 if slot >= 0:
                     states[len(slots)] = call.pool.states[slot].float()
-                slots.append(f"{place}, slot {slot}")
+                slots.append(f"{where}, slot {slot}")
         output = Output(packed, states)
         self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
         return output
@@ -342,15 +343,15 @@ class Room:
             wrong = f"out is {out.dtype} of shape {tuple(out.shape)}"
         elif changed:
             wrong = f"it changes {', '.join(changed)}"
-        elif place := pool.changed(before, [s for _, row in call.live for s in row.kept.values()]):
-            wrong = f"it changes {place}, which no row writes"
+        elif where := pool.changed(before, [s for _, row in call.live for s in row.kept.values()]):
+            wrong = f"it changes {where}, which no row writes"
         if wrong:
             raise Broken(f"call {self.calls}: {wrong}")
         self.kept += 1
         return out
 
     def alone(
-        self, parts: Sequence[Parts], initial: Sequence[torch.Tensor], *, every: bool = False
+        self, parts: Sequence[TokenTensors], initial: Sequence[torch.Tensor], *, every: bool = False
     ) -> Any:
         """Sequences without a pool, packed.  every: with the state after each token."""
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
@@ -361,11 +362,11 @@ class Room:
         )
 
     def compare(
-        self, plain: Inputs, output: Output, dtype: torch.dtype, places: tuple[list[str], list[str]]
+        self, plain: Inputs, output: Output, dtype: torch.dtype, labels: tuple[list[str], list[str]]
     ) -> None:
-        """Raises Broken with the place unless the output is within its budget.
+        """Raises Broken with the position unless the output is within its budget.
 
-        dtype: of the pool.  places: of each token and of each state, in words.
+        dtype: of the pool.  labels: of each token and of each state, in words.
         """
         candidate = Candidate(
             output=output,
@@ -377,7 +378,7 @@ class Room:
             if reason := accuracy.reason:
                 which = 0 if accuracy.tensor == "out" else 1
                 index, head = self._first(accuracy, output[which], exact[which])
-                raise Broken(f"{places[which][index]}, head {head}: {reason}")
+                raise Broken(f"{labels[which][index]}, head {head}: {reason}")
 
     @staticmethod
     def _first(accuracy: Accuracy, ours: torch.Tensor, exact: torch.Tensor) -> tuple[int, int]:
@@ -413,14 +414,14 @@ class Chain:
         self.pool = room.pool(slots=count * width + 2)
         self.current: list[int | None] = [0] * count
         initial = [self.pool.states[slots[0]].clone() for slots in self.columns]
-        self.histories = [History(state, state) for state in initial]
-        self.ended: list[History] = []
+        self.histories = [PoolHistory(state, state) for state in initial]
+        self.ended: list[PoolHistory] = []
 
     def renew(self, i: int) -> None:
         """Sequence i ends, and another one takes its slots."""
         self.ended.append(self.histories[i])
         zeros = torch.zeros_like(self.pool.states[0])
-        self.histories[i], self.current[i] = History(zeros, zeros), None
+        self.histories[i], self.current[i] = PoolHistory(zeros, zeros), None
 
     def call(self, some: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]) -> None:
         """tokens: of each of these sequences; if all have as many, the state after each is kept,
@@ -434,30 +435,30 @@ class Chain:
             if packed:
                 rows.append(row(count, columns[current], self.columns[i][0]))
             else:
-                rows.append(Row(count, columns, self.columns[i][:count], current + 1))
+                rows.append(PoolRow(count, columns, self.columns[i][:count], current + 1))
         if not packed:
             rows.append(rows[0].padding)
         call = self.room.call(self.pool, rows, padding=None if packed else torch.nan, wide=True)
         out = self.room.run(call)
-        for place, (i, count) in enumerate(zip(some, accepted, strict=True)):
-            if rows[place].live:
+        for index, (i, count) in enumerate(zip(some, accepted, strict=True)):
+            if rows[index].live:
                 self.current[i] = column = 0 if packed else count - 1
                 history = self.histories[i]
-                history.taken.append((call, place, count, out, self.room.calls))
+                history.taken.append((call, index, count, out, self.room.calls))
                 history.final = self.pool.states[self.columns[i][column]].clone()
 
     def check(self) -> None:
         """Every sequence must be as it is alone, from its start.  Raises Broken."""
         histories = [one for one in (*self.ended, *self.histories) if one.taken]
-        parts, places, outs = [], [], []
+        parts, labels, outs = [], [], []
         for history in histories:
-            pieces: list[Parts] = []
-            for call, place, count, out, number in history.taken:
+            pieces: list[TokenTensors] = []
+            for call, index, count, out, number in history.taken:
                 pieces.append(
-                    {name: call.of_row(place, one)[:count] for name, one in call.parts.items()}
+                    {name: call.of_row(index, one)[:count] for name, one in call.parts.items()}
                 )
-                outs.append(call.of_row(place, out)[:count])
-                places += [f"call {number}, row {place}, token {token}" for token in range(count)]
+                outs.append(call.of_row(index, out)[:count])
+                labels += [f"call {number}, row {index}, token {token}" for token in range(count)]
             parts.append({name: torch.cat([one[name] for one in pieces]) for name in pieces[0]})
         plain = self.room.alone(parts, [history.initial for history in histories])
         states = torch.stack([history.final for history in histories])
@@ -465,11 +466,11 @@ class Chain:
         last = [
             f"call {history.taken[-1][-1]}, row {history.taken[-1][1]}" for history in histories
         ]
-        self.room.compare(plain, output, torch.float32, (places, last))
+        self.room.compare(plain, output, torch.float32, (labels, last))
 
 
 @dataclass
-class History:
+class PoolHistory:
     """initial, final: the states before and after what a sequence has taken: of each call, its
     row, how many tokens of it, out, and its number.
     """
@@ -548,12 +549,12 @@ def order_and_number(room: Room) -> None:
         pool.memory.copy_(before)
         parts = {name: tensor[order] for name, tensor in whole.parts.items()}
         out, states = room.check(room.call(pool, [rows[i] for i in order], parts=parts))
-        for place, i in enumerate(order):
-            changed = _differ(out[0, place], expected[0][0, i])
-            changed |= _differ(states[place], expected[1][i])
+        for index, i in enumerate(order):
+            changed = _differ(out[0, index], expected[0][0, i])
+            changed |= _differ(states[index], expected[1][i])
             if changed and room.implementation.batch_invariant:
                 raise Broken(
-                    f"call {room.calls}, row {place}, slot {rows[i].read}: other rows change its "
+                    f"call {room.calls}, row {index}, slot {rows[i].read}: other rows change its "
                     "bits, although batch invariance is declared"
                 )
 
@@ -628,10 +629,10 @@ def replayed_graph(room: Room) -> None:
     pool.memory.copy_(before)
 
     def replay(inputs: Inputs, _: object) -> Output:
-        placed = static.inputs.tensors
+        tensors = static.inputs.tensors
         for name, tensor in inputs.tensors.items():
             if tensor is not pool.states:
-                placed[name].copy_(tensor)
+                tensors[name].copy_(tensor)
         graph.replay()
         return Output(out, pool.states)
 
@@ -677,7 +678,7 @@ LAWS: dict[str, Callable[[Room], None]] = {
 def applies(implementation: Implementation, inputs: Inputs) -> bool:
     """Whether the laws are tested with this call: of an implementation that servers call on a pool,
     a step, drafted tokens, or a call that begins with slots; any call of a user's kernel that works
-    in place, which is for nothing else.
+    in index, which is for nothing else.
     """
     if implementation.kind == "own":
         return implementation.in_place is not None

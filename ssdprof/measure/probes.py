@@ -18,8 +18,8 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure import pools
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.laws import (
+    AMPLIFIED_HISTORY,
     LONGEST,
-    LOUD_PAST,
     OF_THE_SAME_FORM,
     TURNING_KEYS,
     Broken,
@@ -37,9 +37,9 @@ LONG_HEADS = (1, 4)  # of histories that are longer than the call
 
 class Prober:
     """Probes implementations, each once for a kind of layer: operator, sizes and dtype.  In later
-    layers of a kind it tests the loud past alone, and not of bundled kernels: how slowly heads
-    forget differs from layer to layer.  Turning keys it tests once for each shape of a call, since
-    kernels cut long calls alone.
+    layers of a kind it tests the amplified history alone, and not of bundled kernels: how slowly
+    heads forget differs from layer to layer.  Turning keys it tests once for each shape of a call,
+    since kernels cut long calls alone.
 
     thorough: in every call, and bundled kernels by every law.  Else these are probed by the laws
         that call what was compiled for the captured call, at its length, since compiling takes
@@ -83,7 +83,7 @@ class Prober:
         if new_shape and not skipped:
             names.add(TURNING_KEYS)
         if every and not same_inputs and not skipped:
-            names.add(LOUD_PAST)
+            names.add(AMPLIFIED_HISTORY)
         if self._only:
             names &= {self._only}
         if not names and (self._only or not new_kind):
@@ -143,7 +143,7 @@ class Prober:
 
     def _keys(self, implementation: Implementation, inputs: Inputs) -> tuple[Hashable, Hashable]:
         """Keys of the kind of layer, and of the shape of the call."""
-        dims = operators.get(inputs.operator).judged.dims(inputs)
+        dims = operators.get(inputs.operator).oracle.dims(inputs)
         kind = (
             implementation.name,
             dims.operator,

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from ssdprof.core.case import Launch
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.target import Ceilings
 from ssdprof.measure.timing import elapsed_us
 
 _COPY_BYTES = 2 << 30

@@ -76,7 +76,7 @@ def alone(inputs: Inputs, span: Span) -> Inputs:
     return joined(inputs, [span], packed=False)
 
 
-def louder(inputs: Inputs, spans: Sequence[Span], factor: float) -> Inputs:
+def amplified(inputs: Inputs, spans: Sequence[Span], factor: float) -> Inputs:
     """With inputs reversed in time and values times a factor in these spans."""
     binding = operators.get(inputs.operator).binding
     changed = {name: tensor.clone() for name, tensor in binding.positional(inputs).items()}

@@ -214,7 +214,7 @@ def time_in_turns(
         if plan.warmup_rounds:  # which allocate the memory after a move
             timer.reallocate(generator)
         keys = [key for key in runs if key not in untimed]
-        keys = [keys[place] for place in generator.permutation(len(keys))]
+        keys = [keys[index] for index in generator.permutation(len(keys))]
         for key in keys if "device" in clocks else ():
             try:
                 recordings[key] = blaming(timer.device, key, partial(timer.record, runs[key]))

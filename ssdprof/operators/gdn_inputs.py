@@ -42,9 +42,9 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     raw = torch.randn(rows, length, heads, device=generator.device, generator=generator)
     g = -A * torch.nn.functional.softplus(raw + dt_bias)
     for way, heads_of_it in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
-        if way in cell.drawn:
+        if way in cell.ways:
             g[..., heads_of_it].uniform_(-2e-4, 0, generator=generator)
-    if QUARTER_UNGATED in cell.drawn:
+    if QUARTER_UNGATED in cell.ways:
         g[..., ::4] = 0
     return g
 
@@ -57,7 +57,7 @@ def draw(
 
     "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.
     Packed and very short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what
-    `cell.drawn` changes.
+    `cell.ways` changes.
     """
     key_heads, heads, key_dim, value_dim, largest_beta = (
         cell.shape.sizes[name] for name in GENERATOR.names
@@ -70,13 +70,13 @@ def draw(
     for tensor in (q, k, v):
         tensor.normal_(generator=generator)
     g = gates(cell, generator)
-    if NORMALISED in cell.drawn:
+    if NORMALISED in cell.ways:
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
     (pooled,), states, slots = generate.POOL, None, None
-    if cell.tokens.states or pooled in cell.drawn:
+    if cell.tokens.states or pooled in cell.ways:
         states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
-        if pooled in cell.drawn:
+        if pooled in cell.ways:
             states, slots = generate.pool(states.mT)
             states = states.mT
     inputs: GDNInputs = getattr(kernels, kind)(
@@ -85,7 +85,7 @@ def draw(
         v=v,
         g=g,
         beta=(largest_beta * normal(*v.shape[:3]).sigmoid()).to(dtype_named(cell.dtype)),
-        use_qk_l2norm=NORMALISED not in cell.drawn,
+        use_qk_l2norm=NORMALISED not in cell.ways,
         initial_state=states,
         state_indices=slots,
         cu_seqlens=generate.cu_seqlens(cell, device),
@@ -115,13 +115,13 @@ def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeI
     states = Trait("initial states", with_initial_states)
     special = VALUES if lengths == generate.EDGES[0] else LAYOUTS
 
-    def drawn(value_dim: int) -> GDNInputs:
+    def generated(value_dim: int) -> GDNInputs:
         shape = GENERATOR.shape("edges", 2, 6, key_dim, value_dim)
         inputs = draw(generate.edge_cell(shape, like.v, lengths), like.v.device)
         bounds = generate.edge_bounds(lengths, like.v.device)
         return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, initial_state=None)
 
-    equal_sizes, sizes_of_like = partial(drawn, key_dim), partial(drawn, width)
+    equal_sizes, sizes_of_like = partial(generated, key_dim), partial(generated, width)
     return [
         EdgeInputs(equal_sizes, (TINY_KEYS, states, *special)),
         EdgeInputs(equal_sizes, (TINY_KEYS, states)),

@@ -74,7 +74,7 @@ _AXES: tuple[Axis, ...] = (
 
 def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
     """The kernel that runs the inputs.  BadInputError if it is not one of those that are tuned."""
-    name = fused.place(FusedCall(inputs=inputs, precision=Precision()))[0].name
+    name = fused.variant_for(FusedCall(inputs=inputs, precision=Precision()))[0].name
     if name not in tuned:
         raise BadInputError(
             f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
@@ -103,7 +103,7 @@ def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfi
     return replace(config, segment=min(config.segment, max(1, chunks // 2)))
 
 
-# Tunes the portable kernel; each find is for one length and one number of sequences.
+# Tunes the portable kernel; each configuration is for one length and one number of sequences.
 TUNING: Tuning = Tuning(
     operator="gdn",
     configs={

@@ -27,8 +27,8 @@ MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token impleme
 SEED = 0
 POOL = {
     "pool": (
-        "sequences begin with states of a pool, as in servers: in slots in random order; GDN "
-        "and KDA, V before K"
+        "sequences begin with states of a pool, as in servers: in slots in random order; GDN and "
+        "KDA, V before K"
     )
 }
 # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
@@ -40,7 +40,7 @@ Layout = Literal["contiguous", "views", "transposed"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a layer, by the operator's own names, and whatever else its inputs are drawn
+    """The sizes of a layer, by the operator's own names, and whatever else its inputs are generated
     from.
 
     name: as the user typed it.  words: "80x64, N 128, G 1".
@@ -95,17 +95,17 @@ class Cell:
 
     layout: contiguous tensors, views of a wide projection, as a model passes them, or tensors with
     positions innermost.
-    drawn: the `InputGenerator.ways` in which the inputs differ from the default.
+    ways: the `InputGenerator.ways` in which the inputs differ from the default.
     """
 
     shape: Shape
     dtype: InputDType
     layout: Layout
     tokens: Tokens
-    drawn: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join((self.shape.name, str(self.tokens), self.dtype, *self.drawn))
+        return ", ".join((self.shape.name, str(self.tokens), self.dtype, *self.ways))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ def of_transformers(
 class Trait(Generic[I]):
     """Something special in edge inputs.
 
-    name: "g above 0".  apply: changes the drawn tensors, or returns other inputs.
+    name: "g above 0".  apply: changes the generated tensors, or returns other inputs.
     rule: what a kernel must do with it, unless the formulas say so.
     """
 
@@ -251,7 +251,7 @@ class InputGenerator(Generic[I]):
     the same for people.
     words: of a shape.
     models: sizes of models in this order, then `others`; the first is the default.
-    others: what else inputs are drawn from, and its value unless a model has another one.
+    others: what else inputs are generated from, and its value unless a model has another one.
     divides: two sizes of which the first must divide the second.
     largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
@@ -259,7 +259,7 @@ class InputGenerator(Generic[I]):
         then with fewer for kernels that refuse those.
     histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
     without; first one of the shape of the inputs, then long ones with each number of heads.  None:
-    the sum of a head's gates bounds what is left of its state, and the loud past suffices.
+    the sum of a head's gates bounds what is left of its state, and the amplified history suffices.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.
@@ -359,10 +359,10 @@ def boundaries(tokens: Tokens, seed: int) -> list[int]:
     lengths = [tokens.seqlen] * tokens.sequences
     if tokens.shortest is not None:
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(
+        sizes = torch.randint(
             tokens.shortest, tokens.seqlen + 1, (tokens.sequences,), generator=generator
         )
-        lengths = [int(length) for length in drawn]
+        lengths = [int(length) for length in sizes]
     return [0, *accumulate(lengths)]
 
 

@@ -152,11 +152,8 @@ def _resolved(operator: Operator[Any], word: str) -> Implementation:
         )
     if checkout:
         raise BadInputError(
-            (
-                f"{name!r} is not a library of {operator.name}, and only libraries are loaded "
-                "from a "
-                "checkout."
-            ),
+            f"{name!r} is not a library of {operator.name}, and only libraries are loaded from a "
+            "checkout.",
             f"Libraries are: {', '.join(libraries) or 'none'}.",
         )
     if name in kernels.names(operator.name):
@@ -167,10 +164,8 @@ def _resolved(operator: Operator[Any], word: str) -> Implementation:
         return _own(operator, name, entry_point(name))
     others = [one.name for one in operators.records() if name in known(one)]
     raise BadInputError(
-        (
-            f"There is no implementation {name!r} of "
-            f"{operator.name}{f': it is one of {others[0]}' if others else ''}."
-        ),
+        f"There is no implementation {name!r} of "
+        f"{operator.name}{f': it is one of {others[0]}' if others else ''}.",
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
     )
 
@@ -208,14 +203,10 @@ def _own(operator: Operator, name: str, reference: str) -> Implementation:
     for other in operators.records():
         if other.name != operator.name and other.inputs.__name__ in types:
             raise BadInputError(
-                (
-                    f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} "
-                    "layers."
-                ),
-                (
-                    f"Name a function that takes {operator.inputs.__name__}, or run a model with "
-                    "other layers."
-                ),
+                f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} "
+                "layers.",
+                f"Name a function that takes {operator.inputs.__name__}, or run a model with other "
+                "layers.",
             )
     return replace(own_implementation(operator, name, function), version=reference)
 

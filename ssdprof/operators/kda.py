@@ -129,7 +129,7 @@ OPERATOR = replace(
     },
     stages=STAGES,
     binding=BINDING,
-    judged=ORACLE,
+    oracle=ORACLE,
     generated=GENERATOR,
     libraries=LIBRARIES,
     load_tuning=lambda: kda_tuning.TUNING,

@@ -99,7 +99,7 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
         inputs = inputs.after(torch.zeros_like(like.initial, dtype=torch.float32))
     known: list[KnownOutputs] = []
     for kind, window in enumerate(windows[:key_heads]):
-        heads = TurningHeads.drawn(inputs, window, range(kind, key_heads, len(windows)), normal)
+        heads = TurningHeads.generate(inputs, window, range(kind, key_heads, len(windows)), normal)
         for span in _spans(inputs):
             heads.write(inputs, span)
             memory = None
@@ -125,7 +125,7 @@ class TurningHeads:
     period: tuple[torch.Tensor, ...]
 
     @classmethod
-    def drawn(
+    def generate(
         cls,
         inputs: kernels.GDNInputs,
         window: int,

@@ -35,10 +35,10 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     g = torch.randn(
         rows, length, heads, key_dim, device=generator.device, generator=generator
     ).add_(dt_bias)
-    if SATURATED in cell.drawn:
+    if SATURATED in cell.ways:
         g[..., ::4, :] += 10
-    g = BOUND * g.sigmoid_() if BOUNDED in cell.drawn else torch.nn.functional.softplus(g).mul_(-A)
-    return g.to(dtype_named(cell.dtype)) if LOW_GATES in cell.drawn else g
+    g = BOUND * g.sigmoid_() if BOUNDED in cell.ways else torch.nn.functional.softplus(g).mul_(-A)
+    return g.to(dtype_named(cell.dtype)) if LOW_GATES in cell.ways else g
 
 
 draw = partial(gdn_inputs.draw, kind="KDAInputs", gates=gates)

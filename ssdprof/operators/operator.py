@@ -3,7 +3,7 @@
     itself      name, title, sizes, and the share of one tensor-parallel rank
     stages      of its algorithm, as kernels name them
     binding     how models call the operator, and how a captured call is stored
-    judged      the oracle in pieces, the roundings that a precision allows, sizes and cost of a
+    oracle      the oracle in pieces, the roundings that a precision allows, sizes and cost of a
                 call
     generated   shapes of models, and random inputs                  `generate.py`
     tuning      what `ssdprof tune` may vary                         `tuning.py`
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 from typing_extensions import TypeVar
 
 from ssdprof import kernels
-from ssdprof.core.subject import Dims
+from ssdprof.core.target import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.operators.generate import InputGenerator, Library
@@ -257,7 +257,7 @@ class Operator(Generic[I]):
     layers: str
     load_inputs: Callable[[], type[I]]
     binding: CallBinding[I]
-    judged: OracleSpec[I]
+    oracle: OracleSpec[I]
     generated: InputGenerator[I]
     mixer_sizes: Mapping[str, str] = field(default_factory=dict)
     words: str = ""

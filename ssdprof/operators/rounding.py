@@ -127,7 +127,7 @@ class Rounded:
         self._cuts = False
         self.state = torch.empty(0)
 
-    def drawn(self, seed: int, *, cuts: bool = False) -> Rounded:
+    def perturbed(self, seed: int, *, cuts: bool = False) -> Rounded:
         """This one, with an independent error of up to half a unit in the last place instead of
         each rounding of an operand, and of each to 16 bits.
 

@@ -122,8 +122,8 @@ def _limit_remark(mixer: torch.nn.Module, passed: tuple[float, float]) -> str:
     low, high = map(float, stated)
     return (
         f"The model calls the operator with dt_limit ({passed[0]:g}, {passed[1]:g}), and these "
-        "limits were used; its "
-        f"config states time_step_limit ({low:g}, {high:g}), which other runtimes use."
+        f"limits were used; its config states time_step_limit ({low:g}, {high:g}), which other "
+        "runtimes use."
     )
 
 
@@ -285,7 +285,7 @@ OPERATOR = Operator(
     words=f"{WORDS}, chunk {{chunk_size}}",
     stages=STAGES,
     binding=BINDING,
-    judged=ORACLE,
+    oracle=ORACLE,
     generated=GENERATOR,
     libraries=LIBRARIES,
     load_tuning=lambda: ssd_tuning.TUNING,

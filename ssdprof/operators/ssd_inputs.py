@@ -41,9 +41,9 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
     states, slots = None, None
-    if cell.tokens.states or cell.drawn:
+    if cell.tokens.states or cell.ways:
         states = normal(cell.tokens.sequences, h, p, n)
-        states, slots = generate.pool(states) if cell.drawn else (states, None)
+        states, slots = generate.pool(states) if cell.ways else (states, None)
     return kernels.SSDInputs(
         x=x,
         dt=dt,
@@ -79,17 +79,17 @@ def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInp
     """
     n, p = like.B.shape[3], like.x.shape[3]
 
-    def drawn(heads: int, width: int, groups: int) -> SSDInputs:
+    def generated(heads: int, width: int, groups: int) -> SSDInputs:
         shape = GENERATOR.shape("edges", heads, width, n, groups)
         inputs = draw(generate.edge_cell(shape, like.x, lengths), like.device)
         bounds = generate.edge_bounds(lengths, like.device)
         return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, initial_states=None)
 
     return [
-        EdgeInputs(partial(drawn, 6, n, 2), (INITIAL, *SPECIAL)),
-        EdgeInputs(partial(drawn, 4, n, 2), (INITIAL,)),
-        EdgeInputs(partial(drawn, 4, p, 1), (INITIAL,)),
-        EdgeInputs(partial(drawn, 4, p, 1), ()),
+        EdgeInputs(partial(generated, 6, n, 2), (INITIAL, *SPECIAL)),
+        EdgeInputs(partial(generated, 4, n, 2), (INITIAL,)),
+        EdgeInputs(partial(generated, 4, p, 1), (INITIAL,)),
+        EdgeInputs(partial(generated, 4, p, 1), ()),
     ]
 
 

@@ -229,9 +229,9 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
     )
 
 
-def _also_judged(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
-    """A find for the portable kernel also applies to packed sequences, and is verified on three:
-    the first sequence's beginning, cut.
+def _also_checked(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
+    """A tuned configuration for the portable kernel also applies to packed sequences, and is
+    verified on three: the first sequence's beginning, cut.
     """
     if isinstance(config, SSDHopperConfig):
         return ()
@@ -245,9 +245,9 @@ def _also_judged(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
     return (replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries),)
 
 
-# Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are
-# for a layer.  The registers of the Hopper kernel's roles are no axis: on an H200 no other division
-# was faster, and most were slower, by up to 11 % (benchmarks/log/ssd.md).
+# Tunes two kernels: "hopper", whose configurations are for one length each, and "portable", whose
+# configurations are for a layer.  The registers of the Hopper kernel's roles are no axis: on an
+# H200 no other division was faster, and most were slower, by up to 11 % (benchmarks/log/ssd.md).
 TUNING: Tuning = Tuning(
     operator="ssd",
     configs={
@@ -283,7 +283,7 @@ TUNING: Tuning = Tuning(
     axes=lambda config: _ON_HOPPER if isinstance(config, SSDHopperConfig) else _ON_PORTABLE,
     run=_run,
     for_short=_for_short,
-    shares_find=lambda kernel: kernel == "portable",
-    also_judged=_also_judged,
+    shares_config=lambda kernel: kernel == "portable",
+    also_checked=_also_checked,
     check=_check,
 )

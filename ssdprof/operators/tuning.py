@@ -60,18 +60,20 @@ def varied(
 class Tuning:
     """The kernels that can be tuned, and their configurations.
 
-    A find may depend only on values on which the committed rule of its kernel depends.
+    A tuned configuration may depend only on values on which the committed rule of its kernel
+    depends.
 
     operator: its name.  configs: kernel -> its `stored_form`.
     kernel: the one that runs these inputs.
-    key: (inputs, precision, kernel) -> the calls to which a find on these inputs applies.
-    committed: (inputs, kernel) -> the kernel's configuration without a find.
+    key: (inputs, precision, kernel) -> the calls to which a tuned configuration on these inputs
+    applies.
+    committed: (inputs, kernel) -> the kernel's configuration without a tuned configuration.
     axes: of a configuration, in search order: each starts from the best candidate of the previous
     one.
     run: the operator's output with a configuration.
     for_short: the configuration for the `short` inputs: cut into segments if the whole sequence is.
-    shares_find: whether one find of a kernel applies to every length of a layer.
-    also_judged: other inputs to which a find with this configuration would apply.
+    shares_config: whether one tuned configuration of a kernel applies to every length of a layer.
+    also_checked: other inputs to which one with this configuration would apply.
     check: raises ValueError for a configuration that the kernel does not take.
     """
 
@@ -83,8 +85,8 @@ class Tuning:
     axes: Callable[[Config], Sequence[Axis]]
     run: Callable[[Any, Precision, Config], kernels.Output]
     for_short: Callable[[Config, Any], Config]
-    shares_find: Callable[[str], bool] = lambda _: False
-    also_judged: Callable[[Config, Any], Sequence[Any]] = lambda _config, _inputs: ()
+    shares_config: Callable[[str], bool] = lambda _: False
+    also_checked: Callable[[Config, Any], Sequence[Any]] = lambda _config, _inputs: ()
     check: Callable[[Config], None] = lambda _: None
 
     def short(self, inputs: I) -> I:
@@ -121,9 +123,9 @@ class Tuning:
         self.check(config)
         return config
 
-    def use(self, gpu: str, finds: Iterable[TunedConfig]) -> None:
-        """From now on, kernels of this process take these finds on GPUs of this name, and no
-        others.
+    def use(self, gpu: str, configs: Iterable[TunedConfig]) -> None:
+        """From now on, kernels of this process take these configurations on GPUs of this name, and
+        no others.
         """
         use_overrides(
             self.operator,
@@ -131,7 +133,7 @@ class Tuning:
                 key_of(gpu, one.calls): self.config(
                     str(one.calls["kernel"]), one.settings, one.reason
                 )
-                for one in finds
+                for one in configs
             },
         )
 

@@ -118,14 +118,14 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 def _errors(series: Series) -> TableRow:
     """The output of all calls."""
-    rival, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
+    baseline, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)
     return {
         "within\nbudget": "NO" if outside else "yes",
-        "equal to\nbaseline": fmt.percent(rival and rival.match_pct(0.0)),
-        "within\n1e-3": fmt.percent(rival and rival.match_pct(1e-3)),
-        "1e-3\nof rms": fmt.percent(rival and rival.match_rms_pct(calls.OF_RMS)),
+        "equal to\nbaseline": fmt.percent(baseline and baseline.match_pct(0.0)),
+        "within\n1e-3": fmt.percent(baseline and baseline.match_pct(1e-3)),
+        "1e-3\nof rms": fmt.percent(baseline and baseline.match_rms_pct(calls.OF_RMS)),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
@@ -209,7 +209,7 @@ def accuracy_table(
     wrong = shortcomings(Outcome(report.restricted(precisions=wanted)))
     lines = [VerdictLine(line, False) for line in wrong]
     lines += advice((group, name) for group in chosen for name in group.compared)
-    parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
+    parts: list[RenderableType] = [Text(f"{report.target}, run {report.id}", style="bold")]
     parts += [*map(terminal.verdict, lines), *map(terminal.bullet, caveats(report))]
     for shown in filter(None, chain.from_iterable(map(calls.accuracies, chosen))):
         parts += ["", terminal.SplitTable(shown)]
@@ -280,7 +280,7 @@ def _listed_verdict(run: ListedRun) -> str:
 def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
     """For each set of compared cases a table with the newest run of every commit, oldest first."""
     readable = [report for _, report in listed if isinstance(report, Report)][::-1]
-    for (subject, gpu, names), same in grouped(readable, _compared_cases).items():
+    for (target, gpu, names), same in grouped(readable, _compared_cases).items():
         reports = list({report.commit or report.id: report for report in same}.values())
         times = [_us(report) for report in reports]
         rows = []
@@ -298,30 +298,30 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
             )
         known = times if any(times) else map(_error, reports)
         line = fmt.sparkline([value for value in known if value is not None])
-        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
+        title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
         if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
             yield shown
 
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
-    """The subject, the GPU and the names of the compared cases."""
-    names = tuple(case.name for case in _judged(report))
-    return report.subject, gpu_name(report.environment), names
+    """The target, the GPU and the names of the compared cases."""
+    names = tuple(case.name for case in _gated(report))
+    return report.target, gpu_name(report.environment), names
 
 
-def _judged(report: Report) -> list[Case]:
-    return [case for case in report.cases if case.judged]
+def _gated(report: Report) -> list[Case]:
+    return [case for case in report.cases if case.is_gated]
 
 
 def _us(report: Report) -> float | None:
     """The time of all compared cases; None if one was not timed."""
-    times = [case.time_us for case in _judged(report)]
+    times = [case.time_us for case in _gated(report)]
     known = [time.value for time in times if time]
     return sum(known) if known and len(known) == len(times) else None
 
 
 def _error(report: Report) -> float | None:
     """The largest rms error of an output, over the floor."""
-    outputs = (case.tensor("out") for case in _judged(report))
+    outputs = (case.tensor("out") for case in _gated(report))
     ratios = (out.over_floor for out in outputs if out)
     return max((ratio for ratio in ratios if ratio is not None), default=None)

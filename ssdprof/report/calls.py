@@ -1,4 +1,6 @@
-"""Tables of calls, captured or drawn: speed, accuracy, laws, launches, and what did not pass."""
+"""Tables of calls, captured or generated: speed, accuracy, laws, launches, and what did not
+pass.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ssdprof.core.base import (
     grouped,
     short_precision,
 )
-from ssdprof.core.case import Case, Drawn, Launch
+from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
 from ssdprof.report.table import (
@@ -32,12 +34,10 @@ from ssdprof.report.table import (
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
-    "Speedup: over the "
-    "baseline, with its 95 % interval.  Tokens per s: of the prompt, by device time.  % of "
-    "roofline: the least time in "
-    "which this GPU can move the bytes and do the arithmetic, divided by the device time.  Extra "
-    "memory: allocated by "
-    "the call beyond its outputs."
+    "Speedup: over the baseline, with its 95 % interval.  Tokens per s: of the prompt, by device "
+    "time.  % of roofline: the least time in which this GPU can move the bytes and do the "
+    "arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its "
+    "outputs."
 )
 ACCURACY_READING = (
     "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Where it says "
@@ -95,7 +95,7 @@ def speeds(
         return None
     compared = []
     for _, series in rows:
-        compared += [(series.precision, rival) for rival in series.rivals]
+        compared += [(series.precision, baseline) for baseline in series.baselines]
     counts = fmt.counts(rows[0][1].group.report.smallest_difference)
     note = "  ".join(filter(None, (f"Baseline: {baselines(compared)}.", counts, *notes)))
     cells = (first | speed(series) for first, series in rows)
@@ -117,8 +117,8 @@ def total_speed(group: Group) -> Table | None:
         for row, series in rows:
             row[unit] = f"{len(series.timed)} of {every}"
         notes.append(
-            f"Each speedup compares the same {unit}; times over different numbers of {unit} do "
-            "not compare."
+            f"Each speedup compares the same {unit}; times over different numbers of {unit} do not "
+            "compare."
         )
     return speeds(title, rows, NAMES, *notes)
 
@@ -179,8 +179,8 @@ def errors(
         for series in every:
             if pooled := series.pooled("vs_baseline", tensor):
                 compared += [(series.precision, part.against) for part in pooled.parts]
-                rival = pooled.largest.against.split()[0]
-                rows.append(first | names(series) | _errors(pooled, group, rival))
+                baseline = pooled.largest.against.split()[0]
+                rows.append(first | names(series) | _errors(pooled, group, baseline))
         for series in every:
             if pooled := series.pooled("vs_oracle", tensor):
                 within = _within_budget(series, tensor)
@@ -342,7 +342,7 @@ def _short_precision_of(case: Case) -> str:
 
 
 def _place_or_size(case: Case) -> str:
-    return case.place if isinstance(case.task, Drawn) else case.size
+    return case.case_key if isinstance(case.task, Generated) else case.size
 
 
 def reasons(report: Report) -> Table | None:
@@ -418,10 +418,10 @@ def _of_shape(report: Report) -> dict[str, list[Group]]:
     """Title -> its groups."""
 
     def title(group: Group) -> str:
-        drawn = group.cases[0].task
-        assert isinstance(drawn, Drawn)
-        inputs = ", ".join((drawn.dims.dtype, *drawn.ways, f"{drawn.layout} inputs"))
-        return f"{drawn.shape} ({drawn.shape_words}), {inputs}"
+        generated = group.cases[0].task
+        assert isinstance(generated, Generated)
+        inputs = ", ".join((generated.dims.dtype, *generated.ways, f"{generated.layout} inputs"))
+        return f"{generated.shape} ({generated.shape_words}), {inputs}"
 
     return grouped(groups(report), title)
 
@@ -444,7 +444,7 @@ def _of_bench(series: Series) -> TableRow:
     return {
         _SIZE: series.group.size,
         **names(series),
-        "over": series.rivals[0].split()[0] if series.rivals else fmt.MISSING,
+        "over": series.baselines[0].split()[0] if series.baselines else fmt.MISSING,
         "chunk": fmt.count(case.chunk_size),
         "first\ncall": f"{first_call.seconds:.1f} s" if first_call else fmt.MISSING,
     }

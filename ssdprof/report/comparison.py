@@ -10,7 +10,7 @@ from pathlib import Path
 from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
 from ssdprof.core.case import Case
-from ssdprof.core.pairs import Comparison, Pair, Side, Total, subject, unfinished
+from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.stalls import StageChange
@@ -29,20 +29,18 @@ from ssdprof.report.table import (
 )
 
 READING = (
-    "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill "
-    "by call.  Speedups are "
-    "over the baseline, and compare across machines; their ratio is NEW's over BASE's.  In "
-    "brackets: 95 % intervals of "
-    "the spread within each of the two; what differs from run to run, such as clocks and "
-    "temperature, is not in them."
+    "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill by "
+    "call.  Speedups are over the baseline, and compare across machines; their ratio is NEW's over "
+    "BASE's.  In brackets: 95 % intervals of the spread within each of the two; what differs from "
+    "run to run, such as clocks and temperature, is not in them."
 )
 _MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
 _NAMES = ("case", "implementation", PRECISION)
 
 
-def _names(pair: Pair) -> TableRow:
+def _names(pair: CasePair) -> TableRow:
     return {
-        "case": pair.case.place,
+        "case": pair.case.case_key,
         "implementation": pair.case.implementation,
         PRECISION: short_precision(pair.case.precision),
     }
@@ -136,8 +134,8 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
     if reasons:
         conditions = "; ".join(dict.fromkeys(reasons))
         yield (
-            f"The conditions differ ({conditions}), so absolute times are not compared.  "
-            "Speedups over the baseline, each measured under the same conditions, are."
+            f"The conditions differ ({conditions}), so absolute times are not compared.  Speedups "
+            "over the baseline, each measured under the same conditions, are."
         )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if why := unfinished(report):
@@ -191,7 +189,7 @@ def _totals(totals: Sequence[Total]) -> Table | None:
     return table("Change of all cases together", rows, words, keys=3)
 
 
-def _speed(comparison: Comparison, pair: Pair, base: Case, new: Case) -> TableRow:
+def _speed(comparison: Comparison, pair: CasePair, base: Case, new: Case) -> TableRow:
     """The changes, then the times and speedups of both."""
     by_call = pair.case.clock == "call"
     return {
@@ -253,7 +251,7 @@ def _stages(changes: Sequence[StageChange]) -> Table | None:
     return table(title, rows, ("implementation", "stage"), keys=2, note=note)
 
 
-def _unpaired(pairs: Sequence[Pair]) -> Table | None:
+def _unpaired(pairs: Sequence[CasePair]) -> Table | None:
     """Cases without a verdict, except those that passed in both and were timed in neither."""
     rows = []
     for pair in pairs:
@@ -265,7 +263,7 @@ def _unpaired(pairs: Sequence[Pair]) -> Table | None:
     return table("Cases without a verdict on speed", rows, (*_NAMES, "why", "more"), keys=3)
 
 
-def _results(pair: Pair) -> str:
+def _results(pair: CasePair) -> str:
     """ "BASE passed, NEW failed", of the sides that have it."""
     sides = {"BASE": pair.base, "NEW": pair.new}
     return ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
@@ -283,7 +281,7 @@ def _facts_of(report: Report) -> TableRow:
     gpu, packages = report.environment.gpu, report.environment.packages
     names = ("triton", "torch", "transformers")
     return {
-        "what": f"{report.kind}: {subject(report)}",
+        "what": f"{report.kind}: {target(report)}",
         "started": report.created,
         "commit": report.commit or fmt.MISSING,
         "GPU": gpu_name(report.environment),

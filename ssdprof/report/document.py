@@ -19,10 +19,9 @@ SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page 
 _MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
 _TUNING_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "
-    "configuration's time over "
-    "the candidate's, sampled in turns, with its 95 % interval.  A configuration that is kept "
-    "was compared with the "
-    "fp64 oracle on the timed inputs, and is more than 1 % faster with 95 % confidence."
+    "configuration's time over the candidate's, sampled in turns, with its 95 % interval.  A "
+    "configuration that is kept was compared with the fp64 oracle on the timed inputs, and is more "
+    "than 1 % faster with 95 % confidence."
 )
 
 
@@ -42,8 +41,8 @@ def heading(report: Report) -> str:
     """ "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
     gpu = gpu_name(report.environment, "no GPU")
     if report.kind in ("bench", "prefill"):
-        return f"ssdprof {report.kind}, {subject(report)}, {gpu}"
-    return f"ssdprof: {', '.join(filter(None, (report.subject, _tokens(report), gpu)))}"
+        return f"ssdprof {report.kind}, {target(report)}, {gpu}"
+    return f"ssdprof: {', '.join(filter(None, (report.target, _tokens(report), gpu)))}"
 
 
 def _tokens(report: Report) -> str:
@@ -54,9 +53,9 @@ def _tokens(report: Report) -> str:
     return f"{fmt.words(map(fmt.count, lengths))} tokens" if lengths else ""
 
 
-def subject(report: Report) -> str:
+def target(report: Report) -> str:
     """The model, or the operator of a bench."""
-    return f"{report.subject} on random inputs" if report.kind == "bench" else report.subject
+    return f"{report.target} on random inputs" if report.kind == "bench" else report.target
 
 
 def _sections(report: Report) -> Iterator[Section]:
@@ -102,12 +101,12 @@ def _of_prompts(prompts: Sequence[Group]) -> Iterator[Section]:
 
 def of_tuning(report: Report) -> Document:
     """What each search of `ssdprof tune` found."""
-    searches = grouped(report.cases, lambda case: (case.place, case.precision)).values()
-    left = (f"{left.place}: left out: {left.reason}." for left in report.left_out)
+    searches = grouped(report.cases, lambda case: (case.case_key, case.precision)).values()
+    left = (f"{left.case_key}: left out: {left.reason}." for left in report.left_out)
     tables = (_search(report, cases) for cases in searches)
     results = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
     return Document(
-        title=f"ssdprof tune: {report.subject}", version=report.ssdprof_version, sections=(results,)
+        title=f"ssdprof tune: {report.target}", version=report.ssdprof_version, sections=(results,)
     )
 
 
@@ -132,7 +131,7 @@ def _search(report: Report, cases: Sequence[Case]) -> Table | None:
         )
     precision = intermediates_of(committed.precision)
     return table(
-        f"{committed.place}, {precision}: {committed.variant} kernel",
+        f"{committed.case_key}, {precision}: {committed.variant} kernel",
         rows,
         ("candidate", "verdict"),
         wraps="verdict",

@@ -30,15 +30,15 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
-from ssdprof.core.outcome import Outcome, judged
+from ssdprof.core.case import Answers, Case, Generated, Launch, LayerCall, Prefill, Summary
+from ssdprof.core.outcome import Outcome, gated_cases
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.target import LayerRef
 from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
-from ssdprof.report.document import compose, subject
+from ssdprof.report.document import compose, target
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 from ssdprof.report.table import Document, Section, Table
@@ -51,8 +51,10 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 
 def rows(report: Report) -> tuple[Case, ...]:
-    """All cases, but of a model's answers only those that are judged."""
-    return tuple(case for case in report.cases if not isinstance(case.task, Answers) or case.judged)
+    """All cases, but of a model's answers only those that gates apply to."""
+    return tuple(
+        case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
+    )
 
 
 # --- CSV
@@ -103,16 +105,16 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 def _identity(report: Report, case: Case) -> CsvRow:
     """What was computed, by what, and whether it passed."""
-    drawn = case.task if isinstance(case.task, Drawn) else None
-    rival = report.rival(case) if report.speedup(case) else None
+    generated = case.task if isinstance(case.task, Generated) else None
+    baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
         "report": report.id,
-        "model": subject(report),
+        "model": target(report),
         "GPU": gpu_name(report.environment),
         "case": case.where,
         "layer": case.layer and case.layer.index,
         "call": case.call and str(case.call),
-        "sequences x tokens": drawn and drawn.tokens,
+        "sequences x tokens": generated and generated.tokens,
         "tokens": case.seqlen,
         "batch": case.batch,
         "dimensions": case.dims and str(case.dims),
@@ -123,7 +125,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "chunk size": case.chunk_size,
         "status": case.result,
         "reason": case.why,
-        "baseline": rival and f"{rival.implementation} {rival.precision}",
+        "baseline": baseline and f"{baseline.implementation} {baseline.precision}",
     }
 
 
@@ -319,7 +321,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         "testsuite",
         id=str(number),
         package="ssdprof",
-        name=f"{_clean(subject(report))}: {name}",
+        name=f"{_clean(target(report))}: {name}",
         timestamp=report.created[:19],
         hostname="localhost",  # reports contain no host name
         tests=str(len(tests)),
@@ -331,7 +333,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     gpu, packages = report.environment.gpu, report.environment.packages
     values = {
         report.kind: report.id,
-        "inputs" if report.kind == "bench" else "model": subject(report),
+        "inputs" if report.kind == "bench" else "model": target(report),
         "GPU": gpu_name(report.environment),
         "driver": gpu.driver if gpu else "none",
         "ssdprof": report.ssdprof_version,
@@ -396,7 +398,7 @@ def workflow_commands(report: Report) -> Iterator[str]:
     """Annotations, one line each: errors for the reasons why it did not pass, warnings for its
     caveats.
     """
-    title = _data(f"ssdprof: {subject(report)}").replace(":", "%3A").replace(",", "%2C")
+    title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
     outcome = Outcome(report)
     failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
     reasons = [f"{case.name}: {case.result}: {case.why}" for case in failed if case.why]
@@ -420,7 +422,7 @@ def outputs(report: Report) -> dict[str, str]:
     """
     cases = [
         case
-        for case in judged(report)
+        for case in gated_cases(report)
         if case.result == "passed" and not isinstance(case.task, Answers)
     ]
     speedups = [speedup.value for speedup in map(report.speedup, cases) if speedup]

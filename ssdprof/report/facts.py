@@ -10,9 +10,9 @@ from datetime import datetime
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
-from ssdprof.core.case import Answers, Drawn, Prefill
+from ssdprof.core.case import Answers, Generated, Prefill
 from ssdprof.core.report import Report
-from ssdprof.core.subject import CheckpointRef, Environment
+from ssdprof.core.target import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
 from ssdprof.report.table import Table, facts
 
@@ -96,7 +96,7 @@ def when(created: str) -> str:
 
 def what_ran(report: Report) -> Table | None:
     """The model, the prompt, the machine and the settings behind every number."""
-    rows = (*_subject(report), *_settings(report), *_machine(report))
+    rows = (*_target(report), *_settings(report), *_machine(report))
     return facts("What ran", (report.kind, report.id), rows)
 
 
@@ -119,7 +119,7 @@ def software(environment: Environment, **others: str) -> Fact:
     return "versions", ", ".join(known)
 
 
-def _subject(report: Report) -> Iterator[Fact]:
+def _target(report: Report) -> Iterator[Fact]:
     """The model, its operators and its prompts."""
     if report.model:
         yield from _model(report, report.model)
@@ -215,8 +215,8 @@ def _settings(report: Report) -> Iterator[Fact]:
         layers = f"layers {fmt.indices(answers.layers)}"
         ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
         yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
-    drawn = (case.task for case in cases if isinstance(case.task, Drawn))
-    if checked := sorted({task.checked for task in drawn if task.checked}):
+    generated = (case.task for case in cases if isinstance(case.task, Generated))
+    if checked := sorted({task.checked for task in generated if task.checked}):
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"

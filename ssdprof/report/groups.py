@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import PRECISIONS, Clock, PrecisionName, TensorName, grouped, short_precision
-from ssdprof.core.case import Case, Drawn
+from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 
@@ -53,8 +53,8 @@ class Series:
         that.
         """
         timed = {case.implementation for case in self.group.cases if case.device_us}
-        is_drawn = isinstance(self.cases[0].task, Drawn)
-        return "unfused" if is_drawn and self.group.report.baseline not in timed else ""
+        is_generated = isinstance(self.cases[0].task, Generated)
+        return "unfused" if is_generated and self.group.report.baseline not in timed else ""
 
     @cached_property
     def timed(self) -> list[Case]:
@@ -80,10 +80,10 @@ class Series:
         return pool(self.cases, tensor, which)
 
     @cached_property
-    def rivals(self) -> tuple[str, ...]:
+    def baselines(self) -> tuple[str, ...]:
         """What the timed calls are compared with: "unfused exact, fp32 states"."""
-        rivals = (self.group.report.rival(case, self.over) for case in self.timed)
-        timed = (rival for rival in rivals if rival and rival.device_us)
+        baselines = (self.group.report.baseline_of(case, self.over) for case in self.timed)
+        timed = (baseline for baseline in baselines if baseline and baseline.device_us)
         return tuple(dict.fromkeys(f"{case.implementation} {case.precision}" for case in timed))
 
     @property
@@ -216,9 +216,9 @@ def groups(report: Report) -> tuple[Group, ...]:
         prompt = case.call.prompt_seqlen if case.call else case.seqlen
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
-    drawn = (case for case in report.cases if isinstance(case.task, Drawn))
+    generated = (case for case in report.cases if isinstance(case.task, Generated))
     captured = grouped((case for case in report.cases if case.layer), key)
-    parts = list(grouped(drawn, lambda case: case.place).values())
+    parts = list(grouped(generated, lambda case: case.case_key).values())
     parts += [captured[size] for size in sorted(captured, reverse=True)]
     return tuple(Group(report, cases) for cases in parts)
 
@@ -305,5 +305,5 @@ def layer_words(cases: Iterable[Case]) -> str:
     every = list(cases)
     indices = {layer_of(case) for case in every if case.layer}
     if not indices:
-        return "; ".join(dict.fromkeys(case.place for case in every))
+        return "; ".join(dict.fromkeys(case.case_key for case in every))
     return f"{'layer' if len(indices) == 1 else 'layers'} {fmt.indices(indices)}"

@@ -50,7 +50,7 @@ def _block(block: Content, section: str) -> str:
 def draw(table: Table, section: str = "") -> str:
     """One table, without its title if the section has the same title."""
 
-    drawn = tabulate(
+    rendered = tabulate(
         [[_cell(*cell) for cell in zip(row, table.align, strict=True)] for row in table.rows],
         headers=[escape(header) for header in table.headers],
         tablefmt="pipe",
@@ -59,7 +59,7 @@ def draw(table: Table, section: str = "") -> str:
     )
     title = [] if table.title == section else [f"**{escape(table.title)}**"]
     note = [f"<sub>{escape(table.note)}</sub>"] if table.note else []
-    return "\n\n".join([*title, drawn, *note])
+    return "\n\n".join([*title, rendered, *note])
 
 
 def _cell(text: str, align: Align) -> str:

@@ -31,14 +31,11 @@ ANSWERS_READING = (
 )
 _READING = (
     "Call: from an idle GPU to the first token, through Python.  Speedup: over {0} with the same "
-    "convolution and "
-    "norm.  Predicted: by Amdahl's law, from the operator's device time in one layer alone.  "
-    "Convolution and norm: "
-    "those around the operator, the model's own or the bundled kernels.  Logits: rms of the "
-    "difference of "
-    "the first token's logits to {0}'s, over rms of those.  GPU idle: the rest of the call, in "
-    "which the GPU "
-    "waited for the host; negative where the profiled prefill took longer than the timed ones."
+    "convolution and norm.  Predicted: by Amdahl's law, from the operator's device time in one "
+    "layer alone.  Convolution and norm: those around the operator, the model's own or the bundled "
+    "kernels.  Logits: rms of the difference of the first token's logits to {0}'s, over rms of "
+    "those.  GPU idle: the rest of the call, in which the GPU waited for the host; negative where "
+    "the profiled prefill took longer than the timed ones."
 )
 
 

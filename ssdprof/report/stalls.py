@@ -26,8 +26,7 @@ from ssdprof.report.table import (
 
 READING = (
     "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel "
-    "weighed by its "
-    "duration.  The time is that share of the duration; stages overlap, so removing "
+    "weighed by its duration.  The time is that share of the duration; stages overlap, so removing "
     "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a "
     "run."
 )
@@ -300,9 +299,9 @@ def _resources(report: StallReport) -> Table | None:
 
 def _kernels(report: StallReport) -> Table | None:
     note = (
-        "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a "
-        "scheduler issued.  Registers: "
-        "at launch, per thread; spills: loads and stores of spilled registers, by warps."
+        "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler "
+        "issued.  Registers: at launch, per thread; spills: loads and stores of spilled registers, "
+        "by warps."
     )
     if absent := set(chain.from_iterable(kernel.not_collected for kernel in report.kernels)):
         note += f"  Not collected: {', '.join(sorted(absent))}."
@@ -400,8 +399,8 @@ def _averages(report: StallReport) -> Table | None:
         pcts = [100 * average.get(reason, 0.0) / sum(average.values()) for average in averages]
         rows.append((reason, *(fmt.share(pct, 1) for pct in pcts), meaning(reason)))
     note = (
-        "Percent of all warps' time, idle ones among them; which line or stage, the report "
-        "does not say."
+        "Percent of all warps' time, idle ones among them; which line or stage, the report does "
+        "not say."
     )
     headers = ("reason", *(kernel.kernel for kernel in kernels), "what the warp does")
     last = len(headers) - 1

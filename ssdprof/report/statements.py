@@ -18,7 +18,7 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Drawn
+from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
@@ -33,12 +33,12 @@ CONSEQUENCES = {
     "other sequences": "sequences of one batch change each other",
     "sequence alone": "a sequence has other results in a batch than alone",
     "causality": "later tokens change earlier outputs",
-    "doubling": "twice the values do not give twice the output",
+    "linearity": "twice the values do not give twice the output",
     "cut in two": "a prompt in two parts has other results than in one",
     "single steps": "drafted tokens have other results than one by one",
     "accepted tokens": "states after accepted tokens are wrong",
     "edge inputs": "some inputs that a model may pass are computed wrongly",
-    "loud past": "what long past tokens leave is computed wrongly",
+    "amplified history": "what long past tokens leave is computed wrongly",
     "turning keys": "history that matters is dropped",
     "finer inputs": "fp32 or fp16 inputs are computed wrongly",
 }
@@ -81,7 +81,7 @@ def errors(report: Report) -> tuple[str, ...]:
         )
         where = f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens"
         lines.append(f"FAILED: the answers of {where}: {broken or f'{case.result}: {case.why}'}.")
-    if not (outcome.judged or outcome.answers):
+    if not (outcome.compared or outcome.answers):
         lines.append(NOTHING)
     return tuple(lines)
 
@@ -111,7 +111,7 @@ def shortcomings(outcome: Outcome) -> list[str]:
         lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {why}.")
     if of_kernels := finite.get(True):
         lines.append(
-            f"FAILED: {len(of_kernels)} of {fmt.plural(outcome.judged, 'case')}: "
+            f"FAILED: {len(of_kernels)} of {fmt.plural(outcome.compared, 'case')}: "
             f"{case_words(of_kernels)}."
         )
     for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
@@ -147,16 +147,16 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     """What was compared, and is within its limits."""
     if outcome.answers and not outcome.answers_failed:
         yield _answers_compared(report, outcome)
-    if not outcome.judged or outcome.failed:
+    if not outcome.compared or outcome.failed:
         return
-    is_single = outcome.judged == 1
-    who = "the one case" if is_single else f"all {outcome.judged} cases"
+    is_single = outcome.compared == 1
+    who = "the one case" if is_single else f"all {outcome.compared} cases"
     if outcome.passed:
         who = f"PASSED: {who}"
     elif outcome.ended_early:
         who = f"So far {who}"
     elif outcome.refused or outcome.missing:
-        who = "The other case" if is_single else f"The other {outcome.judged} cases"
+        who = "The other case" if is_single else f"The other {outcome.compared} cases"
     how = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
     if report.kind == "prefill":
         how = "ran"
@@ -327,7 +327,7 @@ def _divergence(series: Series) -> tuple[float, float]:
         if case.band and isinstance(case.task, Answers) and case.task.change:
             noise = max(noise, case.band.kl_mean)
         names = case.implementation, case.precision
-        if case.band and case.judged and names == (series.implementation, series.precision):
+        if case.band and case.is_gated and names == (series.implementation, series.precision):
             divergence = max(divergence, case.band.kl_mean)
     return divergence, noise
 
@@ -350,13 +350,13 @@ def caveats(report: Report) -> Iterator[str]:
     if report.clocks and (reasons := report.clocks.throttle_reasons):
         valid = "Speedups are valid, because the implementations were timed in turns."
         yield (
-            f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are "
-            f"too long.  {valid}"
+            f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are too "
+            f"long.  {valid}"
         )
     if report.model and report.model.source == "demo" and timed:
         yield (
-            "The built-in demo model is too small to fill a GPU: its times do not represent a "
-            "real model's."
+            "The built-in demo model is too small to fill a GPU: its times do not represent a real "
+            "model's."
         )
     yield from _of_baselines(report)
     yield from _of_libraries(report)
@@ -364,7 +364,7 @@ def caveats(report: Report) -> Iterator[str]:
     yield from _single_chunks(report)
     for out in report.left_out:
         who = f"{fmt.words(out.implementations)} of " if out.implementations else ""
-        yield f"{_capital(f'{who}{out.place}')} was left out: {out.reason}."
+        yield f"{_capital(f'{who}{out.case_key}')} was left out: {out.reason}."
     yield from report.remarks
 
 
@@ -385,7 +385,7 @@ def _single_chunks(report: Report) -> Iterator[str]:
         call, longest = group.call, group.seqlen
         if call and call.kind == "packed":
             longest = _longest_packed(report)
-        elif isinstance(group.cases[0].task, Drawn) or (
+        elif isinstance(group.cases[0].task, Generated) or (
             call and not (call.kind == "chunk" and call.count == 1)
         ):
             continue  # of a bench, or it begins with a state
@@ -411,14 +411,14 @@ def _of_baselines(report: Report) -> Iterator[str]:
     """
     for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
         worst = max(cases, key=_rms)
-        pair = worst.place, worst.implementation
+        pair = worst.case_key, worst.implementation
         rated = [case for case in report.cases if case.rated_against == pair and case.accuracy]
         # where there is one, the same precision is shown
         rated.sort(key=lambda case: case.precision == worst.precision)
         errors = {case.implementation: fmt.small(_rms(case)) for case in rated}
         rated_at = "".join(f", of {name} {error}" for name, error in errors.items())
         timed = ", but timed" if worst.time_us else ""
-        where = f"{label} in {worst.place} (rms error {fmt.small(_rms(worst))}{rated_at})"
+        where = f"{label} in {worst.case_key} (rms error {fmt.small(_rms(worst))}{rated_at})"
         yield f"The baseline is outside its error budget{timed}: {where}."
 
 
@@ -439,7 +439,7 @@ def _of_libraries(report: Report) -> Iterator[str]:
     libraries = [
         case
         for case in report.cases
-        if case.kind == "library" and (case.baseline or isinstance(case.task, Drawn))
+        if case.kind == "library" and (case.baseline or isinstance(case.task, Generated))
     ]
     troubles = (case for case in libraries if case.result != "passed" and not _fails(case))
     by_reason = grouped(troubles, lambda case: (case.implementation, case.why))
@@ -470,8 +470,8 @@ def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
         sentence = f"{name} computes {which} as {other}: results are bitwise the same"
         if timed:
             sentence += (
-                ", and so is the time.  Speedups differ where each is over the baseline at "
-                "its own state dtype"
+                ", and so is the time.  Speedups differ where each is over the baseline at its own "
+                "state dtype"
             )
         yield f"{sentence}."
 

@@ -99,18 +99,18 @@ def _section(section: Section, rest: str) -> Iterator[RenderableType]:
 
 def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
     """is_part: of a table, without empty rows.  squeezed: every column may wrap."""
-    drawn = RichTable(
+    rendered = RichTable(
         box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False
     )
     for column, (header, align) in enumerate(zip(table.headers, table.align, strict=True)):
         rigid = column != table.wraps and not squeezed
-        drawn.add_column(
+        rendered.add_column(
             Text(header), justify=align, no_wrap=rigid, overflow="fold", vertical="top"
         )
     for row in table.rows[:_MOST_ROWS]:
         if not is_part or any(cell != MISSING for cell in row[table.keys :]):
-            drawn.add_row(*(Text(cell, style=_STYLES[tone(cell)]) for cell in row))
-    return drawn
+            rendered.add_row(*(Text(cell, style=_STYLES[tone(cell)]) for cell in row))
+    return rendered
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:

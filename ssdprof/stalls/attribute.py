@@ -9,7 +9,7 @@ information, by the hash of the file (`operators/known_sources/`).  In any other
 is a stage of its own name.
 
 An instruction has one source line.  In reports that ssdprof records it is the innermost of those
-that led there that has a stage (`target.py`); in others it is that of the innermost function that
+that led there that has a stage (`profiled.py`); in others it is that of the innermost function that
 was inlined.  Lines of "caller", of libraries and of a function's header (the compiler's own) have
 no stage: such an instruction gets the stage of the one before it in the program that has one, else
 of the one after it, because compilers keep instructions of a line together.  The number of such
@@ -53,22 +53,24 @@ def attribute(
     The number is that of the samples with the stage of a neighbour.  known: the stages of the
     kernel's operator.
     """
-    places = [sources.place(point.file, point.line) for point in kernel.points]
+    line_stages = [sources.stage_of(point.file, point.line) for point in kernel.points]
     specialized = sources.specialized(kernel.function)
     by_stage: dict[str, Counter[str]] = defaultdict(Counter)
     by_line: dict[tuple[str, int, str, str, str], Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
-    for point, place, stage in zip(kernel.points, places, _stages(places), strict=True):
+    for point, line_stage, stage in zip(
+        kernel.points, line_stages, _stages(line_stages), strict=True
+    ):
         # In the header of a kernel with warp roles, the only block-wide barriers are those at which
         # warps wait for a role, and for the end of the other roles.
-        idles = specialized and place.header
+        idles = specialized and line_stage.header
         for reason, count in point.samples.items():
             name = IDLE_WARPS if idles and reason == _BLOCK_BARRIER else stage
             by_stage[name][reason] += count
-            by_line[point.file, point.line, "" if point.line else point.sass, place.function, name][
-                reason
-            ] += count
-            from_neighbours += count if place.stage is None and name == stage else 0
+            by_line[
+                point.file, point.line, "" if point.line else point.sass, line_stage.function, name
+            ][reason] += count
+            from_neighbours += count if line_stage.stage is None and name == stage else 0
     lines = [
         Line(
             file=base_name(file),
@@ -95,11 +97,11 @@ def is_idle(stage: str) -> bool:
     return stage in (IDLE_WARPS, AHEAD)
 
 
-def _stages(places: Sequence[LineStage]) -> list[str]:
-    """The stage of each place: its own, or its neighbour's if it has none."""
+def _stages(line_stages: Sequence[LineStage]) -> list[str]:
+    """The stage of each line: its own, or its neighbour's if it has none."""
     stages, before = [], ""
-    for place in places:
-        before = place.stage or before
+    for line_stage in line_stages:
+        before = line_stage.stage or before
         stages.append(before)
     after = next(filter(None, stages), UNKNOWN)
     return [stage or after for stage in stages]
@@ -130,13 +132,13 @@ class SourceFiles:
         self.not_recorded: set[str] = set()
         self.unlabelled: set[str] = set()
 
-    def place(self, file: str, line: int) -> LineStage:
+    def stage_of(self, file: str, line: int) -> LineStage:
         if not file or not line or _LIBRARY.search(file):
             return LineStage()
         parsed = self._file(file)
         if parsed and not parsed.labelled:
             self.unlabelled.add(base_name(file))
-        return parsed.place(line) if parsed else LineStage("", base_name(file))
+        return parsed.stage_of(line) if parsed else LineStage("", base_name(file))
 
     def text(self, file: str, line: int) -> str:
         if file not in self._recorded and (not file or _LIBRARY.search(file)):
@@ -212,21 +214,21 @@ class Labels:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """places: of every line of a @jit function.  specialized: functions in which some warps have no
+    """lines: of every line of a @jit function.  specialized: functions in which some warps have no
     role.
     waits: lines that wait, with the stage.
     labelled: its stages are known, from itself or a table.
     """
 
     text: tuple[str, ...]
-    places: Mapping[int, LineStage] = field(default_factory=dict)
+    lines: Mapping[int, LineStage] = field(default_factory=dict)
     specialized: frozenset[str] = frozenset()
     waits: Mapping[int, str] = field(default_factory=dict)
     labelled: bool = True
 
-    def place(self, line: int) -> LineStage:
+    def stage_of(self, line: int) -> LineStage:
         """Unknown for a line without code: the compiler named the wrong line or file."""
-        return self.places.get(line, LineStage("", UNKNOWN))
+        return self.lines.get(line, LineStage("", UNKNOWN))
 
 
 def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
@@ -248,12 +250,12 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         labels = Labels(known["stages"], known["starts"])
     else:
         labels = _labels_of_file(tree, lines, functions)
-    places: dict[int, LineStage] = {}
+    line_stages: dict[int, LineStage] = {}
     for node in functions:  # those inside of others come later
-        places |= _places(node, labels, lines)
+        line_stages |= _line_stages(node, labels, lines)
     return SourceFile(
         text=lines,
-        places=places,
+        lines=line_stages,
         specialized=frozenset(node.name for node in functions if _specializes(node)),
         waits=labels.waits,
         labelled=labels.functions is not None or not functions,
@@ -272,7 +274,7 @@ def _labels_of_file(
     return Labels(stages, starts, _waits(tree, _table(tree, "WAITS") or {}))
 
 
-def _places(
+def _line_stages(
     node: ast.FunctionDef, labels: Labels, lines: Sequence[str]
 ) -> Iterator[tuple[int, LineStage]]:
     """The lines of a function with their stages, from its first decorator on."""

@@ -383,8 +383,8 @@ ADVICE = {
     "or more warps hide it.",
     "math_pipe_throttle": "A compute pipe is full here: this is work, and only less work helps.",
     "mio_throttle": (
-        "Too many shared-memory, exponential or shuffle instructions at once: wider "
-        "accesses, or fewer."
+        "Too many shared-memory, exponential or shuffle instructions at once: wider accesses, or "
+        "fewer."
     ),
     "lg_throttle": "Too many small global accesses at once: wider ones, or TMA copies.",
     "no_instructions": (
@@ -440,20 +440,18 @@ def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
     if stage.startswith("waiting") or "mbarrier.wait" in text:
         return (
             ".  Other warps of this program are late with what these wait for: look at the roles "
-            "that fill the "
-            "barrier, or let them run further ahead (a longer ring)."
+            "that fill the barrier, or let them run further ahead (a longer ring)."
         )
     if stage == "state_passing.wait":
         return (
-            ".  The states of earlier segments are not ready: use shorter segments, or more "
-            "heads and sequences at "
-            "once."
+            ".  The states of earlier segments are not ready: use shorter segments, or more heads "
+            "and sequences at once."
         )
     if reason == "barrier" and "mma_wait" in text:
         return (
-            ".  The tensor cores are at work and nothing else is: put independent work between "
-            "the start of a product "
-            "and its use, or alternate two programs or warp groups around the tensor cores."
+            ".  The tensor cores are at work and nothing else is: put independent work between the "
+            "start of a product and its use, or alternate two programs or warp groups around the "
+            "tensor cores."
         )
     if reason == "long_scoreboard":
         return _global_load(kernel)
@@ -467,8 +465,8 @@ def _global_load(kernel: KernelStalls) -> str:
     evidence = f"; {memory.removesuffix(', ')}." if memory else "."
     if (kernel.dram_pct or 0) >= _BUSY_MEMORY_PCT:
         return (
-            f"{evidence}  DRAM is full: fewer bytes (smaller types, one pass less, more "
-            "reuse) is all that helps."
+            f"{evidence}  DRAM is full: fewer bytes (smaller types, one pass less, more reuse) is "
+            "all that helps."
         )
     if (kernel.l2_pct or 0) >= _BUSY_MEMORY_PCT:
         return f"{evidence}  L2 is full: share loads between heads, or read less often."
@@ -478,8 +476,8 @@ def _global_load(kernel: KernelStalls) -> str:
             f"{evidence}  Bound by the latency of L2, not by a bandwidth: fewer re-reads, or {rest}"
         )
     return (
-        f"{evidence}  Bound by the latency of loads, not by a bandwidth: more warps per SM, "
-        f"or {rest}"
+        f"{evidence}  Bound by the latency of loads, not by a bandwidth: more warps per SM, or "
+        f"{rest}"
     )
 
 
@@ -489,8 +487,8 @@ def _whole(kernel: KernelStalls) -> Iterator[str]:
     if kernel.spill_requests:
         yield (
             f"{kernel.spill_requests:,} loads and stores of spilled registers, at "
-            f"{kernel.registers} registers.  Fewer "
-            "values alive at once, smaller tiles or more warps per tile."
+            f"{kernel.registers} registers.  Fewer values alive at once, smaller tiles or more "
+            "warps per tile."
         )
     if (
         occupancy is not None
@@ -501,10 +499,9 @@ def _whole(kernel: KernelStalls) -> Iterator[str]:
     ):
         yield (
             f"Occupancy {occupancy:.0f} %, limited by {' and '.join(kernel.limited_by)}; a "
-            "scheduler issues in "
-            f"{issue:.0f} % of the cycles.  Few warps hide little latency: it must be hidden "
-            "inside a warp, by loads "
-            "in flight and independent work, or smaller tiles must let more programs in."
+            f"scheduler issues in {issue:.0f} % of the cycles.  Few warps hide little latency: it "
+            "must be hidden inside a warp, by loads in flight and independent work, or smaller "
+            "tiles must let more programs in."
         )
     if waves is not None and waves < _FULL_WAVE:
         full = f"The grid fills {100 * waves:.0f} % of the GPU once."

@@ -35,9 +35,8 @@ SECTIONS = (
 )
 _REMEDIES = (
     "Run as root (in a container: with --cap-add=SYS_ADMIN), or let every user read them: put "
-    "'options nvidia "
-    "NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and load the driver "
-    "again."
+    "'options nvidia NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and "
+    "load the driver again."
 )
 # Environment variables that a child process gets.  An allow list, so that unknown variables with
 # tokens are not passed.
@@ -57,11 +56,8 @@ ERRORS = {
         _REMEDIES,
     ),
     "LibraryNotLoaded|Failed to initialize the profiler": (
-        (
-            "ncu cannot reach the NVIDIA driver's profiler: the kernel driver is sandboxed here, "
-            "as "
-            "in gVisor."
-        ),
+        "ncu cannot reach the NVIDIA driver's profiler: the kernel driver is sandboxed here, as in "
+        "gVisor.",
         "Use a machine or container that talks to the kernel driver directly.",
     ),
     "not compatible with Nsight Compute|driver is not supported": (
@@ -103,7 +99,7 @@ def target(job: Job, launched: Path) -> tuple[str, ...]:
     """The command of the process that runs the job once inside the range, and writes its
     launches.
     """
-    return (*child.python("ssdprof.stalls.target"), job.model_dump_json(), str(launched))
+    return (*child.python("ssdprof.stalls.profiled"), job.model_dump_json(), str(launched))
 
 
 def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
@@ -170,10 +166,8 @@ def find() -> tuple[str, str]:
     if program is None:
         raise MissingCapabilityError(
             "ncu is not installed: NVIDIA Nsight Compute is needed to read warp stalls.",
-            (
-                "Install Nsight Compute, or read a report that was made elsewhere: ssdprof stalls "
-                "--from FILE."
-            ),
+            "Install Nsight Compute, or read a report that was made elsewhere: ssdprof stalls "
+            "--from FILE.",
         )
     version = ncu_version(program)
     if tuple(map(int, version.split(".")[:2])) < OLDEST:

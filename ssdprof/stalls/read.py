@@ -132,14 +132,10 @@ def read(path: Path) -> RawReport:
     if whole is False:
         raise BadInputError(f"{path} is truncated: it ends in the middle of a block.", _AGAIN)
     raise BadInputError(
-        (
-            f"{path} holds no profiled kernel (zero ranges): nothing was profiled, or the file is "
-            "damaged."
-        ),
-        (
-            "Copy it again; or ncu's filters (-k, --nvtx-include, --launch-skip) matched nothing "
-            "when it was recorded."
-        ),
+        f"{path} holds no profiled kernel (zero ranges): nothing was profiled, or the file is "
+        "damaged.",
+        "Copy it again; or ncu's filters (-k, --nvtx-include, --launch-skip) matched nothing when "
+        "it was recorded.",
     )
 
 

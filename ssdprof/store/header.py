@@ -13,14 +13,14 @@ from typing import Any
 from ssdprof import __version__
 from ssdprof.core.base import VERSION
 from ssdprof.core.report import Report
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, Placement
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, Placement
 
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
     """The header of a report that is about to start, with notes on its model.  Its id is set by
     `opened`.
 
-    fields: of `Report`: kind, subject, environment and baseline, and others.
+    fields: of `Report`: kind, target, environment and baseline, and others.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(
@@ -92,8 +92,8 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
     longest = max(lengths, default=0)
     if ref.trained_context is not None and longest > ref.trained_context:
         yield (
-            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: "
-            "its activations beyond that may be unlike those in use."
+            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its "
+            "activations beyond that may be unlike those in use."
         )
     if any(prompt.kind == "random" for prompt in report.prompts):
         yield (
@@ -109,24 +109,24 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
     if report.cast:
         source, to = report.cast
         yield (
-            f"The captured inputs were {report.cast_words}: times, matches and errors are those "
-            f"of {to} inputs, and the model itself ran in {source}.  Parameters, states and gates "
+            f"The captured inputs were {report.cast_words}: times, matches and errors are those of "
+            f"{to} inputs, and the model itself ran in {source}.  Parameters, states and gates "
             "that the model keeps in fp32 were not cast."
         )
 
 
 def _on_placement(placement: Placement) -> Iterator[str]:
     """Where the weights were, unless one GPU held them all."""
-    kind, device = placement.kind, placement.device
+    kind, main = placement.kind, placement.device
     if kind == "one-gpu":
         return
     names = {"cpu": "main memory", "disk": "the disk"}
     where = " and ".join(
-        f"{held.layers} from {names[place]}"
-        for place, held in placement.held.items()
-        if place in names and place != device
+        f"{part.layers} from {names[device]}"
+        for device, part in placement.allocated.items()
+        if device in names and device != main
     )
-    how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
+    how = f"were brought to {main} layer by layer ({where})" if where else f"fit on {main}"
     if kind == "all-gpus":
         how = "were divided among the GPUs"
-    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."
+    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {main}."

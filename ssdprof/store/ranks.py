@@ -69,11 +69,8 @@ class Ranks:
         """The error for a rank that died."""
         return MissingCapabilityError(
             f"Rank {rank} of {self.count} died before its share was done.",
-            (
-                "Its own messages say why.  A process that was killed leaves none: often it took "
-                "too "
-                "much main memory."
-            ),
+            "Its own messages say why.  A process that was killed leaves none: often it took too "
+            "much main memory.",
         )
 
 
@@ -121,13 +118,10 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
         )
     if absent := [name for name in _OF_TORCHRUN if not environment.get(name)]:
         raise BadInputError(
-            f"WORLD_SIZE={count} asks for {count} ranks, but {absent[0]} is not set: torchrun "
-            "did not start this "
-            "process.",
-            (
-                f"For one process, run: unset WORLD_SIZE.  For {count}: torchrun --nproc-per-node "
-                f"{count} -m ssdprof ..."
-            ),
+            f"WORLD_SIZE={count} asks for {count} ranks, but {absent[0]} is not set: torchrun did "
+            "not start this process.",
+            f"For one process, run: unset WORLD_SIZE.  For {count}: torchrun --nproc-per-node "
+            f"{count} -m ssdprof ...",
         )
     import torch
     from torch.distributed.distributed_c10d import PrefixStore
@@ -136,11 +130,8 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     if torch.cuda.is_available():
         if count > (gpus := torch.cuda.device_count()):
             raise MissingCapabilityError(
-                (
-                    f"{count} ranks need {count} GPUs, because each measures on its own; {gpus} "
-                    "can "
-                    "be used here."
-                ),
+                f"{count} ranks need {count} GPUs, because each measures on its own; {gpus} can be "
+                "used here.",
                 f"Start torchrun --nproc-per-node {gpus}.",
             )
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))

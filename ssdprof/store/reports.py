@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from ssdprof.core.base import VERSION
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, ProcessLine, Report
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.target import LayerRef
 from ssdprof.core.words import plural
 from ssdprof.environment.child import sample_again, tell
 from ssdprof.errors import (
@@ -149,9 +149,9 @@ class Writer:
         cases = tuple(case for case in self.report.cases if case.name in readable)
         return self.report.model_copy(update={"cases": cases})
 
-    def leave_out(self, place: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
+    def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
         """What is not measured.  implementations: empty: all of the place."""
-        left_out = LeftOut(place=place, reason=reason, implementations=implementations)
+        left_out = LeftOut(case_key=case_key, reason=reason, implementations=implementations)
         self.update(left_out=(*self.report.left_out, left_out))
 
     def note(self, text: str) -> None:
@@ -251,7 +251,7 @@ def opened(
 ) -> Iterator[Writer]:
     """Keep a report while the context is open.
 
-    out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the
+    out: the folder; None: `runs/<time>-<target>/`.  ranks: processes that share the cases; the
     first one makes the folder, and waits at the end for the others.  fields: see `draft`.
     sources: gives the files on which the results depend, and the fields do not.
     sampler: number of a process that only adds samples to the report in `out`.
@@ -300,7 +300,7 @@ def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
     """The folder of the report, which the first rank chooses."""
     if ranks and not ranks.first:
         return Path(ranks.told("folder", FIRST))
-    return out or new_folder(header.subject)
+    return out or new_folder(header.target)
 
 
 def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
@@ -564,13 +564,13 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
         raise BadInputError(
             "The run's name is empty.", "Name a run's folder, or leave it out for the latest run."
         )
-    places = (Path(where), RUNS / where)
-    for path in places:
+    paths = (Path(where), RUNS / where)
+    for path in paths:
         if path.is_file():
             return path.parent if path.name == HEADER else path
         if header_of(path).is_file():
             return path
-    why = f"it contains no {HEADER}" if any(map(Path.is_dir, places)) else "it does not exist"
+    why = f"it contains no {HEADER}" if any(map(Path.is_dir, paths)) else "it does not exist"
     raise BadInputError(
         f"{where} is not a run: {why}.", f"Name a run's folder; they are kept under {RUNS}/."
     )
@@ -676,11 +676,11 @@ def _text(file: Path) -> str:
         ) from error
 
 
-def new_folder(subject: str) -> Path:
-    """runs/<time>-<subject>, or the same with -2, -3, ... if it exists: two runs may start within
+def new_folder(target: str) -> Path:
+    """runs/<time>-<target>, or the same with -2, -3, ... if it exists: two runs may start within
     one second.
     """
-    path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(subject)}"
+    path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(target)}"
     number, candidate = 1, path
     while candidate.exists():
         number += 1

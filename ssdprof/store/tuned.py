@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ssdprof import __version__, files, operators
 from ssdprof.core.base import grouped
-from ssdprof.core.subject import Environment, Gpu
+from ssdprof.core.target import Environment, Gpu
 from ssdprof.core.tuned import TUNED_VERSION, TunedCalls, TunedConfig, TunedConfigs
 from ssdprof.core.words import plural
 from ssdprof.environment import machine
@@ -29,8 +29,8 @@ def file_of(gpu: Gpu) -> Path:
 
 
 def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
-    """The finds for GPUs of this name.  (None, "") if there are none; (None, why) if they are no
-    longer valid.
+    """The configurations for GPUs of this name.  (None, "") if there are none; (None, why) if they
+    are no longer valid.
     """
     file = file_of(gpu)
     if not file.is_file():
@@ -40,44 +40,47 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
         version = document.get("version") if isinstance(document, dict) else None
         if version not in (None, TUNED_VERSION):
             return None, f"{file} has version {version}; this ssdprof reads {TUNED_VERSION}"
-        finds = TunedConfigs.model_validate(document)
-        for find in finds.finds:
-            operators.get(find.operator).tunable.config(str(find.calls["kernel"]), find.settings)
+        saved = TunedConfigs.model_validate(document)
+        for config in saved.configs:
+            operators.get(config.operator).tunable.config(
+                str(config.calls["kernel"]), config.settings
+            )
     except (OSError, ValueError) as error:
         return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
-    why = _why_stale(finds, gpu)
-    return (None, why) if why else (finds, "")
+    why = _why_stale(saved, gpu)
+    return (None, why) if why else (saved, "")
 
 
-def keep(found_on: Environment, calls: TunedCalls, find: TunedConfig | None) -> Path:
-    """Store what a search found for these calls, and delete earlier finds for them and invalid
-    ones.
+def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) -> Path:
+    """Store what a search found for these calls, and delete earlier configurations for them and
+    invalid ones.
 
     Raises MissingCapabilityError if the file cannot be written.
     """
     assert found_on.gpu is not None
     before, _ = load(found_on.gpu)
-    kept = [config for config in before.finds if config.calls != calls] if before else []
-    configs = (*kept, find) if find else tuple(kept)
-    finds = TunedConfigs(
+    kept = [config for config in before.configs if config.calls != calls] if before else []
+    configs = (*kept, tuned) if tuned else tuple(kept)
+    saved = TunedConfigs(
         ssdprof_version=__version__,
         kernels={
-            name: kernels_hash(name) for name in dict.fromkeys(find.operator for find in configs)
+            name: kernels_hash(name)
+            for name in dict.fromkeys(config.operator for config in configs)
         },
         environment=found_on,
-        finds=configs,
+        configs=configs,
     )
     file = file_of(found_on.gpu)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise files.unwritable(file.parent, error) from error
-    files.write_text(file, finds.model_dump_json(indent=1) + "\n")
+    files.write_text(file, saved.model_dump_json(indent=1) + "\n")
     return file
 
 
 def clear() -> tuple[Path, ...]:
-    """Delete the finds of all GPUs.  Returns the deleted files."""
+    """Delete the configurations of all GPUs.  Returns the deleted files."""
     gone = tuple(sorted(folder().glob("*.json")))
     for file in gone:
         try:
@@ -87,13 +90,13 @@ def clear() -> tuple[Path, ...]:
     return gone
 
 
-def _why_stale(finds: TunedConfigs, gpu: Gpu) -> str:
-    there, triton = finds.environment, installed_version("triton")
+def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
+    there, triton = saved.environment, installed_version("triton")
     if there.gpu is None or there.gpu.name != gpu.name:
         return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
-    if any(digest != kernels_hash(name) for name, digest in finds.kernels.items()):
+    if any(digest != kernels_hash(name) for name, digest in saved.kernels.items()):
         return (
-            f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now "
+            f"the kernels have changed since (then ssdprof {saved.ssdprof_version}, now "
             f"{__version__})"
         )
     if there.packages.get("triton") != triton:
@@ -107,23 +110,23 @@ _AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
 
 
 def use_saved(say: Callable[[str], None]) -> Path | None:
-    """From now on, kernels in this process use the finds for the current GPU.  Returns their file.
+    """From now on, kernels in this process use the configurations for the current GPU.  Returns
+    their file.
 
     Prints their number, or the reason if they are ignored; prints nothing if there are none.
     """
     gpu = machine.gpu()
     if gpu is None:
         return None
-    finds, why = load(gpu)
+    saved, why = load(gpu)
     if why:
         say(f"The configurations tuned on this GPU are ignored: {why}.  {_AGAIN}")
-    if finds is None or not finds.finds:
+    if saved is None or not saved.configs:
         return None
-    _use(finds)
-    count = plural(len(finds.finds), "configuration")
+    _use(saved)
+    count = plural(len(saved.configs), "configuration")
     say(
-        f"{count} tuned on this GPU will be used where they fit; --no-tuned takes the "
-        "committed "
+        f"{count} tuned on this GPU will be used where they fit; --no-tuned takes the committed "
         "ones."
     )
     return file_of(gpu)
@@ -134,7 +137,7 @@ def use_file(file: Path) -> None:
     _use(TunedConfigs.model_validate_json(file.read_text(encoding="utf-8")))
 
 
-def _use(finds: TunedConfigs) -> None:
-    assert finds.environment.gpu is not None
-    for operator, configs in grouped(finds.finds, lambda config: config.operator).items():
-        operators.get(operator).tunable.use(finds.environment.gpu.name, configs)
+def _use(saved: TunedConfigs) -> None:
+    assert saved.environment.gpu is not None
+    for operator, configs in grouped(saved.configs, lambda config: config.operator).items():
+        operators.get(operator).tunable.use(saved.environment.gpu.name, configs)

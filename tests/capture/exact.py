@@ -8,7 +8,7 @@ import tiny_models
 import torch
 
 from ssdprof.capture.layers import CapturedLayer, capture_layers
-from ssdprof.core.subject import LayerRef, Serving
+from ssdprof.core.target import LayerRef, Serving
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.reference import kda_recurrence
 from ssdprof.kernels.ssd.reference import ssd_recurrence

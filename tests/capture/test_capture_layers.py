@@ -20,7 +20,7 @@ from capture.exact import FP32_ROUNDING
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CapturedLayer, PromptBuffer, token_major
 from ssdprof.capture.memory import capture_bytes_per_token
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs

@@ -9,7 +9,7 @@ import torch
 from capture.exact import capture
 
 from ssdprof.capture.layers import capture_bytes_per_token
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.environment import machine
 from ssdprof.environment.machine import free_memory, host_memory
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import MANIFEST, is_capture
 from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, load
-from ssdprof.core.subject import Prompt, Serving, scalars_hash
+from ssdprof.core.target import Prompt, Serving, scalars_hash
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 

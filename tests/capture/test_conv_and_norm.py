@@ -13,12 +13,12 @@ from torch import nn
 
 from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, gated_norms, norm_form
 from ssdprof.capture.forward import prefill
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.kernels import UnsupportedError
 
 
 def logits(model: Any, segment: int = 40) -> torch.Tensor:
-    return prefill(model, tiny_models.prompt(40), segment, keeps_cache=True)
+    return prefill(model, tiny_models.prompt(40), segment)
 
 
 @pytest.mark.parametrize("name", [*tiny_models.SSD, *tiny_models.GDN])

@@ -12,8 +12,8 @@ from ssdprof import operators
 from ssdprof.capture.forward import cache_name
 from ssdprof.capture.intercept import intercept
 from ssdprof.capture.layers import token_major
-from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.subject import Serving
+from ssdprof.checkpoint.mixers import find_mixers
+from ssdprof.core.target import Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.ssd import bind_step

@@ -18,9 +18,9 @@ from ssdprof.capture.forward import (
 )
 from ssdprof.capture.intercept import intercept
 from ssdprof.checkpoint.load import fetch, load_model
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.model import open_model
-from ssdprof.core.subject import split_prompt
+from ssdprof.core.target import split_prompt
 from ssdprof.errors import BadInputError
 
 FP32_ROUNDING = 5e-5

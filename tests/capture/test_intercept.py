@@ -18,8 +18,8 @@ from ssdprof.capture import intercept as module
 from ssdprof.capture.forward import cache_name
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CapturedLayer, PromptBuffer, token_major
-from ssdprof.checkpoint import meta
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint import mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -177,7 +177,7 @@ def bind(
     operator: str, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> OperatorCall:
     return module.bind(
-        meta.Mixer("layers.0.mixer", 0, operator, mixer, "function", {}), print, args, kwargs
+        mixers.Mixer("layers.0.mixer", 0, operator, mixer, "function", {}), print, args, kwargs
     )
 
 

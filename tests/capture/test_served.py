@@ -13,7 +13,7 @@ from operators import toy
 from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.layers import packed
-from ssdprof.core.subject import Prompt, Serving
+from ssdprof.core.target import Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
@@ -170,7 +170,7 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     inputs = captured.inputs
     operator = operators.get(inputs.operator)
     assert operator.refusal is not None
-    sizes = operator.judged.dims(inputs).sizes
+    sizes = operator.oracle.dims(inputs).sizes
     why = operator.refusal(sizes, ranks)
     if (name, ranks) == ("mamba2", 4):
         assert why == (

@@ -203,7 +203,11 @@ def test_other_types_are_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "quantization", [{"quant_method": "modelopt"}, {"bits": 4}, "int4", {"quant_method": ["fp8"]}]
+    "quantization",
+    [
+        *({"quant_method": method} for method in ("modelopt", "made_up", ["fp8"])),
+        *({"bits": 4}, "int4"),
+    ],
 )
 def test_unknown_quantisation_is_refused(
     opened: Open, tmp_path: Path, quantization: object

@@ -16,7 +16,7 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mo
 
 from ssdprof.capture import text
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 

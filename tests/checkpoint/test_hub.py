@@ -26,7 +26,7 @@ from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 
 Save = Callable[[str], Path]
 
@@ -243,12 +243,12 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
 def test_too_little_disk_is_said_before_the_download(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = find(ServedModelOptions(model="org/tiny", seqlens=(64,), prompt="random"))
-    planned = plan(subject)
+    target = find(ServedModelOptions(model="org/tiny", seqlens=(64,), prompt="random"))
+    planned = plan(target)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
-    check_start(planned, subject)
+    check_start(planned, target)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
-    for start in (lambda: check_start(planned, subject), lambda: fetch(subject.located)):
+    for start in (lambda: check_start(planned, target), lambda: fetch(target.located)):
         with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
             start()
         assert "HF_HOME" in caught.value.hint

@@ -20,8 +20,8 @@ import transformers as tf
 from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
 
+from ssdprof.checkpoint.devices import infer
 from ssdprof.checkpoint.load import fetch, load_model
-from ssdprof.checkpoint.meta import infer, meta_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
@@ -129,7 +129,7 @@ def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype) -> Non
 def test_parameters_on_the_disk_keep_fp32(name: str) -> None:
     folder, _ = with_exact_gates(name)
     located = open_model(str(folder))
-    local, empty = fetch(located), meta_model(located)
+    local, empty = fetch(located), located.cut_on_meta()
     layers = [sum(one.nbytes for one in layer.parameters()) for layer in empty.layers]
     room = empty.get_input_embeddings().weight.nbytes + layers[0] + max(layers)
     places = infer(empty, {"cpu": room, "disk": 0})
@@ -413,7 +413,7 @@ def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch) -
     model = open_model("demo")
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     with pytest.raises(MissingCapabilityError) as caught:
-        meta_model(model, deepest_layer=0)
+        model.cut_on_meta(deepest_layer=0)
     assert caught.value.hint == "Make room there or set TMPDIR to another folder."
 
 

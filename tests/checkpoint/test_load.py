@@ -21,8 +21,7 @@ from transformers import AutoTokenizer
 
 from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.load import check_fetch, fetch, fetch_tokenizer, load_model
-from ssdprof.checkpoint.meta import meta_model
-from ssdprof.checkpoint.model import open_model
+from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.weights import Weights
 from ssdprof.errors import (
     BadInputError,
@@ -246,7 +245,7 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
     assert {one.dtype for name, one in names.items() if not name.endswith(kept)} == {loaded.dtype}
     assert (
         located.weight_bytes()
-        == sum(weight.nbytes for weight in meta_model(located).parameters())
+        == sum(weight.nbytes for weight in located.cut_on_meta().parameters())
         == size
     )
 
@@ -259,7 +258,7 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(
     file = tmp_path / "model.safetensors"
     key = "model.layers.2.mlp.up_proj.weight"
     save_file({**(state := load_file(file)), key: state[key].to(dtype)}, file, {"format": "pt"})
-    for read in (fetch, meta_model):
+    for read in (fetch, Model.cut_on_meta):
         with pytest.raises(
             BadInputError, match=r"layers\.2\.mlp\.up_proj.* its config names no quantisation"
         ):
@@ -269,7 +268,7 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(
         tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": False}
     )
     with pytest.raises(BadInputError, match="'bitsandbytes', which ssdprof cannot load"):
-        meta_model(open_model(str(tmp_path)))
+        open_model(str(tmp_path)).cut_on_meta()
 
 
 @pytest.mark.parametrize(
@@ -296,7 +295,7 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
     _ = located.weights  # reads the index
     monkeypatch.setattr(Weights, "has_codes", True)
     monkeypatch.setattr(located.source, "path", None)  # no other file is fetched from it
-    for read in (fetch, meta_model):
+    for read in (fetch, Model.cut_on_meta):
         with pytest.raises(kind, match=words):
             read(located)
 
@@ -465,7 +464,7 @@ def test_the_dtype_of_the_original_format_is_known_before_it_is_loaded(
         save_file(state, original_folder / "model.safetensors")
     located = open_model(str(original_folder), tokenizer=str(saved("mamba2")))
     loaded = load_model(fetch(located, deepest_layer=deepest_layer), device="cpu")
-    found = meta_model(located, deepest_layer=deepest_layer)
+    found = located.cut_on_meta(deepest_layer=deepest_layer)
     assert [one.nbytes for one in found.parameters()] == [one.nbytes for one in loaded.parameters()]
 
 

@@ -16,7 +16,7 @@ from ssdprof.checkpoint.names import (
     select_indices,
     siblings_that_fit,
 )
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.target import LayerRef
 from ssdprof.errors import BadInputError
 
 TINY = "ibm-granite/granite-4.0-h-tiny"

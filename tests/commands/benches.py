@@ -20,7 +20,7 @@ def measured(
     us: float,
     precision: PrecisionName = EXACT_FP32,
     *,
-    drawn: tuple[str, ...] = (),
+    ways: tuple[str, ...] = (),
     checked: int | None = None,
     **fields: Any,
 ) -> Case:
@@ -28,7 +28,9 @@ def measured(
     return cases.case(
         name,
         precision,
-        task=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked, dims=cases.dims(40)),
+        task=cases.generated(
+            "1 x 40", shape="tiny", ways=ways, checked=checked, dims=cases.dims(40)
+        ),
         seqlen=40,
         kind="bundled" if name in OURS else "library",
         version="" if name in OURS else "2.3",

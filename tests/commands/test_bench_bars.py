@@ -101,16 +101,16 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 2.0
 
 
-@pytest.mark.parametrize("rival", [True, False])
+@pytest.mark.parametrize("library", [True, False])
 @pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
 def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
-    status: str, *, rival: bool
+    status: str, *, library: bool
 ) -> None:
     good, new = timed(), timed(created="2026-01-02T00:00:00+00:00")
     made = tuple(
         cases.failed(case, status) if case.label.startswith("fused, exact") else case
         for case in new.cases
-        if rival or case.implementation == "fused"
+        if library or case.implementation == "fused"
     )
     found = check(good, new.changed(cases=made))
     device = found["exact", "as mamba_ssm, device"]

@@ -65,9 +65,9 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         assert set(theirs) | set(also) <= set(known(record))
         states = tuple(option["states"].split(",")) if option["states"] else None
         precisions = precisions_for(option["dtype"], option["intermediates"], states)
-        drawn = tuple(word for word in record.generated.ways if word in option["draw"].split(","))
+        ways = tuple(word for word in record.generated.ways if word in option["draw"].split(","))
         names = option["implementations"].split(",")
-        for cell in expand(shapes, (option["dtype"],), tokens, "contiguous", drawn):
+        for cell in expand(shapes, (option["dtype"],), tokens, "contiguous", ways):
             ours = [
                 f"{name} {intermediates_of(one)} {states_of(one)}"
                 for name in names
@@ -75,7 +75,7 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
             ]
             by_token = ["recurrent exact fp32"] if cell.tokens.steps else []
             for case in (*ours, *by_token, *(f"{name} exact fp32" for name in also), *theirs):
-                yield cell.shape.name, str(cell.tokens), cell.dtype, " ".join(drawn), case
+                yield cell.shape.name, str(cell.tokens), cell.dtype, " ".join(ways), case
 
 
 def is_measured(words: str, cases: set[str]) -> bool:
@@ -88,14 +88,14 @@ def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
     for *place, case in measured(operator):
         cases.setdefault(tuple(place), set()).add(case)
     for bar in tomllib.loads((ROOT / "benchmarks" / f"bars-{operator}.toml").read_text())["bar"]:
-        over = {"best rival": "fla", "floor": bar["of"]}.get(bar["over"], bar["over"])
+        over = {"floor": bar["of"]}.get(bar["over"], bar["over"])
         for shape in bar["shapes"]:
             for tokens in bar["tokens"]:
-                for drawn in bar.get("drawn", [""]):
+                for ways in bar.get("ways", [""]):
                     assert any(bar[name] for name in ("device", "call", "error") if name in bar), (
                         "held to nothing"
                     )
-                    place = (shape, tokens, bar.get("dtype", "bf16"), drawn)
+                    place = (shape, tokens, bar.get("dtype", "bf16"), ways)
                     for words in (bar["of"], over if isinstance(over, str) else bar["of"]):
                         assert is_measured(words, cases.get(place, set())), (
                             bar["name"],

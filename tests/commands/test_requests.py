@@ -12,7 +12,7 @@ from cases import gates
 
 from ssdprof.core.base import DType, precisions_for
 from ssdprof.errors import BadInputError
-from ssdprof.jobs import subject
+from ssdprof.jobs import target
 from ssdprof.jobs.options import (
     COMPARED,
     AnswersOptions,
@@ -63,10 +63,10 @@ def test_words_are_read(
     given = {
         name: value for name, value in ({"model": "demo"} | typed).items() if value is not None
     }
-    found = subject.read(kind(**given))
+    found = target.read(kind(**given))
     assert {name: getattr(found, name) for name in read} == read
     options = RunOptions(model="demo", packed="64x1k-4k")  # type: ignore[arg-type]
-    packed = subject.read(options).packed
+    packed = target.read(options).packed
     assert packed is not None
     assert (packed.sequences, packed.shortest, packed.seqlen) == (64, 1024, 4096)
 
@@ -94,15 +94,15 @@ def test_two_precisions_unless_more_are_asked_for(
 
 
 def test_the_conditions_of_every_command() -> None:
-    asked, _, _ = subject.run(RunOptions(model="demo", gate=["speedup:2", "rms:5"]))
+    asked, _, _ = target.run(RunOptions(model="demo", gate=["speedup:2", "rms:5"]))
     assert asked.conditions == gates("speedup:2", "rms:5")
-    compared, found = subject.answers(AnswersOptions(model="demo", gate=["kl:0.1", "top1:90%"]))
+    compared, found = target.answers(AnswersOptions(model="demo", gate=["kl:0.1", "top1:90%"]))
     assert compared.conditions == gates("kl:0.1", "top1:90%")
     assert found.whole
 
 
 def test_the_cells_and_names_of_a_bench() -> None:
-    request, names, too_large = subject.bench(
+    request, names, too_large = target.bench(
         BenchOptions(
             operator="ssd",
             shape="4x16x16x1",
@@ -139,14 +139,12 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         'gates = ["speedup:1.5", "rms:3", "match@0:50%"]\n[prefill]\ngates = ["speedup:1.1"]\n'
     )
     bench = BenchOptions(operator="ssd", gate=["speedup:2", "match:99%"], config=file)
-    assert subject.bench(bench)[0].conditions == gates(
+    assert target.bench(bench)[0].conditions == gates(
         "speedup:2", "match:99%", "rms:3", "match@0:50%"
     )
     prefill = PrefillOptions(model="demo", config=file)
-    assert subject.prefill(prefill).conditions == gates("speedup:1.1")
-    assert subject.prefill(replace(prefill, gate=["speedup:1.2"])).conditions == gates(
-        "speedup:1.2"
-    )
+    assert target.prefill(prefill).conditions == gates("speedup:1.1")
+    assert target.prefill(replace(prefill, gate=["speedup:1.2"])).conditions == gates("speedup:1.2")
 
 
 @pytest.mark.parametrize(
@@ -170,10 +168,10 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
 )
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInputError, match=words):
-        subject.run(RunOptions(model="demo", **options))
-    assert subject.run(RunOptions(model="demo", stalls=True, batch=2))[1].batch == 2
+        target.run(RunOptions(model="demo", **options))
+    assert target.run(RunOptions(model="demo", stalls=True, batch=2))[1].batch == 2
 
 
 def test_tune_searches_for_three_lengths_of_one_shape() -> None:
-    _, cells = subject.tune(TuneOptions(operator="gdn"))
+    _, cells = target.tune(TuneOptions(operator="gdn"))
     assert [cell.tokens.seqlen for cell in cells] == [1024, 8192, 65536]

@@ -246,7 +246,7 @@ def test_a_prefill_that_was_not_timed_does_not_hold() -> None:
         "refused: headdim 80 is not supported"
     ]
     place = "prefill, model convolution and norm, 131,072 tokens"
-    spent = LeftOut(place=place, reason="spent")
+    spent = LeftOut(case_key=place, reason="spent")
     library = spent.changed(implementations=("mamba_ssm",))
     assert said(prefill(base, of_prefill(), left_out=(spent, library)), "speedup:1") == [
         f"speedup:1: {place}, fused: left out: spent"
@@ -255,7 +255,7 @@ def test_a_prefill_that_was_not_timed_does_not_hold() -> None:
 
 
 def test_a_left_out_cell_of_a_bench_breaks_a_speedup() -> None:
-    left = LeftOut(place="mamba2-2.7b, bf16, 1 x 60", reason="the budget was spent")
+    left = LeftOut(case_key="mamba2-2.7b, bf16, 1 x 60", reason="the budget was spent")
     assert said(bench(left_out=(left,)), "speedup:1", "match@1e-2:1%") == [
         "speedup:1: mamba2-2.7b, bf16, 1 x 60: left out: the budget was spent"
     ]
@@ -296,6 +296,6 @@ def test_answers_are_judged_on_the_whole_prompt_and_noise_is_not(gate: str, foun
 def test_a_perplexity_that_nobody_knows_cannot_be_judged() -> None:
     unknown = answers(of_answers(bands=(band(perplexity=None, perplexity_increase_pct=None),)))
     gate = "perplexity-increase:1%"
-    judged = unknown.changed(conditions=cases.gates(gate))
-    assert [verdict.holds for verdict in verdicts(judged)] == [None, False]
+    gated = unknown.changed(conditions=cases.gates(gate))
+    assert [verdict.holds for verdict in verdicts(gated)] == [None, False]
     assert said(unknown, gate) == [f"{gate}: no case passed that it could judge"]

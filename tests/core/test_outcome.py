@@ -64,14 +64,14 @@ COARSE = report(
 )
 CELLS = (*cell(), *cell(2048))
 PART = {"requested": tuple(map(cases.requested, CELLS))}
-SPENT = LeftOut(place=CELLS[-1].place, reason="spent")
+SPENT = LeftOut(case_key=CELLS[-1].case_key, reason="spent")
 BASE, PARTIAL = of_prefill("unfused", 2000.0), (ProcessLine(process="p"),)
 GOOD, NOISE = of_answers(), of_answers(change="x", bands=(band(kl_mean=9.0),))
 RUN = "this run did not reach its end"
 # report -> whether it passes, and other fields of the outcome: of tuples of cases their
 # implementations
 OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
-    (WHOLE, True, {"judged": 8}),
+    (WHOLE, True, {"compared": 8}),
     (bench(), True, {}),
     (prefill(), True, {}),
     (answers(), True, {}),
@@ -83,7 +83,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     (report(change=with_result("inaccurate", "fused")), False, {"failed": {"fused"}}),
     # a baseline outside its budget fails nothing but itself: not if its output changed later, nor
     # if it was run alone
-    (OUTSIDE, True, {"failed": set(), "outside": {"unfused"}, "judged": 4}),
+    (OUTSIDE, True, {"failed": set(), "outside": {"unfused"}, "compared": 4}),
     (LATER, False, {"failed": {"unfused"}}),
     (
         OUTSIDE.changed(cases=only(OUTSIDE, "unfused"), requested=requested("unfused")),
@@ -91,7 +91,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
         {"failed": {"unfused"}},
     ),
     # refusals
-    (NO_FUSED, False, {"failed": set(), "refused": {"fused"}, "judged": 4}),
+    (NO_FUSED, False, {"failed": set(), "refused": {"fused"}, "compared": 4}),
     (NO_BASELINE.changed(requested=requested("fused")), True, {}),
     (NO_BASELINE, False, {}),
     (WHOLE.changed(cases=only(WHOLE, "unfused"), requested=requested("unfused")), True, {}),
@@ -99,7 +99,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     # nothing
     (report(cases=()), False, {}),
     (report(cases=(), requested=()), False, {}),
-    (NOTHING, False, {"judged": 0, "refused": {"fused", "unfused"}}),
+    (NOTHING, False, {"compared": 0, "refused": {"fused", "unfused"}}),
     (NOTHING.changed(requested=()), False, {}),
     # what is not whole
     (report(complete=False), False, {"ended_early": RUN}),
@@ -133,7 +133,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     ),
     # another library fails nothing, one's own kernel does
     *(
-        (libraries(result), True, {"judged": 2})
+        (libraries(result), True, {"compared": 2})
         for result in ("inaccurate", "refused", "failed", "out of memory")
     ),
     (libraries("refused", kind="own"), False, {}),
@@ -145,7 +145,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     (
         answers(GOOD, of_answers(alone=3, nonfinite=7), NOISE, conditions=GATE),
         True,
-        {"answers": {"fused"}, "judged": 0},
+        {"answers": {"fused"}, "compared": 0},
     ),
     *(
         (answers(bad, conditions=GATE), False, {"answers_failed": {"fused"}})

@@ -24,7 +24,7 @@ from cases import (
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change
-from ssdprof.core.pairs import Comparison, Pair, compare
+from ssdprof.core.pairs import CasePair, Comparison, compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.errors import BadInputError
@@ -50,7 +50,7 @@ def compared(base: Report, new: Report, *fail_if: str, smallest: float = 0.01) -
     return compare(("base", base), ("new", new), smallest_difference=smallest, allowed=allowed)
 
 
-def pair_of(found: Comparison, name: str = FUSED) -> Pair:
+def pair_of(found: Comparison, name: str = FUSED) -> CasePair:
     (pair,) = (pair for pair in found.pairs if pair.case.name == name)
     return pair
 
@@ -222,7 +222,7 @@ LAYER_9 = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
 PREFILL, PREFILL_BASE = cases.prefill(), of_prefill("unfused", 2000.0)
 LATE = cases.prefill(PREFILL_BASE, of_prefill(call_us=None))
-LOST = LeftOut(place="prefill, model convolution and norm, 131,072 tokens", reason="spent")
+LOST = LeftOut(case_key="prefill, model convolution and norm, 131,072 tokens", reason="spent")
 OTHER_SHAPE = [": no case could be judged: other shape"]
 OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("match:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 61.1009% in BASE, 60.9009% in NEW"]),

@@ -31,7 +31,7 @@ from ssdprof.core.accuracy import BudgetUse, ErrorTest
 from ssdprof.core.base import Record, exact_precision, precisions_for
 from ssdprof.core.case import Case, Launch, Samples
 from ssdprof.core.report import ProcessLine, Report
-from ssdprof.core.subject import CallRef, Ceilings
+from ssdprof.core.target import CallRef, Ceilings
 from ssdprof.errors import first_fault
 
 REPORTS = {
@@ -289,7 +289,7 @@ def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate() -> None:
 @pytest.mark.parametrize(("used", "where"), [(2.3, "head 1"), (2.5, "head 1, column 7")])
 def test_a_place_is_named_if_it_is_twice_as_bad_as_its_head(used: float, where: str) -> None:
     head = ErrorTest(test="rms", head=1, value=1.2, limit=1)
-    column = ErrorTest(test="column", head=1, place=7, value=used, limit=1)
+    column = ErrorTest(test="column", head=1, position=7, value=used, limit=1)
     assert accuracy(checks=(head, column)).reason.startswith(f"out, {where}: relative RMS error")
 
 
@@ -337,7 +337,7 @@ def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "judged"),
+    ("one", "is_gated"),
     [
         (case(), True),
         (case("unfused"), False),
@@ -349,8 +349,8 @@ def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
         (of_answers(change="moved bits"), False),
     ],
 )
-def test_what_gates_judge(one: Case, judged: bool) -> None:
-    assert one.judged is judged
+def test_what_gates_apply_to(one: Case, is_gated: bool) -> None:
+    assert one.is_gated is is_gated
 
 
 def test_a_match_is_of_its_tolerance() -> None:
@@ -395,7 +395,7 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
     report = cases.report(layers=(0, 9))
     for one in report.cases:
-        base = report.rival(one)
+        base = report.baseline_of(one)
         if one.baseline:
             assert base is not None
             assert (base.layer, base.implementation, base.precision) == (

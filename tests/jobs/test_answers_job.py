@@ -19,7 +19,7 @@ from ssdprof.core.outcome import broken
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
 from ssdprof.jobs.options import AnswersOptions
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
@@ -37,8 +37,8 @@ def answered(seqlen: int = 24, **wanted: Any) -> Report:
         states=("fp32",),
         **({"weights": "fp32"} | wanted),
     )
-    subject = job.loaded_as(find(asked, whole=True), asked)
-    folder, report = job.answers(subject, asked, Watcher())
+    target = job.loaded_as(find(asked, whole=True), asked)
+    folder, report = job.answers(target, asked, Watcher())
     assert load(folder)[1] == report
     return report
 
@@ -57,7 +57,7 @@ def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
     report = answered(generate=2, conditions=(parse_gate("kl:1e-30"),))
     assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
     assert [
-        (case.implementation, task_of(case, Answers).change, case.judged) for case in report.cases
+        (case.implementation, task_of(case, Answers).change, case.is_gated) for case in report.cases
     ] == [
         ("unfused", "last bit of its inputs moved", False),
         ("unfused", "in chunks of half the length", False),

@@ -17,7 +17,7 @@ from command_line import passing
 from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
 
 from ssdprof import kernels, operators
-from ssdprof.core.case import Drawn
+from ssdprof.core.case import Generated
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import SPREAD
 from ssdprof.environment.machine import kernels_hash
@@ -94,7 +94,7 @@ def test_every_cell_is_measured_and_kept() -> None:
     for unfused, fused in (report.cases[:2], report.cases[2:]):
         assert (unfused.chunk_size, fused.chunk_size, fused.variant) == (16, None, "interpreter")
         assert value(report.speedup(fused)) == 3
-        assert (task_of(fused, Drawn).checked, bool(fused.plan), fused.flops is None) == (
+        assert (task_of(fused, Generated).checked, bool(fused.plan), fused.flops is None) == (
             None,
             True,
             False,
@@ -126,7 +126,7 @@ def test_short_checks_are_shared_and_named(
     monkeypatch.setattr(job.Comparer, "compare", counting)
     report = benched(*cells(36, 40), check="short", sizes=sizes)
     assert compared == [(16, True), (36, False), (40, False)]
-    assert [task_of(case, Drawn).checked for case in report.cases] == [16] * 4
+    assert [task_of(case, Generated).checked for case in report.cases] == [16] * 4
     assert {result for _, result in results(report)} == {"passed"}
     assert all(case.samples for case in report.cases)
 
@@ -274,7 +274,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(job.CellBench, "measured", slowly)
     report = benched(*cells(36, 40, 60), budget=150)
     assert [case.size for case in report.cases] == ["1 x 36"] * 2 + ["1 x 40"] * 2
-    assert [(one.place, one.reason) for one in report.left_out] == [
+    assert [(one.case_key, one.reason) for one in report.left_out] == [
         ("tiny, bf16, 1 x 60", "the budget of 150 s was spent")
     ]
     assert report.missing == ()
@@ -394,10 +394,10 @@ def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatc
     operator = operators.get("gdn")
     for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
         monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))
-    cell = replace(CELL, shape=shape_of("gdn"), drawn=("normalised", "quarter-ungated"))
+    cell = replace(CELL, shape=shape_of("gdn"), ways=("normalised", "quarter-ungated"))
     report = benched(cell, names=("unfused", "fused_portable"), operator=operator)
     assert results(report) == [("unfused", "passed"), ("fused_portable", "passed")]
-    assert all(task_of(case, Drawn).ways == cell.drawn for case in report.cases)
+    assert all(task_of(case, Generated).ways == cell.ways for case in report.cases)
     assert value(report.speedup(report.cases[1])) == 2
 
 

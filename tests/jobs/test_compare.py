@@ -15,7 +15,7 @@ from fakes import RAN, FakeTimer, compared, entries, inputs, noisy
 
 from ssdprof.core.base import precisions_for
 from ssdprof.core.case import Case
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.target import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import Comparer, Entry
@@ -492,18 +492,18 @@ def test_the_baseline_runs_at_equal_states_if_it_has_them(
 def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it() -> None:
     sizes = (16, 32)
     made = [
-        *entries("peer", chunk_sizes=sizes),
-        *entries("peer", chunk_sizes=sizes, precision=HALF_STATES),
-        *entries("peer", chunk_sizes=sizes, precision=RELAXED),
+        *entries("library", chunk_sizes=sizes),
+        *entries("library", chunk_sizes=sizes, precision=HALF_STATES),
+        *entries("library", chunk_sizes=sizes, precision=RELAXED),
         *entries("ours", chunk_sizes=sizes, precision=HALF_STATES),
         *entries("fast"),
     ]
-    found = [matched_with(entry, made, "peer") for entry in made]
+    found = [matched_with(entry, made, "library") for entry in made]
     assert [one and one.call.label for one in found] == [
         *(None, None, None, None),
-        *("peer exact, fp32 states, chunk 16", "peer exact, fp32 states, chunk 32"),
-        *("peer exact, bf16 states, chunk 16", "peer exact, bf16 states, chunk 32"),
-        "peer exact, fp32 states, chunk 16",
+        *("library exact, fp32 states, chunk 16", "library exact, fp32 states, chunk 32"),
+        *("library exact, bf16 states, chunk 16", "library exact, bf16 states, chunk 32"),
+        "library exact, fp32 states, chunk 16",
     ]
     assert [matched_with(entry, made, "nobody") for entry in made] == [None] * len(made)
 

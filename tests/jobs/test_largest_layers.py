@@ -20,7 +20,7 @@ from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import choose
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 LAYERS = 4
@@ -129,25 +129,25 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     """One layer is in memory at a time, so the number of layers does not matter."""
     model = write_without_values(CONFIGS[name](), tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
-    subject = find(request)
+    target = find(request)
     gpu_with(monkeypatch, 0)
     layer = max(
         sum(weight.nbytes for weight in one.parameters()) for one in model.base_model.layers
     )
     embedding = model.get_input_embeddings().weight.nbytes
-    computed = placement.Chooser(subject).least_beside()
+    computed = placement.Chooser(target).least_beside()
     least = layer + embedding + computed
     assert f"| {name} | {size_words(layer)} | {size_words(least)} |" in PAGE.read_text()
 
     gpu_with(monkeypatch, least + 2**20)  # for the layers' buffers
-    assert choose(subject).record.kind == "disk-offload"
-    gpu_with(monkeypatch, least - 1, host=subject.weight_bytes * 2)
+    assert choose(target).record.kind == "disk-offload"
+    gpu_with(monkeypatch, least - 1, host=target.weight_bytes * 2)
     kinds: tuple[PlacementKind | None, ...] = (None, "cpu-offload", "disk-offload")
     for kind in kinds:
         with pytest.raises(
             MissingCapabilityError, match="does not fit on cuda:0 layer by layer"
         ) as caught:
-            choose(replace(subject, request=replace(request, placement=kind)))
+            choose(replace(target, request=replace(request, placement=kind)))
         for words in (
             f"largest layer has {size_words(layer)}",
             f"embedding {size_words(embedding)}",
@@ -161,21 +161,19 @@ def test_a_smaller_model_of_the_family_is_advised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_without_values(CONFIGS["Granite-4.0-h-small"](), tmp_path)
-    subject = find(
+    target = find(
         ServedModelOptions(
             model=str(tmp_path), prompt="random", seqlens=(4096,), placement="one-gpu"
         )
     )
-    ref = subject.ref.model_copy(update={"repo_id": "ibm-granite/granite-4.0-h-small"})
-    monkeypatch.setattr(type(subject), "ref", ref)
+    ref = target.ref.model_copy(update={"repo_id": "ibm-granite/granite-4.0-h-small"})
+    monkeypatch.setattr(type(target), "ref", ref)
     gpu_with(monkeypatch, 0)
-    gpu_with(
-        monkeypatch, subject.located.weight_bytes(2) + placement.Chooser(subject).least_beside()
-    )
+    gpu_with(monkeypatch, target.located.weight_bytes(2) + placement.Chooser(target).least_beside())
     with pytest.raises(
         MissingCapabilityError, match=r"does not fit on cuda:0: its weights take 6\.73 GiB"
     ) as caught:
-        choose(subject)
+        choose(target)
     assert caught.value.hint.startswith(
         "What fits: --layers first:3 or ibm-granite/granite-4.0-h-1b"
     )

@@ -23,17 +23,17 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_bytes_per_token, capture_layers
 from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.base import PlacementKind
-from ssdprof.core.subject import Held, Placement, PlannedFile, Serving
+from ssdprof.core.target import Allocation, Placement, PlannedFile, Serving
 from ssdprof.core.words import placement_words
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
 from ssdprof.jobs.options import ServedModelOptions
-from ssdprof.jobs.plan import Placed, check_start, choose, load, plan
-from ssdprof.jobs.subject import Subject, find
+from ssdprof.jobs.plan import ChosenPlacement, check_start, choose, load, plan
+from ssdprof.jobs.target import Target, find
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.progress import Watcher
 
@@ -68,7 +68,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(
     folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
-) -> Subject:
+) -> Target:
     return find(
         ServedModelOptions(
             model=str(folder), prompt="random", seqlens=(seqlen,), placement=kind, **options
@@ -111,23 +111,25 @@ def test_the_fastest_placement_that_fits(
     granite: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[float], host: float, kind: str
 ) -> None:
     """Memory in units of the weights, in addition to the memory for the computation."""
-    subject = asked(granite)
-    weights, more = subject.weight_bytes, beside(granite)
+    target = asked(granite)
+    weights, more = target.weight_bytes, beside(granite)
     memory(
         monkeypatch,
         [max(int(gpu * weights) + more, 0) for gpu in gpus],
         int(host * weights) + (INPUTS if gpus else more),
     )
-    placed = choose(subject)
-    record = placed.record
+    chosen = choose(target)
+    record = chosen.record
     assert record.kind == kind
-    assert sum(held.bytes for held in record.held.values()) == weights
-    assert sum(held.layers for held in record.held.values()) == 6
+    assert sum(part.bytes for part in record.allocated.values()) == weights
+    assert sum(part.layers for part in record.allocated.values()) == 6
     assert (record.streamed_layer_bytes > 0) == kind.endswith("offload")
-    assert (placed.device_map is None) == (kind == "one-gpu")
+    assert (chosen.device_map is None) == (kind == "one-gpu")
     room = dict(zip(("cuda:0", "cuda:1", "cuda:2"), gpus, strict=False)) or {"cpu": host}
     assert all(
-        held.bytes <= room[place] * weights for place, held in record.held.items() if place in room
+        part.bytes <= room[place] * weights
+        for place, part in record.allocated.items()
+        if place in room
     )
 
 
@@ -230,20 +232,20 @@ def test_weights_that_transformers_writes_anew_are_counted(
 ) -> None:
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
-    subject = asked(tmp_path, "disk-offload")
-    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.Chooser(subject).least_beside())
-    placed = choose(subject)
-    loaded = load(subject, Watcher())
+    target = asked(tmp_path, "disk-offload")
+    memory(monkeypatch, [], target.weight_bytes // 2 + placement.Chooser(target).least_beside())
+    chosen = choose(target)
+    loaded = load(target, Watcher())
     written = (
         tensor
         for file in (loaded.files.folder / REWRITTEN).iterdir()
         for tensor in load_file(file).values()
     )
     size = sum(tensor.nbytes for tensor in written)
-    assert size <= placed.rewritten_bytes <= 1.001 * size
-    on_disk = placed.record.held["disk"].bytes
+    assert size <= chosen.rewritten_bytes <= 1.001 * size
+    on_disk = chosen.record.allocated["disk"].bytes
     assert on_disk > 0
-    assert (placed.rewritten_bytes == on_disk) == whole
+    assert (chosen.rewritten_bytes == on_disk) == whole
 
 
 def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
@@ -251,20 +253,20 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
 ) -> None:
     """A tokenizer of another model, and no room for weights that are written anew."""
     monkeypatch.setattr(placement, "fetch", None)
-    subject = asked(granite, seqlen=256, tokenizer="demo")
-    planned = plan(subject)
-    for refuse in (lambda: load(subject, Watcher()), lambda: check_start(planned, subject)):
+    target = asked(granite, seqlen=256, tokenizer="demo")
+    planned = plan(target)
+    for refuse in (lambda: load(target, Watcher()), lambda: check_start(planned, target)):
         with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
             refuse()
-    subject = asked(granite)
-    placed = replace(choose(subject), rewritten_bytes=11_000)
+    target = asked(granite)
+    chosen = replace(choose(target), rewritten_bytes=11_000)
     monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
-    placed.check_disk()
+    chosen.check_disk()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(placement, "choose", lambda *_: placed)
-    planned = plan(subject)
+    monkeypatch.setattr(placement, "choose", lambda *_: chosen)
+    planned = plan(target)
     assert planned.placement is None
-    for refuse in (lambda: load(subject, Watcher()), lambda: check_start(planned, subject)):
+    for refuse in (lambda: load(target, Watcher()), lambda: check_start(planned, target)):
         with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
             refuse()
         assert "TMPDIR" in caught.value.hint
@@ -290,7 +292,10 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     record = Placement(
         kind="disk-offload",
         device="cuda:0",
-        held={"cuda:0": Held(layers=1, bytes=GB), "disk": Held(layers=3, bytes=3 * GB)},
+        allocated={
+            "cuda:0": Allocation(layers=1, bytes=GB),
+            "disk": Allocation(layers=3, bytes=3 * GB),
+        },
         predicted_peak_bytes=2 * GB,
         streamed_layer_bytes=GB,
         forward_calls=4,
@@ -303,8 +308,10 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         return 2e9
 
     monkeypatch.setattr(placement, "copy_bytes_per_s", copy_bytes_per_s)
-    assert "measured after the download" in placement_words(Placed(record=record).priced(None))
-    found = Placed(record=record).priced(granite / "model.safetensors")
+    assert "measured after the download" in placement_words(
+        ChosenPlacement(record=record).priced(None)
+    )
+    found = ChosenPlacement(record=record).priced(granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
     assert copied == [GB]  # there is room for a layer, but possibly not for more
     words = placement_words(found)
@@ -313,13 +320,13 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     small = record.model_copy(
         update={
             "kind": "all-gpus",
-            "held": {"cuda:0": Held(layers=1, bytes=GB)},
+            "allocated": {"cuda:0": Allocation(layers=1, bytes=GB)},
             "streamed_layer_bytes": 0,
         }
     )
     assert "all of it fits there, so that the other GPUs hold nothing" in placement_words(small)
-    in_memory = record.model_copy(update={"held": {"cpu": Held(layers=4, bytes=4 * GB)}})
-    assert Placed(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
+    in_memory = record.model_copy(update={"allocated": {"cpu": Allocation(layers=4, bytes=4 * GB)}})
+    assert ChosenPlacement(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 
 
 def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,9 +361,9 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     """
     found: list[list[dict[str, torch.Tensor]]] = []
     for share in (2.0, 0.6):
-        subject = asked(granite)
-        memory(monkeypatch, [], int(share * subject.weight_bytes) + beside(granite))
-        loaded = load(subject, Watcher())
+        target = asked(granite)
+        memory(monkeypatch, [], int(share * target.weight_bytes) + beside(granite))
+        loaded = load(target, Watcher())
         found.append([])
         loaded.run(lambda layer: found[-1].append(layer.inputs.tensors))
         assert loaded.placement.kind == ("one-gpu" if share > 1 else "disk-offload")
@@ -368,7 +375,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     )
     with LiveBytes("cpu") as counted:
         loaded.run(lambda _: None)
-    assert resident == loaded.placement.held["cpu"].bytes
+    assert resident == loaded.placement.allocated["cpu"].bytes
     assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
 
@@ -498,8 +505,8 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
 ) -> None:
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
-    subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
-    loaded = load(subject, Watcher())
+    target = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
+    loaded = load(target, Watcher())
     with LiveBytes("cpu") as counted:
         loaded.run(lambda _: None)
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
@@ -564,9 +571,9 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
         raise NotImplementedError("not on meta")
 
     monkeypatch.setattr(placement.memory, "predict_memory", fails)
-    subject = asked(granite, kind)
-    memory(monkeypatch, [], subject.weight_bytes)
-    planned = plan(subject)
+    target = asked(granite, kind)
+    memory(monkeypatch, [], target.weight_bytes)
+    planned = plan(target)
     assert planned.placement is not None
     assert (planned.placement.kind, planned.placement.predicted_peak_bytes) == ("one-gpu", None)
     words = (
@@ -575,27 +582,27 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
     )
     said: list[str] = []
     watcher: Any = SimpleNamespace(say=said.append, step=Watcher().step)
-    assert load(subject, watcher).segment_lengths == (96,)
+    assert load(target, watcher).segment_lengths == (96,)
     assert planned.notes[-1] == said[-1] == words
 
 
 def test_segments_of_a_given_length_may_be_tried_with_less_memory(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = asked(granite, "one-gpu")
-    memory(monkeypatch, [], subject.weight_bytes)
+    target = asked(granite, "one-gpu")
+    memory(monkeypatch, [], target.weight_bytes)
     with pytest.raises(MissingCapabilityError, match="what is computed for 96 tokens takes"):
-        choose(subject)
+        choose(target)
     assert choose(asked(granite, "one-gpu", segment_length=32)).segment_lengths == (32,)
 
 
 def test_each_prompt_has_the_longest_segments_that_fit(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = replace(asked(granite), seqlens=(1024, 2048, 4096))
-    needed = placement.Chooser(replace(subject, seqlens=(2048,))).least_beside()
-    memory(monkeypatch, [], subject.weight_bytes + needed)
-    assert choose(subject).segment_lengths == (1024, 2048, 2048)
+    target = replace(asked(granite), seqlens=(1024, 2048, 4096))
+    needed = placement.Chooser(replace(target, seqlens=(2048,))).least_beside()
+    memory(monkeypatch, [], target.weight_bytes + needed)
+    assert choose(target).segment_lengths == (1024, 2048, 2048)
 
 
 def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -667,11 +674,11 @@ def test_the_predicted_peak_of_a_gpu(
     hold all weights.
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-    more = placement.Chooser(subject).least_beside()
-    with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 2 // 3):
+    target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+    more = placement.Chooser(target).least_beside()
+    with capped(None if kind == "one-gpu" else more + target.weight_bytes * 2 // 3):
         before = torch.cuda.memory_allocated()
-        loaded = load(subject, Watcher())
+        loaded = load(target, Watcher())
         torch.cuda.reset_peak_memory_stats()
         loaded.run(lambda _: None)
         peak = torch.cuda.max_memory_allocated() - before
@@ -688,15 +695,15 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
     found: list[list[dict[str, torch.Tensor]]] = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
-        subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-        more = placement.Chooser(subject).least_beside()
+        target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+        more = placement.Chooser(target).least_beside()
         kept: list[dict[str, torch.Tensor]] = []
-        with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 3 // 4):
-            loaded = load(subject, Watcher())
+        with capped(None if kind == "one-gpu" else more + target.weight_bytes * 3 // 4):
+            loaded = load(target, Watcher())
             loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
         assert loaded.placement.kind == kind
         found.append(kept)
-    assert len(loaded.placement.held) == 2
+    assert len(loaded.placement.allocated) == 2
     assert len(found[0]) == len(found[1]) == 7
     for one, two in zip(*found, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
@@ -718,7 +725,7 @@ def on_host(inputs: Any) -> dict[str, torch.Tensor]:
 )
 def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, told: str | None) -> None:
     found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
-    subject: Any = SimpleNamespace(
+    target: Any = SimpleNamespace(
         located=SimpleNamespace(files=lambda *_, **__: found),
         deepest_layer=None,
         head=False,
@@ -729,7 +736,7 @@ def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, told: 
     watcher: Any = SimpleNamespace(say=said.append)
     if told is None:
         with pytest.raises(BadInputError, match="a download of 59"):
-            placement.refuse_large_download(subject, watcher)
+            placement.refuse_large_download(target, watcher)
     else:
-        placement.refuse_large_download(subject, watcher)
+        placement.refuse_large_download(target, watcher)
     assert said == ([told] if told else [])

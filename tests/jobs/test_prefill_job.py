@@ -131,7 +131,7 @@ def test_of_the_first_layers_alone_a_gate_judges_what_was_timed() -> None:
 def test_a_budget_that_is_spent_leaves_lengths_out_by_name() -> None:
     report = timed(8, budget=1e-9)
     assert (report.cases, report.complete, report.missing) == ((), True, ())
-    assert [(one.place, one.reason) for one in report.left_out] == [
+    assert [(one.case_key, one.reason) for one in report.left_out] == [
         ("prefill, model convolution and norm, 8 tokens", "the budget of 1e-09 s was spent")
     ]
 
@@ -197,7 +197,7 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
 def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsewhere(
     users_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried(implementation: Any, *_: Any) -> list[isolate.Verdict]:
+    def tried(implementation: Any, *_: Any) -> list[isolate.CallVerdict]:
         hangs = implementation.name.endswith("second")
         return [("failed", "it hangs") if hangs else ("ran", "")]
 

@@ -18,7 +18,7 @@ from prefill_fakes import ONCE, REST_US, FakeTimer, cpu_trace
 
 from ssdprof import kernels
 from ssdprof.capture.conv_and_norm import ConvAndNorm
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.base import EXACT_FP32, KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report
@@ -122,7 +122,7 @@ def length(
 
 def timed(one: _Length, clock: StepClock | None = None) -> Report:
     header = draft(
-        kind="prefill", subject="tiny", environment=environment(gpu=False), baseline="unfused"
+        kind="prefill", target="tiny", environment=environment(gpu=False), baseline="unfused"
     )
     writer = Writer(Path("nowhere"), header, None)
     one.run(writer, clock or StepClock())

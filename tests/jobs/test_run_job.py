@@ -21,12 +21,12 @@ from ssdprof import kernels, operators
 from ssdprof.core.base import intermediates_of, precisions_for, states_of
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.subject import Serving
-from ssdprof.jobs import limits, replay, subject
+from ssdprof.core.target import Serving
+from ssdprof.jobs import limits, replay, target
 from ssdprof.jobs import run as job
 from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.replay import heads_by_memory
-from ssdprof.jobs.subject import find_to_replay
+from ssdprof.jobs.target import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.trace import PREFIX
@@ -177,7 +177,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
             replay, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK}))
         )
         place: Any = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
-        subject.run(RunOptions(**place))
+        target.run(RunOptions(**place))
         request = RunOptions(**place, intermediates="exact", states=("fp32",))
         return job.run(find_to_replay(request), request, Watcher())[1]
 

@@ -13,7 +13,7 @@ from prefill_fakes import cpu_trace
 
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.substitute import (
     _modules,

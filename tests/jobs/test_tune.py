@@ -638,7 +638,7 @@ def test_from_words_to_kernels_that_take_the_find(
     """
     answer = passing("tune", *words.split(), "--json")
     report = Report.model_validate_json(answer.out)
-    assert {case.place for case in report.cases} == set(places)
+    assert {case.case_key for case in report.cases} == set(places)
     assert all(case.samples for case in report.cases)
     assert report.remarks == ()
     assert "What was found is kept in " in answer.err
@@ -655,7 +655,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
         seconds = count(0, 100)
         patch.setattr(job.time, "monotonic", lambda: next(seconds))
         report = Report.model_validate_json(Answer(*words, "--budget", "150", "--json").out)
-    assert {case.place for case in report.cases} == {"2x16x16x1, bf16, 1 x 40"}
+    assert {case.case_key for case in report.cases} == {"2x16x16x1, bf16, 1 x 40"}
     ((place, _, reason),) = (tuple(dict(one).values()) for one in report.left_out)
     assert (place, reason) == ("4x16x16x1, bf16, 1 x 40, exact", "the budget of 150 s was spent")
     passing("tune", "--clear")
@@ -668,7 +668,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
     monkeypatch.setattr(job, "search", interrupted)
     ending(130, *words)
     (file,) = cache.glob("*.json")
-    assert len(TunedConfigs.model_validate_json(file.read_text()).finds) == 1
+    assert len(TunedConfigs.model_validate_json(file.read_text()).configs) == 1
 
 
 @pytest.mark.gpu

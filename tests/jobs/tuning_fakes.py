@@ -14,7 +14,7 @@ from cases import layer
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case, LayerCall
-from ssdprof.core.subject import Environment, Gpu
+from ssdprof.core.target import Environment, Gpu
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import installed_version
 from ssdprof.jobs.tune import Problem
@@ -68,7 +68,7 @@ def ssd_problem(kernel: str, *seqlens: int) -> Problem:
     """
     inputs = tuple(ssd_inputs(seqlen) for seqlen in seqlens)
     of = dict(implementation="committed", precision=EXACT_FP32, status="ran", batch=1)
-    calls_of = [LayerCall(kind="layer", layer=layer(), dims=SSD.judged.dims(one)) for one in inputs]
+    calls_of = [LayerCall(kind="layer", layer=layer(), dims=SSD.oracle.dims(one)) for one in inputs]
     cases = tuple(Case(task=task, seqlen=task.dims.seqlen, **of) for task in calls_of)
     calls = SSD.tunable.calls(inputs[-1], "exact", kernel)
     return Problem(

@@ -13,7 +13,7 @@ import torch
 import triton
 from compile_target import on_meta
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
-from subjects import GDN_ON_HOPPER
+from targets import GDN_ON_HOPPER
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig

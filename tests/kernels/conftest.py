@@ -39,7 +39,7 @@ def emulate_on(monkeypatch: pytest.MonkeyPatch, device: str, *operators: str) ->
 
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The `Subject` that a test gets from `subjects`."""
+    """The `Target` that a test gets from `targets`."""
     emulate_on(monkeypatch, request.param.device, request.param.operator)
     return request.param
 

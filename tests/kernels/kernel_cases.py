@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class SSDCase(Case):
-    """Drawn as a layer is initialised, and views of one projection as in a model.  skip: D: "",
+    """Generated as a layer is initialised, and views of one projection as in a model.  skip: D: "",
     "(h)" or "(h, p)".
     """
 
@@ -158,13 +158,13 @@ class GDNCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class KDACase(GDNCase):
-    """gates: "drawn", each channel uniform up to 2 `gate`; "saturated", far below what fp32 holds
-    in places; "bound",
+    """gates: "generated", each channel uniform up to 2 `gate`; "saturated", far below what fp32
+    holds in places; "bound",
     -5 in every position; "none"; "cuts", some -inf; "one channel", of which one is kept and the
       others are forgotten.
     """
 
-    gates: str = "drawn"
+    gates: str = "generated"
 
     def inputs(self, **overrides: Any) -> KDAInputs:
         plain = super().inputs()
@@ -172,7 +172,7 @@ class KDACase(GDNCase):
         shape = (*plain.v.shape[:3], self.key_dim)
         g = -2 * self.gate * torch.rand(shape, generator=generator, device=self.device)
         g = {
-            "drawn": lambda: g,
+            "generated": lambda: g,
             "saturated": lambda: torch.where(g > -self.gate, g, 1000 * g),
             "bound": lambda: torch.full_like(g, -5.0),
             "none": lambda: torch.zeros_like(g),

@@ -34,7 +34,7 @@ from kernel_cases import (
     with_state,
     with_steps,
 )
-from subjects import SSD_CHOSEN, SSD_EVERY, SUBJECTS, Subject, subjects
+from targets import SSD_CHOSEN, SSD_EVERY, TARGETS, Target, targets
 
 from ssdprof.kernels import UnsupportedError, get
 from ssdprof.kernels.precision import Precision
@@ -51,7 +51,7 @@ WIDE["kda"] = WIDE["gdn"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, FP16, BF16, FP32], ids=str)
-@subjects(
+@targets(
     "ssd fused",
     "ssd unfused",
     "gdn fused",
@@ -61,7 +61,7 @@ WIDE["kda"] = WIDE["gdn"]
     emulated=("ssd hopper, short", "gdn first passes"),
     gpu=("ssd hopper, short", "gdn first passes"),
 )
-def test_dtypes_of_steps_gates_and_states(kernel: Subject, dtype: torch.dtype) -> None:
+def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype) -> None:
     inputs, names = kernel.case(initial_states=True).inputs(), WIDE[kernel.operator]
     # steps and gates in 64 bits go to another kernel
     if kernel.only_hopper and dtype == torch.float64:
@@ -75,13 +75,13 @@ def test_dtypes_of_steps_gates_and_states(kernel: Subject, dtype: torch.dtype) -
 def test_state_dtype_is_where_states_are_rounded() -> None:
     """Between chunks and segments, for any dtype of the inputs, and not within the first chunk."""
     for kernel, inputs in (
-        (SUBJECTS["ssd unfused"], SSDCase().inputs()),
-        (SUBJECTS["ssd tiny"], SSDCase(seqlen=64, dt_limit=(0.01, 0.01)).inputs()),
+        (TARGETS["ssd unfused"], SSDCase().inputs()),
+        (TARGETS["ssd tiny"], SSDCase(seqlen=64, dt_limit=(0.01, 0.01)).inputs()),
     ):
         outputs = [kernel(inputs, Precision(state_dtype=dtype)) for dtype in (FP32, FP16, BF16)]
-        exact = SUBJECTS["ssd reference"](inputs).final_states
+        exact = TARGETS["ssd reference"](inputs).final_states
         errors = [(output.final_states - exact).square().mean().sqrt().item() for output in outputs]
-        assert errors[0] < errors[1] / 20 < errors[2] / 40 or kernel is SUBJECTS["ssd unfused"]
+        assert errors[0] < errors[1] / 20 < errors[2] / 40 or kernel is TARGETS["ssd unfused"]
         assert torch.equal(outputs[0].out[:, :32], outputs[2].out[:, :32])
         assert not torch.equal(outputs[0].out, outputs[2].out)
 
@@ -103,7 +103,7 @@ NEIGHBOURS = dict(
 )
 
 
-@subjects(
+@targets(
     "ssd tiny",
     "ssd unfused",
     "gdn unfused",
@@ -112,7 +112,7 @@ NEIGHBOURS = dict(
     "kda tiny",
     **NEIGHBOURS,
 )
-def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
+def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target) -> None:
     """Nor do NaN and infinity in the others and in their states reach one."""
     lengths = (21, 40, 3)
     for case in (
@@ -135,7 +135,7 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
         assert theirs.out[before].isnan().all()
 
 
-@subjects(
+@targets(
     "ssd unfused",
     "ssd tiny",
     "gdn reference",
@@ -146,7 +146,7 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
     emulated_slow=("gdn first passes", "gdn parts"),
     gpu=("gdn parts", "gdn first passes", "gdn unfused"),
 )
-def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
+def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target) -> None:
     heads = TWO_HEADS[kernel.operator] if kernel.device == "cpu" else {}
     inputs = kernel.case(lengths=(5, 75 if kernel.device == "cpu" else 18), **heads).inputs()
     start = int(inputs.cu_seqlens[1])
@@ -162,7 +162,7 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
         assert torch.equal(found.final_states[0], clean.final_states[0]), name
 
 
-@subjects(
+@targets(
     "ssd reference",
     "ssd fused",
     "ssd tiny",
@@ -184,14 +184,14 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
 @pytest.mark.parametrize(
     "dtype", [FP32, *(pytest.param(one, marks=pytest.mark.slow) for one in (BF16, FP16))], ids=str
 )
-def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype) -> None:
+def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype) -> None:
     inputs = kernel.case(batch=3, seqlen=40, initial_states=True, dtype=dtype).inputs()
     whole, order = kernel(inputs), [2, 0, 1]
     assert_bitwise(kernel(rows(inputs, order)), [one[order] for one in whole])
     assert_bitwise(kernel(rows(inputs, slice(1, 2))), [one[1:2] for one in whole])
 
 
-@subjects(
+@targets(
     "ssd tiny",
     "ssd invariant",
     "ssd unfused",
@@ -202,15 +202,13 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant"),
 )
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
-def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]) -> None:
+def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...]) -> None:
     inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
     whole, ends, state = kernel(inputs), inputs.cu_seqlens.tolist(), inputs.initial
     for i, alone in sequences(inputs, packed=True).items():
         expected = whole.out[:, ends[i] : ends[i + 1]], whole.final_states[i : i + 1]
         assert_bitwise(kernel(alone), expected)
-        if kernel.run in [
-            SUBJECTS[name].run for name in ("ssd unfused", "gdn unfused", "gdn tiny")
-        ]:
+        if kernel.run in [TARGETS[name].run for name in ("ssd unfused", "gdn unfused", "gdn tiny")]:
             # nor does it matter that it is packed
             assert_bitwise(kernel(replace(alone, cu_seqlens=None)), expected)
     empty = [i for i, length in enumerate(lengths) if not length]
@@ -219,7 +217,7 @@ def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]
 
 
 @pytest.mark.parametrize("where", [1, 41, pytest.param(64, marks=pytest.mark.slow)])
-@subjects(
+@targets(
     "ssd reference",
     "ssd tiny",
     "ssd unfused",
@@ -231,15 +229,15 @@ def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]
     slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"),
     gpu=("ssd unfused", "gdn unfused"),
 )
-def test_two_calls_with_a_carried_state_are_one(kernel: Subject, where: int) -> None:
+def test_two_calls_with_a_carried_state_are_one(kernel: Target, where: int) -> None:
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     first = kernel(cut(inputs, 0, where))
     second = kernel(with_state(cut(inputs, where, None), first.final_states))
     kernel.assert_right(second._replace(out=torch.cat([first.out, second.out], 1)), inputs)
 
 
-@subjects("ssd recurrent", "gdn recurrent", "kda recurrent")
-def test_steps_are_a_sequence(kernel: Subject) -> None:
+@targets("ssd recurrent", "gdn recurrent", "kda recurrent")
+def test_steps_are_a_sequence(kernel: Target) -> None:
     """Decoding one position at a time, with the state carried over, has the bits of one call over
     all positions.
     """
@@ -252,7 +250,7 @@ def test_steps_are_a_sequence(kernel: Subject) -> None:
 
 
 def test_int64_bounds_and_strided_bounds() -> None:
-    kernel = SUBJECTS["ssd unfused"]
+    kernel = TARGETS["ssd unfused"]
     inputs = kernel.case(lengths=(20, 30)).inputs()
     for one in (
         torch.tensor([0, 20, 50]),
@@ -282,7 +280,7 @@ NAMES = (
 )
 
 
-@subjects(
+@targets(
     "ssd tiny",
     "ssd unfused",
     "gdn unfused",
@@ -293,7 +291,7 @@ NAMES = (
     emulated_slow=("ssd hopper, short", "ssd hopper, uneven"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny"),
 )
-def test_nan_is_not_swallowed(kernel: Subject) -> None:
+def test_nan_is_not_swallowed(kernel: Target) -> None:
     """A GPU's minimum and maximum drop NaN by default; the interpreter's never do.  Also in a state
     that the product of decays has made vanish.
     """
@@ -331,7 +329,7 @@ STEPS = [
 STEPS += [(0.5, 0.0), (0.01, -1e-39), (1e-38, -1e-38)]
 
 
-def steps_of_any_size(kernel: Subject, **sizes: Any) -> SSDInputs:
+def steps_of_any_size(kernel: Target, **sizes: Any) -> SSDInputs:
     """A head of each kind."""
     inputs = kernel.case(seqlen=60, heads=len(STEPS), initial_states=True, **sizes).inputs()
     step, A = torch.tensor(STEPS, device=inputs.x.device).T
@@ -339,8 +337,8 @@ def steps_of_any_size(kernel: Subject, **sizes: Any) -> SSDInputs:
     return replace(with_steps(inputs, step.to(inputs.dt.dtype).expand_as(inputs.dt)), A=A)
 
 
-@subjects("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
-def test_steps_of_any_size(kernel: Subject) -> None:
+@targets("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
+def test_steps_of_any_size(kernel: Target) -> None:
     inputs = steps_of_any_size(kernel)
     output = kernel(inputs)
     kernel.assert_right(output, inputs)
@@ -352,8 +350,8 @@ def test_steps_of_any_size(kernel: Subject) -> None:
 @pytest.mark.parametrize(
     "precision", [pytest.param(EXACT, marks=pytest.mark.slow), RELAXED_FP32], ids=str
 )
-@subjects("ssd tiny", "ssd unfused", gpu=[*SSD_CHOSEN, "ssd unfused"])
-def test_steps_of_any_size_in_bf16(kernel: Subject, precision: Precision) -> None:
+@targets("ssd tiny", "ssd unfused", gpu=[*SSD_CHOSEN, "ssd unfused"])
+def test_steps_of_any_size_in_bf16(kernel: Target, precision: Precision) -> None:
     inputs = steps_of_any_size(kernel, dtype=BF16)
     assert_passes(kernel(inputs, precision), inputs, precision)
 
@@ -368,8 +366,8 @@ def test_steps_of_any_size_in_bf16(kernel: Subject, precision: Precision) -> Non
         ),
     ],
 )
-@subjects(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
-def test_small_steps_of_large_numbers_in_fp16(kernel: Subject, step: float, scale: float) -> None:
+@targets(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
+def test_small_steps_of_large_numbers_in_fp16(kernel: Target, step: float, scale: float) -> None:
     """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
     sizes = dict(seqlen=82, dstate=64) if kernel.device == "emulator" else dict(seqlen=13)
     inputs = with_steps(kernel.case(**sizes, skip="", dtype=FP16).inputs(), step)
@@ -377,20 +375,20 @@ def test_small_steps_of_large_numbers_in_fp16(kernel: Subject, step: float, scal
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@subjects("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
-def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Subject) -> None:
+@targets("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
+def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Target) -> None:
     places: Any
     for places, step in (([20], 1000.0), ([7], 1e20), (slice(None, None, 9), 1e9)):
         inputs = kernel.case(seqlen=28, skip="").inputs()
         dt = torch.full_like(inputs.dt, 0.01, dtype=FP32)
         dt[:, places] = step
         inputs = with_steps(inputs, dt)
-        if kernel.run is SUBJECTS["ssd reference"].run:
+        if kernel.run is TARGETS["ssd reference"].run:
             kernel.assert_right(kernel(inputs), inputs)
         elif step == 1000.0:
             assert_passes(kernel(inputs), inputs, EXACT)
-        elif kernel.device == "cpu" and kernel.run is not SUBJECTS["ssd unfused"].run:
-            assert_close(kernel(inputs), SUBJECTS["ssd reference"](inputs), 1e-4)
+        elif kernel.device == "cpu" and kernel.run is not TARGETS["ssd unfused"].run:
+            assert_close(kernel(inputs), TARGETS["ssd reference"](inputs), 1e-4)
 
 
 @pytest.mark.parametrize("A", [0.0, pytest.param(-1e-6, marks=pytest.mark.slow)])
@@ -399,25 +397,25 @@ def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Su
     [EXACT, *(pytest.param(one, marks=pytest.mark.slow) for one in PRECISIONS[1:])],
     ids=str,
 )
-@subjects("ssd tiny", gpu=SSD_CHOSEN)
-def test_no_decay_is_linear_attention(kernel: Subject, A: float, precision: Precision) -> None:
+@targets("ssd tiny", gpu=SSD_CHOSEN)
+def test_no_decay_is_linear_attention(kernel: Target, A: float, precision: Precision) -> None:
     inputs = with_steps(kernel.case(seqlen=75, initial_states=True).inputs(), 0.01, A)
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
 
 
-@subjects("ssd tiny", "ssd unfused")
-def test_softplus_keeps_its_digits(kernel: Subject) -> None:
+@targets("ssd tiny", "ssd unfused")
+def test_softplus_keeps_its_digits(kernel: Target) -> None:
     """Without decay and with B = C = 1, the state of a head is the sum of its steps."""
     raw = torch.tensor([-80.0, -30.0, -17.0, -8.0, 0.0, 8.0, 19.99, 20.01, 90.0])
     inputs = changed(
         SSDCase(seqlen=16, heads=len(raw), skip="").inputs(), torch.ones_like, "x", "B"
     )
     inputs = replace(inputs, A=torch.zeros(len(raw)), dt=raw.expand_as(inputs.dt), dt_bias=None)
-    expected = SUBJECTS["ssd reference"](inputs).final_states
+    expected = TARGETS["ssd reference"](inputs).final_states
     torch.testing.assert_close(kernel(inputs).final_states.double(), expected, rtol=1e-5, atol=0)
 
 
-@subjects(
+@targets(
     "gdn unfused",
     "gdn recurrent",
     "kda unfused",
@@ -425,7 +423,7 @@ def test_softplus_keeps_its_digits(kernel: Subject) -> None:
     "kda recurrent",
     slow=("gdn reference", "gdn fused", "gdn tiny, cut", "kda reference"),
 )
-def test_gates_from_none_to_all(kernel: Subject) -> None:
+def test_gates_from_none_to_all(kernel: Target) -> None:
     """A head of each kind."""
     gates = torch.tensor([0.0, 1e-3, 50.0, 1e30, torch.inf])
     inputs = kernel.case(seqlen=70, initial_states=True, values_per_key=len(gates)).inputs()
@@ -433,7 +431,7 @@ def test_gates_from_none_to_all(kernel: Subject) -> None:
     kernel.assert_right(kernel(inputs), inputs)
 
 
-@subjects(
+@targets(
     "gdn reference",
     "gdn unfused",
     "gdn fused",
@@ -446,7 +444,7 @@ def test_gates_from_none_to_all(kernel: Subject) -> None:
     emulated_slow=["gdn first passes"],
     gpu=("gdn fused", "gdn unfused", "gdn first passes"),
 )
-def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) -> None:
+def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target) -> None:
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     inputs.g[:, 5], inputs.g[:, 11], inputs.g[:, 20:30], inputs.g[:, 40], inputs.g[:, 50] = (
         0.5,
@@ -470,19 +468,19 @@ def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) 
         ),
     ],
 )
-@subjects("gdn unfused", "kda unfused", "kda wide")
+@targets("gdn unfused", "kda unfused", "kda wide")
 def test_collinear_keys(
-    kernel: Subject, dtype: torch.dtype, collinear: float, largest_beta: float
+    kernel: Target, dtype: torch.dtype, collinear: float, largest_beta: float
 ) -> None:
     sizes = dict(seqlen=100, key_dim=32, gate=0.0, collinear=collinear, largest_beta=largest_beta)
     inputs = kernel.case(**sizes, dtype=dtype).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@subjects(
+@targets(
     "gdn unfused", "gdn recurrent", "kda unfused", "kda recurrent", slow=("gdn fused", "kda fused")
 )
-def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Subject) -> None:
+def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Target) -> None:
     """The norm has an epsilon of 1e-6."""
     inputs = kernel.case(seqlen=40, l2norm=True).inputs()
     inputs.q[:, 7], inputs.k[:, 9] = 0, 0
@@ -543,7 +541,7 @@ LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, o
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@subjects(
+@targets(
     "ssd tiny",
     "ssd unfused",
     "gdn unfused",
@@ -553,7 +551,7 @@ LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, o
     slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
     gpu=("ssd fused", "gdn unfused", "gdn fused"),
 )
-def test_any_layout(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_any_layout(kernel: Target, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
     ssd: dict[str, Any] = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
     sizes = (
@@ -571,12 +569,12 @@ def test_any_layout(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tens
         assert_bitwise(kernel(turned), kernel(inputs))
 
 
-@subjects(
+@targets(
     emulated=["ssd hopper, short"],
     emulated_slow=["gdn parts"],
     gpu=("ssd hopper, short", "gdn parts"),
 )
-def test_columns_of_a_buffer_on_hopper(kernel: Subject) -> None:
+def test_columns_of_a_buffer_on_hopper(kernel: Target) -> None:
     inputs = kernel.case(batch=3, seqlen=20).inputs()
     assert_bitwise(kernel(changed(inputs, beside_others)), kernel(inputs))
 
@@ -584,7 +582,7 @@ def test_columns_of_a_buffer_on_hopper(kernel: Subject) -> None:
 # --- refusals
 
 
-@subjects(
+@targets(
     "ssd unfused",
     "ssd fused",
     "ssd recurrent",
@@ -596,7 +594,7 @@ def test_columns_of_a_buffer_on_hopper(kernel: Subject) -> None:
     "kda unfused",
     "kda fused",
 )
-def test_refuses_to_drop_a_gradient(kernel: Subject) -> None:
+def test_refuses_to_drop_a_gradient(kernel: Target) -> None:
     """Also of a call whose launch is kept."""
     inputs = {"ssd": SSDCase, "gdn": GDNCase, "kda": KDACase}[kernel.operator](
         seqlen=1, batch=2

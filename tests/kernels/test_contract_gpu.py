@@ -24,16 +24,16 @@ from kernel_cases import (
     tokens_of,
     with_steps,
 )
-from subjects import (
+from targets import (
     GDN_ON_HOPPER,
     ON_HOPPER,
     SSD_CHOSEN,
     SSD_EVERY,
     SSD_FINE,
-    SUBJECTS,
-    Subject,
+    TARGETS,
+    Target,
     gdn_hopper_by,
-    subjects,
+    targets,
 )
 from test_contract_oracle import LONG_CUT, LONG_PARTS
 
@@ -53,24 +53,24 @@ QWEN = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, gate=1e-3), device="cuda", s
 EXACT_AND_RELAXED = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
 
 
-def on_parts(segment: int) -> Subject:
+def on_parts(segment: int) -> Target:
     config = GDNHopperConfig(segment=segment, transition_parts=2, longest_first_pass=segment - 1)
-    return Subject("gdn", gdn_hopper_by(config), device="cuda")
+    return Target("gdn", gdn_hopper_by(config), device="cuda")
 
 
-def long(kernel: Subject) -> Any:
+def long(kernel: Target) -> Any:
     """A call in several waves of programs."""
     return MAMBA2 if kernel.operator == "ssd" else QWEN
 
 
 @EXACT_AND_RELAXED
-@subjects(
+@targets(
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn parts", "gdn fused")
 )
-def test_a_hundred_times(kernel: Subject, precision: Precision) -> None:
+def test_a_hundred_times(kernel: Target, precision: Precision) -> None:
     cases = [long(kernel), kernel.case(lengths=(40, 0, 3), initial_states=True)]
-    cases += [MAMBA2.but(dstate=256)] if kernel.run is SUBJECTS["ssd hopper"].run else []
-    if kernel.run is SUBJECTS["gdn parts"].run:
+    cases += [MAMBA2.but(dstate=256)] if kernel.run is TARGETS["ssd hopper"].run else []
+    if kernel.run is TARGETS["gdn parts"].run:
         kernel, cases = on_parts(16), [QWEN]
     for inputs in (case.inputs() for case in cases):
         first = kernel(inputs, precision)
@@ -119,8 +119,8 @@ def assert_replays(call: Callable[[Any], Any], case: Any) -> None:
             assert_bitwise(output, expected)
 
 
-@subjects(gpu=(*SSD_CHOSEN, "ssd unfused", "gdn fused", "gdn unfused", "gdn recurrent"))
-def test_a_graph_replays_it_on_new_inputs(kernel: Subject) -> None:
+@targets(gpu=(*SSD_CHOSEN, "ssd unfused", "gdn fused", "gdn unfused", "gdn recurrent"))
+def test_a_graph_replays_it_on_new_inputs(kernel: Target) -> None:
     for case in (
         dict(seqlen=1),
         dict(seqlen=12),
@@ -131,8 +131,8 @@ def test_a_graph_replays_it_on_new_inputs(kernel: Subject) -> None:
 
 
 @ON_HOPPER
-@subjects(gpu=("ssd hopper, by default", "gdn first passes", "gdn parts"))
-def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Subject) -> None:
+@targets(gpu=("ssd hopper, by default", "gdn first passes", "gdn parts"))
+def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Target) -> None:
     """States and flags that programs exchange are valid for one replay only."""
     if kernel.operator == "ssd":
         for n in (128, 256):
@@ -146,10 +146,10 @@ def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Subject) -> None
 # --- the host and the memory
 
 
-@subjects(
+@targets(
     gpu=("ssd fused", "ssd unfused", "ssd portable", "gdn fused", "gdn unfused", "gdn recurrent")
 )
-def test_the_host_never_waits(kernel: Subject) -> None:
+def test_the_host_never_waits(kernel: Target) -> None:
     for case in (dict(seqlen=255), dict(lengths=(200, 0, 55), initial_states=True)):
         inputs = kernel.case(**case).inputs()
         kernel(inputs)  # compiles
@@ -201,8 +201,8 @@ def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Pr
 #   work fills
 
 
-@subjects(gpu=SSD_FINE)
-def test_many_more_programs_than_fit(kernel: Subject) -> None:
+@targets(gpu=SSD_FINE)
+def test_many_more_programs_than_fit(kernel: Target) -> None:
     """1,024 segments of 80 heads; each waits for another."""
     inputs = MAMBA2.but(seqlen=65536).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
@@ -222,8 +222,8 @@ def busy_gpu() -> Iterator[torch.cuda.Stream]:
     torch.cuda.synchronize()
 
 
-@subjects(gpu=(*SSD_FINE, "gdn parts"))
-def test_beside_another_stream_that_fills_the_gpu(kernel: Subject) -> None:
+@targets(gpu=(*SSD_FINE, "gdn parts"))
+def test_beside_another_stream_that_fills_the_gpu(kernel: Target) -> None:
     call = kernel if kernel.operator == "ssd" else on_parts(32)
     inputs = (
         long(kernel)
@@ -240,7 +240,7 @@ def test_beside_another_stream_that_fills_the_gpu(kernel: Subject) -> None:
 # --- numbers of any size
 
 
-def with_subnormal(kernel: Subject, name: str) -> SSDInputs:
+def with_subnormal(kernel: Target, name: str) -> SSDInputs:
     """No decay, steps of 1, and scales that make the subnormal tensor affect the output."""
     carried = name == "initial_states"
     # initial states: one chunk only, since a GPU's sums may lose them
@@ -263,8 +263,8 @@ def products_keep_subnormal_numbers() -> bool:
 
 
 @pytest.mark.parametrize("name", ["x", "B", "C", "initial_states"])
-@subjects(gpu=SSD_CHOSEN)
-def test_subnormal_numbers(kernel: Subject, name: str) -> None:
+@targets(gpu=SSD_CHOSEN)
+def test_subnormal_numbers(kernel: Target, name: str) -> None:
     """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ
     here.
     """
@@ -276,8 +276,8 @@ def test_subnormal_numbers(kernel: Subject, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "B", "C"])
-@subjects(gpu=SSD_CHOSEN)
-def test_large_numbers(kernel: Subject, name: str) -> None:
+@targets(gpu=SSD_CHOSEN)
+def test_large_numbers(kernel: Target, name: str) -> None:
     """Far beyond the range of fp16, since bf16 inputs may be."""
     inputs = kernel.case(seqlen=28).inputs()
     getattr(inputs, name).mul_(1e25)

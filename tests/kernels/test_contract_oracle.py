@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, DTYPES, EXACT, FP16, FP32, PRECISIONS, RELAXED, GDNCase, SSDCase
-from subjects import (
+from targets import (
     GDN_CUT,
     GDN_ON_HOPPER,
     GDN_PARTS,
@@ -23,15 +23,15 @@ from subjects import (
     SSD_EVERY,
     SSD_ON_HOPPER,
     SSD_TINY,
-    SUBJECTS,
+    TARGETS,
     WHOLE_PAST,
-    Subject,
+    Target,
     chosen,
     gdn_hopper_by,
     listed,
     ssd_hopper,
     ssd_portable,
-    subjects,
+    targets,
 )
 
 from ssdprof import operators
@@ -44,8 +44,8 @@ from ssdprof.measure.accuracy import assert_passes
 
 # --- right, for every size, dtype and precision
 
-# What a drawn case may have.  Lengths and sizes are such that the last chunk, segment or block is
-# often a part of one.
+# What a generated case may have.  Lengths and sizes are such that the last chunk, segment or block
+# is often a part of one.
 SSD_SIZES: dict[str, tuple[Any, ...]] = dict(
     batch=(1, 2),
     seqlen=(15, 17, 33, 64, 70, 150),
@@ -78,7 +78,7 @@ GDN_SIZES: dict[str, tuple[Any, ...]] = dict(
 )
 
 
-def drawn(kind: Any, count: int, **fixed: Any) -> list[Any]:
+def generated(kind: Any, count: int, **fixed: Any) -> list[Any]:
     """Cases of random sizes, the same in every process.  fixed: what they have in common."""
     draw, sizes = random.Random(str(fixed)), SSD_SIZES if kind is SSDCase else GDN_SIZES
     return [
@@ -86,9 +86,9 @@ def drawn(kind: Any, count: int, **fixed: Any) -> list[Any]:
     ]
 
 
-SSD, GDN = drawn(SSDCase, 8), drawn(GDNCase, 8)
+SSD, GDN = generated(SSDCase, 8), generated(GDNCase, 8)
 STEP, SHORT = dict(seqlen=1, lengths=()), dict(seqlen=9, lengths=())
-SSD_STEPS, GDN_STEPS = drawn(SSDCase, 4, **STEP), drawn(GDNCase, 4, **STEP)
+SSD_STEPS, GDN_STEPS = generated(SSDCase, 4, **STEP), generated(GDNCase, 4, **STEP)
 PACK = (3, 0, 64, 200, 70)
 # in the emulator; the Hopper kernels process 64 positions per chunk
 SSD_EMULATED = [
@@ -249,7 +249,7 @@ def right() -> list[Any]:
     def by(run: Any, name: str, device: str, marks: list[Any]) -> list[Any]:
         return [
             pytest.param(
-                replace(SUBJECTS[name], run=run, device=device), id=f"{name}, {device}", marks=marks
+                replace(TARGETS[name], run=run, device=device), id=f"{name}, {device}", marks=marks
             )
         ]
 
@@ -262,7 +262,7 @@ def right() -> list[Any]:
     add(listed("ssd unfused"), [SSDCase(seqlen=300, heads=1, chunk_size=256)])
     add(
         listed("ssd recurrent"),
-        SSD_STEPS + drawn(SSDCase, 2, **SHORT) + [SSDCase(lengths=(0, 1, 3, 0, 1))],
+        SSD_STEPS + generated(SSDCase, 2, **SHORT) + [SSDCase(lengths=(0, 1, 3, 0, 1))],
     )
     add(listed("ssd step"), SSD_STEPS)
     portable = ("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "gdn cut")
@@ -270,15 +270,15 @@ def right() -> list[Any]:
     wide = [GDNCase(key_dim=k, value_dim=v) for k, v in ((1, 1), (256, 33), (96, 192), (100, 120))]
     add(listed("gdn unfused"), wide, slow=True)
     few = [
-        *drawn(GDNCase, 2, **SHORT),
+        *generated(GDNCase, 2, **SHORT),
         GDNCase(lengths=(0, 3, 0, 6), initial_states=True, gate=50.0),
     ]
     add(listed("gdn recurrent"), GDN_STEPS + few)
     add(listed("gdn recurrent by 4"), few)
     add(listed("gdn step"), GDN_STEPS)
     for name in ("reference", "unfused", "fused"):
-        add(listed(f"ssd {name}"), drawn(SSDCase, 24, seed=1), slow=True)
-        add(listed(f"gdn {name}"), drawn(GDNCase, 24, seed=1), slow=True)
+        add(listed(f"ssd {name}"), generated(SSDCase, 24, seed=1), slow=True)
+        add(listed(f"gdn {name}"), generated(GDNCase, 24, seed=1), slow=True)
     for p, n, h, g in (
         (32, 128, 2, 1),
         (64, 16, 2, 2),
@@ -501,12 +501,12 @@ def right() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kernel", "case", "precision"), right(), indirect=["kernel"])
-def test_against_the_oracle(kernel: Subject, case: Any, precision: Precision) -> None:
+def test_against_the_oracle(kernel: Target, case: Any, precision: Precision) -> None:
     inputs = case.inputs()
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
 
 
-@subjects(
+@targets(
     # of SSD, those with a gate run on the portable kernel
     emulated_slow=("gdn hopper", "kda fused"),
     gpu=[
@@ -514,14 +514,14 @@ def test_against_the_oracle(kernel: Subject, case: Any, precision: Precision) ->
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_edge_inputs(kernel: Subject, dtype: torch.dtype) -> None:
+def test_edge_inputs(kernel: Target, dtype: torch.dtype) -> None:
     """Those that `run` gives to a user's kernel: measure/laws.py."""
     like = kernel.case(dtype=dtype, **{} if kernel.operator == "ssd" else {"l2norm": True}).inputs()
     for kind in operators.get(kernel.operator).generated.edges(like):
         assert any(passes(kernel, form.make()) for form in kind)
 
 
-def passes(kernel: Subject, inputs: Any) -> bool:
+def passes(kernel: Target, inputs: Any) -> bool:
     """False if it refuses them."""
     try:
         output = kernel(inputs)

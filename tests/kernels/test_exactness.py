@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, SSDCase, changed
-from subjects import (
+from targets import (
     H200,
     ON_HOPPER,
     SSD_CHOSEN,
-    SUBJECTS,
-    Subject,
+    TARGETS,
+    Target,
     passing,
     ssd_hopper,
     ssd_portable,
-    subjects,
+    targets,
 )
 from typer.testing import CliRunner
 
@@ -56,14 +56,14 @@ def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tenso
     }
 
 
-def assert_no_head_is_less_exact(kernel: Subject, inputs: SSDInputs) -> None:
+def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs) -> None:
     """Two evaluations round differently, so their errors differ by chance.  The sequences' spread
     gives the scale.
     """
     exact = ssd_chunked(inputs)
     fused, unfused = (
         squared_errors(kernel(inputs), exact),
-        squared_errors(SUBJECTS["ssd unfused"](inputs), exact),
+        squared_errors(TARGETS["ssd unfused"](inputs), exact),
     )
     for name, theirs in unfused.items():
         excess = fused[name] - theirs
@@ -86,13 +86,13 @@ def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtyp
     case = SSDCase(
         batch=6, seqlen=256 + 64, dt_limit=(0.025, 0.025), dtype=dtype, chunk_size=256, skip=""
     )
-    assert_no_head_is_less_exact(Subject("ssd", ssd_portable(SSDPortableConfig())), case.inputs())
+    assert_no_head_is_less_exact(Target("ssd", ssd_portable(SSDPortableConfig())), case.inputs())
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("model", CHUNK_SIZES)
-@subjects(gpu=SSD_CHOSEN)
-def test_no_head_is_less_exact_than_unfused(kernel: Subject, model: str, dtype: str) -> None:
+@targets(gpu=SSD_CHOSEN)
+def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: str) -> None:
     (shape,) = parse_shapes(GENERATOR, model)
     cell = Cell(
         shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN)
@@ -120,7 +120,7 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(
     assert unsupported(inputs) == ""
     config = SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
     assert passing(inputs, config) == way
-    assert_no_head_is_less_exact(Subject("ssd", ssd_hopper(config)), inputs)
+    assert_no_head_is_less_exact(Target("ssd", ssd_hopper(config)), inputs)
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,9 @@ def in_sequences(inputs: SSDInputs) -> SSDInputs:
     return found
 
 
-@subjects(gpu=SSD_CHOSEN)
+@targets(gpu=SSD_CHOSEN)
 def test_no_captured_head_is_less_exact_than_unfused(
-    kernel: Subject, captured: list[SSDInputs]
+    kernel: Target, captured: list[SSDInputs]
 ) -> None:
     assert len(captured) == 4
     for inputs in captured:
@@ -151,9 +151,9 @@ def test_no_captured_head_is_less_exact_than_unfused(
 
 
 @pytest.mark.parametrize("state_dtype", [FP32, FP16], ids=str)
-@subjects(gpu=SSD_CHOSEN)
+@targets(gpu=SSD_CHOSEN)
 def test_relaxed_matches_as_the_published_kernel_does(
-    kernel: Subject, state_dtype: torch.dtype
+    kernel: Target, state_dtype: torch.dtype
 ) -> None:
     """The table of its authors, on inputs with the distribution of their benchmark."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -172,7 +172,7 @@ def test_relaxed_matches_as_the_published_kernel_does(
         dt_bias=normal(-5, 0.5, heads).half(),
         dt_softplus=True,
     )
-    base = SUBJECTS["ssd unfused"](inputs, replace(EXACT, state_dtype=state_dtype)).out.double()
+    base = TARGETS["ssd unfused"](inputs, replace(EXACT, state_dtype=state_dtype)).out.double()
     ours = kernel(inputs, Precision(intermediates="relaxed", state_dtype=state_dtype)).out.double()
     off = {t: (~((ours - base).abs() <= t + t * base.abs())).sum().item() for t in (1e-3, 1e-2)}
     assert off[1e-3] <= 0.003 * base.numel(), off

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gluon_emulator import GDN, emulate
 from kernel_cases import BF16, FP16, GDNCase, assert_close, changed, head_errors, spoilt
-from subjects import GDN_CUT, GDN_ON_HOPPER, GDN_PARTS, OLMO, ON_HOPPER, WHOLE_PAST, gdn_hopper_by
+from targets import GDN_CUT, GDN_ON_HOPPER, GDN_PARTS, OLMO, ON_HOPPER, WHOLE_PAST, gdn_hopper_by
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.choice import FusedCall

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import GDNCase
-from subjects import GDN_ON_HOPPER, OLMO
+from targets import GDN_ON_HOPPER, OLMO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused

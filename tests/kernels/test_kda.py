@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
-from subjects import SUBJECTS, Subject, subjects
+from targets import TARGETS, Target, targets
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -17,7 +17,7 @@ from ssdprof.kernels.kda.hopper.launch import hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
-GATES = ("drawn", "saturated", "bound", "none", "cuts", "one channel")
+GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
 RAGGED = dict(
     lengths=(70, 0, 1, 19), initial_states=True, values_per_key=2, key_dim=32, value_dim=24
 )
@@ -81,13 +81,13 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
     "dtype", [BF16, *(pytest.param(one, marks=pytest.mark.slow) for one in (FP16, FP32))], ids=str
 )
 @pytest.mark.parametrize("gates", GATES)
-@subjects(
+@targets(
     "kda unfused",
     "kda wide",
     slow=("kda recurrent", "kda tiny"),
     gpu=("kda unfused", "kda fused", "kda wide"),
 )
-def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
+def test_every_gate(kernel: Target, gates: str, dtype: torch.dtype) -> None:
     """In packs with empty sequences, with initial states and beta up to 2."""
     inputs = kernel.case(
         gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes
@@ -105,22 +105,22 @@ ON_HOPPER: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", ON_HOPPER, ids=str)
-@subjects(emulated=["kda hopper"])
-def test_every_gate_on_hopper(kernel: Subject, case: dict[str, Any]) -> None:
+@targets(emulated=["kda hopper"])
+def test_every_gate_on_hopper(kernel: Target, case: dict[str, Any]) -> None:
     inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
 @pytest.mark.parametrize("case", [dict(seqlen=330), dict(lengths=(200, 0, 1, 130))], ids=str)
-@subjects(emulated=["kda slabs"])
-def test_slabs_hand_their_state_on(kernel: Subject, case: dict[str, Any]) -> None:
+@targets(emulated=["kda slabs"])
+def test_slabs_hand_their_state_on(kernel: Target, case: dict[str, Any]) -> None:
     """Of several chunks each, so that the ring of tiles turns; packed, of several sequences."""
     inputs = KDACase(**dict(dtype=BF16, initial_states=True) | kernel.sizes | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@subjects("kda wide", emulated=["kda hopper"])
-def test_keys_and_queries_of_any_length(kernel: Subject) -> None:
+@targets("kda wide", emulated=["kda hopper"])
+def test_keys_and_queries_of_any_length(kernel: Target) -> None:
     """Also where a kernel normalises after the product."""
     inputs = KDACase(**dict(seqlen=64, dtype=BF16, gates="cuts") | kernel.sizes | dict(l2norm=True))
     for factor in (2.0**-8, 2.0**30):
@@ -128,8 +128,8 @@ def test_keys_and_queries_of_any_length(kernel: Subject) -> None:
         assert_passes(kernel(scaled), scaled, EXACT)
 
 
-@subjects("kda wide", emulated=["kda hopper"])
-def test_later_tokens_change_no_earlier_output(kernel: Subject) -> None:
+@targets("kda wide", emulated=["kda hopper"])
+def test_later_tokens_change_no_earlier_output(kernel: Target) -> None:
     """By bits, also within a chunk: no decay is a quotient of sums that reach further."""
     inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes).inputs()
     before = kernel(inputs).out.clone()
@@ -144,15 +144,15 @@ def test_other_gpus_and_sizes_run_the_portable_kernel() -> None:
 
 
 @pytest.mark.parametrize("gates", GATES)
-@subjects("kda wide", emulated_slow=["kda hopper"], gpu=["kda fused", "kda wide"])
-def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None:
+@targets("kda wide", emulated_slow=["kda hopper"], gpu=["kda fused", "kda wide"])
+def test_no_head_is_less_exact_than_unfused(kernel: Target, gates: str) -> None:
     # 1 % of 3e-3 needs many outputs
     width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)
     sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16) | kernel.sizes
     inputs = kernel.case(seqlen=length, gates=gates, **sizes).inputs()
     exact = kda_chunked(inputs)
     (out, states), (their_out, their_states) = (
-        head_errors(run(inputs), exact) for run in (kernel, SUBJECTS["kda unfused"])
+        head_errors(run(inputs), exact) for run in (kernel, TARGETS["kda unfused"])
     )
     assert (out <= 1.01 * their_out).all(), (out / their_out).tolist()
     assert states.mean() <= 1.3 * their_states.mean(), (
@@ -164,7 +164,7 @@ def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
     inputs = KDACase(seqlen=70, dtype=BF16, gate=0.01).inputs()
     low = changed(inputs, lambda one: one.to(BF16), "g")
     for name in ("kda unfused", "kda wide", "kda recurrent"):
-        kernel = SUBJECTS[name]
+        kernel = TARGETS[name]
         same = kernel(changed(low, torch.Tensor.float, "g"))
         assert all(map(torch.equal, kernel(low), same))
 
@@ -203,7 +203,7 @@ SIZES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "case", [*SIZES[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[3:])], ids=str
 )
-@subjects("kda unfused", "kda fused", "kda wide", "kda recurrent")
-def test_sizes(kernel: Subject, case: dict[str, Any]) -> None:
+@targets("kda unfused", "kda fused", "kda wide", "kda recurrent")
+def test_sizes(kernel: Target, case: dict[str, Any]) -> None:
     inputs = KDACase(**dict(dtype=FP16) | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, GDNCase, SSDCase, assert_bitwise
-from subjects import GDN_ON_HOPPER, OLMO
+from targets import GDN_ON_HOPPER, OLMO
 
 from ssdprof.kernels import SSDInputs, get
 from ssdprof.kernels import launch as launching

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, GDNCase, SSDCase, assert_bitwise, bounds, rows, sequences
-from subjects import (
+from targets import (
     GDN_ON_HOPPER,
     H200,
     ON_HOPPER,
     SSD_CHOSEN,
-    SUBJECTS,
-    Subject,
+    TARGETS,
+    Target,
     gdn_hopper_by,
     ssd_hopper,
-    subjects,
+    targets,
 )
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
@@ -33,7 +33,7 @@ TOKENS = ("x", "B", "C", "dt")
 
 
 def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
-    """mamba2-2.7b's sizes.  Drawn in bf16, because `Case` would need five times the memory."""
+    """mamba2-2.7b's sizes.  Generated in bf16, because `Case` would need five times the memory."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -72,11 +72,11 @@ def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
     return replace(inputs, **far)
 
 
-@subjects(gpu=(*SSD_CHOSEN, "ssd unfused"))
+@targets(gpu=(*SSD_CHOSEN, "ssd unfused"))
 @pytest.mark.parametrize(
     ("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"]
 )
-def test_columns_of_a_wide_matrix(kernel: Subject, seqlen: int, row: int) -> None:
+def test_columns_of_a_wide_matrix(kernel: Target, seqlen: int, row: int) -> None:
     inputs = SMALL.but(seqlen=seqlen).inputs()
     names = TOKENS if row < 1 << 25 else ("x", "B", "C")
     assert_bitwise(kernel(spread(inputs, row, names)), kernel(inputs))
@@ -103,9 +103,9 @@ HEADDIM_FIRST = (SMALL.but(seqlen=70), (2 * 64, 64, 1 << 26, 1))
 @pytest.mark.parametrize(
     ("case", "strides"), [HEADS_FIRST, HEADDIM_FIRST], ids=["heads first", "headdim first"]
 )
-@subjects(gpu=SSD_CHOSEN)
+@targets(gpu=SSD_CHOSEN)
 def test_initial_states_that_are_a_slice_of_a_large_cache(
-    kernel: Subject, case: SSDCase, strides: tuple[int, ...]
+    kernel: Target, case: SSDCase, strides: tuple[int, ...]
 ) -> None:
     """NaN lies between and before them, where offsets in 32 bits would point."""
     inputs = case.but(initial_states=True).inputs()
@@ -124,11 +124,11 @@ def test_initial_states_that_are_a_slice_of_a_large_cache(
 def test_columns_that_are_further_apart_than_any_projection(name: str) -> None:
     """Which kernel takes them does not matter here."""
     inputs = SMALL.but(seqlen=70, gate=name == "z").inputs()
-    assert_passes(SUBJECTS["ssd fused"](spread(inputs, 1 << 26, (name,))), inputs, EXACT)
+    assert_passes(TARGETS["ssd fused"](spread(inputs, 1 << 26, (name,))), inputs, EXACT)
 
 
-@subjects(gpu=(*SSD_CHOSEN, "ssd unfused"))
-def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Subject) -> None:
+@targets(gpu=(*SSD_CHOSEN, "ssd unfused"))
+def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Target) -> None:
     """In chunks of 128 the states of the unfused pipeline are past it too."""
     inputs = replace(large(1, 420_300, (420_000, 300)), chunk_size=128)
     assert inputs.x[0, :420_000].numel() > 2**31
@@ -136,8 +136,8 @@ def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Subject) -> Non
     assert_bitwise((whole.out[:, 420_000:], whole.final_states[1:]), alone)
 
 
-@subjects(gpu=SSD_CHOSEN)
-def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Subject) -> None:
+@targets(gpu=SSD_CHOSEN)
+def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Target) -> None:
     inputs = large(2, 430_000)
     assert inputs.x[0].numel() > 2**31
     whole, last = kernel(inputs), kernel(rows(inputs, slice(1, None)))
@@ -156,7 +156,7 @@ def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
     )
     assert min(inputs.x[:-2].numel(), initial[:-2].numel()) > 2**31
     assert inputs.sequences * program_count(inputs) % H200 == program_count(inputs)
-    ours = SUBJECTS["ssd hopper, by default"](inputs)
+    ours = TARGETS["ssd hopper, by default"](inputs)
     chosen = SSDHopperConfig.choose(inputs, H200, batch_invariant=True)
     config = replace(chosen, **vars(Cut(segment=3)))
     assert_bitwise(
@@ -203,7 +203,7 @@ def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements() -> 
         cu_seqlens=bounds((tokens - last, last), "cuda"),
         use_qk_l2norm=True,
     )
-    run = SUBJECTS["gdn unfused"]
+    run = TARGETS["gdn unfused"]
     whole, alone = run(inputs), run(sequences(inputs)[1])
     assert torch.equal(whole.out[:, -last:], alone.out)
     assert torch.equal(whole.final_states[1:], alone.final_states)

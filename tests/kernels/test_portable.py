@@ -13,7 +13,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BF16, EXACT, FP16, GDNCase, SSDCase, assert_bitwise, assert_close, bounds
-from subjects import GDN_TINY, SSD_TINY, SUBJECTS, gdn_portable, ssd_portable
+from targets import GDN_TINY, SSD_TINY, TARGETS, gdn_portable, ssd_portable
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.gdn import fused as gdn_fused
@@ -39,9 +39,9 @@ def test_the_first_pass_stops_where_nothing_is_felt() -> None:
     """
     inputs = SSDCase(seqlen=96, heads=1, dt_limit=(0.7, 0.7)).inputs()
     inputs = replace(inputs, A=torch.full((1,), -16.0), x=inputs.x.contiguous())
-    expected = SUBJECTS["ssd tiny"](inputs)
+    expected = TARGETS["ssd tiny"](inputs)
     inputs.x[0, 5] = torch.nan
-    output = SUBJECTS["ssd tiny"](inputs)
+    output = TARGETS["ssd tiny"](inputs)
     assert not torch.isfinite(output.out[:, 5:16]).any()
     assert_bitwise(
         (output.out[:, 32:], output.final_states), (expected.out[:, 32:], expected.final_states)
@@ -165,7 +165,7 @@ def test_keys_that_are_not_normalised() -> None:
     """
     inputs = GDNCase(seqlen=96, gate=3.0, key_dim=16).inputs()
     inputs = replace(inputs, use_qk_l2norm=False, k=inputs.k * 0.6)
-    assert_close(SUBJECTS["gdn tiny, cut"](inputs), gdn_recurrence(inputs), 1e-4)
+    assert_close(TARGETS["gdn tiny, cut"](inputs), gdn_recurrence(inputs), 1e-4)
 
 
 def test_segments_forget_but_not_too_early() -> None:

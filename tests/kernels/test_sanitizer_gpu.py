@@ -17,7 +17,7 @@ import sys
 
 import pytest
 from kernel_cases import EXACT, RELAXED, GDNCase, SSDCase, assert_close, moved
-from subjects import GDN_ON_HOPPER, OLMO, ON_HOPPER, SSD_ON_HOPPER, SUBJECTS
+from targets import GDN_ON_HOPPER, OLMO, ON_HOPPER, SSD_ON_HOPPER, TARGETS
 
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.measure.accuracy import assert_passes
@@ -62,7 +62,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 
 EVERY_KERNEL = pytest.mark.parametrize(
     "kernel",
-    [pytest.param(name, marks=[ON_HOPPER] * SUBJECTS[name].only_hopper) for name in KERNELS],
+    [pytest.param(name, marks=[ON_HOPPER] * TARGETS[name].only_hopper) for name in KERNELS],
 )
 MOST = 100_000  # reports
 
@@ -159,11 +159,11 @@ def test_launches_that_block(kernel: str) -> None:
 
 def main(kernel: str, *names: str) -> None:
     for name in names or KERNELS[kernel]:
-        case, precision = (SSD_CASES if SUBJECTS[kernel].operator == "ssd" else GDN_CASES)[name]
+        case, precision = (SSD_CASES if TARGETS[kernel].operator == "ssd" else GDN_CASES)[name]
         inputs = case.inputs()
-        found = SUBJECTS[kernel](moved(inputs), precision)
+        found = TARGETS[kernel](moved(inputs), precision)
         output = found._make(tensor.cpu() for tensor in found)
-        if SUBJECTS[kernel].operator == "ssd":
+        if TARGETS[kernel].operator == "ssd":
             assert_passes(output, inputs, precision)
         else:
             assert_close(output, gdn_recurrence(inputs), LARGEST_ERROR)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from kernel_cases import BF16, GDNCase, SSDCase
-from subjects import GDN_ON_HOPPER, ON_HOPPER, SUBJECTS, gdn_hopper_by
+from targets import GDN_ON_HOPPER, ON_HOPPER, TARGETS, gdn_hopper_by
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.precision import Precision
@@ -61,9 +61,7 @@ def main() -> None:
         GDNHopperConfig(segment=32),
         GDNHopperConfig(segment=32, first_segment_extra=True),
     ]
-    calls: list[Callable[[], tuple[torch.Tensor, ...]]] = [
-        lambda: SUBJECTS["ssd hopper, fine"](ssd)
-    ]
+    calls: list[Callable[[], tuple[torch.Tensor, ...]]] = [lambda: TARGETS["ssd hopper, fine"](ssd)]
     for inputs, config in [*((slow, one) for one in configs), (short, GDNHopperConfig(segment=16))]:
         run = gdn_hopper_by(config)
         calls.append(lambda run=run, inputs=inputs: run(inputs, Precision()))  # type: ignore[misc]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gluon_emulator import emulate
 from kernel_cases import BF16, EXACT, RELAXED, SSDCase, assert_bitwise
-from subjects import H200, ON_HOPPER, SSD_ON_HOPPER, ssd_hopper
+from targets import H200, ON_HOPPER, SSD_ON_HOPPER, ssd_hopper
 from test_contract_oracle import CUTS, RAGGED
 
 from ssdprof.kernels import Precision, get

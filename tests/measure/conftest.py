@@ -18,8 +18,8 @@ def random_inputs(
     seed: int = 0,
     **overrides: Any,
 ) -> SSDInputs:
-    """Drawn as a layer is initialised: normal x, B and C, steps 1e-3..1e-1 before the token's part,
-    A in -16..-1.
+    """Generated as a layer is initialised: normal x, B and C, steps 1e-3..1e-1 before the token's
+    part, A in -16..-1.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -262,10 +262,10 @@ def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -
     inputs, precision = random_inputs(seqlen=64, heads=2, seed=3), Precision()
     span = Span(sequence=0, batch=0, start=0, stop=64)
     for seed in range(accuracy.DRAWS):
-        drawn = ssd.ORACLE.rounded(inputs, precision).drawn(seed)
-        out, state = drawn.advance(inputs, span, ssd.gate(inputs, span))
+        perturbed = ssd.ORACLE.rounded(inputs, precision).perturbed(seed)
+        out, state = perturbed.advance(inputs, span, ssd.gate(inputs, span))
         output = (out[None].to(inputs.x.dtype), state[None])
-        for found in compare(inputs, {"drawn": Candidate(output=output, precision=precision)})[
-            "drawn"
+        for found in compare(inputs, {"perturbed": Candidate(output=output, precision=precision)})[
+            "perturbed"
         ]:
             assert all(use.error <= 0.5 * use.budget for use in found.budget)

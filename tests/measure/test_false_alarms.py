@@ -115,11 +115,11 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     shape = operator.generated.shape("slow", 1, 1, 128, 128)
     tokens = generate.Tokens(sequences=1, seqlen=4096)
     cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    drawn = operator.generated.draw(cell, torch.device("cpu"))
-    inputs = replace(drawn, g=-2 * step * torch.rand_like(drawn.g))
+    generated = operator.generated.draw(cell, torch.device("cpu"))
+    inputs = replace(generated, g=-2 * step * torch.rand_like(generated.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
-    gate = operator.judged.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
-    out, state = operator.judged.rounded(inputs, relaxed).advance(inputs, span, gate)
+    gate = operator.oracle.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
+    out, state = operator.oracle.rounded(inputs, relaxed).advance(inputs, span, gate)
     assert_passes((out[None], state[None]), inputs, relaxed)
 
 

@@ -1,5 +1,5 @@
 """Kernels that drop history which matters are found: by turning keys, where decays are vectors, and
-else by the loud past.
+else by the amplified history.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.reference import kda_recurrence
 from ssdprof.kernels.oracle import Span, sequences
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.laws import DROPPED, LOUD_PAST, TURNING_KEYS
+from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
 from ssdprof.operators import generate
@@ -31,7 +31,7 @@ Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each h
 LIMIT = -14.0  # about 2^-20
 
 
-def drawn(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
+def generated(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
     operator = operators.get(name)
     shape = operator.generated.parse(sizes)
     assert shape
@@ -48,7 +48,7 @@ def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:
 
 def by_the_sum(inputs: Any, window: Span) -> torch.Tensor:
     """Whether a head's decays multiply to less than exp(LIMIT): small, but not nothing."""
-    gate = operators.get(inputs.operator).judged.gate(inputs, window)
+    gate = operators.get(inputs.operator).oracle.gate(inputs, window)
     return gate.exponents[..., -1].sum(0) < LIMIT
 
 
@@ -101,7 +101,7 @@ def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]
 def test_the_outputs_of_turning_keys_have_a_closed_form(
     sizes: str, seqlen: int, changes: dict[str, Any]
 ) -> None:
-    like = drawn("kda", sizes, seqlen, 2, **changes)
+    like = generated("kda", sizes, seqlen, 2, **changes)
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
@@ -114,12 +114,12 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
                 room = 1e-4 if inputs.use_qk_l2norm else 6e-3
                 error = (ours - known.expected).norm() / known.expected.norm()
                 assert error < room, known.kind
-            judged = torch.cat([known.heads for known in history.known])
-            assert set(judged.tolist()) == set(range(heads))
+            heads_known = torch.cat([known.heads for known in history.known])
+            assert set(heads_known.tolist()) == set(range(heads))
 
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
-    history = next(iter(next(kda_histories(drawn("kda", "2/2x32x16", 320), ()))))
+    history = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
     for window, step, total in ((16, 16, -20), (32, 1, -40)):
         sums = history.inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
         assert bool((sums == total).all())
@@ -132,7 +132,7 @@ def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
     window: int, tokens: int, only: str
 ) -> None:
     kernel = partial(dropping, window, by_the_largest_channel, only)
-    holds, why = law(TURNING_KEYS, kernel, drawn("kda", "2/2x32x16", tokens))
+    holds, why = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
     assert holds == "no"
     assert why.startswith("history that matters is dropped, with ")
     expected = "1 x 4,096 tokens and 4 heads" if only else f"1 x {tokens} tokens and 2 heads"
@@ -147,7 +147,7 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
         out, states = oracle_output(inputs)
         return out / 2, states
 
-    holds, why = law(TURNING_KEYS, half, drawn("kda", "2/2x32x16", 120))
+    holds, why = law(TURNING_KEYS, half, generated("kda", "2/2x32x16", 120))
     assert holds == "no"
     assert why.startswith("outputs are wrong, with 1 x 120 tokens and 2 heads: 0.501 RMS error")
 
@@ -160,12 +160,12 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     """The rounded form, also with states in 16 bit."""
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
-    for histories in kda_histories(drawn("kda", "4/4x32x32", 600), (1, 4)):
+    for histories in kda_histories(generated("kda", "4/4x32x32", 600), (1, 4)):
         for history in histories:
             inputs, found = history.inputs, []
-            rounded = operator.judged.rounded(inputs, precision)
+            rounded = operator.oracle.rounded(inputs, precision)
             for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
-                gate = operator.judged.gate(inputs, span, chunk)
+                gate = operator.oracle.gate(inputs, span, chunk)
                 found.append(rounded.advance(inputs, span, gate)[0])
             out = torch.cat(found)
             for known in history.known:
@@ -184,17 +184,21 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
 
     implementation = own_implementation(operators.get("kda"), "fused", noted)
     implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
-    first, second = drawn("kda", "2/2x16x16", 100), drawn("kda", "2/2x16x16", 150)
+    first, second = generated("kda", "2/2x16x16", 100), generated("kda", "2/2x16x16", 150)
     assert len(prober.probe(implementation, first, kernels.Precision())) > 1
-    assert prober.probe(implementation, drawn("kda", "2/2x16x16", 100), kernels.Precision()) == ()
+    assert (
+        prober.probe(implementation, generated("kda", "2/2x16x16", 100), kernels.Precision()) == ()
+    )
     assert {shape[1] for shape in shapes} == {100}
     (found,) = prober.probe(implementation, second, kernels.Precision())
     assert (found.name, found.holds) == (TURNING_KEYS, "yes")
     assert shapes[-1] == (1, 150, 2, 16)
-    assert TURNING_KEYS not in probed(oracle_output, drawn("kda", "2/2x16x16", 30)), "one window"
+    assert TURNING_KEYS not in probed(oracle_output, generated("kda", "2/2x16x16", 30)), (
+        "one window"
+    )
 
 
-# --- the loud past
+# --- the amplified history
 
 
 def fast(name: str, **changes: Any) -> Any:
@@ -202,27 +206,29 @@ def fast(name: str, **changes: Any) -> Any:
     if name == "ssd":
         decaying: dict[str, Any] = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
         return random_inputs(seqlen=400, heads=2, headdim=16, groups=1, **decaying | changes)
-    given = drawn("gdn", "1/2x16x16", 400)
+    given = generated("gdn", "1/2x16x16", 400)
     return replace(given, g=torch.full_like(given.g, -0.2), **changes)
 
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 @pytest.mark.parametrize("only", ["", "packs", "states"])
-def test_the_loud_past_finds_a_kernel_that_drops_small_history(name: str, only: str) -> None:
+def test_the_amplified_history_finds_a_kernel_that_drops_small_history(
+    name: str, only: str
+) -> None:
     given = fast(name)
     kernel = partial(dropping, 100, by_the_sum, only)
-    assert law(LOUD_PAST, oracle_output, given) == ("yes", "")
-    holds, why = law(LOUD_PAST, kernel, given)
+    assert law(AMPLIFIED_HISTORY, oracle_output, given) == ("yes", "")
+    holds, why = law(AMPLIFIED_HISTORY, kernel, given)
     assert (holds, bool(why)) == ("no", True)
     initial = torch.randn(given.states_shape)
-    assert law(LOUD_PAST, kernel, given.after(initial))[0] == "no"
+    assert law(AMPLIFIED_HISTORY, kernel, given.after(initial))[0] == "no"
 
 
 def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped() -> None:
     """A constant key with beta |k|^2 near 2 keeps the state, however fast it decays.  What is left
     when the decays are below 2^-24 is less than the error of the rounded form.
     """
-    given = drawn("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
+    given = generated("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
     key = (torch.full((16,), 0.25) * 2.1**0.5).to(given.k.dtype)
     changes = {
         "k": key.expand_as(given.k).contiguous(),
@@ -235,9 +241,9 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
     left = abs(torch.tensor(-0.105).exp() * (1 - key.double().square().sum())) ** tokens
     assert left > 0.03
     span = Span(sequence=0, batch=0, start=0, stop=512)
-    judged = operators.get("gdn").judged
-    rounded = judged.rounded(inputs, kernels.Precision())
-    out, _ = rounded.advance(inputs, span, judged.gate(inputs, span))
+    oracle = operators.get("gdn").oracle
+    rounded = oracle.rounded(inputs, kernels.Precision())
+    out, _ = rounded.advance(inputs, span, oracle.gate(inputs, span))
     exact = gdn_recurrence(inputs, dtype=torch.float64)[0][0]
     errors = (out - exact)[256:].square().sum((1, 2)) / exact[256:].square().sum((1, 2))
     assert errors.max().sqrt() > left

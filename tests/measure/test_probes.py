@@ -18,7 +18,7 @@ from ssdprof.kernels import GDNInputs, UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.isolate import IsolatedFirstCall, Verdict
+from ssdprof.measure.isolate import CallVerdict, IsolatedFirstCall
 from ssdprof.measure.laws import OF_THE_SAME_FORM
 from ssdprof.measure.probes import Prober
 from ssdprof.operators import generate
@@ -37,7 +37,7 @@ RELAXED_BF16, RELAXED_FP16 = (Precision.named(f"relaxed, {one} states") for one 
 class Here(IsolatedFirstCall):
     """Makes no first call elsewhere."""
 
-    def verdict(self, *_: Any) -> Verdict:
+    def verdict(self, *_: Any) -> CallVerdict:
         return "ran", ""
 
     def prepare(self, *_: Any) -> None: ...
@@ -65,8 +65,8 @@ def gdn() -> GDNInputs:
     shape = operator.generated.parse("1/2x16x32")
     tokens = generate.Tokens(sequences=2, seqlen=90)
     assert shape
-    drawn = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    found: GDNInputs = operator.generated.draw(drawn, torch.device("cpu"))
+    generated = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
+    found: GDNInputs = operator.generated.draw(generated, torch.device("cpu"))
     return found
 
 
@@ -196,10 +196,10 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (leaking_from_the_sequence_before, "other sequences"),
         (leaking_from_the_sequence_before, "sequence alone"),
         (leaking_from_the_future, "causality"),
-        (dropping_small_outputs, "doubling"),
+        (dropping_small_outputs, "linearity"),
         (forgetting_its_initial_states, "cut in two"),
         (without_limits_of_dt, "edge inputs"),
-        (forgetting_the_start, "loud past"),
+        (forgetting_the_start, "amplified history"),
         (rounding_to_bf16, "finer inputs"),
         (without_the_states_of_packs, "edge inputs"),
         (without_bias_in_a_step, "edge inputs"),
@@ -310,7 +310,7 @@ def test_the_history_of_each_layer_is_probed() -> None:
     prober, given = Prober(Here()), ssd()
     assert len(probed(oracle_output, given, prober)) > 1
     found = probed(forgetting_the_start, replace(given), prober)
-    assert {name: one.holds for name, one in found.items()} == {"loud past": "no"}
+    assert {name: one.holds for name, one in found.items()} == {"amplified history": "no"}
 
 
 @pytest.mark.parametrize(("decay", "holds"), [(-30.0, "yes"), (-14.0, "no")])
@@ -322,7 +322,7 @@ def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
     given.dt.fill_(0.1)
     given.A.fill_(decay * log(2) / (62 * 0.1))
     found = {
-        neglects: probed(forgetting_the_start, given, neglects=neglects)["loud past"]
+        neglects: probed(forgetting_the_start, given, neglects=neglects)["amplified history"]
         for neglects in (0, 2**-24)
     }
     assert found[0].holds == "no"
@@ -330,7 +330,9 @@ def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
     if holds == "yes":
         assert found[2**-24].detail == "times 2^10: it neglects 2^-24 of a state"
         assert (
-            probed(oracle_output, ssd(dtype=torch.float32), neglects=2**-24)["loud past"].holds
+            probed(oracle_output, ssd(dtype=torch.float32), neglects=2**-24)[
+                "amplified history"
+            ].holds
             == "not applicable"
         ), "of fp32 inputs"
 
@@ -382,7 +384,7 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
     for kernel, holds in ((oracle_output, "yes"), (forgetting_the_start, "no")):
         bundled = own_implementation(operators.get("ssd"), "fused", partial(noted, kernel))
         found = Prober(Here()).probe(replace(bundled, kind="bundled"), ssd(seqlen=600), Precision())
-        assert {one.name: one.holds for one in found}["loud past"] == holds
+        assert {one.name: one.holds for one in found}["amplified history"] == holds
     assert lengths == {600}
 
 

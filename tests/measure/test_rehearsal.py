@@ -17,7 +17,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure import isolate
-from ssdprof.measure.isolate import IsolatedFirstCall, judged
+from ssdprof.measure.isolate import IsolatedFirstCall, try_call
 from ssdprof.operators.implementations import resolve
 
 
@@ -77,7 +77,7 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
     ],
 )
 def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: str) -> None:
-    found = judged(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), Precision())
+    found = try_call(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), Precision())
     assert found[0] == ("refused" if function == "refusing" else "failed")
     assert reason in found[1]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from measure.conftest import random_inputs
 
-from ssdprof.core.subject import Ceilings, Dims
+from ssdprof.core.target import Ceilings, Dims
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.operators.ssd_oracle import ORACLE, flops

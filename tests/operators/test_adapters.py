@@ -428,14 +428,14 @@ def test_a_library_from_a_checkout_has_no_version() -> None:
 
 
 def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls) -> None:
-    peer = load("mamba_ssm")
-    assert (peer.name, peer.version) == ("mamba_ssm", "9.9")
+    library = load("mamba_ssm")
+    assert (library.name, library.version) == ("mamba_ssm", "9.9")
     given = of_ssd(D=torch.ones(2), dt_bias=torch.ones(2), dt_softplus=True, dt_limit=(0.0, 1.0))
-    out, states = peer.run(given, OF_BF16)
+    out, states = library.run(given, OF_BF16)
     assert all(getattr(given, name) is value for name, value in calls[0].items())
     assert out is given.x
     assert bool((states == 1).all())
-    assert [str(precision) for precision in own_precisions(peer, "bf16", ())] == [
+    assert [str(precision) for precision in own_precisions(library, "bf16", ())] == [
         "exact, bf16 states"
     ]
     assert [str(one) for one in own_precisions(load("selective_state_update"), "bf16", ())] == [
@@ -455,16 +455,17 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
     monkeypatch.setattr(
         sys.modules[f"{TRITON}.ssd_combined"], "_mamba_chunk_scan_combined_fwd", forward
     )
-    peer = load("mamba_ssm")
+    library = load("mamba_ssm")
     found = {
-        dtype: [str(one) for one in own_precisions(peer, dtype, ())] for dtype in ("fp16", "fp32")
+        dtype: [str(one) for one in own_precisions(library, dtype, ())]
+        for dtype in ("fp16", "fp32")
     }
     assert found == {
         "fp16": ["exact, fp16 states", "exact, fp32 states"],
         "fp32": ["relaxed, fp32 states"],
     }
     for states in (FP16, FP32):
-        peer.run(of_ssd(FP16), Precision(state_dtype=states))
+        library.run(of_ssd(FP16), Precision(state_dtype=states))
     assert asked == [None, FP32]
 
 

@@ -15,7 +15,7 @@ from command_line import Answer
 from safetensors.torch import save_file
 
 from ssdprof import operators
-from ssdprof.core.subject import Serving
+from ssdprof.core.target import Serving
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs

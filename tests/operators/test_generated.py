@@ -32,7 +32,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def drawn(
+def generated(
     operator: str,
     *ways: str,
     seqlen: int = 40,
@@ -45,7 +45,7 @@ def drawn(
     generated = operators.get(operator).generated
     shape = generated.shape("small", *(sizes or SIZES[operator]))
     return generated.draw(
-        Cell(shape=shape, dtype="bf16", layout=layout, tokens=tokens, drawn=ways),
+        Cell(shape=shape, dtype="bf16", layout=layout, tokens=tokens, ways=ways),
         torch.device("cpu"),
     )
 
@@ -54,27 +54,29 @@ SMALL: dict[str, Any] = dict(sizes=(2, 4, 16, 24, 2))
 
 
 def test_ssd_inputs_are_distributed_as_a_layer_is_initialised() -> None:
-    inputs = drawn("ssd", seqlen=512)
+    inputs = generated("ssd", seqlen=512)
     assert (inputs.x.shape, inputs.x.dtype) == ((2, 512, 2, 16), torch.bfloat16)
     assert inputs.x.is_contiguous()
     assert abs(float(inputs.x.float().std()) - 1) < 0.05
     assert ((inputs.A >= -16) & (inputs.A <= -1)).all()
     step = torch.nn.functional.softplus(inputs.dt_bias)
     assert ((step >= 0.99e-3) & (step <= 1.01e-1)).all()
-    again = drawn("ssd", seqlen=512)
+    again = generated("ssd", seqlen=512)
     assert torch.equal(inputs.x, again.x)
     assert torch.equal(inputs.dt, again.dt)
 
 
 def test_a_batch_is_drawn_as_a_model_passes_it() -> None:
-    inputs = drawn("gdn", layout="views", **SMALL)
+    inputs = generated("gdn", layout="views", **SMALL)
     assert inputs.q.shape == (2, 40, 2, 16)
     assert inputs.v.stride(1) == 2 * 2 * 16 + 4 * 24, "q, k and v are views of one tensor"
     assert inputs.use_qk_l2norm
     assert (inputs.g < 0).all()
     assert 1 < inputs.beta.max() <= 2
-    assert torch.equal(inputs.q, drawn("gdn", layout="views", **SMALL).q), "the same at every call"
-    inputs = drawn("ssd", layout="views", sequences=1, sizes=(4, 16, 32, 2))
+    assert torch.equal(inputs.q, generated("gdn", layout="views", **SMALL).q), (
+        "the same at every call"
+    )
+    inputs = generated("ssd", layout="views", sequences=1, sizes=(4, 16, 32, 2))
     x, B, C = inputs.x, inputs.B, inputs.C
     assert x.stride(1) == B.stride(1) == C.stride(1) == 4 * 16 + 2 * 2 * 32
     assert (B.data_ptr() - x.data_ptr(), C.data_ptr() - B.data_ptr()) == (2 * 4 * 16, 2 * 2 * 32)
@@ -83,29 +85,29 @@ def test_a_batch_is_drawn_as_a_model_passes_it() -> None:
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
 def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(operator: str) -> None:
-    inputs = drawn(operator, sequences=16, seqlen=32, shortest=8)
+    inputs = generated(operator, sequences=16, seqlen=32, shortest=8)
     steps = inputs.cu_seqlens.diff()
     assert len(steps) == 16
     assert ((steps >= 8) & (steps <= 32)).all()
     assert steps.unique().numel() > 1
     assert inputs.cu_seqlens[-1] == inputs.length
-    out, final_states = operators.get(operator).judged.forms(inputs)
+    out, final_states = operators.get(operator).oracle.forms(inputs)
     assert (out.shape, out.dtype) == (inputs.values.shape, torch.bfloat16)
     assert (final_states.shape, final_states.dtype) == (inputs.initial.shape, torch.float32)
     assert inputs.initial.shape == {"ssd": (16, 2, 16, 16), "gdn": (16, 8, 16, 16)}[operator]
 
 
 def test_dims_and_cost() -> None:
-    inputs, positions = drawn("gdn", **SMALL), 2 * 40
-    dims = GDN.judged.dims(inputs)
+    inputs, positions = generated("gdn", **SMALL), 2 * 40
+    dims = GDN.oracle.dims(inputs)
     assert dims.words == "2/4 heads, K 16, V 24"
-    assert GDN.judged.flops(dims.sizes, positions) == positions * (
+    assert GDN.oracle.flops(dims.sizes, positions) == positions * (
         2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24
     )
     bf16, fp32 = 2, 4
     read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)
     written = positions * bf16 * 4 * 24 + fp32 * 2 * 4 * 16 * 24
-    assert GDN.judged.cost(inputs)[1]["bytes_moved"] == read + written
+    assert GDN.oracle.cost(inputs)[1]["bytes_moved"] == read + written
 
 
 # --- sizes
@@ -138,7 +140,7 @@ def test_impossible_sizes_are_refused(text: str) -> None:
 
 
 def test_normalised_inputs_have_unit_keys_and_are_not_normalised_again() -> None:
-    usual, normalised = drawn("gdn"), drawn("gdn", "normalised")
+    usual, normalised = generated("gdn"), generated("gdn", "normalised")
     assert (usual.use_qk_l2norm, normalised.use_qk_l2norm) == (True, False)
     for name in ("q", "k"):
         norms = getattr(normalised, name).float().norm(dim=-1)
@@ -156,7 +158,7 @@ def test_normalised_inputs_have_unit_keys_and_are_not_normalised_again() -> None
 
 
 def test_a_quarter_of_the_heads_has_no_gate() -> None:
-    usual, ungated = drawn("gdn"), drawn("gdn", "quarter-ungated")
+    usual, ungated = generated("gdn"), generated("gdn", "quarter-ungated")
     without = (ungated.g == 0).all(dim=(0, 1))
     assert without.tolist() == [True, False, False, False] * 2
     assert torch.equal(ungated.g[..., ~without], usual.g[..., ~without])
@@ -167,7 +169,7 @@ def test_a_quarter_of_the_heads_has_no_gate() -> None:
     ("way", "expected"), [("slow", [True] * 8), ("quarter-slow", [True, False, False, False] * 2)]
 )
 def test_heads_that_keep_thousands_of_tokens(way: str, expected: list[bool]) -> None:
-    g = drawn("gdn", way).g
+    g = generated("gdn", way).g
     assert (g.mean((0, 1)) > -1.5e-4).tolist() == expected
     assert (g < 0).all()
 
@@ -188,7 +190,7 @@ def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused()
 
 @needs_interpreter
 def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> None:
-    portable, inputs = resolve(GDN, "fused_portable"), drawn("gdn", seqlen=3)
+    portable, inputs = resolve(GDN, "fused_portable"), generated("gdn", seqlen=3)
     assert registry.get("gdn", "fused").plan(inputs, Precision()).variant == "recurrent"
     plan = portable.plan(inputs, Precision())
     assert (plan.variant, plan.launches) == ("interpreter", 2)
@@ -198,7 +200,7 @@ def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> N
 @needs_interpreter
 def test_the_recurrent_form_in_place_leaves_its_inputs_as_they_were() -> None:
     in_place = resolve(SSD, "recurrent_in_place")
-    inputs: SSDInputs = drawn("ssd", seqlen=1)
+    inputs: SSDInputs = generated("ssd", seqlen=1)
     assert inputs.initial_states is not None
     before = inputs.initial_states.clone()
     first, second = (in_place.run(inputs, Precision()) for _ in range(2))

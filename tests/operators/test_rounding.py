@@ -42,13 +42,13 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def begun(inputs: Any, precision: Precision) -> Any:
-    return operators.get(inputs.operator).judged.rounded(inputs, precision)
+    return operators.get(inputs.operator).oracle.rounded(inputs, precision)
 
 
 def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
     found: Output = lo.advance(
-        inputs, span, operators.get(inputs.operator).judged.gate(inputs, span)
+        inputs, span, operators.get(inputs.operator).oracle.gate(inputs, span)
     )
     return found
 
@@ -143,7 +143,7 @@ def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int) -> No
     )
     wide, whole = operators.get(inputs.operator).repeated(inputs, span, 3)
     found = begun(inputs, Precision()).advance(
-        wide, whole, operators.get(inputs.operator).judged.gate(wide, whole)
+        wide, whole, operators.get(inputs.operator).oracle.gate(wide, whole)
     )
     for dim, three, one in zip(
         (1, 0), found, advanced(begun(inputs, Precision()), inputs, 1, 0, length), strict=True
@@ -156,7 +156,7 @@ def test_an_empty_sequence_keeps_its_state() -> None:
     out, state = advanced(begun(inputs, Precision()), inputs, 0, 0, 0)
     assert out.shape == (0, 4, 24)
     assert torch.equal(state, inputs.initial_state[0])
-    gate = operators.get("gdn").judged.gate(inputs, Span(sequence=0, batch=0, start=0, stop=0))
+    gate = operators.get("gdn").oracle.gate(inputs, Span(sequence=0, batch=0, start=0, stop=0))
     assert torch.equal(gate.largest_exponent(), torch.zeros(4))
 
 
@@ -204,6 +204,6 @@ def test_wide_states_are_judged_in_shorter_blocks() -> None:
             for of in ((8, 64), (1, n), (8,))
         )
         inputs = SSDInputs.unchecked(x=x, dt=dt, A=dt[0, 0], B=B, C=B, chunk_size=64)
-        return block_length(operators.get("ssd").judged, inputs, torch.device("cpu"))
+        return block_length(operators.get("ssd").oracle, inputs, torch.device("cpu"))
 
     assert 64 <= length(256) < length(16)

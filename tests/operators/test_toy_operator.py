@@ -16,7 +16,7 @@ from operators import toy
 
 from ssdprof import operators
 from ssdprof.capture.store import load as load_captures
-from ssdprof.core.case import Drawn
+from ssdprof.core.case import Generated
 from ssdprof.core.outcome import Outcome
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
@@ -34,7 +34,7 @@ def registered(registries_of_its_own: None, in_empty_folder: None) -> None:
     toy.register_implementations()
 
 
-def drawn(seqlen: int = SEQLEN) -> toy.ToyInputs:
+def generated(seqlen: int = SEQLEN) -> toy.ToyInputs:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, seqlen, 2, 8, generator=generator).bfloat16()
     return toy.ToyInputs(x=x, a=-torch.rand(2, seqlen, 2, generator=generator))
@@ -43,7 +43,7 @@ def drawn(seqlen: int = SEQLEN) -> toy.ToyInputs:
 @pytest.fixture
 def captures() -> Path:
     return store(
-        Path("captures"), [(layer, drawn(), None) for layer in LAYERS], prompt(SEQLEN, batch=2)
+        Path("captures"), [(layer, generated(), None) for layer in LAYERS], prompt(SEQLEN, batch=2)
     )
 
 
@@ -54,7 +54,7 @@ def ssdprof(*words: str) -> str:
 
 def test_from_stored_captures_to_reports(captures: Path) -> None:
     read = load_captures(captures)[1](load_captures(captures)[0].layers[0]).inputs
-    for name, tensor in drawn().tensors.items():
+    for name, tensor in generated().tensors.items():
         assert torch.equal(read.tensors[name], tensor)
 
     ssdprof("run", str(captures), "--out", "run", "--states", "all")
@@ -111,9 +111,9 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch)
     ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--out", "cells")
     report = load("cells")[1]
-    assert (report.kind, report.subject) == ("bench", "toy")
+    assert (report.kind, report.target) == ("bench", "toy")
     assert [
-        ((task_of(case, Drawn).shape, task_of(case, Drawn).shape_words), case.result)
+        ((task_of(case, Generated).shape, task_of(case, Generated).shape_words), case.result)
         for case in report.cases
     ] == [
         (("toy-1b", "2x8"), "passed"),
@@ -126,10 +126,10 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_comparator_knows_it_by_its_inputs() -> None:
-    output = toy.running_sum(drawn(), Precision(state_dtype=torch.float16))
-    assert_passes(output, drawn(), Precision(state_dtype=torch.float16))
+    output = toy.running_sum(generated(), Precision(state_dtype=torch.float16))
+    assert_passes(output, generated(), Precision(state_dtype=torch.float16))
     with pytest.raises(AssertionError, match="final_states"):
-        assert_passes((output[0], output[1] * 1.01), drawn(), Precision())
+        assert_passes((output[0], output[1] * 1.01), generated(), Precision())
 
 
 def test_what_is_not_there_yet_is_refused_in_a_sentence(

@@ -161,6 +161,6 @@ OPERATOR = Operator(
     layers="toy",
     load_inputs=lambda: ToyInputs,
     binding=BINDING,
-    judged=ORACLE,
+    oracle=ORACLE,
     generated=GENERATOR,
 )

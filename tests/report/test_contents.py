@@ -31,7 +31,7 @@ from report.shown import row, there
 from ssdprof.core.base import BETWEEN_CALLS, REPEATS, PrecisionName, Probe
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, Report
-from ssdprof.core.subject import CallRef, Serving
+from ssdprof.core.target import CallRef, Serving
 from ssdprof.report import calls
 from ssdprof.report.document import compose
 from ssdprof.report.facts import meanings, what_ran
@@ -147,7 +147,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
             layers=(0,),
             precisions=(EXACT_FP32,),
             requested=tuple(map(cases.requested, WHOLE.cases)),
-            left_out=(LeftOut(place="layer 9", reason="no time"),),
+            left_out=(LeftOut(case_key="layer 9", reason="no time"),),
         ),
         ["PASSED", "At 131,072"],
     ),
@@ -487,7 +487,7 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
         ["fused computes exact with fp16 states as exact with"],
     ),
     "left out": (
-        bench(left_out=(LeftOut(place="a cell", implementations=("fla",), reason="no room"),)),
+        bench(left_out=(LeftOut(case_key="a cell", implementations=("fla",), reason="no room"),)),
         ["Fla of a cell was left out: no room."],
     ),
 }
@@ -605,14 +605,14 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
     kind: str, passed: bool
 ) -> None:
     broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
-    kept = (Probe(name="doubling", holds="yes"), Probe(name="halving", holds="yes"))
+    kept = (Probe(name="linearity", holds="yes"), Probe(name="halving", holds="yes"))
     probes = (*kept, broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))
     found = report(
         precisions=TWO,
         change=changed(lambda case: case.changed(kind=kind, probes=probes), layers=(9,)),
     )
     assert there(calls.laws(found)).rows == (
-        ("fused", "all 2 precisions", "yes", "doubling; halving", ""),
+        ("fused", "all 2 precisions", "yes", "linearity; halving", ""),
         ("fused", "all 2 precisions", "no", "causality", broken.detail),
         ("fused", "all 2 precisions", "no", REPEATS, "out at (0, 4)"),
     )
@@ -625,12 +625,12 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
 def test_laws_of_a_pool_have_a_table_of_their_own_with_a_row_for_each() -> None:
     where = "call 1, row 3, slot 0, head 2: it is wrong"
     probes = (
-        Probe(name="doubling", holds="yes"),
+        Probe(name="linearity", holds="yes"),
         Probe(name=f"{BETWEEN_CALLS}padded rows", holds="no", detail=where),
         Probe(name=f"{BETWEEN_CALLS}a shared prefix", holds="yes"),
     )
     found = report(precisions=TWO, change=changed(lambda case: case.changed(probes=probes)))
-    assert there(calls.laws(found)).rows == (("fused", "all 2 precisions", "yes", "doubling", ""),)
+    assert there(calls.laws(found)).rows == (("fused", "all 2 precisions", "yes", "linearity", ""),)
     assert there(calls.between_calls(found)).rows == (
         ("padded rows", "fused", "all 2 precisions", "no", where),
         ("a shared prefix", "fused", "all 2 precisions", "yes", ""),

@@ -79,7 +79,7 @@ def test_names_cannot_break_the_page() -> None:
 
     name = "a|b<script>*x*`_y_~~$1$"
     found = report(
-        model=checkpoint(repo_id=name), subject=name, change=change, notes=("- not | a list <b>",)
+        model=checkpoint(repo_id=name), target=name, change=change, notes=("- not | a list <b>",)
     )
     text = render(found)
     rendered = PARSER.render(text)

@@ -78,7 +78,7 @@ def test_what_was_left_to_the_model_is_named() -> None:
 
 def test_prefills_that_were_not_timed_are_named() -> None:
     out = LeftOut(
-        place="prefill, model convolution and norm, 16,384 tokens",
+        case_key="prefill, model convolution and norm, 16,384 tokens",
         implementations=("fused",),
         reason="no time",
     )
@@ -93,7 +93,7 @@ def test_prefills_that_were_not_timed_are_named() -> None:
         ),
         f"FAILED: 1 of 2 cases: fused (exact, fp32 states) out of memory in {place}.",
     ]
-    assert compose(found).caveats == (f"Fused of {out.place} was left out: no time.",)
+    assert compose(found).caveats == (f"Fused of {out.case_key} was left out: no time.",)
     assert of_title(found, "Failures").rows == (
         ("out of memory", "fused hopper", "exact, fp32", place, "too large"),
         ("passed", "unfused", "exact, fp32", place, "no turns"),

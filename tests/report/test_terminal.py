@@ -80,7 +80,7 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 # --- wide tables
 
 
-def drawn(rows: tuple[tuple[str, ...], ...], width: int, keys: int = 1) -> list[list[str]]:
+def rendered(rows: tuple[tuple[str, ...], ...], width: int, keys: int = 1) -> list[list[str]]:
     """The words of the lines of a table whose headers are numbers."""
     headers = tuple(f"h{number}" for number in range(len(rows[0])))
     table = Table(
@@ -104,20 +104,22 @@ def test_a_table_that_does_not_fit_is_split_evenly_behind_its_keys(
     widths: tuple[int, ...], width: int, parts: list[tuple[int, ...]]
 ) -> None:
     rows = (tuple(str(number) * width for number, width in enumerate(widths)),)
-    lines = [line for line in drawn(rows, width) if line[0] == "0" * widths[0]]
+    lines = [line for line in rendered(rows, width) if line[0] == "0" * widths[0]]
     assert lines == [[str(column) * widths[column] for column in part] for part in parts]
 
 
 def test_a_part_has_no_empty_rows_and_no_empty_columns() -> None:
-    lines = drawn((("one", "-", "y" * 20), ("two", "x" * 20, "-")), 30)
+    lines = rendered((("one", "-", "y" * 20), ("two", "x" * 20, "-")), 30)
     assert [line for line in lines if line[0] in ("one", "two")] == [
         ["two", "x" * 20],
         ["one", "y" * 20],
     ]
-    lines = drawn((("one", "-", "-", "x" * 20), ("two", "-", "-", "y" * 20)), 30)
+    lines = rendered((("one", "-", "-", "x" * 20), ("two", "-", "-", "y" * 20)), 30)
     assert lines == [["h0", "h3"], ["one", "x" * 20], ["two", "y" * 20]]
-    assert ["one", "-"] in drawn((("one", "-"), ("two", "x")), 30), "a whole table keeps such rows"
-    lines = drawn((("layer 0, 64 tokens", "relaxed, bf16", "1.38e-3"),), 30, keys=2)
+    assert ["one", "-"] in rendered((("one", "-"), ("two", "x")), 30), (
+        "a whole table keeps such rows"
+    )
+    lines = rendered((("layer 0, 64 tokens", "relaxed, bf16", "1.38e-3"),), 30, keys=2)
     words = {"layer", "0,", "64", "tokens", "relaxed,", "bf16", "1.38e-3"}
     assert words <= {word for line in lines for word in line}, (
         "where not even a key and one column fit"

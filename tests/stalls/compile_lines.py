@@ -32,7 +32,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import hopper_launch
 from ssdprof.kernels.ssd.portable import portable_launch
 from ssdprof.kernels.ssd.unfused import five_stages
-from ssdprof.stalls import target
+from ssdprof.stalls import profiled
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -64,8 +64,8 @@ def listing(cubin: bytes, lines: str) -> list[tuple[str, str, int]]:
 
 def main() -> None:
     triton.runtime.driver.set_active(_AbsentGpu(90))
-    target.install()
-    rename, run = target.name_call_sites, JITFunction.run
+    profiled.install()
+    rename, run = profiled.name_call_sites, JITFunction.run
     made: list[str] = []
     found: dict[str, Any] = {}
 
@@ -83,7 +83,7 @@ def main() -> None:
             "called": listing(compiled.asm["cubin"], "-g"),
         }
 
-    target.name_call_sites = remember
+    profiled.name_call_sites = remember
     JITFunction.run = compile_only
     case = SSDCase(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
     gated = on_meta(

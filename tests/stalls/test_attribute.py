@@ -18,7 +18,7 @@ from ssdprof.operators import records
 from ssdprof.operators.operator import Stages
 from ssdprof.operators.ssd import STAGES as SSD_STAGES
 from ssdprof.report.stalls import compose
-from ssdprof.stalls import target
+from ssdprof.stalls import profiled
 from ssdprof.stalls.attribute import (
     CALLER,
     IDLE_WARPS,
@@ -153,9 +153,9 @@ def test_without_line_information_instructions_stand_for_lines() -> None:
     ],
 )
 def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) -> None:
-    assert parse(SOURCE).place(line_of(text)) == place
+    assert parse(SOURCE).stage_of(line_of(text)) == place
     moved = parse("# a line more\n" * 7 + SOURCE)
-    assert moved.place(line_of(text) + 7) == place
+    assert moved.stage_of(line_of(text) + 7) == place
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) 
     ],
 )
 def test_lines_that_no_table_knows(source: str, line: int, place: LineStage) -> None:
-    assert parse(source).place(line) == place
+    assert parse(source).stage_of(line) == place
     assert not parse(source.replace("STAGES", "X")).labelled or "jit" not in source
 
 
@@ -195,8 +195,8 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
     sources = SourceFiles(
         {"/x/site-packages/triton/language/standard.py": "import this\n", "/a/k.py": SOURCE}
     )
-    assert sources.place("/x/site-packages/triton/language/standard.py", 1) == LineStage()
-    assert sources.place("/a/k.py", 0) == LineStage()
+    assert sources.stage_of("/x/site-packages/triton/language/standard.py", 1) == LineStage()
+    assert sources.stage_of("/a/k.py", 0) == LineStage()
     assert not sources.not_recorded
 
 
@@ -207,10 +207,10 @@ def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> N
         for i, line in enumerate(stage.read_text().splitlines(), 1)
         if "while tl.atomic_add" in line
     )
-    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable.py", number)
+    place = sources.stage_of("/elsewhere/site-packages/ssdprof/kernels/ssd/portable.py", number)
     assert place == LineStage("wait_for_state", "state_passing.wait")
     assert sources.not_recorded == {"portable.py"}
-    assert sources.place("/home/someone/kernel.py", 3) == LineStage("", "kernel.py")
+    assert sources.stage_of("/home/someone/kernel.py", 3) == LineStage("", "kernel.py")
 
 
 # --- our own kernels
@@ -223,18 +223,19 @@ def test_every_line_of_a_kernel_has_a_stage_that_exists_and_tables_and_marks_are
     text = file.read_text()
     parsed, lines = parse(text), text.splitlines()
     functions = set(re.findall(r"^ *@\w+\.jit.*\n *def (\w+)", text, re.M))
-    assert {place.function for place in parsed.places.values()} == functions
+    assert {place.function for place in parsed.lines.values()} == functions
     table = re.search(r"^STAGES = (\{.*?\})(?:  # fmt: skip)?$", text, re.MULTILINE | re.DOTALL)
     assert set(re.findall(r'"(\w+)":', table[1]) if table else ()) <= functions
     assert {name for name in functions if name.endswith("_kernel")} <= set(
         re.findall(r'"(\w+)":', text)
     )
-    stages = {place.stage for place in parsed.places.values()} - {None}
+    stages = {place.stage for place in parsed.lines.values()} - {None}
     assert stages <= set(STAGES.order), f"{file.name}: {stages - set(STAGES.order)}"
     assert {name for name in functions if name.endswith("_kernel")} <= set(STAGES.kernels)
     marks = {number for number, line in enumerate(lines, 1) if re.match(r"\s*# stage ", line)}
     assert not any(
-        parsed.place(number).header or parsed.place(number).stage == UNKNOWN for number in marks
+        parsed.stage_of(number).header or parsed.stage_of(number).stage == UNKNOWN
+        for number in marks
     )
 
 
@@ -311,7 +312,9 @@ def test_lines_of_a_known_file_have_the_stages_of_the_table() -> None:
     found = stalls_of(theirs())
     assert found.stages == {"chunk_scan.previous": {"wait": 7}, "chunk_scan.residual": {"wait": 1}}
     assert (found.implementation, found.unlabelled) == ("them", ())
-    assert SourceFiles({FILE: TEXT}).place(FILE, 7) == LineStage("_their_kernel", None, header=True)
+    assert SourceFiles({FILE: TEXT}).stage_of(FILE, 7) == LineStage(
+        "_their_kernel", None, header=True
+    )
 
 
 @pytest.mark.usefixtures("known")
@@ -380,7 +383,7 @@ SOURCES = SourceFiles({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": 
     ],
 )
 def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> None:
-    before, after = PTX + "  " + loc, target.name_call_sites(PTX + f"  {loc}", SOURCES)
+    before, after = PTX + "  " + loc, profiled.name_call_sites(PTX + f"  {loc}", SOURCES)
     assert after.splitlines()[2].split("//")[0].split() == [".loc", *named.split()]
     assert after.partition("//")[2] == before.partition("//")[2]  # the remark stays
 
@@ -389,7 +392,7 @@ def test_nothing_but_a_loc_is_touched() -> None:
     text = (
         PTX + "\tadd.s32 %r1, %r2, 1; // kernel.py:4:9 @[ kernel.py:7:12 ]\n.loc_of: bra .loc_of;\n"
     )
-    assert target.name_call_sites(text, SOURCES) == text
+    assert profiled.name_call_sites(text, SOURCES) == text
 
 
 def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(
@@ -400,20 +403,20 @@ def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_ar
     )
     sources = SourceFiles({"/a/kernel.py": CALLS, "/b/kernel.py": "x = 1\n"})
     loc = ".loc 3 50 3 // standard.py:50:3 @[ kernel.py:7:12 ]"
-    assert ".loc 2 7 12 //" in target.name_call_sites(files + loc, sources)
+    assert ".loc 2 7 12 //" in profiled.name_call_sites(files + loc, sources)
     (file := tmp_path / "kernel.py").write_text(CALLS)
     ptx = (
         f'.file 1 "{file}"\n.file 2 "/gone/helpers.py"\n.loc 1 4 9 // kernel.py:4:9 @[ '
         "kernel.py:7:12 ]\n"
     )
-    assert ".loc 1 7 12 //" in target.name_call_sites(ptx)
+    assert ".loc 1 7 12 //" in profiled.name_call_sites(ptx)
 
 
 def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
-    target.install()
+    profiled.install()
     hook = triton.knobs.runtime.add_stages_inspection_hook
     assert all(hook())  # a key and a digest
     loc = PTX + ".loc 1 4 9"

@@ -77,7 +77,7 @@ def truth(
         number -= 1
     for name, line in re.findall(r"([\w.]+\.py):(\d+):\d+", ptx[number - 1]):
         for path in paths.get(name, ()):
-            stage = sources.place(path, int(line)).stage
+            stage = sources.stage_of(path, int(line)).stage
             if stage not in (None, UNKNOWN):
                 return stage
     return None
@@ -106,8 +106,8 @@ def _compiled(fields: dict[str, list[tuple[str, str, int]]]) -> Compiled:
     return Compiled(
         instructions=([row[0] for row in fields["plain"]], [row[0] for row in fields["called"]]),
         lines=[(file, line) for _, file, line in fields["plain"]],
-        plain=[sources.place(file, line) for _, file, line in fields["plain"]],
-        called=[sources.place(file, line) for _, file, line in fields["called"]],
+        plain=[sources.stage_of(file, line) for _, file, line in fields["plain"]],
+        called=[sources.stage_of(file, line) for _, file, line in fields["called"]],
         stages=[truth(ptx, int(row[1]), sources, paths) for row in fields["inlined"]],
     )
 

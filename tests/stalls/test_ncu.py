@@ -18,13 +18,13 @@ from kernels.kernel_cases import SSDCase
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import Launched
-from ssdprof.core.subject import Serving
+from ssdprof.core.target import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import required
-from ssdprof.stalls import ncu, target
+from ssdprof.stalls import ncu, profiled
 
 
 def job(folder: Path) -> ncu.Job:
@@ -278,12 +278,12 @@ def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path) -> Non
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls, in order."""
     seen: list[str] = []
-    monkeypatch.setattr(target, "resolve", lambda *_: counting(seen))
+    monkeypatch.setattr(profiled, "resolve", lambda *_: counting(seen))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(f"push {name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
-    monkeypatch.setattr(target, "DEVICE", "cpu")
+    monkeypatch.setattr(profiled, "DEVICE", "cpu")
     return seen
 
 
@@ -312,7 +312,7 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
     folder: Path, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", words_for(folder, 5, tmp_path / "launched.json"))
-    target.main()
+    profiled.main()
     assert calls == ["run", "run", "wait", "push ssdprof", "run", "wait", "pop"]
     # before the first call, nothing was compiled
     assert triton.knobs.runtime.add_stages_inspection_hook is not None
@@ -325,13 +325,13 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
 def test_a_layer_that_is_not_there_ends_the_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = target.load(folder, 7, 32, "cpu")
+    inputs = profiled.load(folder, 7, 32, "cpu")
     assert torch.equal(inputs.x, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
     with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
-        target.load(folder, 7, 64, "cpu")
+        profiled.load(folder, 7, 64, "cpu")
     monkeypatch.setattr("sys.argv", words_for(folder, 4, tmp_path / "launched.json"))
     with pytest.raises(SystemExit, match=r"Error: .* holds no layer 4 of 32 tokens"):
-        target.main()
+        profiled.main()
     refusal = json.loads((tmp_path / "launched.json").read_text())
     assert (refusal["exit_code"], refusal["hint"]) == (ExitCode.BAD_INPUT, "Capture it first.")
 
@@ -353,7 +353,7 @@ def test_a_layer_that_is_not_there_ends_the_process(
     ],
 )
 def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str, code: int) -> None:
-    refusal = target.refusal_of(error)
+    refusal = profiled.refusal_of(error)
     assert message in refusal["message"]
     assert refusal["message"].endswith(".")
     assert refusal["hint"]
@@ -367,28 +367,28 @@ def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) ->
     )
     (call,) = Serving(decode=1).calls(64)[1:]
     store(tmp_path, [(layer(5), step, call), (layer(5), prompt, None)])
-    assert target.load(tmp_path, 5, 1, "cpu").initial_states is None
+    assert profiled.load(tmp_path, 5, 1, "cpu").initial_states is None
 
 
 def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(
     folder: Path,
 ) -> None:
     """A library has a fixed set of precisions.  A missing library gives an error."""
-    inputs = target.load(folder, 2, 32, "cpu")
+    inputs = profiled.load(folder, 2, 32, "cpu")
     both = tuple(Precision.named(f"exact, {states} states") for states in ("bf16", "fp32"))
     library = replace(
         kernels.get("ssd", "fused"), name="them", kind="library", precisions=lambda _: both
     )
     assert (
-        target.call_at(
+        profiled.call_at(
             operators.get(inputs.operator), library, inputs, Precision()
         ).precision.state_dtype
         == torch.float32
     )
     fixed = replace(library, precisions=lambda dtype: (Precision.named(f"exact, {dtype} states"),))
-    call = target.call_at(operators.get(inputs.operator), fixed, inputs, Precision())
+    call = profiled.call_at(operators.get(inputs.operator), fixed, inputs, Precision())
     assert call.precision.state_dtype == torch.bfloat16
-    found = target.warm_up(fixed, call)
+    found = profiled.warm_up(fixed, call)
     assert (found.implementation, found.precision) == ("them", "exact, bf16 states")
     with pytest.raises(MissingCapabilityError, match="is not there"):
         required(replace(library, absent="It is not there."))

@@ -10,7 +10,7 @@ import cases
 import pytest
 
 from ssdprof.capture import manifest
-from ssdprof.core.subject import Gpu
+from ssdprof.core.target import Gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import stall_files
 from ssdprof.store import reports, tuned

@@ -136,7 +136,7 @@ def test_a_rank_that_was_interrupted_is_named_by_the_first(
     assert (kept().complete, indices(kept()), kept().missing[0][0]) == (
         False,
         [0, 1],
-        MADE[2].place,
+        MADE[2].case_key,
     )
 
 

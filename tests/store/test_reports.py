@@ -19,7 +19,7 @@ from cases import case, failed, of_answers, samples, timed
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut
-from ssdprof.core.subject import Serving
+from ssdprof.core.target import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
 
 
-def header(kind: str = "run", subject: str = "org/model", **fields: Any) -> dict[str, Any]:
-    known = {"kind": kind, "subject": subject, "command": ("ssdprof", kind), "baseline": "unfused"}
+def header(kind: str = "run", target: str = "org/model", **fields: Any) -> dict[str, Any]:
+    known = {"kind": kind, "target": target, "command": ("ssdprof", kind), "baseline": "unfused"}
     return known | {"model": cases.checkpoint(), "environment": cases.environment()} | fields
 
 
@@ -46,7 +46,7 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 
 
 def test_a_report_is_read_back_as_it_was_written() -> None:
-    clocks, left = cases.clocks(), LeftOut(place="layer 9", reason="spent")
+    clocks, left = cases.clocks(), LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
     with opened(
         None, Watcher(), **header(requested=requested, notes=("Random weights.",))
@@ -270,7 +270,7 @@ def interrupted(*made: Case, **fields: Any) -> Path:
         writer.peaked(7)
         writer.update(
             clocks=cases.clocks(throttle_reasons=("hot",)),
-            left_out=(LeftOut(place="layer 9", reason="spent"),),
+            left_out=(LeftOut(case_key="layer 9", reason="spent"),),
         )
         raise KeyboardInterrupt
     return Path("my run")
@@ -440,7 +440,7 @@ GOOD = dump(cases.report(layers=(0,)))
         ('{"schema_version": 2}', "is no report of ssdprof"),
         (GOOD.replace('"version": 4', '"version": 99'), "of version 99; this ssdprof reads 4"),
         (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind: "),
-        (GOOD.replace('"subject"', '"subjekt"'), "subject: Field required"),
+        (GOOD.replace('"target"', '"subjekt"'), "target: Field required"),
         (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),
         (GOOD.replace("0.004", "0.004, 0.1", 1), "another number of slices"),
     ],

@@ -124,7 +124,7 @@ def test_from_the_command_line_to_the_file(
     if runner is scan_002:
         assert {r["contender"] for r in rows if not r["rank"]} - {"broken"} == set(made(16))
         assert {r["same_bits"] for r in rows if r["contender"] == scan_002.PROPOSED} == {True}
-        assert stored["missing"].keys() == {scan_002.COUNTED, scan_002.PEER}
+        assert stored["missing"].keys() == {scan_002.COUNTED, scan_002.LIBRARY}
         assert stored["missing"][scan_002.COUNTED] == "No ncu here. Install it."
     else:
         both = {r["contender"] for r in rows if r["pass"] == "forward and backward"} - {"broken"}

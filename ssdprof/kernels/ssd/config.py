@@ -30,11 +30,11 @@ FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
 HOPPER_CHUNK = 64  # positions per chunk of the Hopper kernel
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions of a segment of the portable kernel
 
-Row = tuple[dict[str, Any], Any, str]  # limits of a call, what it takes, and why
-Table = Sequence[Row]  # the last row fits every call
+ConfigRow = tuple[dict[str, Any], Any, str]  # limits of a call, what it takes, and why
+ConfigTable = Sequence[ConfigRow]  # the last row fits every call
 
 
-def _row(*, take: Any, why: str, **limits: Any) -> Row:
+def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
     """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks
     are limits, too.
     """
@@ -42,7 +42,7 @@ def _row(*, take: Any, why: str, **limits: Any) -> Row:
 
 
 def first_fit(
-    table: Table,
+    table: ConfigTable,
     *,
     wide: bool,
     dstate: int,
@@ -50,7 +50,7 @@ def first_fit(
     gate: bool = False,
     major: int = 0,
     exact: bool = True,
-) -> Row:
+) -> ConfigRow:
     """The first row that fits."""
     equal, largest = dict(wide=wide, exact=exact, gate=gate), dict(headdim=headdim, dstate=dstate)
     return next(
@@ -98,7 +98,7 @@ def call_key(
 
 # --- the fused kernel for Hopper: see `SSDHopperConfig`
 
-HOPPER: Table = (
+HOPPER: ConfigTable = (
     _row(
         dstate=128,
         take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
@@ -238,7 +238,7 @@ _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 _ONE_TF32 = (
     "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
 )
-PORTABLE: Table = (
+PORTABLE: ConfigTable = (
     _row(
         wide=True,
         exact=False,
@@ -296,7 +296,7 @@ _LARGE = (
     "two stages"
 )
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
-CHUNK_STATE: Table = (
+CHUNK_STATE: ConfigTable = (
     _row(
         wide=True,
         take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2),
@@ -317,7 +317,7 @@ CHUNK_STATE: Table = (
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
-BMM_CHUNK: Table = (
+BMM_CHUNK: ConfigTable = (
     _row(
         wide=True,
         take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3),
@@ -352,7 +352,7 @@ _SLICED = (
 # 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6
 # to 3.8 overwrites registers of a product's operand while the product may still read them
 # (`tests/kernels/operand_races.py`).
-CHUNK_SCAN: Table = (
+CHUNK_SCAN: ConfigTable = (
     _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
     _row(
         gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS
@@ -363,7 +363,7 @@ CHUNK_SCAN: Table = (
     _row(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
     _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
 )
-UNFUSED: Mapping[str, Table] = {
+UNFUSED: Mapping[str, ConfigTable] = {
     # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
     "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,

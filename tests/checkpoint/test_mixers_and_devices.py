@@ -15,17 +15,11 @@ from torch import nn
 
 from ssdprof.capture.forward import PromptRun, cache_name, logits
 from ssdprof.capture.layers import CapturedLayer, capture_layers
+from ssdprof.checkpoint.devices import DeviceMap, infer, largest_streamed, weights_by_device
 from ssdprof.checkpoint.load import fetch, load_model
-from ssdprof.checkpoint.meta import (
-    DeviceMap,
-    find_mixers,
-    infer,
-    largest_streamed,
-    meta_model,
-    weights_by_place,
-)
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.model import Model, open_model
-from ssdprof.core.subject import LayerRef, Serving
+from ssdprof.core.target import LayerRef, Serving
 from ssdprof.errors import BadInputError
 
 # --- mixers
@@ -106,7 +100,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
     """The model on the meta device, and a map with room for the embedding, two layers, and one
     streamed layer.
     """
-    model = meta_model(located)
+    model = located.cut_on_meta()
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
     mapped = infer(model, {"cpu": room, "disk": 0})
@@ -181,7 +175,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
 def test_what_lies_where(saved: Saved) -> None:
     located = open_model(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
-    found = weights_by_place(model, mapped)
+    found = weights_by_device(model, mapped)
     assert {place: held.layers for place, held in found.items()} == {"cpu": 2, "disk": 2}
     assert sum(held.bytes for held in found.values()) == located.weight_bytes()
     layer, module = largest_streamed(model, mapped, "cpu")
@@ -197,14 +191,14 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
     both = infer(model, {0: first, 1: 2**30})
     assert both is not None
-    assert {place: held.layers for place, held in weights_by_place(model, both).items()} == {
+    assert {place: held.layers for place, held in weights_by_device(model, both).items()} == {
         0: 1,
         1: 3,
     }
     assert largest_streamed(model, both, 0) == (0, 0)
     memory = infer(model, {0: first, "cpu": 2**30})
     assert memory is not None
-    assert {place: held.layers for place, held in weights_by_place(model, memory).items()} == {
+    assert {place: held.layers for place, held in weights_by_device(model, memory).items()} == {
         0: 1,
         "cpu": 3,
     }
@@ -215,5 +209,5 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     "room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}]
 )
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
-    model = meta_model(open_model(str(saved("granitemoehybrid"))))
+    model = open_model(str(saved("granitemoehybrid"))).cut_on_meta()
     assert infer(model, room) is None

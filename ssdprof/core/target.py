@@ -1,4 +1,4 @@
-"""Records of the subject of a report: its model, layers, calls, prompts, and the machine that it
+"""Records of the target of a report: its model, layers, calls, prompts, and the machine that it
 ran on.
 """
 
@@ -209,8 +209,10 @@ class Ceilings(Record):
     matmul_tflops: Annotated[float, Field(gt=0)]
 
 
-class Held(Record):
-    """What a place holds of a model: decoder layers that begin there, and bytes of all weights."""
+class Allocation(Record):
+    """What a device, or main memory or the disk, holds of a model: decoder layers that begin there,
+    and bytes of all weights.
+    """
 
     layers: Count
     bytes: Count
@@ -219,7 +221,7 @@ class Held(Record):
 class Placement(Record):
     """Where a model's weights are while it runs.
 
-    device: where the model computes, the first one of several.  held: all weights, by place:
+    device: where the model computes, the first one of several.  allocated: all weights, by device:
     "cuda:0", "cpu", "disk".
     predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted
         before loading, without replaying.  None if the model's code does not run on the meta
@@ -233,7 +235,7 @@ class Placement(Record):
 
     kind: PlacementKind
     device: Text
-    held: dict[Text, Held]
+    allocated: dict[Text, Allocation]
     predicted_peak_bytes: Count | None
     streamed_layer_bytes: Count = 0
     bytes_per_s: Annotated[float, Field(gt=0)] | None = None

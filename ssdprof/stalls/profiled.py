@@ -1,6 +1,6 @@
 """The process that ncu profiles: one layer's captured tensors, and one call inside an NVTX range.
 
-    python -m ssdprof.stalls.target JOB FILE         JOB: an `ncu.Job`, as JSON
+    python -m ssdprof.stalls.profiled JOB FILE         JOB: an `ncu.Job`, as JSON
 
 Small, because ncu saves and restores the device memory that the process can reach between its
 passes.  FILE gets, as JSON, a `Launched` with the launches of the call, or the message, hint and
@@ -101,7 +101,7 @@ def call_at(
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    dtype = operator.judged.dims(inputs).dtype
+    dtype = operator.oracle.dims(inputs).dtype
 
     def likeness(precision: Precision) -> tuple[bool, bool]:
         same_intermediates = precision.intermediates == wanted.intermediates
@@ -195,7 +195,7 @@ def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
         before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):
-                if known.place(files[number], int(line)).stage not in (None, UNKNOWN):
+                if known.stage_of(files[number], int(line)).stage not in (None, UNKNOWN):
                     return f"{before}{number} {line} {column}{remark}{chain}"
         return loc[0]
 

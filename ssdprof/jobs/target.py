@@ -1,4 +1,4 @@
-"""Options -> what a command is asked to do, and its subject.
+"""Options -> what a command is asked to do, and its target.
 
 Runs before torch is imported, so that wrong options, names and layers are refused at once.  Every
 function raises BadInputError; those that find a model, ModelUnavailableError if it is not there.
@@ -19,7 +19,7 @@ from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.conditions import Condition, parse_gate, parse_percent
-from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
+from ssdprof.core.target import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
 from ssdprof.core.words import words
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
@@ -48,8 +48,8 @@ _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The subject of a request: a checkpoint, its selected layers, and the prompt lengths.
+class Target:
+    """The target of a request: a checkpoint, its selected layers, and the prompt lengths.
 
     seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
     whole: the whole model is needed, with its language-model head; else only the layers up to the
@@ -94,7 +94,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The subject of a request for stored captures: the selected layers of each prompt."""
+    """The target of a request for stored captures: the selected layers of each prompt."""
 
     request: declared.ModelOptions
     folder: Path
@@ -135,9 +135,9 @@ def captures_of(request: declared.ModelOptions) -> Path | None:
     return next(filter(is_capture, places), None)
 
 
-def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Subject:
+def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Target:
     """Locate the model and select its layers; downloads small files.  whole, head: see
-    `Subject`.
+    `Target`.
     """
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     kinds = located.config.get("layer_types")
@@ -159,7 +159,7 @@ def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = Fa
     seqlens = (sum(lengths),) if lengths else request.seqlens or limits.default_seqlens()
     _refuse_too_many(request.batch * max(seqlens))
     serving = Serving(packed=lengths, chunk=request.chunk, decode=request.decode)
-    return Subject(
+    return Target(
         request=request,
         located=located,
         layers=layers,
@@ -178,7 +178,7 @@ def _refuse_too_many(tokens: int) -> None:
         )
 
 
-def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
+def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     """As `find`, or the wanted layers of stored captures.
 
     BadInputError for options that do not apply to stored captures, and for a model whose layers are
@@ -186,9 +186,9 @@ def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
     """
     folder = captures_of(request)
     if folder is None:
-        subject = find(request, whole=request.answers)
-        refuse_large(subject)
-        return subject
+        target = find(request, whole=request.answers)
+        refuse_large(target)
+        return target
     if request.answers:
         raise BadInputError(
             f"{folder} holds stored captures, and answers need the model.", "Name the model."
@@ -221,13 +221,13 @@ def _model_options(request: declared.ServedModelOptions) -> set[str]:
     }
 
 
-def refuse_large(subject: Subject) -> None:
+def refuse_large(target: Target) -> None:
     """BadInputError for layers that are too large for bundled implementations (`largest` of the
     operator's outline).
     """
-    for layer, mixer in zip(subject.located.layers, subject.located.mixers, strict=True):
-        if layer in subject.layers:
-            refuse_larger(subject.ref, layer, mixer.sizes)
+    for layer, mixer in zip(target.located.layers, target.located.mixers, strict=True):
+        if layer in target.layers:
+            refuse_larger(target.ref, layer, mixer.sizes)
 
 
 def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
@@ -326,7 +326,7 @@ def refuse_ranks(*what: str) -> None:
 # --- the commands
 
 
-def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | Stored, Ranks | None]:
+def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Stored, Ranks | None]:
     """The request, what is replayed, and the processes that share it."""
     asked = read(options)
     also = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
@@ -378,8 +378,8 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
     return asked, find_to_replay(asked), ranks
 
 
-def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Subject | None]:
-    """No subject: what a server recorded is captured."""
+def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Target | None]:
+    """No target: what a server recorded is captured."""
     refuse_ranks("ssdprof capture")
     asked = read(options)
     if asked.recorded is None:
@@ -392,13 +392,13 @@ def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, 
     return asked, None
 
 
-def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Subject]:
+def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Target]:
     refuse_ranks("ssdprof answers")
     asked = read(options)
     check_folder(asked.out)
-    subject = find(asked, whole=True)
-    refuse_large(subject)
-    return asked, subject
+    target = find(asked, whole=True)
+    refuse_large(target)
+    return asked, target
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
@@ -443,11 +443,11 @@ def bench(
             f"--chunk-size does not apply to {operator.name}: its kernels choose their own.",
             "Leave it out.",
         )
-    drawn = reading.parse_ways(operator, options.draw)
+    ways = reading.parse_ways(operator, options.draw)
     request = replace(
         asked,
         measured=reading.expand(
-            shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, drawn
+            shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, ways
         ),
         baseline=options.baseline
         or next(iter(libraries), "fused" if options.verify else operator.baseline),

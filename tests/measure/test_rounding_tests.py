@@ -13,7 +13,7 @@ from ssdprof import operators
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.evidence import DRAWS, Evidence
+from ssdprof.measure.rounding_tests import DRAWS, RoundingTests
 
 LENGTH = 320
 Make = Callable[..., Any]
@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 
 def exact(inputs: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(l, h, p) and (h, p, n) in fp64."""
-    blocks = list(operators.get(inputs.operator).judged.blocks(inputs, LENGTH))
+    blocks = list(operators.get(inputs.operator).oracle.blocks(inputs, LENGTH))
     return torch.cat([out for _, out, _, _ in blocks]).double(), blocks[-1][2].double()
 
 
@@ -92,12 +92,12 @@ def test_a_cut_of_operands_must_be_declared() -> None:
         noise = torch.randn(1 + DRAWS, *high.shape, generator=generator, dtype=torch.float64)
         return list(high * (gain + 1e-3 * noise))
 
-    evidence = Evidence(None)
+    tests = RoundingTests(None)
     draws = {"rounds": errors(0), "cuts": errors(-3e-3)}
-    evidence.add(high, high, {"ours": high + errors(-3e-3)[0]}, draws, 0, 0)
+    tests.add(high, high, {"ours": high + errors(-3e-3)[0]}, draws, 0, 0)
 
     def failed(*nulls: str) -> list[str]:
-        checks = evidence.checks("ours", nulls, 2.0**-9, torch.full((2,), 2.0**-9))
+        checks = tests.checks("ours", nulls, 2.0**-9, torch.full((2,), 2.0**-9))
         return [one.test for one in checks if one.used > 1]
 
     assert failed("rounds")[0] == "gain"

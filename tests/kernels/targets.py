@@ -1,7 +1,7 @@
 """The kernels under test, by name, and where they run: in Triton's interpreter, in the emulator, on
 a GPU.
 
-`subjects(...)` gives them to a test as the fixture `kernel` of `conftest.py`.
+`targets(...)` gives them to a test as the fixture `kernel` of `conftest.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192)
 
 
 @dataclass(frozen=True)
-class Subject:
+class Target:
     """A kernel on a device: "cpu" with Triton's interpreter, "emulator" or "cuda".
 
     limits, gpu_limits: of the RMS error of a head with exact intermediates, instead of the budget
@@ -214,18 +214,18 @@ def kda_hopper(config: KDAHopperConfig) -> Run:
 # --- all of them
 
 GDN_LIMITS, HOPPER_LIMITS = {FP32: 5e-6, FP16: 2e-3, BF16: 1.2e-2}, {FP16: 6e-4, BF16: 4.5e-3}
-of_ssd = partial(Subject, "ssd", limits={FP32: 2e-6})
-ssd_on_hopper = partial(Subject, "ssd", only_hopper=True)
-of_gdn = partial(Subject, "gdn", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
-of_kda = partial(Subject, "kda", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
+of_ssd = partial(Target, "ssd", limits={FP32: 2e-6})
+ssd_on_hopper = partial(Target, "ssd", only_hopper=True)
+of_gdn = partial(Target, "gdn", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
+of_kda = partial(Target, "kda", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
 gdn_on_hopper = partial(
-    Subject, "gdn", limits=HOPPER_LIMITS, gpu_limits=HOPPER_LIMITS, only_hopper=True
+    Target, "gdn", limits=HOPPER_LIMITS, gpu_limits=HOPPER_LIMITS, only_hopper=True
 )
-SUBJECTS = {
-    "ssd reference": Subject(
+TARGETS = {
+    "ssd reference": Target(
         "ssd", lambda inputs, _: ssd_chunked(inputs), limits={torch.float64: 1e-12}
     ),
-    "ssd unfused": Subject("ssd", chosen("ssd", "unfused")),
+    "ssd unfused": Target("ssd", chosen("ssd", "unfused")),
     "ssd fused": of_ssd(chosen("ssd", "fused")),
     "ssd recurrent": of_ssd(chosen("ssd", "recurrent")),
     "ssd step": of_ssd(chosen("ssd", "unfused_step")),
@@ -249,13 +249,13 @@ SUBJECTS = {
     "ssd hopper, uneven": ssd_on_hopper(ssd_hopper(Cut(long_count=1, long_segment=5, segment=2))),
     "ssd hopper, alone": ssd_on_hopper(ssd_hopper(alone)),
     "ssd hopper, shared": ssd_on_hopper(ssd_hopper(shared)),
-    "gdn reference": Subject(
+    "gdn reference": Target(
         "gdn", lambda inputs, _: gdn_chunked(inputs), limits={torch.float64: 1e-10}
     ),
-    "gdn unfused": Subject("gdn", chosen("gdn", "unfused")),
+    "gdn unfused": Target("gdn", chosen("gdn", "unfused")),
     "gdn recurrent": of_gdn(chosen("gdn", "recurrent")),
     "gdn recurrent by 4": of_gdn(lambda inputs, _: recurrent_launch(inputs, BY_FOUR)(inputs)),
-    "gdn step": Subject("gdn", chosen("gdn", "unfused_step"), limits=GDN_LIMITS),
+    "gdn step": Target("gdn", chosen("gdn", "unfused_step"), limits=GDN_LIMITS),
     "gdn fused": of_gdn(chosen("gdn", "fused")),
     "gdn invariant": of_gdn(partial(gdn_fused.run, batch_invariant=True)),
     "gdn tiny": of_gdn(gdn_portable(GDN_TINY)),
@@ -272,10 +272,10 @@ SUBJECTS = {
     "gdn first passes": gdn_on_hopper(gdn_hopper_by(GDN_CUT)),
     "gdn leading": gdn_on_hopper(gdn_hopper_by(replace(GDN_CUT, first_segment_extra=True))),
     "gdn parts": gdn_on_hopper(gdn_hopper_by(GDN_PARTS), sizes=dict(gate=1e-3)),
-    "kda reference": Subject(
+    "kda reference": Target(
         "kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}
     ),
-    "kda unfused": Subject("kda", chosen("kda", "unfused")),
+    "kda unfused": Target("kda", chosen("kda", "unfused")),
     "kda fused": of_kda(chosen("kda", "fused"), sizes=dict(l2norm=True, key_dim=128)),  # on Hopper
     "kda tiny": of_kda(
         kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))
@@ -299,7 +299,7 @@ SSD_EVERY = SSD_CHOSEN + SSD_FINE
 def listed(
     *names: str, slow: Any = (), emulated: Any = (), emulated_slow: Any = (), gpu: Any = ()
 ) -> list[Any]:
-    """Parameters: these subjects in the interpreter, in the emulator and on a GPU."""
+    """Parameters: these targets in the interpreter, in the emulator and on a GPU."""
     found = []
     for where, device, chosen in (
         ("", "cpu", names),
@@ -311,12 +311,12 @@ def listed(
         for name in chosen:
             marks = [pytest.mark.slow] * (chosen is slow or chosen is emulated_slow)
             if device == "cuda":
-                marks = [pytest.mark.gpu] + [ON_HOPPER] * SUBJECTS[name].only_hopper
+                marks = [pytest.mark.gpu] + [ON_HOPPER] * TARGETS[name].only_hopper
             found.append(
-                pytest.param(replace(SUBJECTS[name], device=device), id=name + where, marks=marks)
+                pytest.param(replace(TARGETS[name], device=device), id=name + where, marks=marks)
             )
     return found
 
 
-def subjects(*names: str, **others: Any) -> pytest.MarkDecorator:
+def targets(*names: str, **others: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kernel", listed(*names, **others), indirect=True)

@@ -1,9 +1,9 @@
 """Tests of an output's errors against the errors that the roundings of its precision can cause.
 
 docs/measuring.md has the tests.  `DRAWS` evaluations of the rounded form, in which every operand
-has an independent uniform error of at most half a unit in the last place (`Rounded.drawn`), show
-what a correct kernel with 16-bit inputs can do.  Errors are divided by the RMS of the oracle's row
-(one position of a head, or one row of a state), so that rows of any size count alike.
+has an independent uniform error of at most half a unit in the last place (`Rounded.perturbed`),
+show what a correct kernel with 16-bit inputs can do.  Errors are divided by the RMS of the oracle's
+row (one position of a head, or one row of a state), so that rows of any size count alike.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def finite(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
-class Evidence:
+class RoundingTests:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    judged: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
+    tested: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
     and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
     """
 
-    def __init__(self, length: int | None, *, judged: bool = True, exact: int = 1) -> None:
-        self._judged, self._exact = judged, exact
+    def __init__(self, length: int | None, *, tested: bool = True, exact: int = 1) -> None:
+        self._tested, self._exact = tested, exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
@@ -99,7 +99,7 @@ class Evidence:
             squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
                 error
             )
-            if not self._judged:
+            if not self._tested:
                 return
             columns = (weights @ squares)[:, 0]
             sums = (error * scaled).sum((1, 2))[:, None], columns.sum(1, keepdim=True)
@@ -156,14 +156,14 @@ class Evidence:
             mean, mean_room = (gain * share).sum(0, keepdim=True), (room * share).sum(0)
             found.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
         width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
-        places: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
+        parts: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
         if self._length is not None:
-            places += [
+            parts += [
                 ("slice", self._slice_count, None),
                 *(("period", period, period) for period in PERIODS),
             ]
         begin = 1
-        for test, count, period in places:
+        for test, count, period in parts:
             part = slice(begin, begin + count)
             begin += count
             size = norm[:, part]
@@ -197,8 +197,8 @@ class Evidence:
 
 
 def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws:
-    (DRAWS, h, places).
+    """(h, positions), parts of the head: the largest sum of squares that rounding explains.  draws:
+    (DRAWS, h, positions).
 
     The variance of a place is at least that of an average element, times its elements: 12 draws may
     show none of the few ties that could be rounded the other way.
@@ -213,18 +213,18 @@ def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> 
 def _worst(
     test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None
 ) -> ErrorTest | None:
-    """values, limits: (h, places).  None if nothing is judged."""
+    """values, limits: (h, positions).  None if nothing is tested."""
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
     index = int(ratio.argmax())
-    head, place = divmod(index, values.shape[1])
-    limit = float(limits[head, place])
+    head, position = divmod(index, values.shape[1])
+    limit = float(limits[head, position])
     if not 0 < limit < float("inf"):
         return None
-    value = float(values[head, place])
+    value = float(values[head, position])
     return ErrorTest(
         test=test,
         head=head,
-        place=None if values.shape[1] == 1 else place,
+        position=None if values.shape[1] == 1 else position,
         period=period,
         value=value,
         limit=limit,
