@@ -91,8 +91,8 @@ class KDAEnv:
     def slots(self):
         """The first slot of the slab, and the one after its last.
 
-        Of sequences that are not packed, each begins a slab, and slabs of all of them come in turn,
-        so that they are scanned at the same time.
+        If sequences are not packed, each begins a slab, and slabs of all of them come in turn, so
+        that they are scanned at the same time.
         """
         if self.cu_seqlens_ptr is None:
             length = gl.cdiv(self.seqlen, CHUNK)
