@@ -12,6 +12,7 @@ the last program also those of the empty chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +21,7 @@ import triton.language as tl
 # chooses the interpreter or a GPU before a kernel is defined
 import ssdprof.kernels.functions  # noqa: F401
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.launch import Kernel, launch
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.tensors import strides_of_each
 
 _BLOCK = 128  # sequences or chunks per iteration
@@ -78,7 +79,7 @@ class Chunks:
 
     def launch(
         self,
-        kernel: Kernel,
+        kernel: Any,
         programs: int,
         read: tuple[torch.Tensor | None, ...],
         written: tuple[torch.Tensor, ...],

@@ -17,7 +17,7 @@ from functools import cache
 from inspect import signature
 from threading import Lock, Thread
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -34,14 +34,6 @@ _FIXED = {
     "sanitize_overflow": False,
 }
 Kept = TypeVar("Kept")
-
-
-class Kernel(Protocol):
-    """What `triton.jit` and `gluon.jit` return."""
-
-    fn: Callable[..., object]
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]: ...
 
 
 class Constants(SimpleNamespace):
@@ -66,7 +58,7 @@ class Launcher:
     """
 
     def __init__(
-        self, kernel: Kernel, scalars: tuple[object, ...], options: dict[str, object]
+        self, kernel: Any, scalars: tuple[object, ...], options: dict[str, object]
     ) -> None:
         names = _arguments(kernel.fn)
         if "S" in names and "S" not in options:
@@ -128,7 +120,7 @@ def place(tensor: torch.Tensor | None) -> Hashable:
 
 
 def launch(
-    kernel: Kernel,
+    kernel: Any,
     programs: int,
     tensors: tuple[torch.Tensor | None, ...],
     scalars: tuple[object, ...],

@@ -92,8 +92,6 @@ class Part:
     begin, nbytes: in bytes; the base of a descriptor may begin before its tensor
     """
 
-    __slots__ = ("_address", "begin", "dtype", "memory", "nbytes")
-
     def __init__(
         self, memory: torch.Tensor | Part, begin: int, nbytes: int, dtype: torch.dtype
     ) -> None:

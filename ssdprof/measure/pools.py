@@ -38,6 +38,8 @@ from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.serving import PoolRun, pool_run
 
 SLOTS = 13
+# bits of a NaN that arithmetic changes, so that a guard that is read and written shows too
+SIGNALLING = {torch.float32: 0x7FA00000, torch.bfloat16: 0x7FA0}
 GUARD = 64  # elements before, behind and, where there are gaps, between the slots of a pool
 STREAM = 1024  # tokens that calls take in turn
 NO_SLOT = -(1 << 20)  # in the columns of a wider table that do not belong to the call
@@ -223,12 +225,13 @@ class Room:
 
         gap: elements between slots.  turned: the last two axes change in memory.  far:
         elements from slot to slot, and as many before the first as behind it, so that an offset
-        that wraps around stays in the memory; hardly any of it is ever touched.
+        that wraps around stays in the memory; hardly any of it is ever touched.  There is room for
+        a slot before the first, so that index -1 stays in the memory.
         """
         heads, rows, columns = self._like.states_shape[1:]
         inner = (heads, columns, rows) if turned else (heads, rows, columns)
         stride = far or math.prod(inner) + gap
-        before = slots * far or GUARD
+        before = slots * far or stride + GUARD
         try:
             memory = torch.empty(2 * before + slots * stride, dtype=dtype, device=self.device)
         except RuntimeError:  # torch.OutOfMemoryError is one
@@ -236,7 +239,7 @@ class Room:
         strides = (stride, inner[1] * inner[2], inner[2], 1)
         states = memory.as_strided((slots, *inner), strides, before)
         if not far:
-            memory.fill_(torch.nan)
+            _bits(memory).fill_(SIGNALLING[dtype])
         generator = torch.Generator(self.device).manual_seed(7)
         states.copy_(torch.randn(slots, *inner, device=self.device, generator=generator))
         return Pool(states=states.mT if turned else states, memory=memory[:0] if far else memory)

@@ -12,7 +12,18 @@ import pytest
 import torch
 from gluon_emulator import GDN, emulate
 from kernel_cases import BF16, FP16, GDNCase, assert_close, changed, head_errors, spoilt
-from targets import GDN_CUT, GDN_ON_HOPPER, GDN_PARTS, OLMO, ON_HOPPER, WHOLE_PAST, gdn_hopper_by
+from targets import (
+    GDN_CUT,
+    GDN_ON_HOPPER,
+    GDN_PARTS,
+    OLMO,
+    ON_HOPPER,
+    TARGETS,
+    WHOLE_PAST,
+    Target,
+    gdn_hopper_by,
+    targets,
+)
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.choice import FusedCall
@@ -345,6 +356,22 @@ HARD: dict[str, dict[str, Any]] = {
     "slices, collinear keys": OLMO
     | dict(key_heads=4, seqlen=4096, largest_beta=2.0, gate=0.01, collinear=0.9),
 }
+
+
+@pytest.mark.parametrize("run", [16, 1024])
+@pytest.mark.parametrize("beta", [0.5, 0.875, 0.99])
+@targets(emulated=("gdn hopper",), gpu=("gdn hopper",))
+def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float, run: int) -> None:
+    """Roundings of the inverse then add up in all tokens of the run, because A is a function of the
+    distance.
+    """
+    inputs = kernel.case(seqlen=48, gate=1e-4, l2norm=True).inputs()
+    first = torch.arange(inputs.length, device=inputs.device) // run * run
+    inputs = replace(inputs, k=inputs.k[:, first], beta=torch.full_like(inputs.beta, beta))
+    exact = gdn_chunked(inputs)
+    both = (kernel, TARGETS["gdn unfused"])
+    ours, theirs = (head_errors(evaluate(inputs), exact) for evaluate in both)
+    assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.gpu

@@ -85,6 +85,14 @@ def writing_behind_the_last_of_an_odd_number(inputs: Any) -> Output:
     return out, pool
 
 
+def advancing_the_slot_before_the_first(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    if -1 in reads(inputs):
+        start = int(pool.storage_offset()) - pool.stride(0)
+        pool.as_strided(pool.shape, pool.stride(), start)[0] *= 0.5
+    return out, pool
+
+
 def writing_between_slots(inputs: Any) -> Output:
     out, pool = good(inputs)
     stride = (pool.stride(0), 1)
@@ -214,6 +222,7 @@ def raising(inputs: Any) -> Output:
         ("other slots keep their bits", changing_the_tokens, "call 1: it changes v"),
         ("other slots keep their bits", raising, "call 1: IndexError: slot -1"),
         ("padded rows touch nothing", clamping_padding, "call 1, row 3"),
+        ("padded rows touch nothing", advancing_the_slot_before_the_first, "behind slot -1"),
         ("padded rows touch nothing", adding_padding_times_zero, "call 1, row 6, slot 12, head 0"),
         ("sequences without tokens", clearing_slots_without_tokens,
          "call 1: it changes slot 0, head 0, the first slot"),

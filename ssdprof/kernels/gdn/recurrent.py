@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -48,7 +49,7 @@ from ssdprof.kernels.functions import (
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
 from ssdprof.kernels.inputs import PreparedLaunch
-from ssdprof.kernels.launch import Kernel, Launcher, kept, launch
+from ssdprof.kernels.launch import Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import (
     Implementation,
@@ -438,7 +439,7 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
     """One token of each sequence, without checks."""
     config, (batch, heads, key_dim, value_dim) = _step_config(inputs), inputs.states_shape
 
-    def step(kernel: Kernel, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
+    def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
         """One of the three launches, on these tensors."""
         launch(
             kernel,

@@ -47,24 +47,18 @@ STAGES = {
 @gluon.constexpr_function
 def narrow(warps):
     """Layout of products of 16-bit operands: 16 rows per warp, 8 columns."""
-    return gl.NVMMADistributedLayout([2, 0], [min(warps, BLOCKS), max(warps // BLOCKS, 1)], [16, 8])
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 
 @gluon.constexpr_function
-def by_column(heads, warps):
-    """Layout (head, block, column, row) for one or two heads: a thread holds a column, half a warp
-    holds a block.
+def by_column(heads):
+    """Layout (head, block, column, row) for one or two heads and four warps: a thread holds a
+    column, half a warp holds a block.
     """
-    half, *whole = (
-        [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]]
-        if warps >= 4
-        else [[0, 1, 0, 0], [0, 2, 0, 0]]
-    )
-    whole += [[0, 0, 0, 0]] * (warps == 8)  # the second half of the warps computes the same
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
-        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], half],
-        whole,
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], [heads - 1, 0, 0, 0]],
+        [[0, 1, 0, 0], [0, 2, 0, 0]],
         [],
         [heads, 4, 16, 16],
     )
@@ -118,7 +112,7 @@ def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
     """D_i (head, block, j, i), by forward substitution: column j of D_i is e_j minus the
     contribution of rows above.
     """
-    layout: gl.constexpr = by_column(HEADS, gl.num_warps())
+    layout: gl.constexpr = by_column(HEADS)
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[
         None, None, :, None
     ]
@@ -135,19 +129,10 @@ def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def block_row(
-    i: gl.constexpr,
-    head: gl.constexpr,
-    HEADS: gl.constexpr,
-    rows,
-    lower,
-    inverted,
-    BEGIN: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):
-    """A_i^T (j, i) of a head: `COLUMNS` columns of A_i, beginning with block BEGIN.
+def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lower, inverted):
+    """A_i^T (j, i) of a head.
 
-    rows: block rows BEGIN to i - 1 of all heads, as 16-bit operands
+    rows: block rows 0 to i - 1 of all heads, as 16-bit operands
     lower: L of the head
     inverted: D_i of all heads
     """
@@ -155,15 +140,15 @@ def block_row(
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     o_j, o_i = (
-        gl.arange(0, COLUMNS, gl.SliceLayout(1, layout)),
+        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
         gl.arange(0, BLOCK, gl.SliceLayout(0, layout)),
     )
-    zero = gl.full([COLUMNS, BLOCK], 0.0, gl.float32, layout)
+    zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
     known = zero
-    for j in gl.static_range(BEGIN, i):
+    for j in gl.static_range(i):
         L_ij = lower.slice(BLOCK * i, BLOCK).slice(BLOCK * j, BLOCK, dim=1)
-        known = mma_v2(rows[(j - BEGIN) * HEADS + head], L_ij.permute((1, 0)).load(right), known)
-    identity = gl.where(o_j[:, None] + BLOCK * (BEGIN - i) == o_i[None, :], 1.0, 0.0)
+        known = mma_v2(rows[j * HEADS + head], L_ij.permute((1, 0)).load(right), known)
+    identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
     D_i = inverted.slice(CHUNK * head + BLOCK * i, BLOCK).load(right)
     return mma_v2(gl.convert_layout((identity - known).to(gl.float16), left), D_i, zero)
 

@@ -4,7 +4,7 @@ With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i si
 start, a chunk of 64 tokens has
 
     L_ij = beta_i e_i e_j k_i . k_j  for j < i,    A = (I + L)^-1,
-    stored: e_i A_ij beta_j, transposed
+    stored: e_i A_ij beta_j, transposed, rounded so that errors do not add up (`round_with_carry`)
 
 A is free of decays.  The other kernel multiplies by them: between tokens j < i of a chunk they are
 2^(G_i - G_j).
@@ -48,6 +48,7 @@ from ssdprof.kernels.gdn.hopper.inverse import (
     diagonal_blocks,
     invert_blocks,
     narrow,
+    of_block,
     side_by_side,
     store_lower,
 )
@@ -60,15 +61,32 @@ EPSILON = gl.constexpr(1e-6)  # added to squared norms
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
+    "begin_load": "setup",
     "begin_times_transposed": "scaled_dot_kkt",
     "diagonal_of": "scaled_dot_kkt",
     "begin_inverses": "solve_tril",
     "load_gates": "gate_cumsum",
     "store_decays": "gate_cumsum",
     "store_bounds": "gate_cumsum",
+    "overlaps_of": "scaled_dot_kkt",
+    "in_fours": "solve_tril",
+    "round_with_carry": "solve_tril",
     "inverses_of": "solve_tril",
     "_prep_kernel": "setup",
 }
+
+
+@gluon.jit
+def begin_load(desc, where):
+    """Start to load a tile of q or k.  Returns it, and the mbarrier of the load."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], desc.dtype)
+    tile = gl.allocate_shared_memory(desc.dtype, [CHUNK, DIM], layout)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(full, count=1)
+    role_barrier()
+    mbarrier.expect(full, 2 * CHUNK * DIM)
+    async_load(desc, where, full, tile.reshape([1, 1, CHUNK, DIM]))
+    return tile, full
 
 
 @gluon.jit
@@ -140,9 +158,70 @@ def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
+def overlaps_of(blocks, NORMALISE: gl.constexpr):
+    """(k_p . k_i) / |k_i|^2 for each i.  blocks: the diagonal ones of K K^T, whose keys have length
+    1 if NORMALISE.
+
+    p is the index of the number that a thread rounds before number i of a row of the inverse
+    (`round_with_carry`): i - 1 for odd i, else i - 7; 0 if that is in another block.
+    """
+    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, of_block)))[None, :, None]
+    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, of_block)))[None, None, :]
+    previous = o_i - gl.where(o_i % 2 == 1, 1, 7)
+    overlaps = gl.sum(gl.where(previous == o_j, blocks, 0.0), 2)
+    if not NORMALISE:
+        overlaps /= gl.sum(gl.where(o_i == o_j, blocks, 0.0), 2) + EPSILON
+    return overlaps.reshape([CHUNK])
+
+
+@gluon.jit
+def in_fours(row):
+    """Split a block of 16 columns (j, i) into the four numbers that a thread has of each row, in
+    their order, each (j, i // 2 % 4).
+    """
+    even, odd = gl.split(row.reshape([CHUNK, 2, BLOCK // 4, 2]).permute((0, 2, 1, 3)))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def round_with_carry(row, overlap, factor, length, error, dtype: gl.constexpr):
+    """Round a block of 16 columns (j, i), times `factor`, to `dtype`.  Returns it, and the error to
+    carry on.
+
+    X_j and W_ij are sums over i of B_ij k_i.  For equal keys, roundings of the entries of a row j
+    add up in them, while the entries themselves nearly cancel each other.  So the error of an entry
+    is carried to the next one of the same thread, as far as their keys overlap: what is left are
+    the errors of the last entries.  For keys that do not overlap, nothing is carried.
+
+    factor, length: 1 / |k_i| and |k_i|; None if the call does not normalise keys
+    """
+    overlaps, _ = gl.broadcast(overlap[None, :], row)
+    numbers, shares = in_fours(row), in_fours(overlaps)
+    if factor is not None:
+        factors, _ = gl.broadcast(factor[None, :], row)
+        lengths, _ = gl.broadcast(length[None, :], row)
+        factors, lengths = in_fours(factors), in_fours(lengths)
+    rounded = ()
+    for k in gl.static_range(4):
+        # the first number's predecessor is in the block before: about as the third's
+        number = numbers[k] + error * shares[max(k, 2 - k)]
+        if factor is None:
+            rounded += (number.to(dtype),)
+            error = number - rounded[k].to(gl.float32)
+        else:
+            rounded += ((number * factors[k]).to(dtype),)
+            error = number - rounded[k].to(gl.float32) * lengths[k]
+    pairs = gl.join(gl.join(rounded[0], rounded[1]), gl.join(rounded[2], rounded[3]))
+    joined = pairs.permute((0, 3, 1, 2)).reshape([CHUNK, BLOCK])
+    return gl.convert_layout(joined, narrow(gl.num_warps())), error
+
+
+@gluon.jit
 def inverses_of(
-    scratch, betas, factors, dtype: gl.constexpr, FIRST: gl.constexpr, HEADS: gl.constexpr,
-    NORMALISE: gl.constexpr,
+    scratch, betas, factors, lengths, overlaps, dtype: gl.constexpr, FIRST: gl.constexpr,
+    HEADS: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
     """Compute e_i A_ij beta_j (j, i) of these heads, in shared memory."""
     layout: gl.constexpr = narrow(gl.num_warps())
@@ -150,16 +229,21 @@ def inverses_of(
     square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
     invert_blocks(scratch.diagonal, scratch.inverted, HEADS)
     rows, scaled = (), ()
+    errors = (0.0,) * HEADS
     for i in gl.static_range(BLOCKS):
+        overlap = overlaps.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))
+        factor, length = None, None
+        if NORMALISE:
+            factor = factors.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))
+            length = lengths.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))
         for head in gl.static_range(HEADS):
-            row = block_row(
-                i, head, HEADS, rows, scratch.lower.index(head), scratch.inverted, 0, CHUNK
-            )
+            row = block_row(i, head, HEADS, rows, scratch.lower.index(head), scratch.inverted)
             rows += (gl.convert_layout(row.to(gl.float16), left),)
             row *= betas.index(FIRST + head).load(gl.SliceLayout(1, layout))[:, None]
-            if NORMALISE:
-                row *= factors.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))[None, :]
-            scaled += (row.to(dtype),)
+            error = errors[len(scaled)]
+            rounded, error = round_with_carry(row, overlap, factor, length, error, dtype)
+            errors += (error,)
+            scaled += (rounded,)
     results = ()
     for head in gl.static_range(HEADS):
         results += (gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], square_tiles),)
@@ -179,7 +263,6 @@ def _prep_kernel(
     NORMALISE: gl.constexpr = S.NORMALISE
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
     ROWS: gl.constexpr = next_power_of_2(AT_ONCE)
     PAIR: gl.constexpr = min(AT_ONCE, 2)
     PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # programs per slot
@@ -202,24 +285,16 @@ def _prep_kernel(
         gates = (g_ptr, beta_ptr, g_strides, beta_strides)
         # overlaps the load of k
         g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)
-        k = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], wide)
-        full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-        mbarrier.init(full, count=1)
-        role_barrier()
-        mbarrier.expect(full, 2 * CHUNK * DIM)
         where = [sequence.tile, key_head, sequence.row + t, 0]
-        async_load(k_desc, where, full, k.reshape([1, 1, CHUNK, DIM]))
+        k, full = begin_load(k_desc, where)
         if NORMALISE:
-            q = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], wide)
-            q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-            mbarrier.init(q_full, count=1)
-            role_barrier()
-            mbarrier.expect(q_full, 2 * CHUNK * DIM)
-            async_load(q_desc, where, q_full, q.reshape([1, 1, CHUNK, DIM]))
+            q, q_full = begin_load(q_desc, where)
         all_betas = gl.allocate_shared_memory(gl.float32, [ROWS * CHUNK], vector)
         betas = reinterpret(all_betas, gl.float32, [ROWS, CHUNK], vector)
         squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        lengths = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        overlaps = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         mbarrier.wait(full, 0)
         begun = begin_times_transposed(k)
         g = log2_decays(g)
@@ -231,6 +306,7 @@ def _prep_kernel(
         o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
         if NORMALISE:
             factor = gl.rsqrt(square + EPSILON)
+            length = (square + EPSILON) * factor
             square *= factor * factor
             norms = norms_ptr + (slot.to(gl.int64) * KEY_HEADS + key_head) * (2 * CHUNK) + o_r
             gl.store(norms, factor)
@@ -238,6 +314,7 @@ def _prep_kernel(
             QQ = warpgroup_mma_wait(0, deps=[begin_times_transposed(q)])
             gl.store(norms + CHUNK, gl.rsqrt(diagonal_of(QQ) + EPSILON))
             factors.store(factor)
+            lengths.store(length)
             KK *= factor[:, None] * gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
         squares.store(square)
         role_barrier()
@@ -259,9 +336,15 @@ def _prep_kernel(
         if AT_ONCE == 3:
             third = begin_inverses(KK, blocks, betas, 2, 1)
         role_barrier()
-        results = inverses_of(pair, betas, factors, k_desc.dtype, 0, PAIR, NORMALISE)
+        # beside the substitution, whose steps wait for each other
+        overlaps.store(overlaps_of(blocks, NORMALISE))
+        results = inverses_of(
+            pair, betas, factors, lengths, overlaps, k_desc.dtype, 0, PAIR, NORMALISE
+        )
         if AT_ONCE == 3:
-            results += inverses_of(third, betas, factors, k_desc.dtype, 2, 1, NORMALISE)
+            results += inverses_of(
+                third, betas, factors, lengths, overlaps, k_desc.dtype, 2, 1, NORMALISE
+            )
         fence_async_shared()
         role_barrier()
         for head in gl.static_range(AT_ONCE):
