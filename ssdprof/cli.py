@@ -47,8 +47,7 @@ HELP = (
 )
 EPILOG = (
     "Exit codes: 0 done, and everything passed; 1 a case or a gate failed; 2 wrong usage or bad "
-    "input; "
-    "3 this machine lacks something; 4 the model is not available; 130 interrupted."
+    "input; 3 this machine lacks something; 4 the model is not available; 130 interrupted."
 )
 
 

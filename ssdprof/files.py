@@ -221,10 +221,8 @@ def unwritable(path: Path, error: OSError) -> SsdprofError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {path} could not be written.",
-            (
-                "Free some space, or write to another disk.  Files that were written earlier are "
-                "complete."
-            ),
+            "Free some space, or write to another disk.  Files that were written earlier are "
+            "complete.",
         )
     return MissingCapabilityError(
         f"{path} cannot be written: {why(error)}.",

@@ -48,6 +48,7 @@ class CapturedLayer:
     through in several
     remark: one sentence if the inputs differ from what the config says
     served: the output that a server recorded; final states in any dtype
+    slots: of the sequences, in the server's pool of states; empty if they are not known
     """
 
     layer: LayerRef
@@ -56,6 +57,7 @@ class CapturedLayer:
     remark: str = ""
     call: CallRef | None = None
     served: Output | None = None
+    slots: tuple[int, ...] = ()
 
 
 OnLayer = Callable[[CapturedLayer], object]

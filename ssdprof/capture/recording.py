@@ -41,7 +41,8 @@ from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
 T = TypeVar("T")
-Recorded: TypeAlias = "tuple[Inputs, Output | None]"  # inputs, and what the server computed
+# inputs, what the server computed, and the slots of the sequences in its pool of states
+Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
 Format = Literal["flashinfer", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
@@ -110,7 +111,7 @@ class ServerCalls:
                         prompt_seqlen=tokens,
                         sequences=count,
                     )
-                    inputs, served = call.load()
+                    inputs, served, slots = call.load()
                     remark = (
                         ""
                         if served
@@ -122,6 +123,7 @@ class ServerCalls:
                         model_strides=strides(inputs),
                         call=which,
                         served=served,
+                        slots=slots,
                         remark=remark,
                     )
 
@@ -209,7 +211,7 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
     return 1
 
 
-def _checked(inputs: Inputs, output: Output | None) -> Recorded:
+def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
     """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
     rise.
     """
@@ -220,7 +222,11 @@ def _checked(inputs: Inputs, output: Output | None) -> Recorded:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(form.shape)}")
         if dtype_name(tensor.dtype) and name == "out" and tensor.dtype != form.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, not {form.dtype}")
-    return inputs, output
+    if slots is None:
+        return inputs, output, ()
+    if slots.shape != (inputs.sequences,) or slots.is_floating_point():
+        raise ValueError(f"slots are not {inputs.sequences} integers, one for each sequence")
+    return inputs, output, tuple(slots.tolist())
 
 
 def _reading(path: Path, load: Callable[[], T]) -> T:
@@ -342,7 +348,8 @@ def _load_flashinfer(
     # the server may have died in the call
     outputs = _tensors(files["outputs"]) if "outputs" in files else {}
     returned = [outputs[key] for key in sorted(outputs) if key.startswith("result")]
-    return _checked(*read(scalars | tensors, returned))
+    inputs, output = read(scalars | tensors, returned)
+    return _checked(inputs, output, tensors.get("state_indices"))
 
 
 # --- safetensors in the operator's own names
@@ -388,6 +395,7 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
 
 def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:
     tensors = _tensors(file)
+    slots = tensors.pop("slots", None)
     output = tuple(tensors.pop(name) for name in _OUTPUT if name in tensors)
     scalars = {
         name: tuple(value) if isinstance(value, list) else value
@@ -398,4 +406,4 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
         if inputs.values.shape[0] != 1:
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
         inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
-    return _checked(inputs, output if len(output) == 2 else None)
+    return _checked(inputs, output if len(output) == 2 else None, slots)

@@ -190,6 +190,7 @@ class CaptureWriter:
             tensors={name: record for name, record in records.items() if name not in served},
             served={name: records[name] for name in served},
             remark=captured.remark,
+            slots=captured.slots,
             scalars=scalars,
             scalars_sha256=scalars_hash(scalars),
         )
@@ -270,6 +271,7 @@ def read_layer(
         inputs=token_major(inputs, device),
         model_strides={name: record.model_strides for name, record in capture.tensors.items()},
         remark=capture.remark,
+        slots=capture.slots,
         call=capture.call,
         served=(served[0], served[1]) if len(served) == 2 else None,
     )

@@ -137,10 +137,8 @@ def export(options: options.ExportOptions) -> None:
             )
         if not (os.environ.get(SUMMARY) and os.environ.get(OUTPUT)):
             raise BadInputError(
-                (
-                    f"--format github is for a step of GitHub Actions, which sets {SUMMARY} and "
-                    f"{OUTPUT}."
-                ),
+                f"--format github is for a step of GitHub Actions, which sets {SUMMARY} and "
+                f"{OUTPUT}.",
                 "Elsewhere take --format markdown, or name files with these variables.",
             )
     folder, report = reports.load(options.run, *_REPORTS)

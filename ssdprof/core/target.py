@@ -324,6 +324,7 @@ class LayerCapture(Record):
     scalars_sha256: of their JSON, in the order of names.
     served: the output that a server recorded, in the same file as "served.out" and
     "served.final_states".
+    slots: of the sequences, in the server's pool of states; empty if they are not known.
     """
 
     layer: LayerRef
@@ -335,6 +336,7 @@ class LayerCapture(Record):
     scalars: dict[Text, int | float | bool | Text | tuple[_Limit, ...] | None]
     scalars_sha256: Text
     served: dict[Text, TensorRecord] = Field(default_factory=dict)
+    slots: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:

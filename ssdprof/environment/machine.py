@@ -231,10 +231,8 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
     except RuntimeError as error:
         raise MissingCapabilityError(
             f"CUDA cannot start the GPU: {str(error).splitlines()[0].rstrip('.')}.",
-            (
-                "Another process may have exclusive use of it, or fill its memory.  To see the "
-                "processes, run: nvidia-smi"
-            ),
+            "Another process may have exclusive use of it, or fill its memory.  To see the "
+            "processes, run: nvidia-smi",
         ) from error
 
 

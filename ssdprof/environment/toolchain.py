@@ -120,8 +120,7 @@ def unusable_gpu() -> str:
         cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
         return (
             f"The driver has {there} and runs {cuda}, and this torch is built for CUDA "
-            f"{torch.version.cuda}.  Update "
-            f"NVIDIA's driver.  {cuda_torch('Or run')}"
+            f"{torch.version.cuda}.  Update NVIDIA's driver.  {cuda_torch('Or run')}"
         )
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     first = shown.split(",")[0].strip()

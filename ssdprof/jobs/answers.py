@@ -355,8 +355,7 @@ def choose_reference(
     ):
         remark = (
             f"The fp64 oracle would take about {seconds / 60:.0f} min, estimated from {PIECE:,} "
-            "tokens; "
-            "--reference oracle uses it anyway."
+            "tokens; --reference oracle uses it anyway."
         )
     if not remark:
         return oracle_compute, "fp64 oracle", ""

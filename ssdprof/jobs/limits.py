@@ -55,8 +55,7 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
     if device().type == "cpu" and longest > LONGEST_INTERPRETED:
         raise MissingCapabilityError(
             f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's "
-            "interpreter, which is slow, "
-            f"and the limit is {LONGEST_INTERPRETED:,} tokens.",
+            f"interpreter, which is slow, and the limit is {LONGEST_INTERPRETED:,} tokens.",
             unusable_gpu()
             or (
                 f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} "

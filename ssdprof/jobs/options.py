@@ -197,10 +197,8 @@ SomeIntermediates = Annotated[
     Literal["exact", "relaxed", "all"],
     info(
         "",
-        (
-            "Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or "
-            "both."
-        ),
+        "Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or "
+        "both.",
         "--dtypes",
     ),
 ]
@@ -212,8 +210,7 @@ OneState = Annotated[
 ]
 _GATES = (
     "Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, "
-    "launches:2, kl:0.001, "
-    "top1:99%.  Repeatable."
+    "launches:2, kl:0.001, top1:99%.  Repeatable."
 )
 GateOption = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
 _SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
@@ -326,10 +323,8 @@ class ServedModelOptions(ModelOptions):
     )
     chunk: int | None = words(
         "N",
-        (
-            "Replay the prompt in chunks of N tokens, each with the states that the previous one "
-            "left: 8k."
-        ),
+        "Replay the prompt in chunks of N tokens, each with the states that the previous one "
+        "left: 8k.",
         "--chunked-prefill",
     )
     decode: int = option(
@@ -470,8 +465,7 @@ class AnswersOptions(ModelOptions):
         "auto",
         "",
         "Dtype of the model outside its operators: the checkpoint's own, or fp32, which leaves "
-        "only the "
-        "operators' error.",
+        "only the operators' error.",
         shown="own on a GPU, fp32 without",
     )
     per_layer: bool = flag(
@@ -576,10 +570,8 @@ class PrefillOptions(ModelOptions):
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
         "",
-        (
-            "Kernels of convolution and gated norm: the model's own; bundled: also all times with "
-            "the bundled ones."
-        ),
+        "Kernels of convolution and gated norm: the model's own; bundled: also all times with "
+        "the bundled ones.",
     )
     seconds: float = option(
         20, "S", "Sampling time for each length and each convolution and norm.", min=0.1

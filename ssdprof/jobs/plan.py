@@ -103,12 +103,9 @@ class ChosenPlacement:
         if needed > free:
             raise MissingCapabilityError(
                 f"transformers would write {size_words(needed)} of converted weights to the "
-                "temporary folder, which "
-                f"has room for {size_words(free)}.",
-                (
-                    "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer "
-                    "layers."
-                ),
+                f"temporary folder, which has room for {size_words(free)}.",
+                "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer "
+                "layers.",
             )
 
     def priced(self, weights: Path | None) -> Placement:
@@ -250,9 +247,8 @@ class Chooser:
                     if at != "disk"
                 )
                 return MissingCapabilityError(
-                    f"{target.ref.repo_id} does not fit with --placement {kind}: {words}, "
-                    f"{takes}, and there is room "
-                    f"for {' and '.join(room)}.",
+                    f"{target.ref.repo_id} does not fit with --placement {kind}: {words}, {takes}, "
+                    f"and there is room for {' and '.join(room)}.",
                     _FITTING,
                 )
             least, how = layer + embedding, " layer by layer"
@@ -506,7 +502,8 @@ class Loaded:
     model: the base model.  whole: the model with its language-model head; None if only the base
     model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.
+    placement: where the model's weights are.  files: of weights on the disk, which go with this
+    object.
     """
 
     target: Target
@@ -515,6 +512,7 @@ class Loaded:
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
     placement: Placement
+    files: LocalCheckpoint
     whole: Any = None
 
     def run(self, on_layer: OnLayer) -> None:
@@ -580,6 +578,7 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=chosen.segment_lengths,
         placement=record,
+        files=local,
         whole=loaded if target.head else None,
     )
 
@@ -605,11 +604,8 @@ def refuse_large_download(target: Target, watcher: Watcher) -> None:
     if size > MOST_BYTES and not target.request.yes:
         raise BadInputError(
             f"{target.ref.repo_id} is a download of {size_words(size)}.",
-            (
-                "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
-                "the "
-                "files."
-            ),
+            "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
+            "the files.",
         )
     if size > TOLD_BYTES:
         watcher.say(f"Downloading {size_words(size)} of {target.ref.repo_id}.")

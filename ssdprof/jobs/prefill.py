@@ -415,13 +415,10 @@ class _Length:
         """Raises BadInputError if one whole prefill bypassed its operator."""
         if count["steps"] or count["calls"] != self.operator_calls:
             raise BadInputError(
-                f"This model made {count['calls']} operator calls where {self.operator_calls} "
-                "were expected: "
-                "part of it bypasses its operator.",
-                (
-                    "Choose a --segment that leaves no single token, and load the model without "
-                    "use_kernels."
-                ),
+                f"This model made {count['calls']} operator calls where {self.operator_calls} were "
+                "expected: part of it bypasses its operator.",
+                "Choose a --segment that leaves no single token, and load the model without "
+                "use_kernels.",
             )
 
     def _sample(self, writer: Writer, clock: StepClock) -> None:

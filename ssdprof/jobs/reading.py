@@ -42,10 +42,8 @@ def parse_seq(seq: str) -> int:
     if not 1 <= seqlen <= LONGEST_SEQLEN:
         raise BadInputError(
             f"{seq!r} is not a number of tokens.",
-            (
-                f"Give a number of tokens from 1 to {LONGEST_SEQLEN:,}, such as 16384 or 128k "
-                "(131,072)."
-            ),
+            f"Give a number of tokens from 1 to {LONGEST_SEQLEN:,}, such as 16384 or 128k "
+            "(131,072).",
         )
     return seqlen
 

@@ -20,6 +20,7 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
+from ssdprof.capture.provenance import Provenance
 from ssdprof.core.base import MEMORIES, DType
 from ssdprof.core.case import LayerCall
 from ssdprof.core.target import CallRef, LayerRef, drafted_call
@@ -108,6 +109,12 @@ class _Replay:
         # that of a run that goes on exists
         self._untraced = options.trace if options.trace and not options.trace.is_file() else None
         self._clocks = watch_clocks()
+        prompts = writer.report.prompts
+        several = any(p.serving.chunk or p.serving.decode or p.kind == "recorded" for p in prompts)
+        named = all(prompt.kind != "recorded" for prompt in prompts)
+        # processes that sample again read the same calls
+        follows = several and not options.sampler
+        self._provenance = Provenance(rows_are_sequences=named) if follows else None
         isolated = IsolatedFirstCall(options.first_call_s)
         self._prober = Prober(isolated, thorough=options.thorough)
         self._comparer = Comparer(
@@ -152,7 +159,10 @@ class _Replay:
         if lost:
             name = captured.layer.name
             self._writer.note(f"{name}, {call}: {lost}" if call else f"{name}: {lost}")
-        self._writer.doubt(captured.layer.index, doubts(operator, inputs))
+        suspicions = list(doubts(operator, inputs))
+        if self._provenance:
+            suspicions += self._provenance.faults(captured)
+        self._writer.doubt(captured.layer.index, suspicions)
         return call, inputs
 
     def _entries(

@@ -17,6 +17,7 @@ import torch
 from ssdprof import kernels, operators, settings
 from ssdprof.capture import store as captures
 from ssdprof.capture.layers import CapturedLayer, OnLayer
+from ssdprof.capture.provenance import Provenance
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
 from ssdprof.core.case import call_size
@@ -427,12 +428,14 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
         f"{plural(calls, 'call')} of {plural(len(layers), 'layer')}.  {recording.left_out}".rstrip()
     )
     store = nullcontext() if options.dry_run else writer
+    provenance = Provenance(rows_are_sequences=False)
     suspicions: dict[str, None] = {}
     with limits.memory_errors(), store as out, watcher.step("Reading calls", calls) as advance:
         for captured in recording.layers(options.layers):
             if out is not None:
                 out.add(captured)
-            for text in doubts(operators.get(captured.layer.operator), captured.inputs):
+            operator = operators.get(captured.layer.operator)
+            for text in (*doubts(operator, captured.inputs), *provenance.faults(captured)):
                 suspicions[text] = None
             advance(1)
     for text in suspicions:

@@ -201,11 +201,8 @@ def require_gpu_for_stalls() -> None:
     if limits.device().type != "cuda":
         raise MissingCapabilityError(
             "Warp stalls need an NVIDIA GPU, and this machine has none.",
-            (
-                "Record them on a machine with a GPU, and read them here with: ssdprof stalls "
-                "--from "
-                "FILE."
-            ),
+            "Record them on a machine with a GPU, and read them here with: ssdprof stalls "
+            "--from FILE.",
         )
 
 
@@ -253,10 +250,8 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
     if not fitting:
         there = sorted({(stored.layer.index, stored.seqlen) for stored in every})
         raise BadInputError(
-            (
-                f"{folder} holds no such layer with a whole prompt that "
-                f"{' and '.join(request.implementations)} could run."
-            ),
+            f"{folder} holds no such layer with a whole prompt that "
+            f"{' and '.join(request.implementations)} could run.",
             f"It holds (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
         )
     most = max(stored.seqlen for stored in fitting)
@@ -269,17 +264,14 @@ def _refuse_changed(report: Report) -> None:
     hint = "Name the model or its captures instead of the run."
     if report.cast:
         raise BadInputError(
-            (
-                f"The inputs of this run were {report.cast_words}, and stalls are profiled in the "
-                "model's own dtype."
-            ),
+            f"The inputs of this run were {report.cast_words}, and stalls are profiled in the "
+            "model's own dtype.",
             hint,
         )
     if report.tensor_parallel > 1:
         raise BadInputError(
-            f"This run replayed the share of the first of {report.tensor_parallel} "
-            "tensor-parallel ranks, and "
-            "stalls are profiled with all heads.",
+            f"This run replayed the share of the first of {report.tensor_parallel} tensor-parallel "
+            "ranks, and stalls are profiled with all heads.",
             hint,
         )
 
@@ -293,17 +285,14 @@ def _of_run(report: Report, request: StallsOptions) -> ModelOptions:
         raise BadInputError(
             "The run has no such layer or prompt.",
             f"Its prompts have {', '.join(str(prompt.seqlen) for prompt in report.prompts)} "
-            "tokens, its layers are "
-            f"{', '.join(str(layer.index) for layer in report.captured)}.",
+            f"tokens, its layers are {', '.join(str(layer.index) for layer in report.captured)}.",
         )
     prompt = max(prompts, key=lambda one: one.seqlen)
     if prompt.kind == "file":
         raise BadInputError(
             "The run's prompt came from a file, which the run does not store.",
-            (
-                "Run it with --save-captures, or name the model: its operators are then run on the "
-                "built-in text."
-            ),
+            "Run it with --save-captures, or name the model: its operators are then run on the "
+            "built-in text.",
         )
     if prompt.kind == "recorded":
         raise BadInputError(

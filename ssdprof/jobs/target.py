@@ -235,11 +235,8 @@ def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int])
     for name, most in operators.get(layer.operator).generated.largest.items():
         if sizes[name] > most:
             raise BadInputError(
-                (
-                    f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
-                    "take "
-                    f"at most {most}."
-                ),
+                f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
+                f"take at most {most}.",
                 "Choose a model with smaller layers.",
             )
 
@@ -304,10 +301,8 @@ def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
         )
     if options.chunk == 1:
         raise BadInputError(
-            (
-                "--chunked-prefill 1 would be decoding: models compute single tokens by another "
-                "function."
-            ),
+            "--chunked-prefill 1 would be decoding: models compute single tokens by another "
+            "function.",
             "Give 2 or more tokens, such as 8k, or use --decode.",
         )
 
@@ -354,10 +349,8 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Sto
     if served and (asked.answers or asked.prefill):
         raise BadInputError(
             f"{also[0]} runs one whole sequence through all heads of the model.",
-            (
-                "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
-                "--verify."
-            ),
+            "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
+            "--verify.",
         )
     if asked.prefill and (folder := captures_of(asked)) is not None:
         raise BadInputError(

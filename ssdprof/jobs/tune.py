@@ -147,11 +147,8 @@ def gpu_to_tune() -> torch.device:
     """The current GPU.  MissingCapabilityError without one."""
     return require_gpu(
         "Tuning needs",
-        (
-            "Run it on a machine with the GPU to tune for: what it finds applies to GPUs of the "
-            "same "
-            "name."
-        ),
+        "Run it on a machine with the GPU to tune for: what it finds applies to GPUs of the "
+        "same name.",
     )
 
 
