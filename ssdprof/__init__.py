@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from ssdprof.api import bench as bench
     from ssdprof.api import compare as compare
     from ssdprof.api import load as load
+    from ssdprof.api import load_call as load_call
     from ssdprof.api import prefill as prefill
     from ssdprof.api import run as run
 
 __version__ = "0.2.0"
-__all__ = ["Results", "answers", "bench", "compare", "load", "prefill", "run"]
+__all__ = ["Results", "answers", "bench", "compare", "load", "load_call", "prefill", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ssdprof import files, operators
 from ssdprof.capture.layers import CapturedLayer
-from ssdprof.core.base import DType
+from ssdprof.core.base import DType, Laws
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import parse_percent
 from ssdprof.core.outcome import Outcome
@@ -38,13 +38,14 @@ from ssdprof.jobs import limits, options, reading, target
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs.export import exported, format_of
+from ssdprof.jobs.failures import load_call as load_call
 from ssdprof.jobs.replay import replaying
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
 from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import requested_precisions
-from ssdprof.progress import Watcher
+from ssdprof.progress import LineWatcher, Watcher
 from ssdprof.report import brief, exports
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
@@ -263,6 +264,7 @@ def compare(
     dtypes: Literal["exact", "relaxed", "all"] = "exact",
     states: str | Sequence[DType] | None = None,
     smallest_difference: str = "1%",
+    laws: Laws = "default",
     watcher: Watcher | None = None,
 ) -> Results:
     """Compare implementations on given tensors with the fp64 oracle and, on a GPU, time those that
@@ -274,7 +276,8 @@ def compare(
         tensors have the shapes and dtypes in docs/your-own-kernel.md.  A function runs in this
         process: a crash ends both.
     baseline: what they are compared with, at exact intermediates and the same states.
-    dtypes, states, smallest_difference: as the options of `ssdprof run`.
+    dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
+    watcher: gets the progress; by default it is shown on stderr.
 
     Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a
     GPU; MissingCapabilityError for an implementation that is unavailable, and for more tokens than
@@ -294,9 +297,8 @@ def compare(
     first = required(resolve(operator.name, baseline))
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = run_job.planned(compared, first, precisions, dims.dtype)
-    wanted = options.RunOptions(
-        model="", smallest_difference=parse_percent("smallest_difference", smallest_difference)
-    )
+    difference = parse_percent("smallest_difference", smallest_difference)
+    wanted = options.RunOptions(model="", smallest_difference=difference, laws=laws)
     place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
     header = draft(
         kind="run",
@@ -304,14 +306,16 @@ def compare(
         environment=collect(),
         baseline=first.name,
         matched_with=first.name,
-        smallest_difference=wanted.smallest_difference,
-        requested=tuple((place, plan.implementation.name, str(plan.precision)) for plan in plans),
+        smallest_difference=difference,
+        laws=laws,
+        requested=tuple((place, known.name, str(precision)) for known, precision, _ in plans),
     )
     writer = reports.Writer(Path(), header.changed(id="in memory"), None)
-    with replaying(writer, wanted, lambda *_: plans, None, watcher or Watcher(), 1) as replay:
+    watcher = watcher or LineWatcher(levels=2)
+    with replaying(writer, wanted, lambda *_: plans, None, watcher, 1) as replay:
         replay(
             CapturedLayer(
-                layer=LayerRef(index=0, name="", operator=operator.name),
+                layer=LayerRef(index=0, name="given tensors", operator=operator.name),
                 inputs=inputs,
                 model_strides={},
             )

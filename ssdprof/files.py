@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from ssdprof.errors import (
     BadInputError,
@@ -25,6 +25,7 @@ from ssdprof.errors import (
 )
 
 LOCK = ".lock"  # in a folder that one process writes to at a time
+Stored = TypeVar("Stored")
 LARGEST = 1 << 30  # bytes of a document that is read into memory
 
 
@@ -64,6 +65,35 @@ def read_object(file: Path, what: str, hint: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise BadInputError(f"{what} holds no JSON object.", hint)
     return document
+
+
+def read_stored(
+    file: Path,
+    validate: Callable[[object], Stored],
+    version: int,
+    hint: str,
+    *,
+    key: str = "version",
+) -> Stored:
+    """A document that ssdprof wrote.
+
+    validate: of its record, raises ValueError.  version: that this ssdprof reads, in the field
+    `key`.
+
+    Raises BadInputError if there is none, if it is damaged, or if its version is another one, and
+    MissingCapabilityError if it may not be read.
+    """
+    document = read_object(file, str(file), hint)
+    if key not in document:
+        raise BadInputError(f"{file} is not a document of ssdprof.", hint)
+    if document[key] != version:
+        raise BadInputError(
+            f"{file} has version {document[key]}; this ssdprof reads {version}.", hint
+        )
+    try:
+        return validate(document)
+    except ValueError as error:
+        raise BadInputError(f"{file} is damaged at {library_message(error)}.", hint) from error
 
 
 def parse_json(text: str) -> Any:

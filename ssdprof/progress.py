@@ -5,11 +5,13 @@ their steps.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Advance = Callable[[int], None]
+_QUIET_S = 2.0
 
 
 class Watcher:
@@ -34,6 +36,40 @@ class Watcher:
 
 def _ignore(*_: object) -> None:
     """Ignore progress or a step."""
+
+
+class LineWatcher(Watcher):
+    """Prints lines on stderr: as steps begin and, for outermost ones, whenever they advance; for
+    inner ones at most every two seconds, because a log is read afterwards.
+
+    levels: of steps that have lines.
+    """
+
+    def __init__(self, levels: int = 1) -> None:
+        self._levels, self._depth = levels, 0
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    @contextmanager
+    def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
+        self._depth += 1
+        depth, done, last_s = self._depth, 0, time.monotonic()
+
+        def advance(amount: int) -> None:
+            nonlocal done, last_s
+            done += amount
+            is_due = depth == 1 or time.monotonic() > last_s + _QUIET_S
+            if depth <= self._levels and total is not None and is_due:
+                self.say(f"{text}: {done:,} of {total:,} {unit}".rstrip())
+                last_s = time.monotonic()
+
+        if depth <= self._levels:
+            self.say(text)
+        try:
+            yield advance
+        finally:
+            self._depth -= 1
 
 
 class StepClock:

@@ -26,6 +26,7 @@ from ssdprof.jobs.target import captures_of
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.generate import Tokens
+from ssdprof.progress import Watcher
 
 
 def test_importing_it_is_quick_and_dir_shows_its_functions() -> None:
@@ -212,7 +213,9 @@ def right(inputs: Any) -> Any:
     return registry.get("ssd", "unfused").run(inputs, Precision())
 
 
-def test_a_function_is_judged_on_given_tensors(inputs: Any, tmp_path: Path) -> None:
+def test_a_function_is_judged_on_given_tensors(
+    inputs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wrong(inputs: Any) -> Any:
         out, states = right(inputs)
         return out * 1.01, states
@@ -226,7 +229,12 @@ def test_a_function_is_judged_on_given_tensors(inputs: Any, tmp_path: Path) -> N
         raise ValueError("no such size")
 
     before = inputs.x.clone()
-    found = ssdprof.compare(inputs, [right, wrong, overwrites, raises, "fused"])
+    found = ssdprof.compare(inputs, [right, wrong, overwrites, raises, "fused"], laws="quick")
+    assert "given tensors: testing laws\n" in capsys.readouterr().err
+    quick = "only causality and cut in two were tested (--laws quick)"
+    alone = ssdprof.compare(inputs, [right], laws="quick", watcher=Watcher())
+    assert quick in " ".join(repr(alone).split())
+    assert capsys.readouterr().err == ""
     results = {case.implementation: case.result for case in found.cases}
     assert results == {
         "unfused": "passed",

@@ -121,7 +121,7 @@ def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
     page = Page(html.read_text())
     assert page.asked == ["data:,"]  # it needs nothing else
     assert latest().id in page.words
-    assert "Error along the prompt" in page.words
+    assert "Error by position" in page.words
 
 
 @pytest.mark.usefixtures("in_demo_run")

@@ -163,6 +163,16 @@ def test_a_driver_is_proposed_only_for_a_gpu(
     assert "torch-backend" not in hints or vendor == "0x10de"
 
 
+@pytest.mark.parametrize(("capability", "count"), [("9.0", 1), ("10.0", 0)])
+def test_what_servers_choose_is_known_for_hopper(
+    capability: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "gpu", lambda: SimpleNamespace(compute_capability=capability))
+    assert [check.detail for check in doctor.served({"GDN": "flashinfer"})] == (
+        ["flashinfer"] * count
+    )
+
+
 def test_every_check_that_is_not_ok_has_a_hint() -> None:
     for found in doctor.doctor():
         assert (found.hint == "") == (found.status == "ok"), found

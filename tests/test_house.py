@@ -11,20 +11,11 @@ import ways
 
 # Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "package tokens": 330_000,
-    "test tokens": 330_000,
-    "lambdas in the package": 394,
-    "strings times a condition": 12,
-    "ternaries in ternaries": 15,
-    "comprehensions with two loops": 109,
-    "loops over one thing": 3,
-    "vague names (one, found, own, ...)": 743,
-    "undocumented functions over 12 lines": 122,
-    "functions over 60 lines": 53,
-    "longest function": 154,
+    "package tokens": 328_018,
+    "test tokens": 326_848,
+    "functions over 60 lines": 29,
+    "longest function": 153,
     "functions over 12 parameters": 16,
-    "Any in the package": 527,
-    "homonyms (classes and aliases)": 20,
 }
 
 

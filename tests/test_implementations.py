@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from command_line import Answer, ending, passing
 from documented_kernels import DOCUMENT, write_example
 from fakes import CELL
 
+import ssdprof
 from ssdprof import operators
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.core.base import BETWEEN_CALLS, REPEATS
@@ -132,6 +134,36 @@ def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, rea
     assert re.match(reason, found[name].why)
     assert found[name].time_us is None
     assert re.search(reason.replace(r"\|", r"\\\|"), Answer("export").shown)
+
+
+@pytest.mark.usefixtures("not_isolated")
+def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the captured call, and of a call that broke a law."""
+    (here / "peeking.py").write_text(
+        "from ssdprof.measure.accuracy import oracle_output\n"
+        "def peeking(inputs):\n    out, states = oracle_output(inputs)\n"
+        "    out[:, :-1] += 1e-4 * out[:, 1:]\n    return out, states\n"
+    )
+    ending(1, "run", "demo", *SHORT, "--impl", "unfused,bad_kernels:wrong_head,peeking:peeking")
+    found = cases()
+    for name, file in (("bad_kernels:wrong_head", ""), ("peeking:peeking", "-causality")):
+        passing("case", found[name].id, "--save", "failing")
+        script = here / "failing" / f"{found[name].id}{file}.py"
+        assert found[name].name in script.read_text()
+        capsys.readouterr()
+        runpy.run_path(str(script))
+        kept, *_, again, _ = capsys.readouterr().out.splitlines()
+        assert kept.startswith("kept: out, largest error ")
+        assert kept.removeprefix("kept") == again.removeprefix("now"), "the error comes again"
+        assert float(kept.split()[4]) > 0.1
+    refused = ending(2, "case", found["unfused"].id, "--save", "failing").err
+    assert "kept no tensors of layer 0, 40 tokens, unfused" in refused
+    assert found["peeking:peeking"].id in refused
+    wrong = found["bad_kernels:wrong_head"]
+    x = ssdprof.load_call(here / "failing" / f"{wrong.id}.safetensors").inputs.tensors["x"]
+    assert not x.is_contiguous(), "a view, as in the call"
 
 
 @pytest.mark.usefixtures("not_isolated")

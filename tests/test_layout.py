@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # other.
 ROWS = (
     "cli",
-    "commands",
+    "commands pytest_plugin",
     "api",
     "jobs",
     "stalls report",

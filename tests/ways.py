@@ -37,7 +37,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {"call to row": 6, "name to kernel": 30}
+LIMITS = {"call to row": 12, "name to kernel": 36}
 
 Numbers = dict[str, float]
 Details = dict[str, list[str]]

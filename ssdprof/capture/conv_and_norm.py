@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
@@ -44,7 +44,7 @@ def norm_form(module: nn.Module) -> dict[str, Any] | None:
     there are none.
     """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps is None:
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None:
         return None
     rows, tolerance = _PROBED
     generator = torch.Generator().manual_seed(0)
@@ -106,12 +106,12 @@ class ConvAndNorm:
 
 
 def _convolve(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: str | None = None,
     **others: object,
-) -> torch.Tensor:
+) -> Tensor:
     """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's
     kernels read it.
     """
@@ -124,7 +124,5 @@ def _convolve(
     return out.transpose(1, 2)
 
 
-def _norm(
-    module: Any, form: dict[str, Any], hidden_states: torch.Tensor, gate: torch.Tensor
-) -> torch.Tensor:
+def _norm(module: Any, form: dict[str, Any], hidden_states: Tensor, gate: Tensor) -> Tensor:
     return gated_rms_norm(hidden_states, gate, module.weight, **form)

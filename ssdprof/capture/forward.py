@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
+Head = Callable[[Tensor], Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
 
 # --- attention and cache
@@ -47,13 +48,13 @@ def attention(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> 
 
 def _attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
     scaling: float | None = None,
     **extra: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Causal from the lower right: query (b, heads, q, d), key and value (b, key heads, k, d) ->
     (b, q, heads, d).
 
@@ -119,7 +120,7 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 # the next tokens (b, l) -> the last hidden state, or logits
-Feed = Callable[[torch.Tensor], torch.Tensor]
+Feed = Callable[[Tensor], Tensor]
 
 
 def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
@@ -137,7 +138,7 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     seen = [0]
     cache = counting_cache(model, seen) if cached else None
 
-    def feed(ids: torch.Tensor) -> torch.Tensor:
+    def feed(ids: Tensor) -> Tensor:
         nonlocal cache
         stop, arguments = seen[0] + ids.shape[1], {**fixed, name: cache}
         if "position_ids" in accepted:
@@ -146,13 +147,13 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
             )
         output = model(ids, **arguments)
         cache, seen[0] = output.get(name), stop
-        last: torch.Tensor = output[0]
+        last: Tensor = output[0]
         return last
 
     return feed
 
 
-def prefill(model: PreTrainedModel, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
+def prefill(model: PreTrainedModel, ids: Tensor, segment_length: int) -> Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
     last hidden state of the last segment, or, of a model with a language-model head, the logits of
     its last position.  Fills the cache, as for generating tokens afterwards.
@@ -163,8 +164,8 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, segment_length: int) -> t
 
 @contextmanager
 def prefilled(
-    model: PreTrainedModel, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
-) -> Iterator[tuple[torch.Tensor, Feed]]:
+    model: PreTrainedModel, ids: Tensor, segment_length: int, *, goes_on: bool = False
+) -> Iterator[tuple[Tensor, Feed]]:
     """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context
     if it `goes_on`.
     """
@@ -178,7 +179,7 @@ def prefilled(
         yield last, feed
 
 
-def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
+def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
     """Feed `count` tokens, each the most probable one after those before it; returns them, (b,
     count).
 
@@ -193,7 +194,7 @@ def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Te
     return torch.cat(tokens, 1)
 
 
-def greedy(model: PreTrainedModel, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
+def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int) -> list[int]:
     """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
     in eval mode.
     """
@@ -214,7 +215,7 @@ class PromptRun:
     """
 
     model: PreTrainedModel
-    ids: torch.Tensor
+    ids: Tensor
     segment_length: int
     mixers: tuple[Mixer, ...]
     model_type: str
@@ -340,7 +341,7 @@ class PromptRun:
             )
 
 
-def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
+def check_ids(vocabulary: int, ids: Tensor) -> None:
     """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this
     size.
     """
@@ -360,7 +361,7 @@ def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
 # --- hidden states and logits
 
 
-def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> torch.Tensor:
+def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> Tensor:
     """The last hidden states of `prompt.model`, a base model, with `handler` in place of the
     model's operators.
 
@@ -369,9 +370,9 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
 
     (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """
-    pieces: list[torch.Tensor] = []  # one for each segment
+    pieces: list[Tensor] = []  # one for each segment
 
-    def keep(_module: object, _arguments: object, output: Sequence[torch.Tensor]) -> None:
+    def keep(_module: object, _arguments: object, output: Sequence[Tensor]) -> None:
         pieces.append(output[0])
 
     hook = prompt.model.register_forward_hook(keep)
@@ -382,7 +383,7 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n,
     hidden).
 
@@ -391,17 +392,17 @@ def logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     with torch.no_grad(), _decoded(model.base_model, hidden):
-        scores: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
+        scores: Tensor = model(input_ids=placeholder, use_cache=False).logits
     return scores
 
 
 class _Output:
     """What a decoder returns, with the hidden states and nothing else."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
@@ -409,7 +410,7 @@ class _Output:
 
 
 @contextmanager
-def _decoded(base: PreTrainedModel, hidden: torch.Tensor) -> Iterator[None]:
+def _decoded(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
     # of a model whose weights are in several places; else its class has the only one
     replaced = vars(base).get("forward")

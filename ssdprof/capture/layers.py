@@ -132,6 +132,7 @@ def _passing_on(
     upcoming = {index: iter(prompt.calls(decode=decode)) for index in wanted}
 
     def pass_on(call: OperatorCall) -> None:
+        """Calls beyond those that are captured are dropped."""
         layer = wanted.get(call.mixer.layer_index)
         which = next(upcoming[layer.index], None) if layer else None
         if layer is None or (decode and which is None):
@@ -267,6 +268,7 @@ class PromptBuffer:
     def __init__(
         self, first: Inputs, seqlen: int, device: torch.device, *, on_disk: bool = False
     ) -> None:
+        """Allocates the room, and copies what has no position; `write` copies the rest."""
         binding = operators.get(first.operator).binding
         tensors = first.tensors
         if "cu_seqlens" in tensors and first.length != seqlen:

@@ -8,12 +8,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ssdprof.core.base import VERSION
 from ssdprof.core.target import CaptureManifest
-from ssdprof.errors import BadInputError, SsdprofError, first_fault
-from ssdprof.files import read_object
+from ssdprof.errors import BadInputError, SsdprofError
+from ssdprof.files import read_object, read_stored
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."
@@ -41,16 +39,6 @@ def read_manifest(folder: Path) -> CaptureManifest:
     version; MissingCapabilityError for one that may not be read.
     """
     path = folder / MANIFEST
-    content = read_object(path, str(path), AGAIN)
-    if "checkpoint" not in content:
+    if is_foreign(folder):
         raise BadInputError(f"{path} is not the manifest of a capture.", "Name another folder.")
-    version = content.get("version")
-    if version != VERSION:
-        raise BadInputError(
-            f"{path} has version {version}; this ssdprof reads version {VERSION}.",
-            "Capture again, or read it with the ssdprof that wrote it.",
-        )
-    try:
-        return CaptureManifest.model_validate(content)
-    except ValidationError as error:
-        raise BadInputError(f"{path} is damaged at {first_fault(error)}.", AGAIN) from error
+    return read_stored(path, CaptureManifest.model_validate, VERSION, AGAIN)

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,6 +57,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """Runs the operation and counts those of its outputs whose storage is new.  The two
+        operations that a model without weights cannot run get a result of the right shape.
+        """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # the answer to models that check whether masks are trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
@@ -68,7 +72,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
                 self._count(tensor)
         return out
 
-    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device_type and storage not in self._known:
             self._known.add(storage)
@@ -188,13 +192,8 @@ def _outputs(call: OperatorCall) -> Result:
 
 
 def _attend(
-    _module: object,
-    query: torch.Tensor,
-    _key: object,
-    value: torch.Tensor,
-    *_: object,
-    **__: object,
-) -> tuple[torch.Tensor, None]:
+    _module: object, query: Tensor, _key: object, value: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
     """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash
     attention.
     """
@@ -202,10 +201,10 @@ def _attend(
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 
 
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -394,6 +394,7 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
 
 
 def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:
+    """A call in the operator's own names; one without `cu_seqlens` is a pack of one sequence."""
     tensors = _tensors(file)
     slots = tensors.pop("slots", None)
     output = tuple(tensors.pop(name) for name in _OUTPUT if name in tensors)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
@@ -386,7 +387,7 @@ def _whole_blocks() -> Iterator[None]:
     decode = Fp8Dequantize._dequantize_one
 
     def decode_blocks(
-        self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: object, **options: object
+        self: Any, codes: Tensor, scales: Tensor, *rest: object, **options: object
     ) -> object:
         """codes (rows, columns), scales (blocks of rows, blocks of columns) -> (rows, columns)."""
         block = self.hf_quantizer.quantization_config.weight_block_size
@@ -420,7 +421,7 @@ def unpickled(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, Tensor]:
     """The tables of floats in a pickle by stored name.  All other entries must be no weights of
     the model `empty`.
     """
@@ -459,7 +460,7 @@ def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, torch.
 def _is_dense(entry: object) -> bool:
     """Whether it is a tensor of floats with values."""
     return (
-        isinstance(entry, torch.Tensor)
+        isinstance(entry, Tensor)
         and entry.layout == torch.strided
         and not entry.is_meta
         and entry.is_floating_point()

@@ -23,7 +23,7 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.progress import Watcher
 from ssdprof.report import html
 from ssdprof.report import stalls as stall_report
-from ssdprof.report.document import compose, of_tuning
+from ssdprof.report.document import of_tuning
 from ssdprof.report.terminal import render
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
@@ -44,17 +44,16 @@ def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens
     with terminal.only_data_on_stdout():
         folder, report = bench_job.bench(request, operator, watcher, ranks)
     if reports:
-        output.finish(
-            report, render(compose(report)), as_json=options.json, note=output.kept(folder)
-        )
+        output.finish(report, folder, as_json=options.json)
 
 
 def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
+    """Search, and keep each tuned configuration as soon as it is found; or delete those that are
+    kept.
+    """
     if options.clear:
-        gone = [f"Removed {file}." for file in tuned.clear()] or [
-            f"There is nothing in {tuned.folder()}."
-        ]
-        terminal.say("\n".join(gone))
+        gone = [f"Removed {file}." for file in tuned.clear()]
+        terminal.say("\n".join(gone) or f"There is nothing in {tuned.folder()}.")
         return
     device = tune_job.gpu_to_tune()
     operator = operators.get(options.operator)
@@ -86,7 +85,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
     if options.json:
         print(dump(report))
     else:
-        terminal.out().print(render(of_tuning(report), rest="--json"))
+        terminal.out().print(render(of_tuning(report)))
 
 
 def stalls(options: StallsOptions) -> None:
@@ -109,9 +108,9 @@ def stalls(options: StallsOptions) -> None:
     if options.json:
         print(stall_files.dump(report))
     else:
-        terminal.out().print(render(stall_report.compose(report), rest="--markdown FILE"))
+        terminal.out().print(render(stall_report.compose(report)))
     for written in (folder, options.markdown, options.html):
         if written is not None:
-            terminal.say(output.kept(written))
+            terminal.say(f"Kept in {written}.")
     if report.missing:
         raise typer.Exit(ExitCode.MISSING_CAPABILITY)

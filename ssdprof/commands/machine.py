@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from rich.table import Table as RichTable
-from rich.text import Text
-
 from ssdprof import operators
 from ssdprof.commands import terminal
 from ssdprof.environment import doctor as machine
-
-STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
+from ssdprof.report.table import table
+from ssdprof.report.terminal import SplitTable
 
 
 def doctor(*, as_json: bool) -> None:
@@ -19,19 +16,19 @@ def doctor(*, as_json: bool) -> None:
         for name, library in operator.libraries.items():
             if library.package:
                 names.setdefault(library.package, []).append(name)
-    checks = (*machine.doctor(), machine.libraries(names))
+    choices = {operator.title: operator.served for operator in operators.records()}
+    checks = (*machine.doctor(), machine.libraries(names), *machine.served(choices))
     if as_json:
         terminal.print_json([check.model_dump() for check in checks])
         return
-    table = RichTable(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for check in checks:
-        hint = f"  {check.hint}" if check.hint else ""
-        table.add_row(
-            Text(check.status, style=STYLES[check.status]),
-            check.name,
-            Text(f"{check.detail}{hint}"),
-        )
-    terminal.out().print(table)
+    rows = [
+        {
+            "result": check.status,
+            "requirement": check.name,
+            "detail": "  ".join(filter(None, (check.detail, check.hint))),
+        }
+        for check in checks
+    ]
+    words = ("result", "requirement", "detail")
+    if shown := table("", rows, words, keys=2, wraps="detail"):
+        terminal.out().print(SplitTable(shown))

@@ -70,10 +70,8 @@ def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> Non
         folder, report = run_job.run(found, options, watcher, ranks)
     if not reports:
         return
-    shown = (
-        tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
-    )
-    output.show(report, shown, as_json=options.json, note=output.kept(folder))
+    shown = tables.render(compose(report)) if options.full else brief.render(report)
+    output.show(report, shown, as_json=options.json, note=f"Kept in {folder}.")
     codes = []
     if options.prefill:
         codes.append(_prefill(options, folder))
@@ -165,8 +163,7 @@ def answers(options: AnswersOptions, target: Target) -> None:
         use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = answers_job.answers(target, options, TerminalWatcher())
-    shown = tables.render(compose(report), verdict_last=True)
-    output.finish(report, shown, as_json=options.json, note=output.kept(folder))
+    output.finish(report, folder, as_json=options.json)
 
 
 def prefill(options: PrefillOptions) -> None:
@@ -176,6 +173,4 @@ def prefill(options: PrefillOptions) -> None:
         use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = prefill_job.time_prefills(options, target, TerminalWatcher())
-    output.finish(
-        report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder)
-    )
+    output.finish(report, folder, as_json=options.json)

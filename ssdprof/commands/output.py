@@ -26,54 +26,34 @@ from ssdprof.core.report import Report
 from ssdprof.core.target import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
-from ssdprof.progress import Advance, Watcher
-from ssdprof.report import statements
+from ssdprof.progress import Advance, LineWatcher
+from ssdprof.report import brief, statements
+from ssdprof.report.document import compose
+from ssdprof.report.terminal import render
 from ssdprof.store.reports import dump
 
 _ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
 
 
-class TerminalWatcher(Watcher):
-    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines from time to
-    time.
-    """
+class TerminalWatcher(LineWatcher):
+    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._console = terminal.err()
         self._bars: Progress | None = None
-        self._depth = 0
 
     def say(self, text: str) -> None:
         self._console.print(Text(harmless(text)))
 
     @contextmanager
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
-        self._depth += 1
-        try:
-            if self._console.is_terminal:
-                with self._bar(text, total, unit) as advance:
-                    yield advance
-            else:
-                yield self._lines(text, total, unit)
-        finally:
-            self._depth -= 1
-
-    def _lines(self, text: str, total: int | None, unit: str) -> Advance:
-        """Prints only outermost steps, because a log is read afterwards."""
-        done = 0
-
-        def advance(amount: int) -> None:
-            nonlocal done
-            done += amount
-            if outermost and total is not None:
-                self.say(f"{text}: {done} of {total} {unit}".rstrip())
-
-        if outermost := self._depth == 1:
-            self.say(text)
-        return advance
+        step = self._bar if self._console.is_terminal else super().step
+        with step(text, total, unit=unit) as advance:
+            yield advance
 
     @contextmanager
-    def _bar(self, text: str, total: int | None, unit: str) -> Iterator[Advance]:
+    def _bar(self, text: str, total: int | None, *, unit: str) -> Iterator[Advance]:
         """A bar below those of outer steps, written at progress: a thread would share the
         interpreter with timed work.
         """
@@ -107,16 +87,15 @@ class TerminalWatcher(Watcher):
                 self._bars = None if outermost else bars
 
 
-def finish(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
-    """Print a report, and end with exit code 1 unless it passed.  note: a sentence on stderr,
-    without --json.
-    """
-    show(report, shown, as_json=as_json, note=note)
+def finish(report: Report, folder: Path, *, as_json: bool) -> None:
+    """Print what a command has stored in a folder, and end with exit code 1 unless it passed."""
+    shown = brief.render(report) if report.kind == "run" else render(compose(report))
+    show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
     end(report)
 
 
 def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
-    """Print a report.  note: see `finish`."""
+    """Print a report.  note: a sentence on stderr, without --json."""
     if as_json:
         print(dump(report))
     else:
@@ -146,41 +125,30 @@ def fail(lines: Iterable[str]) -> NoReturn:
     raise typer.Exit(ExitCode.GATE_FAILED)
 
 
-def kept(folder: Path) -> str:
-    return f"Kept in {folder}."
-
-
 def show_plan(plan: DryRun, *, as_json: bool) -> None:
     """The plan of --dry-run on stdout."""
     if as_json:
         terminal.print_json(plan.model_dump(mode="json"))
         return
-    console = terminal.out()
     checkpoint = plan.checkpoint
-    console.print(Text(f"{checkpoint.repo_id} {checkpoint.revision or ''}".rstrip(), style="bold"))
-    for note in plan.notes:
-        console.print(Text(f"  {note}"))
     indices = ", ".join(str(layer.index) for layer in plan.layers)
     prompt = ", ".join(f"{seqlen:,}" for seqlen in plan.seqlens)
+    operator = f"{plan.layers[0].operator.upper()}, {plan.dims}"
+    free = f"{size_words(plan.free_bytes)} are free on {plan.device}"
     rows = {
-        "layers": (
-            f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of "
-            f"{checkpoint.layer_count}"
-        ),
+        "layers": f"{indices} ({operator}) of {checkpoint.layer_count}",
         "prompt": f"{prompt} {'token' if plan.seqlens == (1,) else 'tokens'}",
         "served": serving_words(
             plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel
         ),
         "download": size_words(plan.download_bytes),
-        "weights": (
-            f"{size_words(plan.weight_bytes)} loaded; {size_words(plan.free_bytes)} are "
-            f"free on {plan.device}"
-        ),
+        "weights": f"{size_words(plan.weight_bytes)} loaded; {free}",
         "placement": placement_words(plan.placement) if plan.placement else "",
     }
-    for name, value in rows.items():
-        if value:
-            console.print(Text(f"  {name:<10}{value}"))
+    lines = [f"{checkpoint.repo_id} {checkpoint.revision or ''}".rstrip()]
+    lines += [f"  {note}" for note in plan.notes]
+    lines += [f"  {name:<10}{value}" for name, value in rows.items() if value]
     for file in plan.files:
-        size = size_words(file.size_bytes)
-        console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))
+        here = "  (here)" if file.cached else ""
+        lines.append(f"  {size_words(file.size_bytes):>12}  {file.name}{here}")
+    terminal.out().print(Text("\n".join(lines)))

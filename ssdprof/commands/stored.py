@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -22,17 +23,17 @@ from ssdprof.checkpoint.names import FAMILIES, KnownCheckpoint
 from ssdprof.commands import output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import precisions_for
+from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
-from ssdprof.core.words import MISSING
+from ssdprof.core.words import count
 from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
-from ssdprof.report.document import compose
 from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
@@ -61,7 +62,7 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif tables:
         for table in tables:
-            terminal.out().print(SplitTable(table, rest="--json"))
+            terminal.out().print(SplitTable(table))
     else:
         terminal.say(
             f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'."
@@ -91,8 +92,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
-    shown = brief.render(report) if report.kind == "run" else render(compose(report))
-    output.finish(report, shown, as_json=as_json, note=output.kept(Path(folder)))
+    output.finish(report, Path(folder), as_json=as_json)
 
 
 # --- accuracy
@@ -118,7 +118,8 @@ def accuracy(options: options.AccuracyOptions) -> None:
         report, options.intermediates, states, every_state=options.states != "all"
     )
     shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
-    output.finish(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.show(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.end(shown)
 
 
 # --- export
@@ -188,9 +189,23 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 _OF_OUTPUT = ("json", "full", "dry_run", "prefill", "stalls")  # options that no function has
 
 
+_SCRIPT = """{title}
+
+import pathlib, torch, ssdprof
+
+call = ssdprof.load_call(pathlib.Path(__file__).with_name("{file}"))
+for title, output in ("kept", call.actual), ("now", call.run()):
+    for name, actual, expected in zip(("out", "final_states"), output or (), call.expected):
+        error = (actual.double() - expected.double()).abs().nan_to_num(torch.inf)
+        place = tuple(map(int, torch.unravel_index(error.argmax(), error.shape)))
+        values = f"{{actual[place]:.6g}}, expected {{expected[place]:.6g}}"
+        print(f"{{title}}: {{name}}, largest error {{error.max():.3g}} at {{place}}: {{values}}")
+"""
+
+
 def case(options: options.CaseOptions) -> None:
-    """Print a case of a report: how to run it again, as JSON, or as a Python file."""
-    _, report = reports.load(options.run, *(() if options.run else _REPORTS))
+    """Print a case of a report: how to run it again, or as JSON; or save the call that failed."""
+    folder, report = reports.load(options.run, *(() if options.run else _REPORTS))
     known = {case.id: case for case in report.cases}
     named = known | {case.name: case for case in report.cases}
     case = named.get(options.case)
@@ -199,13 +214,34 @@ def case(options: options.CaseOptions) -> None:
             f"Report {report.id} has no case {options.case!r}.", nearest(options.case, known)
         )
     words = report.again(case)
-    if options.json:
+    if options.save is not None:
+        _save_failure(folder / reports.FAILURES, case, options.save)
+    elif options.json:
         print(case.model_dump_json(exclude_defaults=True, indent=1))
     elif not words:
         raise BadInputError(f"No command made report {report.id}.", "Call ssdprof.compare again.")
     else:
         result = ": ".join(filter(None, (case.result, case.why)))
         print(f"{case.id}  {case.name}\n{result}\n{shlex.join(words)}")
+
+
+def _save_failure(folder: Path, case: Case, target: Path) -> None:
+    """Copy the failed calls of a case, and write a script for each."""
+    kept = sorted(folder.glob(f"{case.id}*.safetensors"))
+    if not kept:
+        others = ", ".join(sorted({file.stem.partition("-")[0] for file in folder.glob("*")}))
+        raise BadInputError(
+            f"The run kept no tensors of {case.name}.",
+            "It keeps those of the first call of each implementation that fails, or breaks a law: "
+            f"{others or 'none here'}.",
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    for file in kept:
+        script = target / f"{file.stem}.py"
+        shutil.copy(file, target)
+        title = repr(f"{case.name}: {case.why or file.stem}")
+        files.write_text(script, _SCRIPT.format(title=title, file=file.name), replace=True)
+        terminal.say(f"Wrote {target / file.name} and {script}.")
 
 
 # --- compare
@@ -242,7 +278,7 @@ def compare(options: options.CompareOptions) -> None:
     elif chosen:
         _write(markdown.render(document), target, force=options.force)
     else:
-        terminal.out().print(render(document, rest="--format markdown"))
+        terminal.out().print(render(document))
     if compared.passed:
         return
     offences = list(chain.from_iterable(compared.verdicts.values()))
@@ -270,16 +306,12 @@ def models(*, as_json: bool) -> None:
 
 
 def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:
-    layers, context = "not known", MISSING
-    if known.operator_layers:
-        layers = f"{known.operator_layers} of {known.layers}"
-    if known.trained_context:
-        context = f"{known.trained_context:,}"
+    layers = f"{known.operator_layers} of {known.layers}" if known.operator_layers else "not known"
     return {
         "checkpoint": known.repo,
         "parameters": f"{known.parameters / 1e9:g} B",
         "layers": layers,
-        "trained on": context,
+        "trained on": count(known.trained_context),
         "operator's sizes": words.format(**known.dims) if known.dims else "not known",
     }
 

@@ -138,6 +138,7 @@ class Accuracy(Record):
     coarser: the dtype in which all states of a head can be stored, although a finer one is claimed;
     else None.
     dtype: of the tensor.
+    remark: what else is known of an output that does not pass (measure/diagnosis.py).
     """
 
     tensor: TensorName
@@ -149,10 +150,16 @@ class Accuracy(Record):
     checks: tuple[ErrorTest, ...] = ()
     coarser: DType | None = None
     claimed: DType | None = None  # of states
+    remark: Text = ""
 
     @property
     def reason(self) -> str:
-        """Why it does not pass, in a sentence; empty if it does."""
+        """Why it does not pass, in a sentence, with the remark; empty if it does."""
+        fault = self._fault
+        return f"{fault}; {self.remark}" if fault and self.remark else fault
+
+    @property
+    def _fault(self) -> str:
         if self.vs_oracle.nonfinite:
             return self._nonfinite_reason()
         for use in self.budget:

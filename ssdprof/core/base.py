@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -154,6 +155,7 @@ REPEATS: Final = "repeats bitwise"  # a law that no kernel promises: only report
 # begins the names of laws about a pool of states: measure/pools.py
 BETWEEN_CALLS: Final = "between calls: "
 Holds = Literal["yes", "no", "not applicable"]
+Laws = Literal["quick", "default", "all"]  # which laws are tested
 
 
 class Probe(Record):
@@ -166,6 +168,11 @@ class Probe(Record):
     name: Text
     holds: Holds
     detail: Text = ""
+
+
+def distinct(several: Iterable[Iterable[Key]]) -> list[Key]:
+    """Each item of all of them once, in their order."""
+    return list(dict.fromkeys(chain.from_iterable(several)))
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

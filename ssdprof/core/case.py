@@ -482,6 +482,10 @@ class Case(Record):
         bands = self.task.bands if isinstance(self.task, Answers) else ()
         return bands[0] if bands else None
 
+    @property
+    def _nonfinite_answer(self) -> int | None:
+        return self.task.nonfinite if isinstance(self.task, Answers) else None
+
     @cached_property
     def result(self) -> CaseResult:
         """What follows from the status and the errors."""
@@ -489,7 +493,7 @@ class Case(Record):
             return self.status
         if self.nonfinite or any(tensor.vs_oracle.nonfinite for tensor in self.accuracy):
             return "nonfinite"
-        if isinstance(self.task, Answers) and self.task.nonfinite is not None:
+        if self._nonfinite_answer is not None:
             return "nonfinite"
         if self.later_fault or self.broken_laws or (self.outside_budget and not self.tolerated):
             return "inaccurate"
@@ -534,8 +538,8 @@ class Case(Record):
         """Why it did not pass, or a remark on it; empty if there is nothing to say."""
         if self.later_fault:
             return self.later_fault
-        if isinstance(self.task, Answers) and self.task.nonfinite is not None:
-            return f"the distribution at position {self.task.nonfinite:,} is not finite"
+        if self._nonfinite_answer is not None:
+            return f"the distribution at position {self._nonfinite_answer:,} is not finite"
         nonfinite = "some element is not finite" if self.nonfinite else ""
         return self.reason or nonfinite or self.outside_budget
 

@@ -144,14 +144,6 @@ def _rms(case: Case, _at: str, _: Speedups) -> float | None:
     return math.inf if out.vs_oracle.rms_ratio else 0.0
 
 
-def _memory(case: Case, _at: str, _: Speedups) -> int | None:
-    return case.workspace_bytes
-
-
-def _launches(case: Case, _at: str, _: Speedups) -> int | None:
-    return case.kernels
-
-
 def _of_answers(name: str) -> Callable[[Case, str, Speedups], float | None]:
     """A value of the answers' whole prompt."""
 
@@ -200,8 +192,16 @@ METRICS: dict[str, Metric] = {
         unit=" times the floor",
         if_missing="not compared with the fp64 oracle",
     ),
-    "memory": Metric(value=_memory, applies=_is_call, gate="1e9", change="base+5%", unit=" bytes"),
-    "launches": Metric(value=_launches, applies=_is_call, gate="2", change="base+0"),
+    "memory": Metric(
+        value=lambda case, _at, _: case.workspace_bytes,
+        applies=_is_call,
+        gate="1e9",
+        change="base+5%",
+        unit=" bytes",
+    ),
+    "launches": Metric(
+        value=lambda case, _at, _: case.kernels, applies=_is_call, gate="2", change="base+0"
+    ),
     "kl": Metric(
         value=_of_answers("kl_mean"),
         applies=is_answers,

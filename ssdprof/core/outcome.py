@@ -5,7 +5,7 @@ The headline of a report and the exit code of every command follow from `Outcome
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from ssdprof.core.base import Record, Text
@@ -29,8 +29,13 @@ class Verdict(Record):
     holds: bool | None
     actual: Text = ""
 
+    @property
+    def what(self) -> str:
+        """The case, and its value or why it has none."""
+        return ": ".join(filter(None, (self.case, self.actual)))
+
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.condition, self.case, self.actual)))
+        return f"{self.condition}: {self.what}"
 
 
 def gated_cases(report: Report) -> tuple[Case, ...]:
@@ -68,20 +73,27 @@ def broken(report: Report) -> tuple[Verdict, ...]:
 
 
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
-    """The verdicts of one condition, those on passed cases first."""
-    text, of_time = condition.text, condition.metric in OF_SPEED
+    """The verdicts of one condition: those on cases that passed, then on those without a time."""
     cases = [case for case in gated_cases(report) if METRICS[condition.metric].applies(case)]
     for case in cases:
         if case.result == "passed":
             yield _verdict(condition, case, report)
-    for case in cases if of_time else ():
+    if condition.metric in OF_SPEED:
+        for name, why in _untimed(cases, report):
+            yield Verdict(condition=condition.text, case=name, holds=False, actual=why)
+
+
+def _untimed(cases: Sequence[Case], report: Report) -> Iterator[tuple[str, str]]:
+    """The requested cases without a time, and why: prefills that did not pass, and what was left
+    out.
+    """
+    for case in cases:
         if isinstance(case.task, Prefill) and case.result != "passed":
-            reason = f"{case.result}: {case.why}"
-            yield Verdict(condition=text, case=case.name, holds=False, actual=reason)
-    for out in report.left_out if of_time else ():
+            yield case.name, f"{case.result}: {case.why}"
+    for out in report.left_out:
         if not out.implementations or GATED in out.implementations:
             name = f"{out.case_key}, {GATED}" if report.kind == "prefill" else out.case_key
-            yield Verdict(condition=text, case=name, holds=False, actual=f"left out: {out.reason}")
+            yield name, f"left out: {out.reason}"
 
 
 def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
@@ -105,9 +117,10 @@ class Outcome:
     bench.  Libraries fail a run only if the user named them, and never by a refusal.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-    compared: number of cases that were compared or failed, without those of other libraries and
-    those of answers.
-    failed: the cases among them that did not pass.
+        others: number of cases of other libraries on which nothing depends.
+    judged: number of cases that were compared or failed, without those of other libraries and those
+    of answers.
+        failed: the cases among them that did not pass.
     outside: cases of baselines outside their budget: the verdict is on what is compared with them.
     refused: requested cases that an implementation does not support, except other libraries.
     missing: number of requested cases that are neither in the report nor left out by name.
@@ -121,6 +134,7 @@ class Outcome:
     def __init__(self, report: Report) -> None:
         """Sort the report's cases."""
         counted = [case for case in report.cases if _counts(case, report)]
+        self.others = len(report.cases) - len(counted)
         calls = [case for case in counted if not is_answers(case)]
         refused = [case for case in calls if case.result == "refused"]
         baselines = {case.rated_against for case in report.cases}
@@ -146,8 +160,10 @@ class Outcome:
         self.answers_failed = tuple(
             case for case in self.answers if case.result != "passed" or case.name in offenders
         )
-        failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
-        self.passed = self.compared + len(self.answers) > 0 and not (self.ended_early or failed)
+        self.faulty = (*self.failed, *self.refused, *self.answers_failed)
+        unfinished = self.ended_early or self.missing
+        compared = self.compared > 0 or bool(self.answers)
+        self.passed = compared and not (unfinished or self.faulty or self.broken)
 
     @property
     def word(self) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
-from ssdprof.core.base import PrecisionName, grouped
+from ssdprof.core.base import PrecisionName, distinct, grouped
 from ssdprof.core.case import Answers, Case, Generated, Prefill
 from ssdprof.core.conditions import METRICS, OF_SPEED, Change, number
 from ssdprof.core.outcome import Outcome, Verdict
@@ -151,11 +151,8 @@ class Comparison:
         """The reason why nothing was compared; empty if some case was."""
         if any(not pair.apart for pair in self.pairs):
             return ""
-        reasons: dict[str, None] = {}
-        for pair in self.pairs:
-            if pair.base and pair.new:
-                reasons |= dict.fromkeys(pair.apart)
-        return "; ".join(reasons) or "no case is in both"
+        both = (pair for pair in self.pairs if pair.base and pair.new)
+        return "; ".join(distinct(pair.apart for pair in both)) or "no case is in both"
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -184,7 +181,8 @@ def compare(
             f"BASE is a {base_report.kind} and NEW is a {new_report.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
-    before, after = _by_name(base_report), _by_name(new_report)
+    before = {case.name: case for case in compared(base_report)}
+    after = {case.name: case for case in compared(new_report)}
     # in the order of NEW; those that are only in BASE come last
     pairs = [
         _pair(name, before.get(name), after.get(name), base_report, new_report, smallest_difference)
@@ -204,13 +202,11 @@ def compare(
     )
 
 
-def _by_name(report: Report) -> dict[str, Case]:
-    """The cases that are compared: of the answers, those that gates apply to."""
-    return {
-        case.name: case
-        for case in report.cases
-        if not isinstance(case.task, Answers) or case.is_gated
-    }
+def compared(report: Report) -> tuple[Case, ...]:
+    """All cases, but of a model's answers only those that gates apply to."""
+    return tuple(
+        case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
+    )
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
@@ -258,25 +254,17 @@ def _pair(
         return CasePair(name=name, base=base, new=new, verdict=only_in)
     is_prefill = isinstance(new.task, Prefill)
     verdict = "not comparable" if base.time_us and new.time_us else "not timed"
-    what = "model" if is_prefill else "shape"
-    if sizes := _different({what: _shape(base, base_report)}, {what: _shape(new, new_report)}):
-        return CasePair(
-            name=name,
-            base=base,
-            new=new,
-            verdict=verdict,
-            incomparable=sizes,
-            other_inputs="" if is_prefill else sizes[0],
-        )
-    machines = _different(_needs(base_report, base), _needs(new_report, new))
     time = call = over_baseline = None
-    if not machines:
+    sizes = _different(_shape(base, base_report), _shape(new, new_report))
+    machines = _different(_needs(base_report, base), _needs(new_report, new))
+    if not (sizes or machines):
         call = _quotient(base.call_us, new.call_us)
         time = call if is_prefill else _quotient(base.device_us, new.device_us)
-    if base.baseline == new.baseline:
+    if not sizes and base.baseline == new.baseline:
         over_baseline = _quotient(new_report.speedup(new), base_report.speedup(base))
     if ratio := time or over_baseline:
         verdict = ratio.verdict(smallest)
+    inputs = sizes or _different(_inputs(base, base_report), _inputs(new, new_report))
     return CasePair(
         name=name,
         base=base,
@@ -285,8 +273,8 @@ def _pair(
         time=time,
         call=call,
         over_baseline=over_baseline,
-        incomparable=machines,
-        other_inputs="".join(_different(_inputs(base, base_report), _inputs(new, new_report))),
+        incomparable=sizes or machines,
+        other_inputs="" if is_prefill else "".join(inputs),
     )
 
 
@@ -294,21 +282,21 @@ def _inputs(case: Case, report: Report) -> dict[str, str]:
     """The model and the prompt of a captured call; those of a bench are generated from a fixed
     seed.
     """
-    if isinstance(case.task, Prefill | Generated):
+    if isinstance(case.task, Generated):
         return {}
     return {"inputs": f"{target(report)}, prompt {case.inputs[:16]}"}
 
 
-def _shape(case: Case, report: Report) -> str:
+def _shape(case: Case, report: Report) -> dict[str, str]:
     """The sizes of the call, and whether its inputs were cast; of the whole model, which model it
     is.
     """
     if isinstance(case.task, Prefill):
         assert report.model
-        return f"{report.model.repo_id} ({report.model.model_type}), {case.task.sizes}"
-    if case.layer and report.cast:
-        return f"{case.task.sizes}, {report.cast_words}"
-    return case.task.sizes
+        model = f"{report.model.repo_id} ({report.model.model_type}), {case.task.sizes}"
+        return {"model": model}
+    cast = report.cast_words if case.layer else ""
+    return {"shape": ", ".join(filter(None, (case.task.sizes, cast)))}
 
 
 def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None:
@@ -389,11 +377,9 @@ def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
 def _why_none(change: Change, both: Sequence[CasePair]) -> str:
     """Why no pair has two values that can be compared."""
     timed = change.metric in OF_SPEED
-    reasons: list[str] = []
-    for pair in both:
-        reasons += pair.incomparable if timed else [pair.other_inputs]
-    if known := list(dict.fromkeys(filter(None, reasons))):
-        return "; ".join(known)
+    reasons = distinct(pair.incomparable if timed else [pair.other_inputs] for pair in both)
+    if known := "; ".join(filter(None, reasons)):
+        return known
     if not both:
         return "no case is in both"
     return f"BASE has no {'times' if timed else 'such value'}"

@@ -14,6 +14,7 @@ from ssdprof.core.base import (
     Clock,
     Count,
     DType,
+    Laws,
     NotNegative,
     PrecisionName,
     Processes,
@@ -21,6 +22,7 @@ from ssdprof.core.base import (
     Size,
     Text,
     Time,
+    distinct,
     exact_precision,
     grouped,
     intermediates_of,
@@ -41,7 +43,7 @@ from ssdprof.core.target import (
 )
 
 # of options with a value
-_NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")
+_NOT_AGAIN = ("--out", "--implementations", "--against", "--budget", "--trace")
 
 
 class LeftOut(Record):
@@ -98,6 +100,7 @@ class Report(Record):
     one.
     baseline: that others are compared with; decode steps have their own, which their cases name.
     matched_with: the implementation whose output others are matched with.
+    laws: which ones were tested.
     tensor_parallel: number of ranks; the first one's share of the heads was replayed.
     ranks: processes that shared the cases, each on a GPU of its own.
     samplers: processes that sampled every case, one after another.
@@ -124,6 +127,7 @@ class Report(Record):
     prompts: tuple[Prompt, ...] = ()
     segment_length: Size | None = None
     cast: tuple[DType, DType] | None = None
+    laws: Laws = "default"
     tensor_parallel: Processes = 1
     ranks: Processes = 1
     samplers: Processes = 1
@@ -178,9 +182,7 @@ class Report(Record):
 
     @property
     def captured(self) -> tuple[LayerRef, ...]:
-        layers: set[LayerRef] = set()
-        for line in self.processes:
-            layers.update(line.captured)
+        layers = distinct(line.captured for line in self.processes)
         return tuple(sorted(layers, key=lambda layer: layer.index))
 
     @property
@@ -194,10 +196,7 @@ class Report(Record):
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        cases: dict[LeftOut, None] = {}
-        for line in self.processes:
-            cases |= dict.fromkeys(line.left_out)
-        return tuple(cases)
+        return tuple(distinct(line.left_out for line in self.processes))
 
     @property
     def cast_words(self) -> str:
@@ -216,10 +215,7 @@ class Report(Record):
     @property
     def remarks(self) -> tuple[str, ...]:
         """All notes."""
-        notes = dict.fromkeys(self.notes)
-        for line in self.processes:
-            notes |= dict.fromkeys(line.notes)
-        return tuple(notes)
+        return tuple(distinct([self.notes, *(line.notes for line in self.processes)]))
 
     # --- cases
 

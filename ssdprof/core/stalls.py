@@ -16,8 +16,8 @@ from ssdprof.core.target import Dims, Environment, LayerRef
 STALLS_VERSION: Final = 4
 
 StallSamples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
-# a condition for valid tables -> whether it holds, and details
-SelfChecks = dict[Text, tuple[Literal["ok", "failed", "not checked"], Text]]
+CheckResult = tuple[Literal["ok", "failed", "not checked"], Text]  # and details
+SelfChecks = dict[Text, CheckResult]  # a condition for valid tables -> whether it holds
 
 
 class Launched(Record):

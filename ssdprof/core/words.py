@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from decimal import ROUND_DOWN, Decimal
 
 from ssdprof.core.base import TOLERANCES
@@ -136,11 +136,6 @@ def words(items: Iterable[str], last: str = "and") -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
-def cut(code: str, most: int) -> str:
-    """At most so many characters of a line of code; the last ones say if there were more."""
-    return code if len(code) <= most else f"{code[: most - 3]}..."
-
-
 def plural(number: int, noun: str) -> str:
     """ "1 layer", "4 layers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
@@ -150,15 +145,6 @@ def _ratio(value: float) -> str:
     if value < 0.1:
         return small(value)
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """A bar for each positive number, in order: from the least to the greatest, which is at least 5
-    % more.
-    """
-    low = min(values, default=1)
-    high = max(1.05 * low, *values, low)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low))] for value in values)
 
 
 def three_digits(value: float) -> str:

@@ -202,6 +202,14 @@ def libraries(names: Mapping[str, Sequence[str]]) -> Check:
     return _check("other libraries", "ok", "; ".join([*there, *missing]))
 
 
+def served(words: Mapping[str, str]) -> Iterator[Check]:
+    """What servers run.  words: by operator, of a GPU of compute capability 9.0."""
+    found = gpu()
+    if found is not None and found.compute_capability == "9.0":
+        for title, kernels in words.items():
+            yield _check(f"servers, {title}", "ok", kernels)
+
+
 def _ncu() -> Check:
     path = find_ncu()
     if path is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -135,26 +135,19 @@ def compare_answers(
             run = PromptRun(loaded.model, ids, segment_length, mixers, ref.model_type, layers)
             dtype = dtype_name(loaded.whole.dtype)
             variants = list(_variants(run, dtype, request, precisions, prompt.token_sha256))
-            if all(variant.case.name in writer.earlier for variant in variants):
+            if all(case.name in writer.earlier for case, *_ in variants):
                 continue
             comparison = _Comparison(run, loaded.whole, request, watcher, variants)
             comparison.run(variants, writer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Variant:
-    """A case, and what computes the operators of which layers; the reference computes the
-    others.
-    """
-
-    case: Case
-    compute: Compute
-    layers: frozenset[int]
+# a case, and what computes the operators of which layers; the reference computes the others
+Variant = tuple[Case, Compute, frozenset[int]]
 
 
 def _variants(
     prompt: PromptRun, dtype: DType, request: AnswersOptions, precisions: Precisions, inputs: str
-) -> Iterator[_Variant]:
+) -> Iterator[Variant]:
     """First noise, then all layers together, then each layer alone.
 
     dtype: of the model.  inputs: of the cases.
@@ -168,7 +161,7 @@ def _variants(
         *,
         change: str = "",
         alone: int | None = None,
-    ) -> _Variant:
+    ) -> Variant:
         """change: in words, of noise.  alone: the layer."""
         task = Answers(
             kind="answers",
@@ -190,7 +183,7 @@ def _variants(
             status="ran",
         )
         computed = layers if alone is None else frozenset({alone})
-        return _Variant(case=case, compute=compute, layers=computed)
+        return case, compute, computed
 
     operator = operators.get(mixers[0].operator)  # a model has one kind of operator
     exact = implemented(operator.baseline, Precision(), mixers)
@@ -222,7 +215,7 @@ class _Comparison:
         whole: PreTrainedModel,
         request: AnswersOptions,
         watcher: Watcher,
-        variants: Sequence[_Variant],
+        variants: Sequence[Variant],
     ) -> None:
         """Runs the reference.  BadInputError if its logits are not finite."""
         self._prompt, self._whole, self._request = prompt, whole, request
@@ -232,7 +225,7 @@ class _Comparison:
         # with the reference: its own runs, and for each case the share of the layers that are left
         # to it
         count = len({mixer.layer_index for mixer in prompt.mixers})
-        left = sum(1 - len(variant.layers) / count for variant in variants)
+        left = sum(1 - len(layers) / count for *_, layers in variants)
         with watcher.step("Running the reference"):
             self._reference, self._name, self._remark = choose_reference(
                 request.reference, prompt, 1 + bool(request.generate) + left
@@ -241,12 +234,12 @@ class _Comparison:
             _check_finite(whole, self._exact)
             self._tokens = self._generated(self._reference)
 
-    def run(self, variants: Sequence[_Variant], writer: Writer) -> None:
+    def run(self, variants: Sequence[Variant], writer: Writer) -> None:
         """Write every case that an interrupted comparison has not written."""
         device = self._prompt.ids.device
         with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
             for variant in variants:
-                if variant.case.name not in writer.earlier:
+                if variant[0].name not in writer.earlier:
                     writer.case(self._compared(variant))
                     now = time.monotonic()
                     writer.update(seconds=writer.report.first.seconds + now - self._began)
@@ -255,14 +248,16 @@ class _Comparison:
                         writer.peaked(peak_bytes(device))
                 advance(1)
 
-    def _compared(self, variant: _Variant) -> Case:
+    def _compared(self, variant: Variant) -> Case:
         """The case with its answers, or with its fault."""
-        assert isinstance(variant.case.task, Answers)
-        answers = variant.case.task.changed(reference=self._name, remark=self._remark)
-        case = variant.case.changed(task=answers)
+        case, compute, layers = variant
+        assert isinstance(case.task, Answers)
+        answers = case.task.changed(reference=self._name, remark=self._remark)
+        case = case.changed(task=answers)
         try:
             with while_it_runs(case):
-                return case.changed(task=answers.changed(**self._differences(variant, answers)))
+                differences = self._differences(compute, layers, answers)
+                return case.changed(task=answers.changed(**differences))
         except MissingCapabilityError as error:
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
@@ -271,12 +266,14 @@ class _Comparison:
             status, reason = status_of(error, self._prompt.ids.device, case.implementation)
             return case.changed(status=status, reason=reason)
 
-    def _differences(self, variant: _Variant, answers: Answers) -> dict[str, object]:
+    def _differences(
+        self, compute: Compute, layers: frozenset[int], answers: Answers
+    ) -> dict[str, object]:
         """Fields of the answers: the logits against the reference's, a block of positions at a
         time.
         """
         prompt, whole = self._prompt, self._whole
-        hidden = hidden_states(prompt, self._handler(variant.compute, variant.layers))
+        hidden = hidden_states(prompt, self._handler(compute, layers))
         blocks, length = [], rows_that_fit(whole.get_input_embeddings().num_embeddings)
         for start in range(0, hidden.shape[1], length):
             rows = slice(start, start + length)
@@ -287,7 +284,7 @@ class _Comparison:
             return {"nonfinite": position}
         fields: dict[str, object] = {"bands": bands(divergence)}
         if self._request.generate and answers.alone is None:
-            tokens = self._generated(variant.compute, variant.layers)
+            tokens = self._generated(compute, layers)
             pairs = enumerate(zip(self._tokens, tokens, strict=True))
             differing = (number for number, (exact, token) in pairs if exact != token)
             fields |= {"generated": len(tokens), "first_difference": next(differing, None)}

@@ -22,6 +22,7 @@ from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import Comparer, Entry, Verdicts
+from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
@@ -227,6 +228,7 @@ class CellBench:
             isolated=isolated,
             watcher=watcher,
             oracle_must_fit=True,
+            on_fault=keeping(writer.folder),
         )
 
     def is_done(self, cell: Cell) -> bool:

@@ -30,6 +30,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
+from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import Call, Run, TimeIsUp, completed, first_line
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.roofline import with_occupancy
@@ -115,6 +116,8 @@ class Entry:
         )
 
 
+# the entry, the law that it broke, the inputs, the output
+OnFault: TypeAlias = "Callable[[Entry, str, Inputs, Output | None], object]"
 # of a first run: the output, if it ran; fields of its case; whether the interpreter ran a kernel
 FirstRun: TypeAlias = "tuple[Output | None, dict[str, Any], bool]"
 
@@ -128,6 +131,7 @@ class Comparer:
     isolated: makes first calls of users' kernels and of named libraries, which then get copies of
         the inputs; None: they run as others do.
     first_call_s: seconds for each first call.  until: the end of the bench, by time.monotonic.
+    on_fault: gets the inputs and the output of an entry that failed, or of a law that it broke.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
 
@@ -140,6 +144,7 @@ class Comparer:
     isolated: IsolatedFirstCall | None = None
     watcher: Watcher = field(default_factory=Watcher)
     oracle_must_fit: bool = False
+    on_fault: OnFault | None = None
 
     def compare(
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None = None
@@ -233,6 +238,9 @@ class Comparer:
             entry: entry.case.changed(**(fields | verified.get(entry, {})))
             for entry, (_, fields, _) in runs.items()
         }
+        for entry, case in cases.items():
+            if self.on_fault and case.result in ("inaccurate", "nonfinite", "failed"):
+                self.on_fault(entry, "", entry.call.inputs, outputs.get(entry))
         interpreted = {entry: interpreted for entry, (*_, interpreted) in runs.items()}
         del outputs, runs  # the laws need memory
         with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
@@ -294,7 +302,10 @@ class Comparer:
                 raise
             reason = f"while compared with the oracle: {first_line(error)}"
             return {entry: {"status": "out of memory", "reason": reason} for entry in outputs}
-        return {entry: {"accuracy": accuracy} for entry, accuracy in accuracies.items()}
+        return {
+            entry: {"accuracy": diagnosed(inputs, candidates[entry], accuracy)}
+            for entry, accuracy in accuracies.items()
+        }
 
     # --- speed
 

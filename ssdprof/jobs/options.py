@@ -368,8 +368,8 @@ class RunOptions(ServedModelOptions):
     implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
     first_call_s: FirstCallOption = 180
-    thorough: bool = flag(
-        "--thorough", "Test the laws of the operator in every case: see docs/measuring.md."
+    laws: Literal["quick", "default", "all"] = option(
+        "default", "", "Laws that are tested: quick: causality and cut in two; all: in every case."
     )
     out: RunFolder = None
     save_captures: bool = flag(
@@ -517,6 +517,9 @@ class CaseOptions:
     case: str = argument(..., "ID", "The case's id, or its whole name.")
     run: str | None = argument(
         None, "RUN", "A report's folder, or its name under runs/.", shown="the latest report"
+    )
+    save: Path | None = option(
+        None, "DIR", "Write the tensors of its failure, and a script for them.", parser=path
     )
     json: Json = False
 

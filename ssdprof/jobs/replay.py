@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ from ssdprof.core.case import LayerCall
 from ssdprof.core.target import CallRef, LayerRef, drafted_call
 from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
-from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry
+from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry, OnFault
+from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
@@ -46,15 +47,9 @@ from ssdprof.operators.tensors import dtype_named
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
-
-class Planned(NamedTuple):
-    """An implementation at a precision; the precision of the baseline that it is compared with."""
-
-    implementation: Implementation
-    precision: Precision
-    baseline_precision: Precision
-
-
+# an implementation at a precision; the precision of the baseline that it is compared with
+# an implementation at a precision; the precision of the baseline that it is compared with
+Planned = tuple[Implementation, Precision, Precision]
 # what is compared on a call of an operator; baselines first
 Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
 
@@ -104,6 +99,9 @@ class _Replay:
         watcher: Watcher,
         gpu: torch.device | None,
     ) -> None:
+        """planner: which precisions and laws a call gets.  cast_to: the dtype that inputs are cast
+        to; None: as captured.  gpu: None: outputs are compared, and nothing is timed.
+        """
         self._writer, self._options, self._planner = writer, options, planner
         self._cast_to, self._watcher, self._gpu = cast_to, watcher, gpu
         # that of a run that goes on exists
@@ -116,7 +114,9 @@ class _Replay:
         follows = several and not options.sampler
         self._provenance = Provenance(rows_are_sequences=named) if follows else None
         isolated = IsolatedFirstCall(options.first_call_s)
-        self._prober = Prober(isolated, thorough=options.thorough)
+        # tensors of `ssdprof.compare` come from no model, and its report is stored nowhere
+        self._keep = keeping(writer.folder) if options.model else None
+        self._prober = Prober(isolated, laws=options.laws)
         self._comparer = Comparer(
             timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
             ceilings=writer.report.ceilings,
@@ -124,6 +124,7 @@ class _Replay:
             process=writer.process,
             isolated=isolated,
             watcher=watcher,
+            on_fault=self._keep,
         )
 
     def compare(self, captured: CapturedLayer) -> None:
@@ -176,7 +177,7 @@ class _Replay:
         if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
             model = self._writer.report.model
             by = model.model_type if model else ""
-            planned.append(Planned(*served(captured, by), planned[0].precision))
+            planned.append((*served(captured, by), planned[0][1]))
         prompt = (dims.seqlen, dims.batch)
         if call is not None:
             prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
@@ -190,7 +191,7 @@ class _Replay:
             "inputs": hashes.get(prompt, ""),
             **work,
         }
-        return entries_of(operator, inputs, planned, self._prober, fields)
+        return entries_of(operator, inputs, planned, self._prober, fields, self._keep)
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
         """Whether an interrupted run that goes on has compared all of the call."""
@@ -233,12 +234,13 @@ def entries_of(
     planned: Sequence[Planned],
     prober: Prober,
     fields: Mapping[str, Any],
+    keep: OnFault | None,
 ) -> list[Entry]:
     """An entry for each; those with one baseline are timed together.
 
-    fields: of all cases.
+    fields: of all cases.  keep: gets calls that break a law.
     """
-    baseline = planned[0].implementation.name
+    baseline = planned[0][0].name
     entries: dict[tuple[str, Precision], Entry] = {}
     for implementation, precision, baseline_precision in planned:
         first = entries.get((baseline, baseline_precision))
@@ -252,7 +254,8 @@ def entries_of(
         )
         entry.baseline, entry.turns = first, baseline_precision
         if implementation.kind in prober.kinds:
-            entry.probes = partial(prober.probe, implementation, inputs, precision)
+            probe = partial(prober.probe, implementation, inputs, precision)
+            entry.probes = partial(probe, keep=partial(keep, entry)) if keep else probe
         entries[implementation.name, precision] = entry
     return list(entries.values())
 

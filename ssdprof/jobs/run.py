@@ -101,7 +101,7 @@ class Resolved:
         resolve = partial(self.resolve, operator.name)
         by_name = {name: resolve(name) for name in names}
         in_place = [
-            name for name, kernel in by_name.items() if kernel.kind == "own" and kernel.in_place
+            name for name, kernel in by_name.items() if kernel.kind != "bundled" and kernel.in_place
         ]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
@@ -150,7 +150,7 @@ def planned(
         group(precision)[known.name, precision] = known
     plans: list[Planned] = []
     for base, members in groups.items():
-        plans += [Planned(known, precision, base) for (_, precision), known in members.items()]
+        plans += [(known, precision, base) for (_, precision), known in members.items()]
     return plans
 
 
@@ -297,6 +297,7 @@ def run(
         matched_with=resolved.baseline,
         smallest_difference=options.smallest_difference,
         cast=(dtype, cast) if cast else None,
+        laws=options.laws,
         tensor_parallel=options.tensor_parallel,
         absent=resolved.absent,
         samplers=options.processes if limits.device().type == "cuda" else 1,
@@ -381,9 +382,10 @@ def _requested(
                 )
             for call in calls:
                 size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
-                for plan in planner(operators.get(layer.operator), dtype, call):
-                    case_key = f"layer {layer.index}, {size}"
-                    yield case_key, plan.implementation.name, str(plan.precision)
+                case_key = f"layer {layer.index}, {size}"
+                operator = operators.get(layer.operator)
+                for implementation, precision, _ in planner(operator, dtype, call):
+                    yield case_key, implementation.name, str(precision)
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:

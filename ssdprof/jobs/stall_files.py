@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ssdprof import files
 from ssdprof.core.stalls import STALLS_VERSION, StallReport
-from ssdprof.errors import BadInputError
 from ssdprof.report import markdown, plots, stalls
 
 FOLDER = "stalls"  # in a run's folder
@@ -22,21 +21,10 @@ def dump(report: StallReport) -> str:
 
 
 def load(file: Path) -> StallReport:
-    """Reads the output of `dump`.  Raises BadInputError if it cannot be read or has another
-    version.
-    """
-    try:
-        document = files.read_json(file)
-        version = document.get("stalls_version")
-        if version != STALLS_VERSION:
-            raise BadInputError(
-                f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN
-            )
-        return StallReport.model_validate(document)
-    except OSError as error:
-        raise BadInputError(f"{file} cannot be read: {error.strerror}.") from error
-    except (ValueError, AttributeError) as error:
-        raise BadInputError(f"{file} is damaged.", _AGAIN) from error
+    """Reads the output of `dump`.  Raises what `files.read_stored` raises."""
+    return files.read_stored(
+        file, StallReport.model_validate, STALLS_VERSION, _AGAIN, key="stalls_version"
+    )
 
 
 def of_run(folder: Path) -> StallReport | None:

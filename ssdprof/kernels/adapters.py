@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -33,13 +34,28 @@ import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
-from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
+MOST_STEPS = 64  # tokens of a sequence for token-by-token kernels
 INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
+# packages of which the modules with kernels need nothing, outermost first
+_UNRUN = (
+    "vllm",
+    "vllm.model_executor",
+    "vllm.models",
+    "vllm.models.kimi_k3",
+    "vllm.models.kimi_k3.nvidia",
+    "vllm.models.kimi_k3.nvidia.ops",
+    "sglang",
+    "sglang.kernels",
+    "sglang.kernels.ops",
+    "sglang.kernels.ops.mamba",
+    "sglang.kernels.ops.mamba.triton_ops",
+)
 T = TypeVar("T")
 
 
@@ -82,13 +98,42 @@ def once(of: Callable[[Any], T]) -> Callable[[Any], T]:
     return get
 
 
-def import_bare(name: str, packages: Iterable[str]) -> ModuleType:
-    """A library's module, imported without running these packages around it, outermost first.
+# what makes a call; the values and the states as the call reads them
+Prepared = tuple[Callable[[], Output], tuple[torch.Tensor | None, ...]]
 
-    What they do to other libraries at import is not done here.  Raises ImportError.
+
+def prepared_kernel(
+    operator: str,
+    name: str,
+    unsupported: Callable[[Any, Precision], str],
+    prepare: Callable[[Any], Prepared],
+    plan: Callable[[Any, Precision], Plan] | Plan,
+) -> Implementation:
+    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
+    live.
     """
-    for package in packages:
-        if package in sys.modules:
+    prepared = once(prepare)
+
+    def call(inputs: Inputs, _precision: Precision) -> Output:
+        with torch.cuda.device(inputs.values.get_device()), torch.no_grad():
+            return prepared(inputs)[0]()
+
+    def copies(inputs: Inputs) -> list[torch.Tensor]:
+        given = {
+            inputs.tensors[name].data_ptr() for name in inputs.LINEAR if name in inputs.tensors
+        }
+        read = (tensor for tensor in prepared(inputs)[1] if tensor is not None)
+        return [tensor for tensor in read if tensor.data_ptr() not in given]
+
+    return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)
+
+
+def import_kernels(name: str) -> Any:
+    """A server's module with kernels, imported without running the packages around it that patch
+    torch or transformers, or that load the server.  Raises ImportError.
+    """
+    for package in _UNRUN:
+        if package in sys.modules or not name.startswith(f"{package}."):
             continue
         spec = find_spec(package)
         if spec is None or spec.submodule_search_locations is None:
@@ -137,6 +182,7 @@ class Tunings:
     """
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
+        """Finds the tuners among the modules' names; one that several names hold counts once."""
         found = [
             tuner
             for module in modules

@@ -5,10 +5,11 @@ kept launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.inputs import Inputs, Output, PreparedLaunch
@@ -177,5 +178,89 @@ class Fused:
         )
 
 
-def _replaced(inputs: I, names: Sequence[str], by: Callable[[torch.Tensor], torch.Tensor]) -> I:
+def _replaced(inputs: I, names: Sequence[str], by: Callable[[Tensor], Tensor]) -> I:
     return inputs.unchecked(**vars(inputs) | {name: by(getattr(inputs, name)) for name in names})
+
+
+# types in the schema of a torch operator, by the annotation of a field of the inputs
+_SCHEMA_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "int": "int",
+    "bool": "bool",
+    "float | None": "float?",
+    "tuple[float, float]": "float[]",
+}
+_SCHEMA_OPTIONS = "str intermediates, ScalarType state_dtype, bool batch_invariant, bool v_first"
+
+
+def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
+    """Fused kernels as a function of the tensors and other fields of `kind`, by name.
+
+    Registers it as a torch operator, for example `ssdprof::ssd_fused`, which is what torch.compile
+    sees.  Its arguments are all fields, in their order, then what else a call has.
+    """
+    name = f"{kind.operator}_{fused.name}"
+    defaults = {
+        field.name: None if field.default is MISSING else field.default for field in fields(kind)
+    }
+    arguments = [f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(kind)]
+
+    def inputs_of(values: Sequence[Any]) -> Inputs:
+        return kind.unchecked(**dict(zip(defaults, values, strict=False)))
+
+    @torch.library.custom_op(
+        f"ssdprof::{name}",
+        mutates_args=(),
+        schema=f"({', '.join(arguments)}, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)",
+    )
+    def operator(*values: Any) -> tuple[Tensor, Tensor]:
+        *_, intermediates, state_dtype, batch_invariant, state_v_first = values
+        with torch.no_grad():
+            return fused.run(
+                inputs_of(values),
+                Precision(intermediates=intermediates, state_dtype=state_dtype),
+                batch_invariant=batch_invariant,
+                state_v_first=state_v_first,
+            )
+
+    @operator.register_fake
+    def shapes(*values: Any) -> tuple[Tensor, Tensor]:
+        """Results with the shapes, strides and dtypes of those of `operator`."""
+        inputs, state_v_first = inputs_of(values), values[-1]
+        *rest, rows, columns = inputs.final_shape
+        memory = (*rest, columns, rows) if state_v_first else inputs.final_shape
+        final_states = inputs.values.new_empty(memory, dtype=torch.float32)
+        out = inputs.values.new_empty(inputs.values.shape)
+        return out, final_states.mT if state_v_first else final_states
+
+    def call(
+        arguments: dict[str, Any],
+        precision: Precision,
+        *,
+        batch_invariant: bool = False,
+        state_v_first: bool = False,
+    ) -> Output:
+        """state_v_first: V precedes K in initial and final states."""
+        initial = arguments[kind.LINEAR[1]]
+        if state_v_first and initial is not None and initial.ndim == 4:
+            arguments = arguments | {kind.LINEAR[1]: initial.mT}
+        if torch.compiler.is_compiling():
+            refuse_gradient(fused.name, arguments.values())
+            out, final_states = getattr(torch.ops.ssdprof, name)(
+                *(defaults | arguments).values(),
+                precision.intermediates,
+                precision.state_dtype,
+                batch_invariant,
+                state_v_first,
+            )
+        else:
+            out, final_states = fused.run(
+                kind.unchecked(**arguments),
+                precision,
+                batch_invariant=batch_invariant,
+                state_v_first=state_v_first,
+            )
+        return Output(out, final_states.mT if state_v_first else final_states)
+
+    return call

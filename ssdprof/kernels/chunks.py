@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # chooses the interpreter or a GPU before a kernel is defined
 import ssdprof.kernels.functions  # noqa: F401
@@ -42,8 +43,8 @@ class Chunks:
     inputs: Inputs
     size: int
     count: int
-    spans: torch.Tensor | None = None
-    bounds: torch.Tensor | None = None
+    spans: Tensor | None = None
+    bounds: Tensor | None = None
 
     @classmethod
     def of(cls, inputs: Inputs) -> Chunks:
@@ -71,7 +72,7 @@ class Chunks:
     def total(self) -> int:
         return self.inputs.values.shape[0] * self.count
 
-    def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A new tensor (batch, count, *sizes)."""
         return torch.empty(
             self.inputs.values.shape[0], self.count, *sizes, dtype=dtype, device=self.inputs.device
@@ -81,8 +82,8 @@ class Chunks:
         self,
         kernel: Any,
         programs: int,
-        read: tuple[torch.Tensor | None, ...],
-        written: tuple[torch.Tensor, ...],
+        read: tuple[Tensor | None, ...],
+        written: tuple[Tensor, ...],
         *scalars: object,
         **options: object,
     ) -> None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -37,17 +38,21 @@ def has_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
-def capability(tensor: torch.Tensor) -> tuple[int, int]:
+def capability(tensor: Tensor) -> tuple[int, int]:
     """Compute capability, (9, 0) for Hopper."""
     return torch.cuda.get_device_capability(tensor.device)
 
 
-def sm_count(tensor: torch.Tensor) -> int:
-    """Number of multiprocessors."""
+def sm_count(tensor: Tensor) -> int:
+    """Number of multiprocessors; without a GPU that of an H200, as which the interpreter divides
+    calls.
+    """
+    if not tensor.is_cuda:
+        return 132
     return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
 
 
-def gpu_name(tensor: torch.Tensor) -> str:
+def gpu_name(tensor: Tensor) -> str:
     """Name of the GPU, for example "NVIDIA H200"; "cpu" for a tensor that is on none."""
     return str(torch.cuda.get_device_properties(tensor.device).name) if tensor.is_cuda else "cpu"
 
@@ -192,14 +197,14 @@ def refuse_gradient(name: str, arguments: Iterable[object]) -> None:
     implementation.
     """
     if torch.is_grad_enabled() and any(
-        isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments
+        isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
     ):
         raise UnsupportedError(
             f"{name}: forward only; call it under torch.no_grad() or detach the inputs"
         )
 
 
-def refuse_device(name: str, tensor: torch.Tensor, *, oldest: tuple[int, int] = (8, 0)) -> None:
+def refuse_device(name: str, tensor: Tensor, *, oldest: tuple[int, int] = (8, 0)) -> None:
     """Raises UnsupportedError for a device that the kernels do not run on.  oldest: compute
     capability.
     """

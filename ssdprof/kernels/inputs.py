@@ -9,12 +9,13 @@ from dataclasses import Field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 Scalar = int | float | bool | str | tuple[float, ...] | None
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def tensor_signature(tensor: torch.Tensor | None) -> Hashable:
+def tensor_signature(tensor: Tensor | None) -> Hashable:
     """The properties of a tensor that determine which kernels support it and what Triton compiles
     for it.
 
@@ -31,8 +32,8 @@ class Output(NamedTuple):
     shape; more with state_every.
     """
 
-    out: torch.Tensor
-    final_states: torch.Tensor
+    out: Tensor
+    final_states: Tensor
 
 
 class Inputs:
@@ -66,15 +67,15 @@ class Inputs:
     operator: ClassVar[str]
     FIRST: ClassVar[str]
     LINEAR: ClassVar[tuple[str, ...]]
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: Tensor | None = None
     state_every: int = 0
-    state_indices: torch.Tensor | None = None
-    write_indices: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
+    state_indices: Tensor | None = None
+    write_indices: Tensor | None = None
+    accepted: Tensor | None = None
 
     @classmethod
     def unchecked(cls, **values: object) -> Self:
-        """All fields by name, without a check.  The caller knows the signature, or calls `check`
+        """Fields by name, without a check.  The caller knows the signature, or calls `check`
         later.
         """
         inputs = object.__new__(cls)
@@ -88,17 +89,17 @@ class Inputs:
         """Raises ValueError, naming the argument that does not fit the others."""
 
     @property
-    def _first(self) -> torch.Tensor:
-        first: torch.Tensor = getattr(self, self.FIRST)
+    def _first(self) -> Tensor:
+        first: Tensor = getattr(self, self.FIRST)
         return first
 
     @property
-    def values(self) -> torch.Tensor:
-        values: torch.Tensor = getattr(self, self.LINEAR[0])
+    def values(self) -> Tensor:
+        values: Tensor = getattr(self, self.LINEAR[0])
         return values
 
     @property
-    def initial(self) -> torch.Tensor | None:
+    def initial(self) -> Tensor | None:
         """Initial states, one for each sequence: of a pool, a copy.  None is zeros."""
         states = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
         return (
@@ -107,7 +108,7 @@ class Inputs:
             else states[self.state_indices.long()]
         )
 
-    def after(self, states: torch.Tensor | None) -> Self:
+    def after(self, states: Tensor | None) -> Self:
         """The inputs with these initial states, one for each sequence."""
         rows = {} if self.state_indices is None else {"state_indices": None}
         return replace(self, **{self.LINEAR[1]: states}, **rows)
@@ -178,10 +179,10 @@ class Inputs:
         return {name: value for name, value in values.items() if value is not None}
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The arguments that are tensors, by name, without those that are None."""
         arguments = self._arguments.items()
-        return {name: value for name, value in arguments if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in arguments if isinstance(value, Tensor)}
 
     @property
     def scalars(self) -> dict[str, Scalar]:
@@ -212,7 +213,7 @@ class Inputs:
     @property
     def sequences(self) -> int:
         """Independent sequences: the batch, or the packed ones."""
-        return self._first.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        return self._first.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def final_shape(self) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ class Launcher:
     def __init__(
         self, kernel: Any, scalars: tuple[object, ...], options: dict[str, object]
     ) -> None:
+        """Put the arguments in the kernel's order; nothing is compiled yet."""
         names = _arguments(kernel.fn)
         if "S" in names and "S" not in options:
             constants = {name: value for name, value in options.items() if name.isupper()}
@@ -74,6 +75,9 @@ class Launcher:
         self._direct: DirectLaunch | None = None
 
     def __call__(self, programs: int, *tensors: object) -> None:
+        """Launch on the current device.  The first launch compiles; later ones are direct, or by
+        Triton if a direct one is impossible.
+        """
         if self._direct is not None and self._direct(programs, tensors):
             return
         grid, first = (programs, 1, 1), self._descriptors
@@ -214,6 +218,7 @@ class DirectLaunch:
         tensors: tuple[object, ...],
         constants: tuple[object, ...],
     ) -> None:
+        """Write each parameter into memory of its own, in the kernel's order."""
         metadata = compiled.metadata
         special = metadata.launch_cooperative_grid or metadata.launch_pdl
         scratch_bytes = metadata.global_scratch_size + metadata.profile_scratch_size

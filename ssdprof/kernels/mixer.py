@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
 from ssdprof.kernels.launch import launch
@@ -104,14 +105,14 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
 
 
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     silu: bool = True,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     wants_final_state: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """The causal depthwise convolution: (out, final_state); final_state is None unless
     wants_final_state.
 
@@ -163,7 +164,7 @@ def causal_conv1d(
     return out, final
 
 
-def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
     if tensor is not None and tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
 
@@ -196,14 +197,8 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
 
 
 def gated_rms_norm(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    eps: float,
-    group_size: int,
-    norm_first: bool,
-) -> torch.Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, group_size: int, norm_first: bool
+) -> Tensor:
     """The RMS norm with a gate, over groups of neighbouring channels.
 
         gate first:  y = x * silu(gate),  out = y / sqrt(mean(y^2) + eps) * weight        Mamba-2
@@ -265,6 +260,6 @@ def gated_rms_norm(
     return out
 
 
-def _three(tensor: torch.Tensor) -> tuple[int, ...]:
+def _three(tensor: Tensor) -> tuple[int, ...]:
     """Strides of (b, l, d); without a batch dimension, as for a batch of one."""
     return tensor.stride() if tensor.ndim == 3 else (0, *tensor.stride())

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.registry import Implementation, Plan, register
@@ -44,11 +45,11 @@ class Span:
 # A piece of the output: its span, the output (stop - start, heads, values) there, the state (heads,
 # ...) after it, and the row of the call's final states in which that state is; None: in none of
 # them
-Block = tuple[Span, torch.Tensor, torch.Tensor, int | None]
-Evaluate = Callable[[Any, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Block = tuple[Span, Tensor, Tensor, int | None]
+Evaluate = Callable[[Any, Span, torch.dtype, Tensor], tuple[Tensor, Tensor]]
 
 
-def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[Span]:
+def sequences(batch: int, length: int, cu_seqlens: Tensor | None) -> list[Span]:
     """The sequences of a (batch, length, ...) tensor, in order.
 
     Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... =
@@ -65,7 +66,7 @@ def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[
     ]
 
 
-def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """Initial states in a new tensor; zeros if there are none."""
     if inputs.initial is not None:
         return inputs.initial.to(dtype, copy=True)
@@ -146,7 +147,7 @@ def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     return run
 
 
-def segment_sums(steps: torch.Tensor) -> torch.Tensor:
+def segment_sums(steps: Tensor) -> Tensor:
     """(..., l) -> (..., l, s): the sum of steps s+1..l, which is 0 for s = l and -inf for s > l.
 
     Each pair is summed by itself.  In a difference of cumulative sums, one huge step would cancel

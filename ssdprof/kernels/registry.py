@@ -59,6 +59,7 @@ class Implementation:
     pools: whether it reads initial states by `state_indices`; else `run` refuses.
     in_place: (inputs with `state_indices`, precision) -> out, and the pool itself, into whose slots
         it wrote the new states: the call of a server, as `Inputs` describes it.  None: it has none.
+    turned_pools: whether the last two axes of its pools change places in memory: V before K.
     batch_invariant: whether it promises that the bits of a sequence's results in place do not
         depend on other sequences, nor on its place among them.
     copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and
@@ -81,6 +82,7 @@ class Implementation:
     keeps: Callable[..., bool] = lambda _inputs: False
     pools: bool = False
     in_place: Callable[..., Output] | None = None
+    turned_pools: bool = False
     batch_invariant: bool = False
     precisions: Callable[..., tuple[Precision, ...]] | None = None
     copies: Callable[..., Sequence[torch.Tensor]] = lambda _inputs: ()

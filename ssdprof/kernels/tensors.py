@@ -11,6 +11,7 @@ from math import gcd, prod
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -23,15 +24,15 @@ STAGES = {"_rows_kernel": "setup"}
 # --- strides
 
 
-def strides_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
+def strides_of(tensor: Tensor | None) -> tuple[int, ...]:
     return () if tensor is None else tensor.stride()
 
 
-def strides_of_each(*tensors: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
+def strides_of_each(*tensors: Tensor | None) -> tuple[tuple[int, ...], ...]:
     return tuple(map(strides_of, tensors))
 
 
-def is_expanded(tensor: torch.Tensor | None) -> bool:
+def is_expanded(tensor: Tensor | None) -> bool:
     """Whether several indices share an element, as after `expand`.  Such a tensor must not be
     written to.
     """
@@ -41,14 +42,14 @@ def is_expanded(tensor: torch.Tensor | None) -> bool:
     return any(stride == 0 and size > 1 for size, stride in sizes_and_strides)
 
 
-def strides_unit(*tensors: torch.Tensor) -> int:
+def strides_unit(*tensors: Tensor) -> int:
     """The largest power of two up to 16 that divides all strides except the last ones; for
     `in_units`.
     """
     return gcd(16, *(gcd(*tensor.stride()[:-1]) for tensor in tensors))
 
 
-def tile_strides(tensor: torch.Tensor | None) -> tuple[int | tl.constexpr, ...]:
+def tile_strides(tensor: Tensor | None) -> tuple[int | tl.constexpr, ...]:
     """Strides of a (batch, position, head, dimension) tensor that is read in tiles of positions and
     dimensions.
 
@@ -62,10 +63,7 @@ def tile_strides(tensor: torch.Tensor | None) -> tuple[int | tl.constexpr, ...]:
 
 
 def offset_dtype(
-    chunk: int,
-    tensors: Iterable[torch.Tensor | None],
-    sizes: tuple[int, int],
-    *states: tuple[int, ...],
+    chunk: int, tensors: Iterable[Tensor | None], sizes: tuple[int, int], *states: tuple[int, ...]
 ) -> tl.dtype:
     """The dtype of offsets in tiles of `chunk` positions of tensors, and in states of `sizes` with
     these strides.
@@ -92,23 +90,21 @@ class Part:
     begin, nbytes: in bytes; the base of a descriptor may begin before its tensor
     """
 
-    def __init__(
-        self, memory: torch.Tensor | Part, begin: int, nbytes: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, memory: Tensor | Part, begin: int, nbytes: int, dtype: torch.dtype) -> None:
         self.memory, self.begin, self.nbytes, self.dtype = memory, begin, nbytes, dtype
         self._address: int = memory.data_ptr() + begin
 
     def data_ptr(self) -> int:
         return self._address
 
-    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
         """A strided view.  Requires an fp32 part, because the workspace is fp32."""
-        assert isinstance(self.memory, torch.Tensor)
+        assert isinstance(self.memory, Tensor)
         return self.memory.as_strided(shape, strides, self.begin // self.memory.element_size())
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """A one-dimensional view."""
-        assert isinstance(self.memory, torch.Tensor)
+        assert isinstance(self.memory, Tensor)
         memory = self.memory.view(torch.uint8)[self.begin : self.begin + self.nbytes]
         return memory.view(self.dtype)
 
@@ -140,7 +136,7 @@ def places(
 # --- TMA descriptors.  They are built and checked once, and later calls only set the tensor.
 
 Strides = tuple[int, int, int]
-Described = Callable[["torch.Tensor | Part"], TensorDescriptor]  # the descriptor of a tensor
+Described = Callable[["Tensor | Part"], TensorDescriptor]  # the descriptor of a tensor
 _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -158,7 +154,7 @@ def described(
     layout = _shared_layout(block, dtype)
     known = vars(TensorDescriptor(_nothing(dtype), list(sizes), list(strides), list(block), layout))
 
-    def of(tensor: torch.Tensor | Part) -> TensorDescriptor:
+    def of(tensor: Tensor | Part) -> TensorDescriptor:
         descriptor = object.__new__(TensorDescriptor)
         descriptor.__dict__.update(known, base=Part(tensor, -ahead, 0, dtype) if ahead else tensor)
         return descriptor
@@ -167,7 +163,7 @@ def described(
 
 
 def tiles(
-    like: torch.Tensor,
+    like: Tensor,
     strides: Strides,
     *,
     sizes: tuple[int, int],
@@ -202,14 +198,14 @@ def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Described
     return described(dtype, (count, block[1]), (block[1], 1), block)
 
 
-def row_stride(tensor: torch.Tensor) -> int:
+def row_stride(tensor: Tensor) -> int:
     """Stride between positions of (b, l, ...), in elements.  PyTorch's own stride is arbitrary if l
     is 1.
     """
     return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
 
-def steps(tensor: torch.Tensor, step: int) -> Strides:
+def steps(tensor: Tensor, step: int) -> Strides:
     """Strides between sequences and between positions, valid also for a single sequence, and
     `step`.
     """
@@ -217,7 +213,7 @@ def steps(tensor: torch.Tensor, step: int) -> Strides:
     return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
 
 
-def unreadable(**tensors: torch.Tensor) -> str:
+def unreadable(**tensors: Tensor) -> str:
     """Why TMA cannot read one of these tensors (b, l, heads, columns); empty if it can read all."""
     for name, tensor in tensors.items():
         row = row_stride(tensor)
@@ -235,7 +231,7 @@ def unreadable(**tensors: torch.Tensor) -> str:
 
 
 @cache
-def _nothing(dtype: torch.dtype) -> torch.Tensor:
+def _nothing(dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device="meta")
 
 
@@ -269,19 +265,19 @@ def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
     tl.store(target + row * S.COLUMNS + o_c, tile, mask=m)
 
 
-def is_scattered(tensor: torch.Tensor) -> bool:
+def is_scattered(tensor: Tensor) -> bool:
     """Whether TMA cannot read rows of a tensor (b, l, heads, columns), or heads do not lie side by
     side.
     """
     return bool(unreadable(tensor=tensor)) or tensor.stride(2) != tensor.shape[3]
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: Tensor) -> bool:
     """Whether a copy takes more memory than all of the tensor's storage, as after `expand`."""
     return tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
-def contiguous_view(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous_view(tensor: Tensor) -> Tensor:
     """The memory of a tensor as a contiguous tensor of its shape: what a copy looks like, with
     other contents.
     """
@@ -289,7 +285,7 @@ def contiguous_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, strides, 0)
 
 
-def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy of a tensor (b, l, heads, columns) of any strides, by one launch."""
     batch, length, heads, columns = tensor.shape
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -21,26 +21,28 @@ rounding does not affect a result.  The host reads nothing before `result`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import joined
+from ssdprof.kernels.oracle import Block, Span, joined
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.rounding_tests import DRAWS, HeadNorms, RoundingTests, finite
 from ssdprof.operators.operator import Operator, OracleSpec, Output
-from ssdprof.operators.rounding import FLUSHED, Rounded, coarsest_rounding, unit_roundoff
+from ssdprof.operators.rounding import FLUSHED, Gate, Rounded, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
-K = TypeVar("K")  # of candidates
+K = TypeVar("K", bound=Hashable)  # of candidates
+SpanInputs = tuple[Inputs, Span, Gate]  # the inputs of a call, and where a block of it is
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _FINE_DRAWS = 8  # of lo with fp32 inputs
@@ -48,6 +50,7 @@ _FINE_DRAWS = 8  # of lo with fp32 inputs
 _WORKING_BYTES = {"cuda": 5 << 30, "cpu": 256 << 20}
 # positions; on a GPU it leaves room for all draws at once
 _LONGEST_BLOCK = {"cuda": 1024, "cpu": 2048}
+_SHORT = 16  # tokens of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ def compare(
     inputs: Inputs,
     candidates: Mapping[K, Candidate],
     *,
-    on_progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], object] | None = None,
 ) -> dict[K, tuple[Accuracy, ...]]:
     """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
@@ -86,115 +89,134 @@ def compare(
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
-    operator, device = operators.get(inputs.operator), inputs.device
-    oracle = operator.oracle
-    form, length = oracle.forms(inputs)[0], block_length(oracle, inputs, device)
-    coarse = form.dtype in _COARSE
-    count = DRAWS if coarse else _FINE_DRAWS
-    together = _drawn_together(operator, inputs, length, count)
-    shorter = oracle.shorter_chunks(inputs) if coarse else ()
-    rounded = {
-        null: [
-            *(oracle.rounded(inputs, candidate.precision) for _ in (None, *shorter)),
-            *(
-                oracle.rounded(inputs, candidate.precision).perturbed(one, cuts=cuts)
-                for one in range(count // together)
-            ),
-        ]
-        for candidate in candidates.values()
-        for null, cuts in candidate.nulls.items()
-    }
-    outs = _TensorSums(
-        "out",
-        {key: c.output[0] for key, c in candidates.items()},
-        candidates,
-        coarse,
-        1 + len(shorter),
-    )
-    states = _TensorSums(
-        "final_states",
-        {key: c.output[1] for key, c in candidates.items()},
-        candidates,
-        coarse,
-        1 + len(shorter),
-    )
-    largest_exponent = torch.zeros(form.shape[2], device=device)
-    sequence, origin = -1, 0
-    for span, exact_out, exact_state, row in oracle.blocks(inputs, length):
-        if span.sequence != sequence:
-            sequence, origin = span.sequence, span.start
-        gate = oracle.gate(inputs, span)
-        largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
-        wide, whole = operator.repeated(inputs, span, together)
-        given = [
-            (inputs, span, gate),
-            *((inputs, span, oracle.gate(inputs, span, chunk)) for chunk in shorter),
-            (wide, whole, gate if wide is inputs else oracle.gate(wide, whole)),
-        ]
-        outs.add(
-            _head_first(exact_out).double(),
-            {null: _advanced(several, given, together) for null, several in rounded.items()},
-            Region(
-                shape=outs.shape, row=span.batch, positions=(span.start, span.stop), origin=origin
-            ),
-        )
-        if row is not None:
-            states.add(
-                _rows(exact_state),
-                {
-                    null: map(
-                        _rows,
-                        (
-                            *(form.state for form in forms[: 1 + len(shorter)]),
-                            *(
-                                state
-                                for form in forms[1 + len(shorter) :]
-                                for state in form.state.chunk(together)
-                            ),
-                        ),
-                    )
-                    for null, forms in rounded.items()
-                },
-                Region(shape=states.shape, row=row, positions=None),
-            )
-        on_progress(span.length)
-    comparisons: dict[K, tuple[Accuracy, ...]] = {}
-    unit = unit_roundoff(form.dtype)
-    for key, candidate in candidates.items():
-        eps = coarsest_rounding(form.dtype, candidate.precision, largest_exponent)
-        comparisons[key] = (outs.result(key, eps, unit), states.result(key, eps, unit))
-    return comparisons
+    comparison = _Comparison(inputs, candidates)
+    for block in comparison.blocks():
+        comparison.add(block)
+        if on_progress is not None:
+            on_progress(block[0].length)
+    return comparison.results()
 
 
 def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
     """For tests of kernels: AssertionError with the reason unless the output passes."""
-    found = compare(inputs, {"output": Candidate(output=output, precision=precision)})["output"]
-    if why := "; ".join(one.reason for one in found if one.reason):
-        raise AssertionError(why)
+    candidate = Candidate(output=output, precision=precision)
+    reasons = [accuracy.reason for accuracy in compare(inputs, {"output": candidate})["output"]]
+    if any(reasons):
+        raise AssertionError("; ".join(filter(None, reasons)))
 
 
-def _advanced(forms: list[Rounded], given: list[Any], together: int) -> Iterator[torch.Tensor]:
-    """out of a span (h, l, ...) by each evaluation: without random errors, in chunks of each
-    length, then several draws at a time.
-    """
-    *exact, wide = given
-    for form, each in zip(forms, exact, strict=False):
-        yield _head_first(form.advance(*each)[0])
-    for form in forms[len(exact) :]:
-        yield from map(_head_first, form.advance(*wide)[0].chunk(together, 1))
+class _Comparison(Generic[K]):
+    """Sums over the blocks of the oracle, of all candidates."""
+
+    def __init__(self, inputs: Inputs, candidates: Mapping[K, Candidate]) -> None:
+        """Rounded forms are shared by candidates of one precision."""
+        self._inputs, self._candidates = inputs, candidates
+        self._operator = operators.get(inputs.operator)
+        self._oracle = oracle = self._operator.oracle
+        self._out = oracle.forms(inputs)[0]
+        self._length = block_length(oracle, inputs, inputs.device)
+        coarse = self._out.dtype in _COARSE
+        count = DRAWS if coarse else _FINE_DRAWS
+        self._together = _drawn_together(self._operator, inputs, self._length, count)
+        self._shorter = oracle.shorter_chunks(inputs) if coarse else ()
+        self._rounded: dict[str, list[Rounded]] = {}
+        for candidate in candidates.values():
+            for null, cuts in candidate.nulls.items():
+                self._rounded[null] = self._forms(candidate.precision, cuts, count)
+        exact = 1 + len(self._shorter)
+        outs = {key: candidate.output[0] for key, candidate in candidates.items()}
+        states = {key: candidate.output[1] for key, candidate in candidates.items()}
+        self._outs = _TensorSums("out", outs, candidates, coarse, exact)
+        self._states = _TensorSums("final_states", states, candidates, coarse, exact)
+        self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)
+        self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
+
+    def _forms(self, precision: Precision, cuts: bool, count: int) -> list[Rounded]:
+        def new() -> Rounded:
+            return self._oracle.rounded(self._inputs, precision)
+
+        exact = [new() for _ in (None, *self._shorter)]
+        draws = count // self._together
+        return exact + [new().perturbed(seed, cuts=cuts) for seed in range(draws)]
+
+    def _advance(self, forms: list[Rounded], spans: Sequence[SpanInputs]) -> Iterator[Tensor]:
+        """out of a span (h, l, ...) by each evaluation.  spans: for each exact form, and at last
+        for the draws.
+        """
+        *exact, wide = spans
+        for form, span in zip(forms, exact, strict=False):
+            yield _head_first(form.advance(*span)[0])
+        for form in forms[len(exact) :]:
+            yield from map(_head_first, form.advance(*wide)[0].chunk(self._together, 1))
+
+    def _states_of(self, forms: list[Rounded]) -> Iterator[Tensor]:
+        """The states (h, rows, width) after the span by each evaluation."""
+        exact = 1 + len(self._shorter)
+        for form in forms[:exact]:
+            yield _rows(form.state)
+        for form in forms[exact:]:
+            yield from map(_rows, form.state.chunk(self._together))
+
+    def blocks(self) -> Iterable[Block]:
+        return self._oracle.blocks(self._inputs, self._length)
+
+    def add(self, block: Block) -> None:
+        """Blocks in the order of the oracle, since rounded forms go from state to state."""
+        span, exact_out, exact_state, row = block
+        inputs, oracle = self._inputs, self._oracle
+        if span.sequence != self._origin.sequence:
+            self._origin = span
+        chunk = oracle.fitting_chunk(inputs, span.length)
+        gate = oracle.gate(inputs, span, chunk)
+        self._largest_exponent = torch.maximum(self._largest_exponent, gate.largest_exponent())
+        wide, whole = self._operator.repeated(inputs, span, self._together)
+        spans: list[SpanInputs] = [(inputs, span, gate)]
+        for size in self._shorter:
+            spans.append((inputs, span, oracle.gate(inputs, span, min(size, chunk))))
+        spans.append((wide, whole, gate if wide is inputs else oracle.gate(wide, whole, chunk)))
+        self._outs.add(
+            _head_first(exact_out).double(),
+            {null: self._advance(forms, spans) for null, forms in self._rounded.items()},
+            Region(
+                shape=self._outs.shape,
+                row=span.batch,
+                positions=(span.start, span.stop),
+                origin=self._origin.start,
+            ),
+        )
+        if row is not None:
+            self._states.add(
+                _rows(exact_state),
+                {null: self._states_of(forms) for null, forms in self._rounded.items()},
+                Region(shape=self._states.shape, row=row, positions=None),
+            )
+
+    def results(self) -> dict[K, tuple[Accuracy, ...]]:
+        dtype = self._out.dtype
+        accuracies: dict[K, tuple[Accuracy, ...]] = {}
+        for key, candidate in self._candidates.items():
+            eps = coarsest_rounding(dtype, candidate.precision, self._largest_exponent)
+            accuracies[key] = tuple(
+                tensor.result(key, eps, unit_roundoff(dtype))
+                for tensor in (self._outs, self._states)
+            )
+        return accuracies
 
 
-class _TensorSums:
+class _TensorSums(Generic[K]):
     """Running comparison of one output tensor of all candidates."""
 
     def __init__(
         self,
         name: TensorName,
-        tensors: Mapping[Any, torch.Tensor],
-        candidates: Mapping[Any, Candidate],
+        tensors: Mapping[K, Tensor],
+        candidates: Mapping[K, Candidate],
         coarse: bool,
         exact: int,
     ) -> None:
+        """coarse: of 16-bit inputs, whose errors are tested.  exact: rounded forms without random
+        errors.
+        """
         first = next(iter(tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
         self.name = name
@@ -221,9 +243,7 @@ class _TensorSums:
             dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE
         }
 
-    def add(
-        self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], region: Region
-    ) -> None:
+    def add(self, high: Tensor, rounded: Mapping[str, Iterable[Tensor]], region: Region) -> None:
         """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h,
         rows, width).
         """
@@ -234,17 +254,17 @@ class _TensorSums:
         self._floor.add(floor.double(), high, region)
         cut = {key: region.cut(tensor) for key, tensor in self._tensors.items()}
         start = region.positions[0] if region.positions else 0
-        errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
+        errors = {null: (form - high for form in forms) for null, forms in rounded.items()}
         self._rounding_tests.add(
             high, floor.double(), dict(enumerate(cut.values())), errors, start, region.origin
         )
-        for key, ours in cut.items():
-            self._from_oracle[key].add(ours, high, region)
+        for key, block in cut.items():
+            self._from_oracle[key].add(block, high, region)
             baseline = self._candidates[key].baseline
             if baseline is not None:
-                self._from_baseline[key].add(ours, cut[baseline], region)
+                self._from_baseline[key].add(block, cut[baseline], region)
 
-    def result(self, key: Any, eps: torch.Tensor, unit: float) -> Accuracy:
+    def result(self, key: K, eps: Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
         from_baseline = self._from_baseline.get(key)
         claimed = self._candidates[key].precision.state_dtype
@@ -265,20 +285,18 @@ class _TensorSums:
             claimed=dtype_name(claimed) if of_states else None,
         )
 
-    def _budget_use(
-        self, key: Any, eps: torch.Tensor, norm: Literal["max", "rms"]
-    ) -> BudgetUse | None:
+    def _budget_use(self, key: K, eps: Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
         """Errors of the head that uses most of its budget.  None without a budget: the exact output
         is not finite.
         """
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._rounding_tests.norms([*self._candidates[key].nulls])
 
-        def size(norms: HeadNorms) -> torch.Tensor:
+        def size(norms: HeadNorms) -> Tensor:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
 
         error = size(deviation.error)
-        largest = torch.stack([size(one) for one in low]).amax(0)
+        largest = torch.stack([size(norms) for norms in low]).amax(0)
         budget = 2 * (largest + eps * size(high) + FLUSHED)
         head = int((error / budget).argmax())
         if not bool(budget[head].isfinite()):
@@ -288,7 +306,7 @@ class _TensorSums:
         position = deviation.position_of_max(head)
         return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
-    def _coarser_than(self, key: Any, claimed: torch.dtype) -> DType | None:
+    def _coarser_than(self, key: K, claimed: torch.dtype) -> DType | None:
         """The dtype of fp32 states that hold only 16-bit numbers in a head, which no norm shows;
         None if none does.
         """
@@ -301,17 +319,17 @@ class _TensorSums:
         return None
 
 
-def _head_first(out: torch.Tensor) -> torch.Tensor:
+def _head_first(out: Tensor) -> Tensor:
     """(l, h, ...) -> (h, l, ...)."""
     return out.transpose(0, 1).contiguous()
 
 
-def _rows(state: torch.Tensor) -> torch.Tensor:
+def _rows(state: Tensor) -> Tensor:
     """(h, ...) -> (h, rows, width)."""
     return state.reshape(len(state), -1, state.shape[-1])
 
 
-def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _fits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether every element of a head survives a rounding to `dtype`, or is near zero: (h, ...) ->
     (h).
     """
@@ -347,20 +365,16 @@ def block_length(oracle: OracleSpec[Any], inputs: Inputs, device: torch.device) 
 
 
 def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) -> int:
-    """The number of draws that are evaluated at once, a divisor of `count`: on a GPU as many as fit
-    into the memory of a block, since small operations take the time of their launches.  A rounded
-    form takes a third of it at most.
+    """The number of draws that are evaluated at once, a divisor of `count`: as many as fit into the
+    memory of a block, where small operations take the time of their calls: on a GPU, and for short
+    sequences.  A rounded form takes a third of a block's memory at most.
     """
-    if inputs.device.type == "cpu" or not operator.divided:
+    device, sequences = inputs.device.type, inputs.sequences if inputs.cu_seqlens is not None else 1
+    if not operator.divided or (device == "cpu" and inputs.length > _SHORT * sequences):
         return 1
-    fitting = (
-        3
-        * _WORKING_BYTES["cuda"]
-        // (operator.oracle.bytes_per_position(inputs) * min(block, inputs.length))
-    )
-    return max(
-        some for some in range(1, count + 1) if some <= max(1, fitting) and count % some == 0
-    )
+    needed = operator.oracle.bytes_per_position(inputs) * min(block, inputs.length)
+    fitting = max(1, 3 * _WORKING_BYTES[device] // needed)
+    return max(some for some in range(1, count + 1) if some <= fitting and count % some == 0)
 
 
 # --- the difference of two tensors, block by block
@@ -383,14 +397,14 @@ class Region:
     positions: tuple[int, int] | None  # (start, stop); None for states
     origin: int = 0  # first position of the sequence
 
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cut(self, tensor: Tensor) -> Tensor:
         """The block of a tensor of `shape`, head first, in fp64."""
         block = tensor[self.row]
         if self.positions is not None:
             block = _head_first(block[slice(*self.positions)])
         return _rows(block).double()
 
-    def flat(self, head: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    def flat(self, head: Tensor, j: Tensor) -> Tensor:
         """Row-major index in the tensor of element (head, j) of the block."""
         if self.positions is None:
             _, heads, *rest = self.shape
@@ -405,9 +419,8 @@ class Region:
 class RunningDeviation:
     """Accumulates a `Deviation`.  scale: RMS of the tensor, fp64, on its device."""
 
-    def __init__(
-        self, against: str, shape: tuple[int, ...], heads: int, scale: torch.Tensor
-    ) -> None:
+    def __init__(self, against: str, shape: tuple[int, ...], heads: int, scale: Tensor) -> None:
+        """against: the other tensor, in words.  shape: of the tensors."""
         device = scale.device
         self.against = against
         self.shape = shape
@@ -415,14 +428,14 @@ class RunningDeviation:
         self.error = HeadNorms(heads, device)
         self.other = HeadNorms(heads, device)
         # of error and other in slices of the positions: (2, slices), fp64
-        self._squares: torch.Tensor | None = None
+        self._squares: Tensor | None = None
         self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
         self._matches = torch.zeros(2 * len(TOLERANCES) - 1, dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
         self.elements = 0
 
-    def add(self, ours: torch.Tensor, other: torch.Tensor, region: Region) -> None:
+    def add(self, ours: Tensor, other: Tensor, region: Region) -> None:
         """Compare a block; both (h, rows, width), fp64.
 
         An element matches if it equals the other one or if both are finite and |ours - other| <=
@@ -446,9 +459,8 @@ class RunningDeviation:
 
         equal = ours == other
         absolute, relative = (distance / (unit + other_finite) for unit in (1.0, self._scale))
-        shares = [(absolute, one) for one in TOLERANCES] + [
-            (relative, one) for one in TOLERANCES[1:]
-        ]
+        shares = [(absolute, tolerance) for tolerance in TOLERANCES]
+        shares += [(relative, tolerance) for tolerance in TOLERANCES[1:]]
         for i, (share, tolerance) in enumerate(shares):
             self._matches[i] += (equal | (share <= tolerance)).sum()
 
@@ -459,7 +471,7 @@ class RunningDeviation:
         self._nonfinite += bad.sum()
         self.elements += ours.numel()
 
-    def _add_slices(self, rows: tuple[torch.Tensor, ...], start: int, stop: int) -> None:
+    def _add_slices(self, rows: tuple[Tensor, ...], start: int, stop: int) -> None:
         """rows: sums of squares (h, rows), of error and other."""
         slices, device = min(SLICES, self.shape[1]), self._scale.device
         if self._squares is None:
@@ -504,13 +516,13 @@ class RunningDeviation:
         return unravel(int(self._worst_index[head]), self.shape)
 
 
-def _rms(tensor: torch.Tensor) -> torch.Tensor:
+def _rms(tensor: Tensor) -> Tensor:
     """RMS of the finite elements, fp64."""
-    norm: torch.Tensor = torch.linalg.vector_norm(finite(tensor), dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(finite(tensor), dtype=torch.float64)
     return norm / math.sqrt(max(tensor.numel(), 1))
 
 
-def rms_ratio(error_squares: torch.Tensor, other_squares: torch.Tensor) -> torch.Tensor:
+def rms_ratio(error_squares: Tensor, other_squares: Tensor) -> Tensor:
     """sqrt(error / other); 0 where there is no error, infinity where only `other` is 0."""
     return torch.where(error_squares == 0, 0.0, (error_squares / other_squares).sqrt())
 
@@ -545,7 +557,7 @@ _BLOCK = 1 << 22  # elements widened to int64 at a time
 _ODD = 6364136223846793005  # Knuth's multiplier
 
 
-def fingerprint(*tensors: torch.Tensor) -> tuple[int, ...]:
+def fingerprint(*tensors: Tensor) -> tuple[int, ...]:
     """For each tensor a weighted sum of its elements' bits, modulo 2**64, with odd weights.
 
     The same for the same bits in any run and on any device.  One changed element always changes it,
@@ -554,7 +566,7 @@ def fingerprint(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(_fingerprint(tensor) for tensor in tensors)
 
 
-def _fingerprint(tensor: torch.Tensor) -> int:
+def _fingerprint(tensor: Tensor) -> int:
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
     weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

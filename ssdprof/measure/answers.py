@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ssdprof.core.case import AnswerBand
 
@@ -22,7 +23,7 @@ _FP64_COPIES = 6  # of a block's logits, held at the same time
 #     several are equal margin                    log-probability, by the reference, of its own
 #     token less that of the candidate's reference_loss, loss      minus the log-probability of the
 #     prompt's next token; NaN at the last position
-Divergence = dict[str, torch.Tensor]
+Divergence = dict[str, Tensor]
 
 
 def rows_that_fit(vocabulary: int) -> int:
@@ -30,9 +31,7 @@ def rows_that_fit(vocabulary: int) -> int:
     return max(1, _WORKING_BYTES // (8 * _FP64_COPIES * vocabulary))
 
 
-def compare_logits(
-    reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor
-) -> Divergence:
+def compare_logits(reference: Tensor, candidate: Tensor, targets: Tensor) -> Divergence:
     """A block of positions.  reference, candidate: logits (n, vocabulary).
 
     targets: ids (m) of the next tokens, m = n, or n - 1 for the last block of a prompt.
@@ -43,15 +42,15 @@ def compare_logits(
     tops, others = high.argmax(-1), low.argmax(-1)
     margin = _at(high, tops) - _at(high, others)
 
-    def loss(log_probabilities: torch.Tensor) -> torch.Tensor:
-        found = torch.full_like(kl, torch.nan)
-        found[: len(targets)] = -_at(log_probabilities[: len(targets)], targets)
-        return found
+    def loss(log_probabilities: Tensor) -> Tensor:
+        losses = torch.full_like(kl, torch.nan)
+        losses[: len(targets)] = -_at(log_probabilities[: len(targets)], targets)
+        return losses
 
-    found = {"kl": kl, "reference_token": tops, "token": others, "margin": margin}
+    numbers = {"kl": kl, "reference_token": tops, "token": others, "margin": margin}
     return {
         name: part.cpu()
-        for name, part in (found | {"reference_loss": loss(high), "loss": loss(low)}).items()
+        for name, part in (numbers | {"reference_loss": loss(high), "loss": loss(low)}).items()
     }
 
 
@@ -78,6 +77,7 @@ def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
+    """The statistics of some positions."""
     cut = {name: part[start:stop] for name, part in comparison.items()}
     kl = cut["kl"].numpy()
     margin = cut["margin"]
@@ -113,7 +113,9 @@ def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) ->
         )
     interval = mean_interval(other - reference)
     differences = (float((other - reference).mean()), *interval)
-    increase, low, high = (float(100 * np.expm1(one)) for one in differences)  # percent
+    increase, low, high = (
+        float(100 * np.expm1(difference)) for difference in differences
+    )  # percent
     return {
         "reference_perplexity": float(np.exp(reference.mean())),
         "perplexity": float(np.exp(other.mean())),
@@ -122,7 +124,7 @@ def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) ->
     }
 
 
-def _at(log_probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _at(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
     """(n, vocabulary) and (n) -> (n)"""
     return log_probabilities.gather(-1, tokens[:, None])[:, 0]
 

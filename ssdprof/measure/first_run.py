@@ -39,6 +39,7 @@ _KNOWN = re.compile(
 _FRAMES = 5  # of a traceback
 T = TypeVar("T")
 Run = Callable[[], Output]
+Fields = dict[str, Any]  # of a case
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,13 +62,13 @@ class Call:
 
     @cached_property
     def run(self) -> Run:
-        one = self.implementation
+        implementation = self.implementation
         if len(self._inputs) == 1 and not self._copies_states:
-            return partial(one.run, self.inputs, self.precision)
-        return partial(in_pieces, one, self._inputs, self.precision)
+            return partial(implementation.run, self.inputs, self.precision)
+        return partial(in_pieces, implementation, self._inputs, self.precision)
 
     @cached_property
-    def _inputs(self) -> list[Any]:
+    def _inputs(self) -> list[Inputs]:
         """Those of each call, but for their initial states."""
         if not self.inputs.state_every or self.implementation.keeps(self.inputs):
             return [self.inputs]
@@ -102,7 +103,7 @@ class Call:
 
     def first_run(
         self, seconds: float | None = None, *, launches: bool = True
-    ) -> tuple[Output | None, dict[str, Any]]:
+    ) -> tuple[Output | None, Fields]:
         """Plan and run the call.  The output, or None unless it ran, and the fields of its case.
 
         An error of the implementation becomes a status and a reason.
@@ -110,7 +111,7 @@ class Call:
         launches: record them, which takes a look at all objects.  Raises MissingCapabilityError if
         a fault in it made the GPU unusable, and KeyboardInterrupt if it is interrupted.
         """
-        fields: dict[str, Any] = {"status": "failed"}
+        fields: Fields = {"status": "failed"}
 
         def run() -> Output:
             if seconds is None:
@@ -128,14 +129,13 @@ class Call:
                 else self._inputs[0]
             )
             plan = self.implementation.plan(first, self.precision)
-            each = (
-                f"{len(self._inputs):,} calls, one for each state, and copies that join the "
-                "states; "
-            )
-            each = "copies of states out of the pool; " * self._copies_states + each * (
-                len(self._inputs) > 1
-            )
-            fields |= {"variant": plan.variant, "plan": each + plan.reason}
+            reason, calls = plan.reason, len(self._inputs)
+            if calls > 1:
+                copies = "one for each state, and copies that join the states"
+                reason = f"{calls:,} calls, {copies}; {reason}"
+            if self._copies_states:
+                reason = f"copies of states out of the pool; {reason}"
+            fields |= {"variant": plan.variant, "plan": reason}
             status, reason = self.precheck()
             if status != "ran":
                 return None, fields | {"status": status, "reason": reason}
@@ -293,12 +293,14 @@ def type_and_message(error: BaseException) -> str:
 def _trail(error: BaseException) -> str:
     """The frames from the first one outside of ssdprof, torch and Triton on, if there are any."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = next(
-        (number for number, one in enumerate(frames) if not _KNOWN.search(one.filename)), None
+    first = next(
+        (number for number, frame in enumerate(frames) if not _KNOWN.search(frame.filename)), None
     )
-    found = [] if own is None else frames[own:]
-    shown = found if len(found) <= _FRAMES else [*found[: _FRAMES - 1], found[-1]]
-    words = ", ".join(f"{Path(one.filename).name}:{one.lineno} in {one.name}" for one in shown)
+    outside = [] if first is None else frames[first:]
+    shown = outside if len(outside) <= _FRAMES else [*outside[: _FRAMES - 1], outside[-1]]
+    words = ", ".join(
+        f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in shown
+    )
     return words and f" ({words})"
 
 
@@ -376,8 +378,8 @@ def describe(kernel: Any) -> Launch:
             if parameter.is_constexpr and len(path) == 1:
                 # bundled kernels take their constants as one argument
                 grouped = isinstance(value, SimpleNamespace) or is_dataclass(value)
-                for name, one in (vars(value) if grouped else {parameter.name: value}).items():
-                    constant = getattr(one, "value", one)  # of Triton's constexpr
+                for name, argument in (vars(value) if grouped else {parameter.name: value}).items():
+                    constant = getattr(argument, "value", argument)  # of Triton's constexpr
                     config[name] = constant if isinstance(constant, int | str) else str(constant)
     config |= {"num_warps": metadata.num_warps, "num_stages": metadata.num_stages}
     return Launch(

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
@@ -67,7 +68,7 @@ _ALLOCATIONS = {
 class _Block:
     """A block of memory between two guards.  names: of the tensors in it."""
 
-    memory: torch.Tensor
+    memory: Tensor
     start: int
     stop: int
     names: tuple[str, ...]
@@ -82,10 +83,10 @@ class _Block:
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
-    def allocated(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    def allocated(self, tensor: Tensor, offset: int) -> Tensor:
         """A tensor in the block, of the same form, from this byte on."""
-        own = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
-        return own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        block = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
+        return block.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def bits(self) -> tuple[int, ...]:
         """A fingerprint, with the guards."""
@@ -95,7 +96,11 @@ class _Block:
         """ "before", "behind" or "around", by which guard has changed; empty if none has."""
         sides = self.memory[: self.start], self.memory[self.stop :]
         before, behind = (not bool((side == 0xFF).all()) for side in sides)
-        return "around" if before and behind else "before" if before else "behind" if behind else ""
+        if before and behind:
+            return "around"
+        if before:
+            return "before"
+        return "behind" if behind else ""
 
 
 class GuardedInputs:
@@ -106,7 +111,7 @@ class GuardedInputs:
 
     def __init__(self, inputs: Inputs) -> None:
         self._blocks: list[tuple[_Block, tuple[int, ...]]] = []  # with its bytes
-        copies: dict[str, torch.Tensor] = {}
+        copies: dict[str, Tensor] = {}
         for block, of_block in _copied(inputs.tensors):
             self._blocks.append((block, block.bits()))
             copies |= of_block
@@ -137,20 +142,21 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks: list[_Block] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        """In place of a tensor that torch allocates, one between guards."""
+        tensor, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         # meta tensors have no memory
         if (
             name not in _ALLOCATIONS
-            or made.layout != torch.strided
-            or not made.numel()
-            or made.is_meta
+            or tensor.layout != torch.strided
+            or not tensor.numel()
+            or tensor.is_meta
         ):
-            return made
-        shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
-        block = _Block.of(_extent(made), 0, made.device, (shape,))
+            return tensor
+        shape = f"a tensor of shape {tuple(tensor.shape)} that it allocates"
+        block = _Block.of(_extent(tensor), 0, tensor.device, (shape,))
         self._blocks.append(block)
-        allocated = block.allocated(made, 0)
-        return allocated.copy_(made) if "empty" not in name else allocated
+        placed = block.allocated(tensor, 0)
+        return placed.copy_(tensor) if "empty" not in name else placed
 
     def out_of_bounds(self) -> str:
         """A phrase on writes next to the tensors, asked in the context; empty if there were
@@ -162,7 +168,7 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def unwritten(tensor: torch.Tensor) -> int:
+def unwritten(tensor: Tensor) -> int:
     """The number of elements whose bytes all equal those of the guards.  In a tensor made under
     `GuardedAllocations`, they were never written.  A NaN that a GPU or torch computes has other
     bits.
@@ -171,7 +177,7 @@ def unwritten(tensor: torch.Tensor) -> int:
     return int((elements == 0xFF).all(-1).sum())
 
 
-def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[str, torch.Tensor]]]:
+def _copied(given: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, Tensor]]]:
     """Blocks with the memory from the first to the last byte of the tensors that share it, and the
     tensors' copies.
     """
@@ -192,7 +198,7 @@ def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[st
         )
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Bytes from the first to the last element, those between strides counted."""
     if not tensor.numel():
         return 0
@@ -257,10 +263,12 @@ class IsolatedFirstCall:
         waiting = {key: inputs for key, inputs in keys.items() if key not in self._verdicts}
         while waiting:
             if implementation.word:
-                found = _tried(implementation, list(waiting.values()), precision, self._limit_s)
+                verdicts = _tried(implementation, list(waiting.values()), precision, self._limit_s)
             else:  # a function of this process, which no other one can import
-                found = [try_call(implementation, one, precision) for one in waiting.values()]
-            for key, verdict in zip(list(waiting), found, strict=False):
+                verdicts = [
+                    try_call(implementation, inputs, precision) for inputs in waiting.values()
+                ]
+            for key, verdict in zip(list(waiting), verdicts, strict=False):
                 self._verdicts[key] = verdict
                 del waiting[key]
 
@@ -285,7 +293,7 @@ def _tried(
             "operator": inputs.operator,
             "word": implementation.word,
             "precision": str(precision),
-            "arguments": [one.tensors | one.scalars for one in several],
+            "arguments": [inputs.tensors | inputs.scalars for inputs in several],
             "limit_s": limit_s,
         }
         torch.save(request, folder / _CALL)
@@ -298,12 +306,12 @@ def _tried(
             if (folder / _VERDICTS).is_file()
             else []
         )
-        found: list[CallVerdict] = [tuple(json.loads(line)) for line in lines]
-        if found and (code == 0 or len(found) == len(several)):
-            return found
+        verdicts: list[CallVerdict] = [tuple(json.loads(line)) for line in lines]
+        if verdicts and (code == 0 or len(verdicts) == len(several)):
+            return verdicts
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
     last = next((line for line in words[::-1] if line), "")
-    return [*found, ("failed", _death(code, limit_s, last))]
+    return [*verdicts, ("failed", _death(code, limit_s, last))]
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:

@@ -9,23 +9,24 @@ bits; the rest is judged as the captured call is, by `accuracy.compare`.  Nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from math import inf, log2
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof.core import words
 from ssdprof.core.accuracy import Accuracy
 from ssdprof.core.base import REPEATS
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import Span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
+from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.measure.sequences import (
@@ -40,7 +41,7 @@ from ssdprof.measure.sequences import (
     spans_of,
 )
 from ssdprof.operators import generate
-from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs, Trait
+from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.rounding import unit_roundoff
 
@@ -52,7 +53,6 @@ AMPLIFICATION, AMPLIFIED_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
-SINGLE_STEPS, ACCEPTED_TOKENS = "single steps", "accepted tokens"
 DROPPED = 0.08  # RMS error of known outputs; roundings cause up to 0.03
 # of the budget in laws, for a library that needs more than the budget anyway and is tolerated: its
 # RMS error of at most 1 % is about four times that of rounding to bf16
@@ -77,6 +77,7 @@ class Trial:
     inputs: a captured call, or some of its sequences, each cut to `LONGEST` positions.  whole: the
     call.  long_heads: numbers of heads of histories that are longer than the call; empty: no form
     but the call's is tried.
+    latest: the call that was made last, or what several calls joined to more positions.
     """
 
     operator: Operator
@@ -86,6 +87,7 @@ class Trial:
     isolated: IsolatedFirstCall
     whole: Inputs
     long_heads: Sequence[int]
+    latest: list[tuple[Inputs, Output]] = field(default_factory=list)
 
     def run(self, inputs: Inputs) -> Output:
         """Raises NotApplicable with the reason if there is no output, and Broken for what no call
@@ -102,6 +104,7 @@ class Trial:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
         if output is not None:
+            self.latest[:] = [(inputs, output)]
             return output
         reason: str = fields["reason"]
         # no exception of its own
@@ -116,14 +119,17 @@ class Trial:
     def judge(self, inputs: Inputs, output: Output, context: str = "") -> None:
         """Raises Broken, with the context first, unless the output is within its budget."""
         if wrong := self.outside(inputs, output, self.room):
-            reasons = "; ".join(accuracy.reason for accuracy in wrong)
-            raise Broken(f"{context}{reasons}")
+            if inputs.length > self.latest[0][0].length:
+                self.latest[:] = [(inputs, output)]
+            known = diagnosed(inputs, self._candidate(output), wrong)
+            raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
+
+    def _candidate(self, output: Output) -> Candidate:
+        cuts = self.implementation.cuts_operands
+        return Candidate(output=output, precision=self.precision, cuts=cuts)
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
         """The outputs that need more than this many times their budget."""
-        candidate = Candidate(
-            output=output, precision=self.precision, cuts=self.implementation.cuts_operands
-        )
         if output[0].dtype == torch.float32:
             # sums in another order are no fault: their roundings add up as a random walk does
             room *= output[0].shape[1] ** 0.5
@@ -132,7 +138,7 @@ class Trial:
                 budget=tuple(use.changed(budget=room * use.budget) for use in accuracy.budget),
                 checks=tuple(test.changed(limit=room * test.limit) for test in accuracy.checks),
             )
-            for accuracy in compare(inputs, {"": candidate})[""]
+            for accuracy in compare(inputs, {"": self._candidate(output)})[""]
         )
         return [accuracy for accuracy in scaled if accuracy.reason]
 
@@ -141,16 +147,25 @@ class Trial:
         """1, unless it is a library whose output for the captured call was tolerated outside the
         budget.
         """
-        if self.implementation.kind == "library" and self.outside(self.inputs, self.base, 1.0):
-            return TOLERATED_ROOM
+        with self._latest_kept():
+            if self.implementation.kind == "library" and self.outside(self.inputs, self.base, 1.0):
+                return TOLERATED_ROOM
         return 1.0
 
     def passes(self, inputs: Inputs) -> bool:
         """Whether a call of these inputs is made, and its output is within its budget."""
-        try:
-            return not self.outside(inputs, self.run(inputs), self.room)
-        except (Broken, NotApplicable):
-            return False
+        with self._latest_kept():
+            try:
+                return not self.outside(inputs, self.run(inputs), self.room)
+            except (Broken, NotApplicable):
+                return False
+
+    @contextmanager
+    def _latest_kept(self) -> Iterator[None]:
+        """A call inside is not `latest`: it is another one that breaks the law."""
+        latest = self.latest[:]
+        yield
+        self.latest[:] = latest
 
     # --- forms of the captured call
 
@@ -287,7 +302,7 @@ def judge_kinds(
         raise refusals[0] if refusals else NotApplicable(otherwise)
 
 
-def first_difference(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> str | None:
+def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
     """The first element that differs, except numbers that a GPU may flush to zero."""
     for name, tensor, other in zip(("out", "final_states"), outputs, others, strict=False):
         differs = (
@@ -426,6 +441,8 @@ def accepted_tokens(trial: Trial) -> None:
 
 
 def edge_inputs(trial: Trial) -> None:
+    """Broken names the trait that is at fault, and the sizes of the inputs."""
+
     def judge(edge: EdgeInputs[Inputs]) -> None:
         inputs = edge.make()
         sizes = trial.operator.oracle.dims(inputs).words
@@ -442,13 +459,9 @@ def edge_inputs(trial: Trial) -> None:
 
 def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
     """The trait without which the kernel passes, with its rule; else all traits."""
-
-    def is_cause(trait: Trait[Inputs]) -> bool:
-        return trial.passes(edge.make(left_out=trait))
-
-    cause = next(filter(is_cause, edge.traits), None)
-    if cause is not None:
-        return f"{cause.name} ({cause.rule})" if cause.rule else cause.name
+    for trait in edge.traits:
+        if trial.passes(edge.make(left_out=trait)):
+            return f"{trait.name} ({trait.rule})" if trait.rule else trait.name
     return words.words(trait.name for trait in edge.traits) if edge.traits else "random numbers"
 
 
@@ -479,28 +492,25 @@ def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
     positions of a sequence are judged; without other forms, of the longest one alone.
     """
     longest = LONGEST[inputs.device.type]
-    values, tensors = inputs.values.clone(), inputs.tensors
+    linear = {
+        name: inputs.tensors[name] * trial.amplification
+        for name in inputs.LINEAR[1:]
+        if name in inputs.tensors
+    }
+    linear[inputs.LINEAR[0]] = values = inputs.values.clone()
     for span in spans_of(inputs):
         stop = span.start + min(span.length, longest) // AMPLIFIED_SHARE
         values[span.batch, span.start : stop] *= trial.amplification
-    states = {
-        name: tensors[name] * trial.amplification for name in inputs.LINEAR[1:] if name in tensors
-    }
-    inputs = replace(inputs, **{inputs.LINEAR[0]: values}, **states)
-    output = trial.run(inputs)
-    spans = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
-    for span in filter(lambda span: span.length, spans):
-        _judge_start(trial, inputs, output, span, longest)
-
-
-def _judge_start(trial: Trial, inputs: Inputs, output: Output, span: Span, length: int) -> None:
-    """Judge at most the first `length` positions of a sequence."""
-    start = replace(span, stop=min(span.stop, span.start + length))
-    part = alone(inputs, start)
-    out, states = output[0][span.batch, start.start : start.stop][None], output[1]
-    # the states after these positions are known only where the sequence ends there
-    after = states[rows_of_states(inputs, span)] if start == span else oracle_output(part)[1]
-    trial.judge(part, (out, after))
+    inputs = replace(inputs, **linear)
+    out, states = trial.run(inputs)
+    for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
+        start = replace(span, stop=min(span.stop, span.start + longest))
+        part = alone(inputs, start)
+        # the states after these positions are known only where the sequence ends there
+        whole = start == span
+        after = states[rows_of_states(inputs, span)] if whole else oracle_output(part)[1]
+        if span.length:
+            trial.judge(part, (out[span.batch, start.start : start.stop][None], after))
 
 
 def turning_keys(trial: Trial) -> None:
@@ -531,7 +541,7 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     )
 
 
-def _errors_of(known: KnownOutputs, out: torch.Tensor) -> torch.Tensor:
+def _errors_of(known: KnownOutputs, out: Tensor) -> Tensor:
     """The relative RMS error at each of the known positions."""
     actual = out[known.batch, known.positions][:, known.heads].double()
     error = (actual - known.expected).square().sum((1, 2)).sqrt()
@@ -555,8 +565,8 @@ LAWS: dict[str, Law] = {
     "causality": causality,
     "linearity": linearity,
     "cut in two": cut_in_two,
-    SINGLE_STEPS: single_steps,
-    ACCEPTED_TOKENS: accepted_tokens,
+    "single steps": single_steps,
+    "accepted tokens": accepted_tokens,
     "edge inputs": edge_inputs,
     AMPLIFIED_HISTORY: amplified_history,
     TURNING_KEYS: turning_keys,
@@ -571,8 +581,8 @@ OF_THE_SAME_FORM = frozenset(
         "linearity",
         AMPLIFIED_HISTORY,
         TURNING_KEYS,
-        SINGLE_STEPS,
-        ACCEPTED_TOKENS,
+        "single steps",
+        "accepted tokens",
     }
 )
 
@@ -580,7 +590,7 @@ OF_THE_SAME_FORM = frozenset(
 def laws_of(trial: Trial) -> dict[str, Law]:
     """Those that can be tried with these inputs."""
     steps = trial.inputs.state_every == 1
-    left_out = {"cut in two"} if steps else {SINGLE_STEPS, ACCEPTED_TOKENS}
+    left_out = {"cut in two"} if steps else {"single steps", "accepted tokens"}
     if not trial.histories:
         left_out.add(TURNING_KEYS)
     return {name: law for name, law in LAWS.items() if name not in left_out}

@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy
@@ -46,7 +47,7 @@ NO_SLOT = -(1 << 20)  # in the columns of a wider table that do not belong to th
 CALLS = 64  # of a chain
 REPLAYS = 10
 SLACK = 2.0**-12  # of the largest number of a head
-TokenTensors = dict[str, torch.Tensor]  # the tensors of some tokens, by name
+TokenTensors = dict[str, Tensor]  # the tensors of some tokens, by name
 
 
 # --- calls
@@ -103,12 +104,11 @@ class Pool:
     empty for a pool that is too large to look at.
     """
 
-    states: torch.Tensor
-    memory: torch.Tensor
+    states: Tensor
+    memory: Tensor
 
-    def changed(self, before: torch.Tensor, written: Sequence[int]) -> str:
-        """The first position outside of the written slots whose bits changed; empty if there is
-        none.
+    def changed(self, before: Tensor, written: Sequence[int]) -> str:
+        """The first place outside of the written slots whose bits changed; empty if there is none.
 
         before: a copy of `memory`.
         """
@@ -135,7 +135,7 @@ class Pool:
         return words
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
@@ -153,12 +153,20 @@ class PoolCall:
     def live(self) -> list[tuple[int, PoolRow]]:
         return [(i, row) for i, row in enumerate(self.rows) if row.live]
 
-    def of_row(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+    @property
+    def written(self) -> list[int]:
+        """The slots that the rows write."""
+        slots: list[int] = []
+        for _, row in self.live:
+            slots += row.kept.values()
+        return slots
+
+    def of_row(self, i: int, tensor: Tensor) -> Tensor:
         """The part of a tensor (batch, tokens, ...) that belongs to row i."""
         start = sum(row.tokens for row in self.rows[:i])
         return tensor.flatten(0, 1)[start : start + self.rows[i].tokens]
 
-    def initial(self, read: int) -> torch.Tensor:
+    def initial(self, read: int) -> Tensor:
         states = self.pool.states
         return states[read].float() if read >= 0 else torch.zeros_like(states[0]).float()
 
@@ -218,17 +226,19 @@ class Room:
         *,
         dtype: torch.dtype = torch.float32,
         gap: int = 0,
-        turned: bool = False,
+        turned: bool | None = None,
         far: int = 0,
     ) -> Pool:
         """Random states between guards of NaN.
 
-        gap: elements between slots.  turned: the last two axes change in memory.  far:
-        elements from slot to slot, and as many before the first as behind it, so that an offset
-        that wraps around stays in the memory; hardly any of it is ever touched.  There is room for
-        a slot before the first, so that index -1 stays in the memory.
+        gap: elements between slots.  turned: the last two axes change places in memory; None: as
+        the implementation needs it.  far: elements from slot to slot, and as many before the first
+        as behind it, so that an offset that wraps around stays in the memory; hardly any of it is
+        ever touched.  There is room for a slot before the first, which some libraries take for
+        padding.
         """
         heads, rows, columns = self._like.states_shape[1:]
+        turned = self.implementation.turned_pools if turned is None else turned
         inner = (heads, columns, rows) if turned else (heads, rows, columns)
         stride = far or math.prod(inner) + gap
         before = slots * far or stride + GUARD
@@ -268,7 +278,7 @@ class Room:
             for tensor in parts.values():
                 tensor[[i for i, row in enumerate(rows) if not row.live]] = padding
 
-        def table(values: Sequence[Sequence[int]]) -> torch.Tensor:
+        def table(values: Sequence[Sequence[int]]) -> Tensor:
             """(rows, columns), or (rows) of a single column."""
             indices = torch.tensor(values, dtype=index, device=self.device)
             if wide:
@@ -276,17 +286,17 @@ class Room:
                 indices = torch.cat([indices, others], 1)[:, : len(values[0])]
             return indices if indices.shape[1] > 1 else indices[:, 0]
 
-        given = {self._states: pool.states, "state_indices": table([row.columns for row in rows])}
+        tensors = {self._states: pool.states, "state_indices": table([row.columns for row in rows])}
         if len(rows[0].columns) > 1:
-            given["accepted"] = table([[row.accepted] for row in rows])
+            tensors["accepted"] = table([[row.accepted] for row in rows])
         if rows[0].writes:
-            given["write_indices"] = table([row.writes for row in rows])
+            tensors["write_indices"] = table([row.writes for row in rows])
         if packed:
-            given["cu_seqlens"] = self._bounds(counts)
-        inputs = replace(self._like, **parts, **given)
+            tensors["cu_seqlens"] = self._bounds(counts)
+        inputs = replace(self._like, **parts, **tensors)
         return PoolCall(rows=rows, pool=pool, parts=parts, inputs=inputs)
 
-    def _bounds(self, counts: Sequence[int]) -> torch.Tensor:
+    def _bounds(self, counts: Sequence[int]) -> Tensor:
         bounds = [0, *accumulate(counts)]
         return torch.tensor(bounds, dtype=torch.int32, device=self.device)
 
@@ -320,13 +330,13 @@ class Room:
         self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
         return output
 
-    def run(self, call: PoolCall, run: PoolRun | None = None) -> torch.Tensor:
+    def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """out of the call, after a look at what it must not change."""
         self.calls += 1
         pool, before = call.pool, call.pool.memory.clone()
-        given = call.inputs.tensors
-        del given[self._states]
-        copies = {name: tensor.clone() for name, tensor in given.items()}
+        tensors = call.inputs.tensors
+        del tensors[self._states]
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
         child.alive()
         try:
             out, returned = (run or self.pool_run)(call.inputs, self.precision)
@@ -338,7 +348,7 @@ class Room:
                 raise NotApplicable(reason) from None
             raise Broken(f"call {self.calls}: {reason}") from None
         values = call.parts[self._like.LINEAR[0]]
-        changed = [name for name in copies if _differ(copies[name], given[name])]
+        changed = [name for name in copies if _differ(copies[name], tensors[name])]
         wrong = ""
         if returned is not pool.states:
             wrong = "it returns another tensor than the pool"
@@ -346,15 +356,15 @@ class Room:
             wrong = f"out is {out.dtype} of shape {tuple(out.shape)}"
         elif changed:
             wrong = f"it changes {', '.join(changed)}"
-        elif where := pool.changed(before, [s for _, row in call.live for s in row.kept.values()]):
-            wrong = f"it changes {where}, which no row writes"
+        elif place := pool.changed(before, call.written):
+            wrong = f"it changes {place}, which no row writes"
         if wrong:
             raise Broken(f"call {self.calls}: {wrong}")
         self.kept += 1
         return out
 
     def alone(
-        self, parts: Sequence[TokenTensors], initial: Sequence[torch.Tensor], *, every: bool = False
+        self, parts: Sequence[TokenTensors], initial: Sequence[Tensor], *, every: bool = False
     ) -> Any:
         """Sequences without a pool, packed.  every: with the state after each token."""
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
@@ -384,7 +394,7 @@ class Room:
                 raise Broken(f"{labels[which][index]}, head {head}: {reason}")
 
     @staticmethod
-    def _first(accuracy: Accuracy, ours: torch.Tensor, exact: torch.Tensor) -> tuple[int, int]:
+    def _first(accuracy: Accuracy, ours: Tensor, exact: Tensor) -> tuple[int, int]:
         """The first token or state with an error beyond the budget of its head, else with the
         largest error; and the head.
         """
@@ -399,7 +409,7 @@ class Room:
         return index, head
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _differ(one: Tensor, other: Tensor) -> bool:
     return not torch.equal(_bits(one), _bits(other))
 
 
@@ -452,17 +462,20 @@ class Chain:
 
     def check(self) -> None:
         """Every sequence must be as it is alone, from its start.  Raises Broken."""
-        histories = [one for one in (*self.ended, *self.histories) if one.taken]
+        histories = [history for history in (*self.ended, *self.histories) if history.taken]
         parts, labels, outs = [], [], []
         for history in histories:
             pieces: list[TokenTensors] = []
             for call, index, count, out, number in history.taken:
                 pieces.append(
-                    {name: call.of_row(index, one)[:count] for name, one in call.parts.items()}
+                    {
+                        name: call.of_row(index, tensor)[:count]
+                        for name, tensor in call.parts.items()
+                    }
                 )
                 outs.append(call.of_row(index, out)[:count])
                 labels += [f"call {number}, row {index}, token {token}" for token in range(count)]
-            parts.append({name: torch.cat([one[name] for one in pieces]) for name in pieces[0]})
+            parts.append({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
         plain = self.room.alone(parts, [history.initial for history in histories])
         states = torch.stack([history.final for history in histories])
         output = Output(torch.cat(outs)[None], states)
@@ -478,9 +491,9 @@ class PoolHistory:
     row, how many tokens of it, out, and its number.
     """
 
-    initial: torch.Tensor
-    final: torch.Tensor
-    taken: list[tuple[PoolCall, int, int, torch.Tensor, int]] = field(default_factory=list)
+    initial: Tensor
+    final: Tensor
+    taken: list[tuple[PoolCall, int, int, Tensor, int]] = field(default_factory=list)
 
 
 # --- the laws
@@ -704,7 +717,7 @@ def try_laws(
         detail = ""
         try:
             if quick and law is mixed_calls:
-                raise NotApplicable("Triton's interpreter runs it; --thorough tests it")
+                raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
             law(room)
         except Broken as error:
             holds, detail = "no", str(error)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from ssdprof import operators
-from ssdprof.core.base import Holds, Probe
+from ssdprof.core.base import Holds, Laws, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
@@ -29,9 +31,13 @@ from ssdprof.measure.laws import (
     laws_of,
 )
 from ssdprof.measure.sequences import is_packed, joined, spans_of
+from ssdprof.operators.operator import Output
 
 MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
 MOST_SEQUENCES = 3
+QUICK = {"causality", "cut in two"}
+# the name of a law, and the inputs and the output that broke it
+Keep: TypeAlias = "Callable[[str, Inputs, Output], object]"
 LONG_HEADS = (1, 4)  # of histories that are longer than the call
 
 
@@ -41,21 +47,25 @@ class Prober:
     heads forget differs from layer to layer.  Turning keys it tests once for each shape of a call,
     since kernels cut long calls alone.
 
-    thorough: in every call, and bundled kernels by every law.  Else these are probed by the laws
-        that call what was compiled for the captured call, at its length, since compiling takes
-        longer than the run; in Triton's interpreter not at all.
+    laws: "quick": `QUICK` alone, where an implementation is new.  "all": in every call, and bundled
+        kernels by every law.  By default these are probed by the laws that call what was compiled
+        for the captured call, at its length, since compiling takes longer than the run; in Triton's
+        interpreter not at all.
     kinds: of the implementations that are probed.
     only: the law that is tested; empty: all.
     """
 
     def __init__(
-        self, isolated: IsolatedFirstCall, *, thorough: bool = False, only: str = ""
+        self, isolated: IsolatedFirstCall, *, laws: Laws = "default", only: str = ""
     ) -> None:
-        self._isolated, self._thorough, self._only = isolated, thorough, only
+        self._isolated, self._only = isolated, only
+        self._thorough, self._quick = laws == "all", laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
         self.kinds: set[str] = (
-            {"own", "library"} if INTERPRETED and not thorough else {"own", "library", "bundled"}
+            {"own", "library", "bundled"}
+            if self._thorough or not INTERPRETED
+            else {"own", "library"}
         )
 
     def probe(
@@ -64,12 +74,13 @@ class Prober:
         inputs: Inputs,
         precision: Precision,
         interpreted: bool = False,
+        keep: Keep | None = None,
     ) -> tuple[Probe, ...]:
         """Empty if nothing was to be done.
 
         inputs: of a call that the implementation computed correctly.  interpreted: slowly, by
-        Triton's interpreter.  Raises MissingCapabilityError if a fault in the implementation made
-        the GPU unusable.
+        Triton's interpreter.  keep: gets the call that broke a law.  Raises MissingCapabilityError
+        if a fault in the implementation made the GPU unusable.
         """
         kind, shape = self._keys(implementation, inputs)
         new_kind = self._thorough or kind not in self._done
@@ -86,24 +97,26 @@ class Prober:
             names.add(AMPLIFIED_HISTORY)
         if self._only:
             names &= {self._only}
+        if self._quick:
+            names.clear()
         if not names and (self._only or not new_kind):
             return ()
         trial = self._trial(implementation, inputs, precision, every, interpreted)
         laws = laws_of(trial)
+        test = partial(tested, trial, keep=keep)
         if self._only or not new_kind:
-            return tuple(tested(trial, name, law) for name, law in laws.items() if name in names)
+            return tuple(test(name, law) for name, law in laws.items() if name in names)
         if skipped:
-            why = "Triton's interpreter runs it; --thorough tests it"
+            why = "Triton's interpreter runs it; --laws all tests it"
             probes = [Probe(name=name, holds="not applicable", detail=why) for name in laws]
         else:
-            if implementation.isolated:
+            if implementation.isolated and not self._quick:
                 self._isolated.prepare(implementation, list(trial.forms()), precision)
-            probes = [
-                tested(trial, name, law)
-                for name, law in laws.items()
-                if every or name in OF_THE_SAME_FORM
-            ]
-        if pools.applies(implementation, inputs):
+            wanted = set(laws) if every else set(OF_THE_SAME_FORM)
+            if self._quick:
+                wanted &= QUICK
+            probes = [test(name, law) for name, law in laws.items() if name in wanted]
+        if not self._quick and pools.applies(implementation, inputs):
             probes += pools.try_laws(implementation, inputs, precision, quick=skipped)
         return tuple(probes)
 
@@ -156,7 +169,7 @@ class Prober:
         return kind, (kind, dims.batch, dims.seqlen, inputs.sequences)
 
 
-def tested(trial: Trial, name: str, law: Law) -> Probe:
+def tested(trial: Trial, name: str, law: Law, keep: Keep | None) -> Probe:
     """Whether the law holds.  Raises MissingCapabilityError if a fault made the GPU unusable."""
     child.alive()
     holds: Holds = "not applicable"
@@ -165,6 +178,8 @@ def tested(trial: Trial, name: str, law: Law) -> Probe:
         holds = "yes"
     except Broken as error:
         holds, detail = "no", str(error)
+        if keep and trial.latest:
+            keep(name, *trial.latest[0])
     except NotApplicable as error:
         detail = str(error)
     except torch.OutOfMemoryError:

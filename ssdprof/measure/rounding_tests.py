@@ -8,10 +8,11 @@ row (one position of a head, or one row of a state), so that rows of any size co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.core.accuracy import ErrorTest, TestName
 from ssdprof.core.base import SLICES
@@ -29,7 +30,7 @@ class HeadNorms:
         self.max = torch.zeros(heads, dtype=torch.float64, device=device)
         self.square_sum = torch.zeros(heads, dtype=torch.float64, device=device)
 
-    def add(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """block: (h, rows, width), finite, fp64.  Returns its squares, and their sums over rows."""
         squares = block.square()
         rows = squares.sum(2)
@@ -38,12 +39,12 @@ class HeadNorms:
             self.square_sum += rows.sum(1)
         return squares, rows
 
-    def rms(self, elements: float) -> torch.Tensor:
+    def rms(self, elements: float) -> Tensor:
         """RMS of each head, for this number of elements per head."""
         return (self.square_sum / elements).sqrt()
 
 
-def finite(tensor: torch.Tensor) -> torch.Tensor:
+def finite(tensor: Tensor) -> Tensor:
     """With 0 instead of what is not."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
@@ -52,7 +53,7 @@ class RoundingTests:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    tested: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
+    judged: whether errors are tested; else only their norms are known.  Keys name `kernels`,
     and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
     """
 
@@ -62,10 +63,10 @@ class RoundingTests:
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
         # slices)
-        self._sums: dict[tuple[str, Any, int], torch.Tensor] = {}
-        self._norms: dict[tuple[str, Any, int], HeadNorms] = {}
+        self._sums: dict[tuple[str, Hashable, int], Tensor] = {}
+        self._norms: dict[tuple[str, Hashable, int], HeadNorms] = {}
 
-    def norms(self, nulls: Sequence[Any]) -> list[HeadNorms]:
+    def norms(self, nulls: Sequence[Hashable]) -> list[HeadNorms]:
         """The errors of every evaluation of these rounded forms."""
         return [
             norms
@@ -75,10 +76,10 @@ class RoundingTests:
 
     def add(
         self,
-        high: torch.Tensor,
-        floor: torch.Tensor,
-        ours: Mapping[Any, torch.Tensor],
-        rounded: Mapping[Any, Iterable[torch.Tensor]],
+        high: Tensor,
+        floor: Tensor,
+        kernels: Mapping[Any, Tensor],
+        rounded: Mapping[str, Iterable[Tensor]],
         start: int,
         origin: int,
     ) -> None:
@@ -94,7 +95,7 @@ class RoundingTests:
         weights = weights.mT  # (h, 1, rows)
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def summed(key: tuple[str, Any, int], error: torch.Tensor) -> None:
+        def summed(key: tuple[str, Hashable, int], error: Tensor) -> None:
             error = finite(error)
             squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
                 error
@@ -108,13 +109,13 @@ class RoundingTests:
 
         summed(("oracle", None, 0), high)
         summed(("floor", None, 0), floor - high)
-        for name, tensor in ours.items():
+        for name, tensor in kernels.items():
             summed(("ours", name, 0), tensor - high)
         for null, several in rounded.items():
             for k, error in enumerate(several):
                 summed(("rounded", null, k), error)
 
-    def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> torch.Tensor:
+    def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """(rows, s): 1 where the row is in the slice."""
         if self._length is None:
             return torch.zeros(rows, 0, dtype=torch.float64, device=device)
@@ -125,7 +126,7 @@ class RoundingTests:
         return torch.cat([each.double() for each in one_hot], 1)
 
     def checks(
-        self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor
+        self, name: Hashable, nulls: Sequence[Hashable], unit: float, coarsest: Tensor
     ) -> tuple[ErrorTest, ...]:
         """The place that uses most of its limit, for each test.  Waits for the device.
 
@@ -135,7 +136,7 @@ class RoundingTests:
         """
         if not self._sums:
             return ()
-        norm, floor, ours = (
+        norm, floor, kernel = (
             self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0))
         )
         room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
@@ -145,16 +146,16 @@ class RoundingTests:
         ]
         draws = [several[self._exact :] for several in forms]
         gains = [finite(several[..., :1] / norm[:, :1]) for several in forms]
-        gain = finite(ours[:, :1] / norm[:, :1])
+        gain = finite(kernel[:, :1] / norm[:, :1])
         # 1/16: for accumulators that truncate
-        found = [_worst("gain", *self._gain(gain, gains, unit / 16 + room))]
+        tests = [_worst("gain", *self._gain(gain, gains, unit / 16 + room))]
         if len(norm) > 1:
             variance = gains[0][self._exact :].var(0)
             certain = torch.where(variance > 0, 1 / variance, 0.0)
             share = certain / certain.sum()
             means = [(several * share).sum(1, keepdim=True) for several in gains]
             mean, mean_room = (gain * share).sum(0, keepdim=True), (room * share).sum(0)
-            found.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
+            tests.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
         width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
         parts: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
         if self._length is not None:
@@ -169,16 +170,14 @@ class RoundingTests:
             size = norm[:, part]
             each = [_limit(floor[:, part], several[..., part], size) for several in draws]
             limit = torch.stack(each).amax(0) / size + (2 * room).square() + (unit / 16) ** 2
-            found.append(_worst(test, (ours[:, part] / size).sqrt(), limit.sqrt(), period))
+            tests.append(_worst(test, (kernel[:, part] / size).sqrt(), limit.sqrt(), period))
         worst: dict[str, ErrorTest] = {}
-        for one in filter(None, found):
-            if one.test not in worst or one.used > worst[one.test].used:
-                worst[one.test] = one
+        for result in filter(None, tests):
+            if result.test not in worst or result.used > worst[result.test].used:
+                worst[result.test] = result
         return tuple(worst.values())
 
-    def _gain(
-        self, ours: torch.Tensor, forms: Sequence[torch.Tensor], room: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gain(self, ours: Tensor, forms: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
         """How far a gain is from the middle of what roundings explain, and how far it may be.
 
         ours: (h, 1); forms: (exact + DRAWS, h, 1).  The errors of draws are independent.  Those of
@@ -196,7 +195,7 @@ class RoundingTests:
         return ours - (low + high) / 2, (high - low) / 2
 
 
-def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+def _limit(floor: Tensor, draws: Tensor, elements: Tensor) -> Tensor:
     """(h, positions), parts of the head: the largest sum of squares that rounding explains.  draws:
     (DRAWS, h, positions).
 
@@ -211,7 +210,7 @@ def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> 
 
 
 def _worst(
-    test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None
+    test: TestName, values: Tensor, limits: Tensor, period: int | None = None
 ) -> ErrorTest | None:
     """values, limits: (h, positions).  None if nothing is tested."""
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)

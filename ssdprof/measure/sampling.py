@@ -68,26 +68,28 @@ def sample_in_turns(
         samplers = set_up(generator)
         kinds = sorted({kind for kind, _ in samplers})
         recorded: Rounds = {}
-        for number, kind in enumerate(kinds, start=1):
-            share = min(1.0, (count - 1 + number / len(kinds)) / plan.min_recordings)
-            found = _record(
+        for place, kind in enumerate(kinds, start=1):
+            share = min(1.0, (count - 1 + place / len(kinds)) / plan.min_recordings)
+            times = _record(
                 {name: sampler for name, sampler in samplers.items() if name[0] == kind},
                 replace(plan, min_rounds=rounds.get(kind, plan.min_rounds)),
                 generator,
                 until=began + share * plan.seconds,
                 now=now,
             )
-            rounds[kind] = len(next(iter(found.values())))
-            recorded |= found
+            rounds[kind] = len(next(iter(times.values())))
+            recorded |= times
         del samplers  # frees the recording
         before = taken if taken is not None else {name: [] for name in recorded}
         taken = {name: [*before[name], times] for name, times in recorded.items()}
         if count < plan.min_recordings:
             continue
         another_ends = 2 * now() - recording_began  # assuming the duration of this one
-        by_kind = [[own for name, own in taken.items() if name[0] == kind] for kind in kinds]
+        by_kind = [
+            [recordings for name, recordings in taken.items() if name[0] == kind] for kind in kinds
+        ]
         if another_ends > began + plan.seconds or all(
-            settled(own, plan.smallest_difference) for own in by_kind
+            settled(recordings, plan.smallest_difference) for recordings in by_kind
         ):
             break
     return dict(taken or {})
@@ -114,7 +116,7 @@ def _record(
         and not steady(recorded.values(), plan.smallest_difference)
     ):
         more = _take(samplers, islice(turns, rounds))
-        recorded = {name: np.concatenate([own, more[name]]) for name, own in recorded.items()}
+        recorded = {name: np.concatenate([before, more[name]]) for name, before in recorded.items()}
         rounds *= 2
     return recorded
 

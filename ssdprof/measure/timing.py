@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, get_args
 
@@ -23,6 +24,7 @@ from ssdprof.core.case import Samples
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.measure.first_run import (
+    Fields,
     Run,
     blaming,
     first_line,
@@ -34,6 +36,8 @@ from ssdprof.measure.trace import busy_us, traced, work
 from ssdprof.operators.operator import Output
 
 T = TypeVar("T")
+Graph = torch.cuda.CUDAGraph
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 # taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no
 # time
 _Event = torch.cuda.Event
@@ -74,7 +78,7 @@ class CudaTimer:
         with suppress(torch.OutOfMemoryError):  # if this little memory is missing, recording raises
             self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def record(self, run: Run) -> tuple[Any, Output]:
+    def record(self, run: Run) -> tuple[Graph, Output]:
         """The graph of a call, and the output that every replay writes.
 
         Captured after one call on another stream, as CUDA graphs need.  Graphs share their
@@ -105,7 +109,7 @@ class CudaTimer:
         _synchronize(self.device)
         return elapsed_us(run, self._events)
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph: Graph) -> float:
         """The eviction still runs while the graph is enqueued, so it hides the launch time."""
         self._evict_l2()
         return elapsed_us(partial(_replay, graph), self._events)
@@ -134,12 +138,12 @@ class CudaTimer:
         _amax(self._evictor, dim=0, out=self._sink)
 
 
-def new_events() -> tuple[Any, Any]:
+def new_events() -> Events:
     """Two CUDA events that can be timed."""
     return _Event(enable_timing=True), _Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def elapsed_us(work: Callable[[], object], events: tuple[Any, Any] | None = None) -> float:
+def elapsed_us(work: Callable[[], object], events: Events | None = None) -> float:
     """Microseconds of the current stream from before `work` to the end of what it enqueues.  Waits
     for it.
     """
@@ -162,6 +166,9 @@ def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
     return Samples(process=process, clock=clock, us=rounds)
 
 
+Check = Callable[[str, Run], str]
+
+
 class _CallError(Exception):
     """A call after the first one raised."""
 
@@ -171,11 +178,11 @@ def time_in_turns(
     timer: CudaTimer,
     plan: SamplingPlan,
     *,
-    check: Callable[[str, Run], str] | None,
-    change: Callable[[bool], None] = lambda _: None,
+    check: Check | None,
+    change: Callable[[bool], object] | None = None,
     process: str = "",
     clocks: Sequence[Clock] = get_args(Clock),
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Fields]:
     """Time every run against the others.  Fields of its case: `samples` by the clocks, or why it
     has no time.
 
@@ -186,95 +193,117 @@ def time_in_turns(
     process: the name of this one, for the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
-    recordings: dict[str, tuple[Any, Output]] = {}
-    untimed: dict[str, dict[str, Any]] = {}
+    turns = _Turns(runs, timer, plan, clocks, change)
+    gc.collect()
+    with no_garbage_collection():  # a collection during a call is not part of the call
+        samples = turns.sample()
+    if change is not None:
+        change(False)
+    timed: dict[str, Fields] = {}
+    for key in [key for key in runs if key not in turns.untimed]:
+        with suppress(_CallError):
+            fault = ""
+            if check is not None and turns.recordings:
+                fault = turns.fault_now(key, check, samples["device", key])
+            if fault:
+                turns.untimed[key] = {"later_fault": f"after it was timed: {fault}"}
+            else:
+                by_clock = (record(process, clock, samples[clock, key]) for clock in clocks)
+                timed[key] = {"samples": tuple(by_clock)}
+    return timed | turns.untimed
 
-    def called(key: str, work: Callable[[], T]) -> T:
-        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is
-        unusable.
-        """
-        try:
-            return blaming(timer.device, key, work)
-        except (MissingCapabilityError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # a kernel's own, of any kind
-            refuse_if_interrupted(error)
-            untimed[key] = {
-                "status": "failed",
-                "reason": f"a later call raised {type_and_message(error)}",
-            }
-            raise _CallError from error
 
-    def changed(sample: Callable[[Any], float], of: Any) -> float:
-        change(True)
-        return sample(of)
+@dataclass(frozen=True)
+class _Turns:
+    """Samples runs in turns.
 
-    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
-        recordings.clear()
-        if plan.warmup_rounds:  # which allocate the memory after a move
-            timer.reallocate(generator)
-        keys = [key for key in runs if key not in untimed]
-        keys = [keys[index] for index in generator.permutation(len(keys))]
-        for key in keys if "device" in clocks else ():
-            try:
-                recordings[key] = blaming(timer.device, key, partial(timer.record, runs[key]))
-            except CaptureError as error:
-                untimed[key] = {
-                    "reason": f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
-                }
-            except torch.OutOfMemoryError as error:
-                untimed[key] = {
-                    "reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"
-                }
-        samplers: dict[Name, Sampler] = {}
-        for key in keys if "call" in clocks else ():
-            if key not in untimed:
-                samplers["call", key] = partial(
-                    called, key, partial(changed, timer.call_us, runs[key])
-                )
-        for key, (graph, _) in recordings.items():
-            samplers["device", key] = partial(called, key, partial(changed, timer.device_us, graph))
-        return samplers
+    recordings: the latest graph of each run, and the output that its replays write.
+    untimed: why runs are not timed.
+    """
 
-    def sampled_without_errors() -> dict[Name, Recordings]:
+    runs: Mapping[str, Run]
+    timer: CudaTimer
+    plan: SamplingPlan
+    clocks: Sequence[Clock]
+    change: Callable[[bool], object] | None
+    recordings: dict[str, tuple[Graph, Output]] = field(default_factory=dict)
+    untimed: dict[str, Fields] = field(default_factory=dict)
+
+    def sample(self) -> dict[Name, Recordings]:
         """If a run raises, sampling restarts without it, so that all results come from the same
         turns.
         """
         while True:
             with suppress(_CallError):
-                return sample_in_turns(set_up, plan)
+                return sample_in_turns(self._set_up, self.plan)
 
-    def reason_now(key: str, check: Callable[[str, Run], str]) -> str:
+    def fault_now(self, key: str, check: Check, sampled: Recordings) -> str:
         """The result of `check` for replays and for calls; all GPU work of the call has ended after
         it.
         """
 
         def replay() -> Output:
-            graph, output = recordings[key]
+            graph, output = self.recordings[key]
             # recordings share memory: only the latest replay's output is intact
-            timer.device_us(graph)
+            self.timer.device_us(graph)
             return output
 
-        return (
-            check(key, replay)
-            or check(key, runs[key])
-            or timer.unseen(runs[key], samples["device", key])
-        )
+        def checked() -> str:
+            run = self.runs[key]
+            return check(key, replay) or check(key, run) or self.timer.unseen(run, sampled)
 
-    gc.collect()
-    with no_garbage_collection():  # a collection during a call is not part of the call
-        samples = sampled_without_errors()
-    change(False)
-    found: dict[str, dict[str, Any]] = {}
-    for key in (key for key in runs if key not in untimed):
-        with suppress(_CallError):
-            if (
-                reason := called(key, partial(reason_now, key, check))
-                if check and recordings
-                else ""
-            ):
-                untimed[key] = {"later_fault": f"after it was timed: {reason}"}
-            else:
-                taken = (record(process, clock, samples[clock, key]) for clock in clocks)
-                found[key] = {"samples": tuple(taken)}
-    return found | untimed
+        return self._called(key, checked)
+
+    def _set_up(self, generator: np.random.Generator) -> dict[Name, Sampler]:
+        """The samplers of a new recording, in random order."""
+        self.recordings.clear()
+        if self.plan.warmup_rounds:  # which allocate the memory after a move
+            self.timer.reallocate(generator)
+        keys = [key for key in self.runs if key not in self.untimed]
+        keys = [keys[place] for place in generator.permutation(len(keys))]
+        if "device" in self.clocks:
+            for key in keys:
+                self._record(key)
+        samplers: dict[Name, Sampler] = {}
+        if "call" in self.clocks:
+            for key in keys:
+                if key not in self.untimed:
+                    samplers["call", key] = self._sampler(key, self.timer.call_us, self.runs[key])
+        for key, (graph, _) in self.recordings.items():
+            samplers["device", key] = self._sampler(key, self.timer.device_us, graph)
+        return samplers
+
+    def _record(self, key: str) -> None:
+        record_run = partial(self.timer.record, self.runs[key])
+        try:
+            self.recordings[key] = blaming(self.timer.device, key, record_run)
+        except CaptureError as error:
+            why = f"it cannot be captured as a CUDA graph: {error}"
+            self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
+        except torch.OutOfMemoryError as error:
+            why = f"no memory is left for its CUDA graph: {error}"
+            self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
+
+    def _sampler(self, key: str, time_us: Callable[[Any], float], work: Any) -> Sampler:
+        """work: what `time_us` takes, a run or a graph."""
+
+        def sample() -> float:
+            if self.change is not None:
+                self.change(True)
+            return time_us(work)
+
+        return partial(self._called, key, sample)
+
+    def _called(self, key: str, work: Callable[[], T]) -> T:
+        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is
+        unusable.
+        """
+        try:
+            return blaming(self.timer.device, key, work)
+        except (MissingCapabilityError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a kernel's own, of any kind
+            refuse_if_interrupted(error)
+            why = f"a later call raised {type_and_message(error)}"
+            self.untimed[key] = {"status": "failed", "reason": why}
+            raise _CallError from error

@@ -119,13 +119,13 @@ def work(trace: Trace) -> list[GpuWork]:
             launched[arguments["correlation"]] = event
     for of_thread in marks.values():
         of_thread.sort()  # an inner mark comes after the outer one, also if both begin at once
-    found = []
+    kernels = []
     for event in trace:
         if event.get("cat") in _ON_THE_GPU:
             launch = launched.get(event.get("args", {}).get("correlation"))
             part = _open_at(launch["ts"], marks[launch["tid"]]) if launch else None
-            found.append((part, event["name"], float(event["dur"])))
-    return found
+            kernels.append((part, event["name"], float(event["dur"])))
+    return kernels
 
 
 def _open_at(time: float, marks: list[tuple[float, float, str]]) -> str | None:

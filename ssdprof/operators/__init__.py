@@ -7,7 +7,7 @@ from ssdprof.operators import gdn, kda, ssd
 from ssdprof.operators.operator import Operator
 
 _OPERATORS: dict[str, Operator] = {
-    one.name: one for one in (ssd.OPERATOR, gdn.OPERATOR, kda.OPERATOR)
+    operator.name: operator for operator in (ssd.OPERATOR, gdn.OPERATOR, kda.OPERATOR)
 }
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdprof.operators.late import torch
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.operators.operator import Operator
 
@@ -20,25 +20,23 @@ LONGEST_KEY = 2.0  # without the norm inside; a normalised one, rounded, has abo
 
 def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
     """A sentence on each input that makes results worthless however accurate they are."""
-    given = operator.binding.positional(inputs)
-    for name, values in given.items():
+    tensors = operator.binding.positional(inputs)
+    for name, values in tensors.items():
         is_zero = (values == 0).flatten(2).all(-1)
         if values.shape[1] > 1 and bool((values == values[:, :1]).all()):
             what = "the same" if values.any() else "0"
             yield f"{name} is {what} in every position, so that wrong kernels may pass."
         elif float(is_zero.float().mean()) >= MOST:
             yield f"{name} is 0 in most positions, so that wrong kernels may pass."
-    outside = [*(_of_delta_rule(inputs, given) if "g" in given else ())]
-    outside += _of_ssd(inputs, given) if "dt" in given else ()
+    outside = [*(_of_delta_rule(inputs, tensors) if "g" in tensors else ())]
+    outside += _of_ssd(inputs, tensors) if "dt" in tensors else ()
     for what, is_outside, why in outside:
         share = float(is_outside.float().mean())
         if share >= MANY:
             yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."
 
 
-def _of_delta_rule(
-    inputs: Any, given: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _of_delta_rule(inputs: Any, given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
     """What may be wrong, where it is, and what that means; of GDN and KDA."""
     yield (
         "g is above 0",
@@ -59,9 +57,7 @@ def _of_delta_rule(
         )
 
 
-def _of_ssd(
-    inputs: Any, given: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _of_ssd(inputs: Any, given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
     """As `_of_delta_rule`."""
     yield "A is not below 0", inputs.A >= 0, "it is minus no exponential, and nothing is forgotten"
     if not inputs.dt_softplus:

@@ -11,7 +11,7 @@ from ssdprof.operators import fla, generate
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, WORDS
 from ssdprof.operators.generate import Library, installed
-from ssdprof.operators.late import deferred, lazy, torch
+from ssdprof.operators.late import deferred, lazy, packages, torch
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
@@ -24,6 +24,8 @@ from ssdprof.operators.operator import (
 from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.operators import gdn_tuning
 else:
@@ -32,64 +34,7 @@ else:
     )
     gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
-STAGES = Stages.of(
-    "gdn",
-    {
-        "waiting.inverse": "for the inverse",
-        "waiting.weights": "for the weights of the output",
-        "waiting.update": "for the weights of the update",
-        "chunk_state.residual": "residual",
-        "chunk_state.update": "update of the state",
-    },
-    "setup",
-    "setup.load",
-    "setup.store",
-    "ticket",
-    "loads",
-    "waiting",
-    "waiting.chunk",
-    "waiting.inverse",
-    "waiting.weights",
-    "waiting.update",
-    "qk_l2norm",
-    "gate_cumsum",
-    "scaled_dot_kkt",
-    "solve_tril",
-    "recompute_w_u",
-    "state_factor",
-    "out_factor",
-    "rows",
-    "warm_up",
-    "chunk_state",
-    "chunk_state.residual",
-    "chunk_state.update",
-    "chunk_output",
-    "recurrence",
-    "step_write",
-    "step_state",
-    "step_output",
-    "ahead",
-    unfused=(
-        "_gdn_qk_l2norm_kernel",
-        "_gdn_gate_cumsum_kernel",
-        "_gdn_scaled_dot_kkt_kernel",
-        "_gdn_solve_tril_kernel",
-        "_gdn_recompute_w_u_kernel",
-        "_gdn_chunk_state_kernel",
-        "_gdn_chunk_output_kernel",
-    ),
-    fused=(
-        "_rows_kernel",
-        "_gdn_factors_kernel",
-        "_gdn_scan_kernel",
-        "_prep_kernel",
-        "_parts_kernel",
-        "_combine_kernel",
-        "_hopper_kernel",
-    ),
-    recurrent=("_gdn_recurrent_kernel",),
-    unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
-)
+STAGES = Stages.of("gdn")
 
 
 # --- how a model calls it
@@ -97,19 +42,19 @@ STAGES = Stages.of(
 
 def bind(
     _mixer: torch.nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     kind: str = "GDNInputs",
-    **given: Any,
+    **arguments: Any,
 ) -> BoundCall:
     """The call of a mixer as inputs of this kind."""
-    given |= {
+    arguments |= {
         "q": q,
         "k": k,
         "v": v,
@@ -117,11 +62,11 @@ def bind(
         "beta": beta,
         "use_qk_l2norm": use_qk_l2norm_in_kernel,
     }
-    return from_call(getattr(kernels, kind), **given), output_final_state, ""
+    return from_call(getattr(kernels, kind), **arguments), output_final_state, ""
 
 
 def recorded(
-    given: dict[str, Any], returned: Sequence[torch.Tensor]
+    given: dict[str, Any], returned: Sequence[Tensor]
 ) -> tuple[kernels.GDNInputs, Output | None]:
     """A call of FlashInfer's prefill, whose g is the decay, states (slots, HV, V, K), and sequences
     packed.
@@ -132,7 +77,7 @@ def recorded(
     if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
         raise ValueError("g is not a decay between 0 and 1")
 
-    def of_sequences(pool: torch.Tensor) -> torch.Tensor:
+    def of_sequences(pool: Tensor) -> Tensor:
         if slots is None:
             return pool.mT
         if not bool(((slots >= 0) & (slots < len(pool))).all()):
@@ -196,23 +141,29 @@ def fla_libraries(operator: str) -> dict[str, Library]:
     def load_recurrent() -> Implementation:
         return adapters.load_fla_recurrent(fla.imported(adapters.FLA[operator]), operator)
 
-    def version() -> str:
-        return adapters.fla_version()
-
     return {
-        "fla": installed(fla.PACKAGE, load, states_as_inputs, version=version),
-        "fla_recurrent": installed(fla.PACKAGE, load_recurrent, exact_fp32, version=version),
+        "fla": installed(fla.PACKAGE, load, states_as_inputs),
+        "fla_recurrent": installed(fla.PACKAGE, load_recurrent, exact_fp32),
     }
 
 
-def sglang(operator: str) -> Library:
-    return installed("sglang", deferred("gdn.servers:load_sglang", operator), states_as_inputs)
+def of_servers(operator: str) -> dict[str, Library]:
+    return generate.of_servers("gdn.servers:load", states_as_inputs, operator)
 
 
 def of_transformers(operator: str) -> dict[str, Library]:
-    return generate.of_transformers(
-        "fla", fla.PACKAGE, states_as_inputs, "gdn.adapters:load_model", operator
-    )
+    """What models compute: by torch, and by fla, which transformers calls where it finds it."""
+
+    def version() -> str:
+        numbers = [packages.package_version(name) for name in ("transformers", fla.PACKAGE)]
+        return f"transformers {numbers[0]} with {fla.PACKAGE} {numbers[1]}"
+
+    load = "gdn.adapters:load_model"
+    by_fla = deferred(load, operator, "fla")
+    return {
+        "model": generate.model(load, operator),
+        "model:installed": installed(fla.PACKAGE, by_fla, states_as_inputs, version=version),
+    }
 
 
 _FLASHINFER = "flashinfer-python"
@@ -223,8 +174,7 @@ LIBRARIES = {
     "flashinfer_mtp": installed(
         _FLASHINFER, deferred("gdn.adapters:load_flashinfer_mtp"), exact_fp32
     ),
-    "sglang": sglang("gdn"),
-    "vllm": installed("vllm", deferred("gdn.servers:load_vllm"), states_as_inputs),
+    **of_servers("gdn"),
     **of_transformers("gdn"),
 }
 
@@ -242,6 +192,8 @@ OPERATOR: Operator = Operator(
     name="gdn",
     title="GDN",
     layers="Gated-DeltaNet",
+    served="prompts: flashinfer, where K = V = 128, else vllm, sglang; "
+    "steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.GDNInputs,
     mixer_sizes={
         "key_heads": "num_k_heads",

@@ -111,34 +111,21 @@ def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeI
     """K = V, initial states, and `VALUES` or `LAYOUTS`; then without the last; then the sizes of
     `like`; then without initial states.
     """
-    key_dim, width = like.q.shape[3], like.v.shape[3]
-    states = Trait("initial states", with_initial_states)
-    special = VALUES if lengths == generate.EDGES[0] else LAYOUTS
+    key_dim, special = like.q.shape[3], VALUES if lengths == generate.EDGES[0] else LAYOUTS
 
     def generated(value_dim: int) -> GDNInputs:
         shape = GENERATOR.shape("edges", 2, 6, key_dim, value_dim)
-        inputs = draw(generate.edge_cell(shape, like.v, lengths), like.v.device)
-        bounds = generate.edge_bounds(lengths, like.v.device)
-        return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, initial_state=None)
+        inputs = draw(generate.edge_cell(shape, like.v, lengths), like.device)
+        return generate.as_edge(inputs, like, lengths)
 
-    equal_sizes, sizes_of_like = partial(generated, key_dim), partial(generated, width)
-    return [
-        EdgeInputs(equal_sizes, (TINY_KEYS, states, *special)),
-        EdgeInputs(equal_sizes, (TINY_KEYS, states)),
-        EdgeInputs(sizes_of_like, (TINY_KEYS, states)),
-        EdgeInputs(sizes_of_like, (TINY_KEYS,)),
-    ]
+    equal, alike = partial(generated, key_dim), partial(generated, like.v.shape[3])
+    traits = (*special, *generate.traits_of(lengths))
+    return generate.edge_forms((equal, equal, alike), (TINY_KEYS,), traits)
 
 
 def tiny_keys(inputs: GDNInputs) -> None:
     for tensor in (inputs.q, inputs.k):
         tensor[:, ::5] *= 1e-3 * tensor.shape[3] ** -0.5
-
-
-def with_initial_states(inputs: GDNInputs) -> GDNInputs:
-    sequences, heads, key_dim, value_dim = inputs.states_shape
-    states = generate.states(sequences, heads, value_dim, key_dim, device=inputs.device)
-    return inputs.after(states.mT)
 
 
 def beta_up_to_2(inputs: GDNInputs) -> None:
@@ -166,6 +153,10 @@ def equal_keys(inputs: GDNInputs) -> None:
 
 def forgetting(inputs: GDNInputs) -> None:
     inputs.g[:, ::11, 1] = -torch.inf
+
+
+def closing(inputs: GDNInputs) -> None:
+    inputs.g[:, 64:128, 5] = -30
 
 
 def long_keys(inputs: GDNInputs) -> None:
@@ -212,6 +203,7 @@ VALUES = (
     Trait("a head that writes nothing, or little", hardly_written),
     Trait("equal keys in a chunk", equal_keys, "the chunk's system is solved, not a series summed"),
     FORGETTING,
+    Trait("g of -30 at 64 tokens", closing, "a product of decays is 0, and no factor may overflow"),
 )
 LAYOUTS = (
     BETA,
@@ -230,15 +222,7 @@ GENERATOR: InputGenerator[GDNInputs] = InputGenerator(
     form="{key_heads}/{value_heads}x{key_dim}x{value_dim}",
     order="key heads / value heads x K x V",
     words=WORDS,
-    models={  # as in their configs
-        "qwen3-next-80b": (16, 32, 128, 128),
-        "qwen3.5-0.8b": (16, 16, 128, 128),
-        "qwen3.5-9b": (16, 32, 128, 128),
-        "qwen3.5-27b": (16, 48, 128, 128),
-        "qwen3.5-397b": (16, 64, 128, 128),
-        "qwen3.5-397b-tp8": (2, 8, 128, 128),  # one rank of eight
-        "olmo-hybrid-7b": (30, 30, 96, 192, 2),
-    },
+    models=generate.models_of("gdn"),
     others={"largest_beta": 1},  # 2 if eigenvalues may be negative
     divides=("key_heads", "value_heads"),
     largest={"key_dim": 256, "value_dim": 256},

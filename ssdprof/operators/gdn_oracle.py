@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ssdprof import kernels
 from ssdprof.operators.late import lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssdprof.kernels import GDNInputs
     from ssdprof.kernels.gdn import reference
     from ssdprof.kernels.oracle import Block
+    from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.gdn.reference")
 
@@ -20,7 +23,7 @@ _LEAF = 16  # rows of the blocks that are inverted in fp32
 FORGOTTEN = -110.0  # a decay of exp(-110) is zero in fp32
 
 
-def bytes_per_position(inputs: kernels.GDNInputs) -> int:
+def bytes_per_position(inputs: GDNInputs) -> int:
     """The rounded form holds about eight fp32 rows of K, V or CHUNK; the oracle about ten fp64 rows
     of K + V + 64.
     """
@@ -29,7 +32,7 @@ def bytes_per_position(inputs: kernels.GDNInputs) -> int:
     return int(heads * (8 * 4 * width + 10 * 8 * width))
 
 
-def gate(inputs: kernels.GDNInputs, span: rounding.Span, chunk: int = CHUNK) -> rounding.Gate:
+def gate(inputs: GDNInputs, span: Span, chunk: int = CHUNK) -> Gate:
     """The running sum of g in each chunk, (c, h, chunk); the padding has g = 0."""
     g = inputs.g[span.batch, span.start : span.stop].float().clamp(FORGOTTEN, 0)
     return rounding.Gate(
@@ -37,9 +40,7 @@ def gate(inputs: kernels.GDNInputs, span: rounding.Span, chunk: int = CHUNK) -> 
     )
 
 
-def rounded_chunks(
-    inputs: kernels.GDNInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
-) -> torch.Tensor:
+def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3,
@@ -87,14 +88,12 @@ def rounded_chunks(
     return in_positions(out, inputs, span)
 
 
-def operands(
-    inputs: kernels.GDNInputs, low: rounding.Rounded, span: rounding.Span, chunk: int
-) -> tuple[torch.Tensor, ...]:
+def operands(inputs: GDNInputs, low: Rounded, span: Span, chunk: int) -> tuple[Tensor, ...]:
     """In chunks (c, h, chunk, ...): q and k of value heads as operands, normalised if the call asks
     for it; v and beta (..., 1) in fp32.
     """
 
-    def chunked(tensor: torch.Tensor) -> torch.Tensor:
+    def chunked(tensor: Tensor) -> Tensor:
         return rounding.split_chunks(tensor, chunk).transpose(1, 2)
 
     q, k, v, beta = (
@@ -112,21 +111,19 @@ def operands(
     return q, k, chunked(v), chunked(beta)[..., None]
 
 
-def in_positions(out: torch.Tensor, inputs: kernels.GDNInputs, span: rounding.Span) -> torch.Tensor:
+def in_positions(out: Tensor, inputs: GDNInputs, span: Span) -> Tensor:
     """(c, h, chunk, V), before the scale, -> the output of the span."""
     out = out * inputs.scale_or_default
     return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
 
 
-def inverse_of(
-    system: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def inverse_of(system: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """(I + system)^-1 by blocks: those on the diagonal in fp32, then pairs of neighbours.  product:
     its operands.
     """
     identity = torch.eye(_LEAF, device=system.device)
     leaves = _blocks_below(system, _LEAF, 0)
-    inverse: torch.Tensor = torch.linalg.solve_triangular(
+    inverse: Tensor = torch.linalg.solve_triangular(
         leaves, identity.expand_as(leaves), upper=False, unitriangular=True
     )
     half = _LEAF
@@ -141,7 +138,7 @@ def inverse_of(
     return inverse.squeeze(-3)
 
 
-def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
+def _blocks_below(system: Tensor, size: int, below: int) -> Tensor:
     """(..., chunk, chunk) -> (..., n, size, size): blocks on the diagonal, or the one below each
     even block of it.
     """
@@ -150,7 +147,7 @@ def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
     return torch.stack([blocks[..., i + below, :, i, :] for i in range(0, count, 1 + below)], -3)
 
 
-def tf32(tensor: torch.Tensor) -> torch.Tensor:
+def tf32(tensor: Tensor) -> Tensor:
     """An fp32 operand as a tensor core reads it: without its low 13 bits."""
     return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
@@ -161,7 +158,7 @@ WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
 SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
 
 
-def sizes_of(inputs: kernels.GDNInputs) -> dict[str, int]:
+def sizes_of(inputs: GDNInputs) -> dict[str, int]:
     (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
     return {
         "key_heads": key_heads,
@@ -196,11 +193,11 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * per_position
 
 
-def blocks(inputs: kernels.GDNInputs, length: int) -> Iterable[Block]:
+def blocks(inputs: GDNInputs, length: int) -> Iterable[Block]:
     return reference.gdn_blocks(inputs, torch.float64, block=length)
 
 
-def chunk_size(_inputs: kernels.GDNInputs) -> int:
+def chunk_size(_inputs: GDNInputs) -> int:
     return CHUNK
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,8 @@ from ssdprof.operators.late import deferred, packages, torch
 from ssdprof.operators.tensors import dtype_name, dtype_named, exact_fp32
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.inputs import Inputs
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
@@ -153,40 +156,34 @@ def installed(
     )
 
 
-def of_transformers(
-    package: str,
-    distribution: str,
-    precisions: Callable[[Any], tuple[Any, ...]],
-    load: str,
-    *arguments: str,
+def of_servers(
+    load: str, precisions: Callable[[Any], tuple[Any, ...]], *arguments: str
 ) -> dict[str, Library]:
-    """What models compute: with transformers' torch function, and with a package that it finds.
+    """What vLLM and SGLang run: for prompts, at these precisions, and for steps on a pool.
 
-    load: the function in `ssdprof.kernels` of the arguments and of the package, or "".
+    load: the function in `ssdprof.kernels` of the name and of the arguments.
+    """
+    return {
+        f"{package}{form}": installed(
+            package, deferred(load, f"{package}{form}", *arguments), of_form
+        )
+        for package in ("vllm", "sglang")
+        for form, of_form in (("", precisions), ("_step", exact_fp32))
+    }
+
+
+def model(load: str, *arguments: str) -> Library:
+    """What transformers' own torch function computes.
+
+    load: the function in `ssdprof.kernels` of these arguments.
     """
 
     def version() -> str:
         return f"transformers {packages.package_version('transformers')}"
 
-    def version_with_package() -> str:
-        number = packages.package_version(distribution)
-        return f"{version()} with {distribution} {number}"
-
-    return {
-        "model": installed(
-            "transformers",
-            deferred(load, *arguments, ""),
-            exact_fp32,
-            version=version,
-            needs_gpu=False,
-        ),
-        "model:installed": installed(
-            distribution,
-            deferred(load, *arguments, package),
-            precisions,
-            version=version_with_package,
-        ),
-    }
+    return installed(
+        "transformers", deferred(load, *arguments), exact_fp32, version=version, needs_gpu=False
+    )
 
 
 @dataclass(frozen=True)
@@ -228,9 +225,9 @@ class KnownOutputs:
 
     kind: str
     batch: int
-    positions: torch.Tensor
-    heads: torch.Tensor
-    expected: torch.Tensor
+    positions: Tensor
+    heads: Tensor
+    expected: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +328,13 @@ class InputGenerator(Generic[I]):
 
 # --- for the operators' own generators
 
+
+def models_of(operator: str) -> dict[str, tuple[int, ...]]:
+    """Sizes of models' layers."""
+    table = tomllib.loads((Path(__file__).parent / "models.toml").read_text("utf-8"))
+    return {model: tuple(sizes) for model, sizes in table[operator].items()}
+
+
 Lengths = tuple[int, ...]  # of sequences, which are packed if they differ
 # No multiples of a chunk; a decode step; packs of equal sizes with an empty sequence; multiples of
 # a chunk.
@@ -346,7 +350,7 @@ def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
     return 1, bounds[-1], bounds
 
 
-def cu_seqlens(cell: Cell, device: torch.device) -> torch.Tensor | None:
+def cu_seqlens(cell: Cell, device: torch.device) -> Tensor | None:
     """The boundaries for the operator; None unless sequences are packed."""
     bounds = positions(cell)[2]
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -366,18 +370,18 @@ def boundaries(tokens: Tokens, seed: int) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
-def uniform(count: int, low: float, high: float, generator: torch.Generator) -> torch.Tensor:
+def uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
     """(count) in fp32."""
     return low + (high - low) * torch.rand(count, device=generator.device, generator=generator)
 
 
-def gate_bias(count: int, generator: torch.Generator) -> torch.Tensor:
+def gate_bias(count: int, generator: torch.Generator) -> Tensor:
     """(count): softplus of it is log-uniform in `STEPS`."""
     step = uniform(count, math.log(STEPS[0]), math.log(STEPS[1]), generator).exp()
     return step + torch.log(-torch.expm1(-step))  # the inverse softplus
 
 
-def edge_cell(shape: Shape, like: torch.Tensor, lengths: Lengths) -> Cell:
+def edge_cell(shape: Shape, like: Tensor, lengths: Lengths) -> Cell:
     """As views, in the dtype of `like`; packed sequences as one."""
     dtype: Any = dtype_name(like.dtype)
     rows, length = (1, sum(lengths)) if is_packed(lengths) else (len(lengths), lengths[0])
@@ -386,25 +390,64 @@ def edge_cell(shape: Shape, like: torch.Tensor, lengths: Lengths) -> Cell:
     )
 
 
-def edge_bounds(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
+def edge_bounds(lengths: Lengths, device: torch.device) -> Tensor | None:
     """The boundaries of packed sequences; None unless they are packed."""
     if not is_packed(lengths):
         return None
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
+def edge_forms(
+    drawn: Sequence[Callable[[], I]], always: Sequence[Trait[I]], special: Sequence[Trait[I]]
+) -> list[EdgeInputs[I]]:
+    """The forms of a kind.  drawn: for `special` traits, with other sizes, and with the model's."""
+    first, second, last = drawn
+    with_states = (*always, INITIAL)
+    return [
+        EdgeInputs(first, (*with_states, *special)),
+        EdgeInputs(second, with_states),
+        EdgeInputs(last, with_states),
+        EdgeInputs(last, always),
+    ]
+
+
+def as_edge(inputs: I, like: Any, lengths: Lengths) -> I:
+    """Drawn inputs as sequences of these lengths, without initial states."""
+    bounds = edge_bounds(lengths, like.device)
+    return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, **{like.LINEAR[1]: None})
+
+
+def with_initial_states(inputs: Any) -> Any:
+    """Transposed in memory."""
+    sequences, heads, rows, columns = inputs.states_shape
+    return inputs.after(states(sequences, heads, columns, rows, device=inputs.device).mT)
+
+
+INITIAL: Trait[Any] = Trait("initial states", with_initial_states)
+
+
+def with_int64_bounds(inputs: Any) -> Any:
+    return replace(inputs, cu_seqlens=inputs.cu_seqlens.long())
+
+
+def traits_of(lengths: Lengths) -> list[Trait[Any]]:
+    """The second kind of packs has other integers."""
+    rule = "cu_seqlens are int32 or int64"
+    return [Trait("cu_seqlens in int64", with_int64_bounds, rule)] if lengths == EDGES[3] else []
+
+
 def is_packed(lengths: Lengths) -> bool:
     return len(set(lengths)) > 1
 
 
-def states(*shape: int, device: torch.device) -> torch.Tensor:
+def states(*shape: int, device: torch.device) -> Tensor:
     """Initial states ~ N(0, 1) in fp32."""
     return torch.randn(
         *shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 1)
     )
 
 
-def pool(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pool(states: Tensor) -> tuple[Tensor, Tensor]:
     """States in slots, in random order, of a pool of twice as many; the others are NaN.  The pool,
     and their slots.
     """
@@ -418,9 +461,7 @@ def pool(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pool, slots.int()
 
 
-def empty(
-    sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device
-) -> tuple[torch.Tensor, ...]:
+def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
     """Uninitialised tensors of these sizes at each position.
 
     As views, they are slices of one tensor.  Transposed, they are slices of one tensor whose

@@ -66,13 +66,13 @@ def resolver(device: torch.device) -> Resolve:
 
     def get(operator: str, word: str) -> Implementation:
         if (operator, word) not in known:
-            found = resolve(operators.get(operator), word)
-            if found.needs_gpu and not found.absent and device.type != "cuda":
-                why = f"{found.name} needs an NVIDIA GPU, and this machine has none."
-                found = replace(found, absent=why, hint="Leave it out.")
-            if (operator, found.name) in known:
-                raise _two_checkouts(found.name)
-            known[operator, word] = known[operator, found.name] = found
+            implementation = resolve(operators.get(operator), word)
+            if implementation.needs_gpu and not implementation.absent and device.type != "cuda":
+                why = f"{implementation.name} needs an NVIDIA GPU, and this machine has none."
+                implementation = replace(implementation, absent=why, hint="Leave it out.")
+            if (operator, implementation.name) in known:
+                raise _two_checkouts(implementation.name)
+            known[operator, word] = known[operator, implementation.name] = implementation
         return known[operator, word]
 
     return get
@@ -112,12 +112,17 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 
     Nothing is imported: an implementation that is known may still be missing on this machine.
     """
-    records = operators.records()
+    names: dict[str, None] = {}
+    for operator in operators.records():
+        names |= dict.fromkeys(known(operator))
+    for name in besides:
+        names.pop(name, None)
     unknown = [
-        word for word in words if word in besides or not any(knows(one, word) for one in records)
+        word
+        for word in words
+        if word in besides or (":" not in word and word.partition("=")[0] not in names)
     ]
     if unknown:
-        names = dict.fromkeys(name for one in records for name in known(one) if name not in besides)
         raise BadInputError(
             f"{option} does not know {', '.join(map(repr, unknown))}.",
             f"{nearest(unknown[0], names)}  A kernel of your own is MODULE:FUNCTION.",
@@ -144,6 +149,7 @@ def resolve(operator: Operator, word: str) -> Implementation:
 
 
 def _resolved(operator: Operator[Any], word: str) -> Implementation:
+    """`resolve`, without the word."""
     name, _, checkout = word.partition("=")
     libraries = operator.libraries
     if name in libraries:
@@ -162,15 +168,20 @@ def _resolved(operator: Operator[Any], word: str) -> Implementation:
         return _own(operator, name, name)
     if name in entry_points():
         return _own(operator, name, entry_point(name))
-    others = [one.name for one in operators.records() if name in known(one)]
+    others = [
+        f": it is one of {other.name}" for other in operators.records() if name in known(other)
+    ]
+    where = others[0] if others else ""
     raise BadInputError(
-        f"There is no implementation {name!r} of "
-        f"{operator.name}{f': it is one of {others[0]}' if others else ''}.",
+        f"There is no implementation {name!r} of {operator.name}{where}.",
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
     )
 
 
 def _library(operator: str, name: str, source: Library, checkout: Path | None) -> Implementation:
+    """A library, or why it is unavailable.  BadInputError for a checkout where there is none, or
+    none where one is needed.
+    """
     if source.repository and checkout is None:
         where = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
         raise BadInputError(f"No package contains the {name} kernel.", where)
@@ -189,6 +200,7 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
 
 
 def _own(operator: Operator, name: str, reference: str) -> Implementation:
+    """The user's kernel.  BadInputError if its inputs are annotated as another operator's."""
     try:
         function = load(reference)
     except BadInputError as error:
@@ -223,12 +235,13 @@ def entry_point(name: str) -> str:
     """The module:function that a package registers under `name`.  BadInputError if several packages
     register one.
     """
-    found = sorted({point.value for point in metadata.entry_points(group=GROUP, name=name)})
-    if len(found) > 1:
+    references = sorted({point.value for point in metadata.entry_points(group=GROUP, name=name)})
+    if len(references) > 1:
         raise BadInputError(
-            f"Several installed packages register {name!r}.", f"Name one of: {', '.join(found)}."
+            f"Several installed packages register {name!r}.",
+            f"Name one of: {', '.join(references)}.",
         )
-    return found[0]
+    return references[0]
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -269,9 +282,11 @@ def load(reference: str) -> Callable[..., Any]:
 def source_files(several: Iterable[Implementation]) -> list[Path]:
     """The files of the user's kernels."""
     modules = [
-        sys.modules.get(one.version.partition(":")[0]) for one in several if one.kind == "own"
+        sys.modules.get(implementation.version.partition(":")[0])
+        for implementation in several
+        if implementation.kind == "own"
     ]
-    return [Path(file) for one in modules if (file := getattr(one, "__file__", None))]
+    return [Path(file) for module in modules if (file := getattr(module, "__file__", None))]
 
 
 def own_implementation(
@@ -287,60 +302,67 @@ def own_implementation(
     such a call.  `batch_invariant = True`: see `Implementation`.  Raises BadInputError for another
     value.
     """
-    declared = getattr(function, "operand_precision", None)
-    if declared not in (None, "tf32"):
+    operands = getattr(function, "operand_precision", None)
+    if operands not in (None, "tf32"):
         raise BadInputError(
-            f'{name} declares operand_precision {declared!r}; it can be "tf32" only.'
+            f'{name} declares operand_precision {operands!r}; it can be "tf32" only.'
         )
-    has_precision = "precision" in _parameters(function)
-
-    def run(inputs: Inputs, precision: kernels.Precision) -> kernels.Output:
-        index = inputs.device.index  # Triton launches on the current GPU; -1 is none
-        try:
-            with torch.cuda.device(-1 if index is None else index):
-                output = (
-                    function(inputs, precision=precision) if has_precision else function(inputs)
-                )
-        except Exception:
-            raise
-        # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
-        except BaseException as error:
-            ctrl_c = (
-                isinstance(error, KeyboardInterrupt)
-                and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-            )
-            if ctrl_c or type(error).__module__.startswith("ssdprof."):
-                raise
-            raise RuntimeError(f"{name} raised {library_message(error)}") from None
-        if not isinstance(output, tuple | list) or len(output) != 2:
-            raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
-        for what, tensor in zip(("out", "final_states"), output, strict=True):
-            if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
-                raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
-        return kernels.Output(*output)
-
     in_place = getattr(function, "in_place", False)
-    declarations = ((declared, "declares operands cut to tf32"), (in_place, COPIES))
+    keeps_states = getattr(function, "keeps_states", False)
+    run = partial(_run_function, name, function)
+    declarations = ((operands, "declares operands cut to tf32"), (in_place, COPIES))
+    plan = registry.Plan(
+        variant=name, launches=0, reason="; ".join(word for holds, word in declarations if holds)
+    )
     return registry.Implementation(
         operator=operator.name,
         name=name,
         run=partial(on_copies, run) if in_place else run,
-        plan=lambda _inputs, _precision: registry.Plan(
-            variant=name,
-            launches=0,
-            reason="; ".join(word for holds, word in declarations if holds),
-        ),
-        cuts_operands=declared is not None,
-        keeps=lambda inputs: (
-            inputs.state_every == 1 if in_place else getattr(function, "keeps_states", False)
-        ),
+        plan=lambda _inputs, _precision: plan,
+        cuts_operands=operands is not None,
+        keeps=lambda inputs: inputs.state_every == 1 if in_place else keeps_states,
         pools=getattr(function, "pools", False) and not in_place,
         in_place=run if in_place else None,
         batch_invariant=getattr(function, "batch_invariant", False),
         kind="own",
         version=name,
-        precisions=None if has_precision else exact_fp32,
+        precisions=None if "precision" in _parameters(function) else exact_fp32,
     )
+
+
+def _run_function(
+    name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
+) -> kernels.Output:
+    """Raises TypeError unless the function returns two tensors."""
+    output = _call_function(name, function, inputs, precision)
+    if not isinstance(output, tuple | list) or len(output) != 2:
+        raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
+    for what, tensor in zip(("out", "final_states"), output, strict=True):
+        if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
+            raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
+    return kernels.Output(*output)
+
+
+def _call_function(
+    name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
+) -> Any:
+    """On the GPU of the inputs, where Triton launches.  An exit becomes a RuntimeError."""
+    index = inputs.device.index
+    more = {"precision": precision} if "precision" in _parameters(function) else {}
+    try:
+        with torch.cuda.device(-1 if index is None else index):  # -1 is none
+            return function(inputs, **more)
+    except Exception:
+        raise
+    # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
+    except BaseException as error:
+        ctrl_c = (
+            isinstance(error, KeyboardInterrupt)
+            and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        )
+        if ctrl_c or type(error).__module__.startswith("ssdprof."):
+            raise
+        raise RuntimeError(f"{name} raised {library_message(error)}") from None
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:

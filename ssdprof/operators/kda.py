@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ssdprof import kernels
-from ssdprof.operators import gdn, gdn_inputs
+from ssdprof.operators import gdn, gdn_inputs, generate
 from ssdprof.operators.generate import installed
 from ssdprof.operators.kda_histories import histories
 from ssdprof.operators.kda_inputs import WAYS, draw, edges
@@ -24,39 +24,7 @@ else:
     reference = lazy("ssdprof.kernels.kda.reference")
     kda_tuning = lazy("ssdprof.operators.kda_tuning")
 
-STAGES = Stages.of(
-    "kda",
-    {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},
-    "setup",
-    "setup.store",
-    "qk_l2norm",
-    "gate_cumsum",
-    "decayed_scores",
-    "solve_tril",
-    "recompute_w_u",
-    "out_factor",
-    "state_factor",
-    "chunk_state",
-    "chunk_state.residual",
-    "chunk_state.update",
-    "chunk_output",
-    "recurrence",
-    "step_write",
-    "step_state",
-    "step_output",
-    unfused=(
-        "_gdn_qk_l2norm_kernel",
-        "_kda_gate_cumsum_kernel",
-        "_kda_decayed_scores_kernel",
-        "_gdn_solve_tril_kernel",
-        "_kda_recompute_w_u_kernel",
-        "_gdn_chunk_state_kernel",
-        "_kda_chunk_output_kernel",
-    ),
-    fused=("_kda_hopper_kernel", "_kda_prep_kernel", "_kda_scan_kernel"),
-    recurrent=("_gdn_recurrent_kernel",),
-    unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
-)
+STAGES = Stages.of("kda")
 
 # --- how a model calls it
 
@@ -94,7 +62,7 @@ LIBRARIES = {
         states_as_inputs,
         version=lambda: packages.package_version("flash_kda"),
     ),
-    "sglang": gdn.sglang("kda"),
+    **gdn.of_servers("kda"),
     "cudnn": installed("nvidia-cudnn-frontend", deferred("gdn.adapters:load_cudnn"), exact_fp32),
     **gdn.of_transformers("kda"),
 }
@@ -106,12 +74,7 @@ GENERATOR = replace(
     histories=histories,
     ways=WAYS,
     alternatives=(),
-    models={  # as in their configs
-        "kimi-linear-48b": (32, 32, 128, 128),
-        "glm-5-next": (64, 64, 128, 128),
-        "kimi-k3": (96, 96, 128, 128),
-        "kimi-k3-tp8": (12, 12, 128, 128),  # one rank of eight
-    },
+    models=generate.models_of("kda"),
 )
 
 
@@ -120,6 +83,8 @@ OPERATOR = replace(
     name="kda",
     title="KDA",
     layers="Kimi-Delta-Attention",
+    served="prompts: flash_kda (vLLM, bounded gates), else vllm, sglang; "
+    "steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.KDAInputs,
     mixer_sizes={
         "key_heads": "num_heads",

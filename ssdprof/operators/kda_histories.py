@@ -5,19 +5,21 @@ history that a bound on decays hides.  docs/measuring.md has the formulas.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ssdprof import kernels
 from ssdprof.operators import gdn_inputs, generate
 from ssdprof.operators.generate import History, KnownOutputs
 from ssdprof.operators.kda_inputs import BOUND, draw
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import lazy, torch
 
 if TYPE_CHECKING:
-    from ssdprof.kernels import oracle
+    from torch import Tensor
+
+    from ssdprof.kernels import GDNInputs, oracle
+    from ssdprof.operators.rounding import Span
 else:
     oracle = lazy("ssdprof.kernels.oracle")
 
@@ -28,9 +30,7 @@ LONG = (2779, 1317)  # tokens of long calls: a pack, or a row of as many
 RESOLUTION = 2.0**-60  # of a history's influence
 
 
-def histories(
-    like: kernels.GDNInputs, heads: Sequence[int]
-) -> Iterator[Iterator[History[kernels.GDNInputs]]]:
+def histories(like: GDNInputs, heads: Sequence[int]) -> Iterator[Iterator[History[GDNInputs]]]:
     """`turning_keys` in the shape of `like`, if it has two windows; then of 4,096 tokens.
 
     With fewer heads than kinds of windows there is a call for each kind.  Several heads are first
@@ -47,8 +47,8 @@ def histories(
 
 
 def _long_histories(
-    like: kernels.GDNInputs, heads: int, windows: Sequence[int]
-) -> Iterator[History[kernels.GDNInputs]]:
+    like: GDNInputs, heads: int, windows: Sequence[int]
+) -> Iterator[History[GDNInputs]]:
     """`turning_keys` of `LONG` tokens: with several heads as a pack with initial states, then as a
     row with them; at last as a row without.
     """
@@ -64,7 +64,7 @@ def _long_histories(
     yield turning_keys(row, windows)
 
 
-def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[kernels.GDNInputs]:
+def turning_keys(like: GDNInputs, windows: Sequence[int]) -> History[GDNInputs]:
     """Inputs in which every channel's gates sum to -20 in each window, although most of the state
     is kept: keys turn it from one half of the channels to the other before that half decays.
 
@@ -99,103 +99,59 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
         inputs = inputs.after(torch.zeros_like(like.initial, dtype=torch.float32))
     known: list[KnownOutputs] = []
     for kind, window in enumerate(windows[:key_heads]):
-        heads = TurningHeads.generate(inputs, window, range(kind, key_heads, len(windows)), normal)
-        for span in _spans(inputs):
-            heads.write(inputs, span)
-            memory = None
-            if inputs.initial_state is not None:
-                memory = normal(len(heads.heads), inputs.v.shape[3])
-                heads.remember(inputs.initial_state[span.sequence], memory)
-            known.append(heads.known(inputs, span, memory))
+        heads = torch.arange(kind, key_heads, len(windows), device=device)
+        known += _turn(inputs, window, heads, normal)
     return History(inputs=inputs, known=known)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurningHeads:
-    """Heads with windows of one size.
+def _turn(
+    inputs: GDNInputs, window: int, key_heads: Tensor, normal: Callable[..., Tensor]
+) -> Iterator[KnownOutputs]:
+    """Write the windows of some heads into the inputs, and give what is known of each sequence.
 
-    key_heads (k), heads (h): their indices.  x: (k, K), the key of the first token.
-    period: q, k, g and beta of two windows, (2 window, k, ...).
+    The halves of the channels, signs and initial states are random.
     """
-
-    window: int
-    key_heads: torch.Tensor
-    heads: torch.Tensor
-    x: torch.Tensor
-    period: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def generate(
-        cls,
-        inputs: kernels.GDNInputs,
-        window: int,
-        indices: Iterable[int],
-        normal: Callable[..., torch.Tensor],
-    ) -> TurningHeads:
-        """Random halves of the channels, and random signs.  indices: of the key heads."""
-        key_heads = torch.tensor([*indices], device=inputs.v.device)
-        values = torch.arange(inputs.values_per_key, device=inputs.v.device)
-        sizes = (len(key_heads), inputs.q.shape[3])
-        half = normal(*sizes).argsort(-1) < sizes[1] // 2
-        signs = normal(*sizes).sign()
-        x, y = (torch.nn.functional.normalize(signs * part, dim=-1) for part in (half, ~half))
-        return cls(
-            window=window,
-            key_heads=key_heads,
-            heads=(key_heads[:, None] * inputs.values_per_key + values).flatten(),
-            x=x,
-            period=_two_windows(window, x, y, normal),
-        )
-
-    @property
-    def turned(self) -> float:
-        """The share of a state that is left after a window's keys have turned it."""
-        count = WINDOWS[self.window] + 1
-        return math.cos(math.pi / 2 / count) ** count
-
-    def write(self, inputs: kernels.GDNInputs, span: rounding.Span) -> None:
-        """q, k, g and beta of a sequence; v = 0 where keys turn."""
+    per_key, device = inputs.values_per_key, inputs.v.device
+    heads = (key_heads[:, None] * per_key + torch.arange(per_key, device=device)).flatten()
+    sizes = (len(key_heads), inputs.q.shape[3])
+    half = normal(*sizes).argsort(-1) < sizes[1] // 2
+    signs = normal(*sizes).sign()
+    x, y = (torch.nn.functional.normalize(signs * part, dim=-1) for part in (half, ~half))
+    q, k, g, beta = _two_windows(window, x, y, normal)
+    count = WINDOWS[window] + 1
+    turned = math.cos(math.pi / 2 / count) ** count  # what is left of a state
+    for span in _spans(inputs):
         rows = slice(span.start, span.stop)
-        at = torch.arange(span.length, device=inputs.v.device) % (2 * self.window)
-        q, k, g, beta = self.period
+        at = torch.arange(span.length, device=device) % (2 * window)
         for tensor, values in ((inputs.q, q), (inputs.k, k)):
-            tensor[span.batch, rows, self.key_heads] = values[at].to(tensor.dtype)
+            tensor[span.batch, rows, key_heads] = values[at].to(tensor.dtype)
         for tensor, values in ((inputs.g, g), (inputs.beta, beta)):
-            values = values.repeat_interleave(inputs.values_per_key, 1)
-            tensor[span.batch, rows, self.heads] = values[at].to(tensor.dtype)
-        turning = beta[at, :1, None] == 1
-        inputs.v[span.batch, rows, self.heads] *= (~turning).to(inputs.v.dtype)
-
-    def remember(self, state: torch.Tensor, memory: torch.Tensor) -> None:
-        """Let a sequence begin with x memory^T.  state: (HV, K, V).  memory: (h, V)."""
-        directions = self.x.repeat_interleave(len(self.heads) // len(self.x), 0)
-        state[self.heads] = directions[..., None] * memory[:, None]
-
-    def known(
-        self, inputs: kernels.GDNInputs, span: rounding.Span, memory: torch.Tensor | None
-    ) -> KnownOutputs:
-        """The outputs at the last token of each window of a sequence.  memory: None: zeros."""
-        count = span.length // self.window
-        first = span.start + self.window * torch.arange(count, device=inputs.v.device)
-        terms = self.turned * WRITTEN * inputs.v[span.batch, first][:, self.heads].double()
-        if memory is not None:
-            terms[:1] += self.turned * KEPT * memory.double()
-        return KnownOutputs(
-            kind=f"windows of {self.window:,} tokens",
+            values = values.repeat_interleave(per_key, 1)
+            tensor[span.batch, rows, heads] = values[at].to(tensor.dtype)
+        inputs.v[span.batch, rows, heads] *= (beta[at, :1, None] != 1).to(inputs.v.dtype)
+        first = span.start + window * torch.arange(span.length // window, device=device)
+        terms = turned * WRITTEN * inputs.v[span.batch, first][:, heads].double()
+        if inputs.initial_state is not None:
+            memory = normal(len(heads), inputs.v.shape[3])
+            directions = x.repeat_interleave(per_key, 0)
+            inputs.initial_state[span.sequence, heads] = directions[..., None] * memory[:, None]
+            terms[:1] += turned * KEPT * memory.double()
+        yield KnownOutputs(
+            kind=f"windows of {window:,} tokens",
             batch=span.batch,
-            positions=first + self.window - 1,
-            heads=self.heads,
-            expected=inputs.scale_or_default * decaying_sums(terms, self.turned * KEPT),
+            positions=first + window - 1,
+            heads=heads,
+            expected=inputs.scale_or_default * decaying_sums(terms, turned * KEPT),
         )
 
 
-def _spans(inputs: kernels.GDNInputs) -> list[rounding.Span]:
+def _spans(inputs: GDNInputs) -> list[Span]:
     return oracle.sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
 
 
 def _two_windows(
-    window: int, x: torch.Tensor, y: torch.Tensor, normal: Callable[..., torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+    window: int, x: Tensor, y: Tensor, normal: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
     """q, k, g (2 window, k, K) and beta (2 window, k) of two windows; x, y (k, K)."""
     turning = WINDOWS[window]
     distance = (window - 9) // turning  # from one turning key to the next
@@ -212,7 +168,7 @@ def _two_windows(
     return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
-def decaying_sums(terms: torch.Tensor, ratio: float) -> torch.Tensor:
+def decaying_sums(terms: Tensor, ratio: float) -> Tensor:
     """sum over j of ratio^j terms_(i-j), of (n, ...): spans that double, until no more counts."""
     step = 1
     while step < len(terms) and ratio**step > RESOLUTION:

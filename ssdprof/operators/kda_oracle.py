@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ssdprof import kernels
 from ssdprof.operators import gdn_oracle
 from ssdprof.operators.gdn_oracle import (
     CHUNK,
@@ -22,13 +21,15 @@ from ssdprof.operators.late import lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
+    from ssdprof.kernels import KDAInputs
     from ssdprof.kernels.kda import reference
     from ssdprof.kernels.oracle import Block
+    from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.kda.reference")
 
 
-def bytes_per_position(inputs: kernels.KDAInputs) -> int:
+def bytes_per_position(inputs: KDAInputs) -> int:
     """About ten fp32 rows of the rounded form and ten fp64 rows of the oracle, of 2 K + V +
     CHUNK.
     """
@@ -36,16 +37,14 @@ def bytes_per_position(inputs: kernels.KDAInputs) -> int:
     return int(heads * (10 * 4 + 10 * 8) * (2 * inputs.q.shape[3] + value_dim + CHUNK))
 
 
-def gate(inputs: kernels.KDAInputs, span: rounding.Span, chunk: int = CHUNK) -> rounding.Gate:
+def gate(inputs: KDAInputs, span: Span, chunk: int = CHUNK) -> Gate:
     """The running sum of g in each chunk, (c, h, chunk * K); the padding has g = 0."""
     g = inputs.g[span.batch, span.start : span.stop].float().clamp(FORGOTTEN, 0)
     sums = rounding.running_sum(rounding.split_chunks(g, chunk).permute(0, 2, 3, 1))
     return rounding.Gate(exponents=sums.mT.flatten(2))
 
 
-def rounded_chunks(
-    inputs: kernels.KDAInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
-) -> torch.Tensor:
+def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     The chunked algorithm of `reference.py` with the gate's chunks, in plain torch.  Everything
@@ -102,7 +101,7 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     )
 
 
-def blocks(inputs: kernels.KDAInputs, length: int) -> Iterable[Block]:
+def blocks(inputs: KDAInputs, length: int) -> Iterable[Block]:
     return reference.kda_blocks(inputs, torch.float64, block=length)
 
 

@@ -9,11 +9,15 @@ from typing import Literal
 
 from ssdprof.core.base import Count, Size
 from ssdprof.kernels.gdn.config import call_key
-from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, committed, configured_launch
+from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, configured_launch
 from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.operators.gdn_tuning import block_of, kernel_of, runner, slice_fits
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
+
+
+def _committed(inputs: KDAInputs, kernel: str) -> KDAPortableConfig | KDAHopperConfig:
+    return (KDAHopperConfig if kernel == "hopper" else KDAPortableConfig).choose(inputs)
 
 
 def _fits(config: KDAPortableConfig, inputs: KDAInputs) -> bool:
@@ -50,7 +54,7 @@ TUNING: Tuning = Tuning(
     },
     kernel=partial(kernel_of, FUSED, ("hopper", "portable")),
     key=call_key,
-    committed=committed,
+    committed=_committed,
     axes=lambda config: _HOPPER if isinstance(config, KDAHopperConfig) else _PORTABLE,
     run=runner(configured_launch),
     for_short=lambda config, _: config,

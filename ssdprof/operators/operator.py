@@ -32,12 +32,14 @@ from ssdprof.operators.late import precision, rounding, torch
 from ssdprof.operators.tensors import dtype_name
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.oracle import Block
     from ssdprof.operators.tuning import Tuning
 
 I = TypeVar("I", bound="Inputs", default=Any)
-Output: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # out, final_states
+Output: TypeAlias = "tuple[Tensor, Tensor]"  # out, final_states
 
 
 # --- stages
@@ -50,7 +52,7 @@ class Stages:
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: a part's name in plain words.
     kernels: function name of each bundled kernel -> the implementation that launches it.
-    sources: entries of `known_sources/` by the SHA-256 of a file of another library's kernels:
+    sources: entries of `stages/` by the SHA-256 of a file of another library's kernels:
         `implementation` that launches them, and, of each function, `stages`: its stage, or "caller"
         for a helper that is inlined into others' stages; `starts`: line -> the stage that begins
         there, inside the function.
@@ -62,33 +64,34 @@ class Stages:
     sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, operator: str, words: dict[str, str], *order: str, **launches: tuple[str, ...]
-    ) -> Stages:
-        """The stages of an operator.  launches: the kernels that each bundled implementation
-        launches.
-        """
-        kernels = {kernel: name for name, launched in launches.items() for kernel in launched}
-        table = tomllib.loads(
-            (Path(__file__).parent / "known_sources" / f"{operator}.toml").read_text("utf-8")
-        )
+    def of(cls, operator: str) -> Stages:
+        """The stages of an operator, from its table."""
+        file = Path(__file__).parent / "stages" / f"{operator}.toml"
+        table = tomllib.loads(file.read_text("utf-8"))
+        kernels: dict[str, str] = {}
+        for implementation, launched in table["launches"].items():
+            kernels |= dict.fromkeys(launched, implementation)
         for entry in table["source"]:
             entry["starts"] = {int(line): stage for line, stage in entry.get("starts", {}).items()}
         return cls(
-            order=order,
-            words=_WORDS | words,
+            order=tuple(table["order"]),
+            words=_WORDS | table["words"],
             kernels=kernels,
-            sources={one["sha256"]: one for one in table["source"]},
+            sources={entry["sha256"]: entry for entry in table["source"]},
         )
 
     @classmethod
     def together(cls, several: Sequence[Stages]) -> Stages:
         """The stages of several operators, concatenated."""
-        merged: dict[str, dict[str, Any]] = {"words": {}, "kernels": {}, "sources": {}}
+        merged = cls()
         for stages in several:
-            for name, found in merged.items():
-                found |= getattr(stages, name)
-        return cls(order=tuple(name for stages in several for name in stages.order), **merged)
+            merged = cls(
+                order=(*merged.order, *stages.order),
+                words={**merged.words, **stages.words},
+                kernels={**merged.kernels, **stages.kernels},
+                sources={**merged.sources, **stages.sources},
+            )
+        return merged
 
 
 AHEAD = "ahead"  # the stage of warps that wait because they are ahead, which costs no time
@@ -138,7 +141,7 @@ class CallBinding(Generic[I]):
     bind: Callable[..., BoundCall]
     bind_step: Callable[..., BoundCall] | None = None
     recorded: Mapping[
-        str, Callable[[dict[str, Any], Sequence[torch.Tensor]], tuple[I, Output | None]]
+        str, Callable[[dict[str, Any], Sequence[Tensor]], tuple[I, Output | None]]
     ] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
@@ -148,19 +151,21 @@ class CallBinding(Generic[I]):
     gate_bytes: Callable[[int, Mapping[str, int]], int]
     replacement: Callable[[I], Output]
 
-    def positional(self, inputs: I) -> dict[str, torch.Tensor]:
+    def positional(self, inputs: I) -> dict[str, Tensor]:
         """The tensors (b, l, ...)."""
-        given = inputs.tensors
-        return {name: given[name] for name in (*self.views, *self.per_position) if name in given}
-
-    def activations(self, inputs: I) -> dict[str, torch.Tensor]:
-        """Those of them that the model computed in its own dtype."""
-        given = self.positional(inputs)
-        own = given[self.views[0]].dtype
+        tensors = inputs.tensors
         return {
-            name: one
-            for name, one in given.items()
-            if name not in self.always_fp32 and one.dtype == own
+            name: tensors[name] for name in (*self.views, *self.per_position) if name in tensors
+        }
+
+    def activations(self, inputs: I) -> dict[str, Tensor]:
+        """Those of them that the model computed in its own dtype."""
+        tensors = self.positional(inputs)
+        dtype = tensors[self.views[0]].dtype
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in self.always_fp32 and tensor.dtype == dtype
         }
 
 
@@ -184,7 +189,7 @@ class OracleSpec(Generic[I]):
 
     blocks: Callable[[I, int], Iterable[Block]]
     gate: Callable[..., rounding.Gate]
-    chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], torch.Tensor]
+    chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], Tensor]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
     sizes: Callable[[I], dict[str, int]]
@@ -195,6 +200,10 @@ class OracleSpec(Generic[I]):
         """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
+
+    def fitting_chunk(self, inputs: I, length: int) -> int:
+        """The chunk of a span: `chunk_size`, or less for few positions, which gives the same."""
+        return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 
     def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
         """A half and a quarter of `chunk_size`, the sizes that kernels take besides."""
@@ -222,10 +231,10 @@ class OracleSpec(Generic[I]):
         """The sizes of a call, and its least work: every input read once, out and the fp32 final
         states written once, and `flops`.
         """
-        given = inputs.tensors
-        if "state_indices" in given:  # of a pool, a slot for each sequence is read
-            given[inputs.LINEAR[1]] = given[inputs.LINEAR[1]][: inputs.sequences]
-        read = sum(tensor.nbytes for tensor in given.values())
+        tensors = inputs.tensors
+        if "state_indices" in tensors:  # of a pool, a slot for each sequence is read
+            tensors[inputs.LINEAR[1]] = tensors[inputs.LINEAR[1]][: inputs.sequences]
+        read = sum(tensor.nbytes for tensor in tensors.values())
         moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
         return dims, {
             "bytes_moved": moved,
@@ -249,6 +258,7 @@ class Operator(Generic[I]):
         heads, in a sentence; empty if they can.
     divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
     baseline: the implementation that others are compared with.
+    served: which libraries vLLM and SGLang choose on Hopper, by default.
     libraries: other libraries by name.
     """
 
@@ -266,6 +276,7 @@ class Operator(Generic[I]):
     refusal: Callable[[Mapping[str, int], int], str] | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
     baseline: str = "unfused"
+    served: str = ""
     libraries: Mapping[str, Library] = field(default_factory=dict)
 
     @property
@@ -288,7 +299,7 @@ class Operator(Generic[I]):
         A single group is on every rank.
         """
 
-        def first(tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
+        def first(tensor: Tensor | None, dim: int) -> Tensor | None:
             return (
                 None
                 if tensor is None
@@ -306,15 +317,15 @@ class Operator(Generic[I]):
         """
         if count == 1:
             return inputs, span
-        given = inputs.tensors
-        for name, one in self.binding.positional(inputs).items():
-            given[name] = one[span.batch : span.batch + 1, span.start : span.stop]
+        tensors = inputs.tensors
+        for name, tensor in self.binding.positional(inputs).items():
+            tensors[name] = tensor[span.batch : span.batch + 1, span.start : span.stop]
         if inputs.initial is not None:
-            given[inputs.LINEAR[1]] = inputs.initial[span.sequence][None]
+            tensors[inputs.LINEAR[1]] = inputs.initial[span.sequence][None]
         wide = {
-            name: torch.cat([given[name]] * count, dim)
+            name: torch.cat([tensors[name]] * count, dim)
             for name, dim in self.divided.items()
-            if name in given
+            if name in tensors
         }
         if inputs.initial is not None:
             states = wide[inputs.LINEAR[1]]
@@ -334,7 +345,7 @@ def from_call(kind: type[I], **given: Any) -> I:
 # --- states that are kept on the way
 
 
-def pieces(inputs: I, given: Mapping[str, torch.Tensor]) -> list[I]:
+def pieces(inputs: I, given: Mapping[str, Tensor]) -> list[I]:
     """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial
     states of the whole.
 
@@ -347,25 +358,25 @@ def pieces(inputs: I, given: Mapping[str, torch.Tensor]) -> list[I]:
     every = inputs.state_every
     cuts = [slice(start, start + every) for start in range(0, inputs.length, every)]
     return [
-        replace(inputs, state_every=0, **{name: one[:, cut] for name, one in given.items()})
+        replace(inputs, state_every=0, **{name: tensor[:, cut] for name, tensor in given.items()})
         for cut in cuts
     ]
 
 
 def in_pieces(
-    one: registry.Implementation, several: Sequence[Inputs], precision: kernels.Precision
+    implementation: registry.Implementation, several: Sequence[Inputs], precision: kernels.Precision
 ) -> Output:
     """The calls, each with the states that the one before left, and their outputs joined; the first
     with copies of the initial states unless it reads a pool.
     """
-    found: list[Output] = []
+    outputs: list[Output] = []
     for inputs in several:
-        if found or not (inputs.state_indices is None or one.pools):
-            inputs = inputs.after(found[-1][1] if found else inputs.initial)
-        found.append(one.run(inputs, precision))
-    if len(found) == 1:
-        return found[0]
-    outs, states = zip(*found, strict=True)
+        if outputs or not (inputs.state_indices is None or implementation.pools):
+            inputs = inputs.after(outputs[-1][1] if outputs else inputs.initial)
+        outputs.append(implementation.run(inputs, precision))
+    if len(outputs) == 1:
+        return outputs[0]
+    outs, states = zip(*outputs, strict=True)
     return torch.cat(outs, 1), torch.stack(states, 1).flatten(0, 1)
 
 
@@ -374,7 +385,9 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
     with the state after each.
     """
     before, last = (
-        replace(inputs, **{name: one[:, cut] for name, one in binding.positional(inputs).items()})
+        replace(
+            inputs, **{name: tensor[:, cut] for name, tensor in binding.positional(inputs).items()}
+        )
         for cut in (slice(None, -count), slice(-count, None))
     )
     return replace(last.after(binding.replacement(before)[1]), state_every=1)
@@ -393,7 +406,9 @@ def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
         return out.to(inputs.values.dtype), final_states
     refusals = []
     with torch.cuda.device(inputs.device):
-        for name in [one for one in ("fused", "unfused") if one in kernels.names(inputs.operator)]:
+        for name in [
+            word for word in ("fused", "unfused") if word in kernels.names(inputs.operator)
+        ]:
             try:
                 out, final_states = kernels.get(inputs.operator, name).run(
                     inputs, precision.Precision()

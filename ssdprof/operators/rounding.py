@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import Span as Span
@@ -23,8 +24,8 @@ FLUSHED = torch.finfo(torch.float32).tiny
 
 
 def coarsest_rounding(
-    input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor
-) -> torch.Tensor:
+    input_dtype: torch.dtype, precision: Precision, largest_exponent: Tensor
+) -> Tensor:
     """The largest relative error that a single rounding may make in a head's terms, (h).
 
     Operands, weights and states: the unit roundoff of their dtype.  Decays: exponents are fp32
@@ -41,12 +42,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def gpu_exp(tensor: torch.Tensor) -> torch.Tensor:
+def gpu_exp(tensor: Tensor) -> Tensor:
     """exp as a GPU computes it: 2 to the fp32 product with log2(e)."""
     return torch.exp2(tensor * _LOG2_E)
 
 
-def two_tf32(tensor: torch.Tensor) -> torch.Tensor:
+def two_tf32(tensor: Tensor) -> Tensor:
     """Rounded to 22 significant bits, as a sum of two tf32 numbers.  Veltkamp's splitting (Dekker
     1971).
     """
@@ -54,13 +55,13 @@ def two_tf32(tensor: torch.Tensor) -> torch.Tensor:
     return scaled - (scaled - tensor)
 
 
-def split_chunks(tensor: torch.Tensor, q: int) -> torch.Tensor:
+def split_chunks(tensor: Tensor, q: int) -> Tensor:
     """(l, ...) -> (c, q, ...), zeros at the end."""
     length, *rest = tensor.shape
     return torch.cat([tensor, tensor.new_zeros(-length % q, *rest)]).reshape(-1, q, *rest)
 
 
-def running_sum(tensor: torch.Tensor) -> torch.Tensor:
+def running_sum(tensor: Tensor) -> Tensor:
     """Along the last dimension, one addend after the other: the order that loses most."""
     sums = [tensor[..., 0]]
     for i in range(1, tensor.shape[-1]):
@@ -89,17 +90,17 @@ class Gate:
     dt: of SSD, in the same shape.
     """
 
-    exponents: torch.Tensor
-    dt: torch.Tensor | None = None
+    exponents: Tensor
+    dt: Tensor | None = None
 
     @cached_property
-    def decays(self) -> torch.Tensor:
+    def decays(self) -> Tensor:
         """From position j to position i of a chunk, (c, h, i, j), for exponents that fall: 1 above
         the diagonal.
         """
         return gpu_exp((self.exponents[..., :, None] - self.exponents[..., None, :]).clamp(max=0))
 
-    def largest_exponent(self) -> torch.Tensor:
+    def largest_exponent(self) -> Tensor:
         """The largest magnitude of an exponent in each head, (h); 0 without positions."""
         chunks, heads, _ = self.exponents.shape
         return self.exponents.abs().amax((0, 2)) if chunks else self.exponents.new_zeros(heads)
@@ -117,8 +118,9 @@ class Rounded:
         self,
         inputs: Inputs,
         precision: Precision,
-        chunks: Callable[[Any, Rounded, Span, Gate], torch.Tensor],
+        chunks: Callable[[Any, Rounded, Span, Gate], Tensor],
     ) -> None:
+        """Relaxed intermediates are also the operands of products."""
         self._device, self._state_dtype, self._chunks = inputs.device, precision.state_dtype, chunks
         self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
         self.operand_dtype = inputs.values.dtype if precision.exact else self._intermediate_dtype
@@ -137,7 +139,7 @@ class Rounded:
         self._generator, self._cuts = torch.Generator(self._device).manual_seed(seed), cuts
         return self
 
-    def advance(self, inputs: Inputs, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+    def advance(self, inputs: Inputs, span: Span, gate: Gate) -> tuple[Tensor, Tensor]:
         """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in
         fp32.
         """
@@ -152,7 +154,7 @@ class Rounded:
             out = self._chunks(inputs, self, span, gate)
         return out, self.state
 
-    def operand(self, tensor: torch.Tensor) -> torch.Tensor:
+    def operand(self, tensor: Tensor) -> Tensor:
         """fp32 numbers as a matrix product on tensor cores takes them: fp32 as two tf32 numbers."""
         if self.operand_dtype == torch.float32:
             exact = self._generator is None
@@ -163,14 +165,14 @@ class Rounded:
             else self._in(tensor, self.operand_dtype)
         )
 
-    def intermediate(self, tensor: torch.Tensor) -> torch.Tensor:
+    def intermediate(self, tensor: Tensor) -> Tensor:
         return self._in(tensor, self._intermediate_dtype)
 
-    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+    def stored(self, tensor: Tensor) -> Tensor:
         """As a state passes from chunk to chunk."""
         return self._in(tensor, self._state_dtype)
 
-    def _in(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _in(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """fp32 numbers rounded to `dtype`, or with an error of that size."""
         if self._generator is None or dtype == torch.float32:
             return tensor.to(dtype).float()
@@ -178,8 +180,8 @@ class Rounded:
         return self._with_error(tensor, info.eps, -0.5, smallest=info.smallest_normal)
 
     def _with_error(
-        self, tensor: torch.Tensor, eps: float, least: float, smallest: float = 0.0
-    ) -> torch.Tensor:
+        self, tensor: Tensor, eps: float, least: float, smallest: float = 0.0
+    ) -> Tensor:
         """With errors of `least` to `least` + 1 units in the last place, at least the unit of
         `smallest`.
         """

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels, operators
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.late import torch
+from ssdprof.operators.late import lazy, torch
 from ssdprof.operators.operator import in_pieces, pieces
 
 if TYPE_CHECKING:
+    from ssdprof.kernels import pools
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.precision import Precision
+else:
+    pools = lazy("ssdprof.kernels.pools")
 
 # (inputs, precision) -> out, and the pool itself: `Implementation.in_place`
 PoolRun = Callable[[Any, "Precision"], "kernels.Output"]
@@ -57,7 +60,7 @@ def gathered(
         out, new = in_pieces(implementation, pieces(plain, given), precision)
     else:
         out, new = implementation.run(plain, precision)
-    positions, exist = _positions(inputs, written.shape[1] if every else 1)
+    positions, exist = pools.token_positions(inputs, written.shape[1] if every else 1)
     rows = positions if every else torch.arange(len(slots), device=pool.device)
     targets = written.flatten()
     _scatter(pool, targets, exist.flatten() & (targets >= 0), new[rows.flatten()])
@@ -68,36 +71,10 @@ def on_copies(run: PoolRun, inputs: Inputs, precision: Precision) -> kernels.Out
     """The call on a pool of copies of the initial states, or zeros, with a slot for each new state
     that `state_every` wants.
     """
-    given = inputs.initial
-    device, count = inputs.device, inputs.sequences
-    states = torch.zeros(inputs.states_shape, device=device) if given is None else given.float()
-    slots = torch.arange(count, dtype=torch.int32, device=device)
-    table = None
-    room = inputs.final_shape[0] if inputs.state_every else 0
-    pool = torch.cat([states, states.new_zeros(room, *states.shape[1:])])
-    if room:
-        positions, exist = _positions(inputs, inputs.length)
-        table = torch.where(exist, positions + count, -1).int()
-    call = replace(
-        inputs, **{inputs.LINEAR[1]: pool}, state_indices=slots, write_indices=table, state_every=0
-    )
-    out, _ = run(call, precision)
-    return kernels.Output(out, pool[count:] if room else pool)
-
-
-def _positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sequences, longest): the position of each token among those of all sequences, 0 for what
-    does not exist, and whether it exists.
-    """
-    steps, length = torch.arange(longest, device=inputs.device), inputs.length
-    if inputs.cu_seqlens is None:
-        starts = torch.arange(inputs.sequences, device=inputs.device) * length
-        stops = starts + length
-    else:
-        starts, stops = inputs.cu_seqlens[:-1].long(), inputs.cu_seqlens[1:].long()
-    positions = starts[:, None] + steps
-    exist = positions < stops[:, None]
-    return torch.where(exist, positions, 0), exist
+    call, fresh, _, kept = pools.own_pool(inputs)
+    pool = fresh()
+    out, _ = run(replace(call, **{inputs.LINEAR[1]: pool}), precision)
+    return kernels.Output(out, pool[kept])
 
 
 def _scatter(

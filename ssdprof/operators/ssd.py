@@ -23,9 +23,11 @@ from ssdprof.operators.operator import (
 )
 from ssdprof.operators.ssd_inputs import GENERATOR, WORDS
 from ssdprof.operators.ssd_oracle import ORACLE
-from ssdprof.operators.tensors import exact_fp32, requested_precisions, states_as_inputs
+from ssdprof.operators.tensors import exact_fp32, requested_precisions
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.operators import ssd_tuning
 else:
@@ -34,58 +36,7 @@ else:
     )
     ssd_tuning = lazy("ssdprof.operators.ssd_tuning")
 
-STAGES = Stages.of(
-    "ssd",
-    {
-        "waiting.scores": "for the scores",
-        "waiting.half": "for the other half of N",
-        "waiting.gates": "for the gates",
-        "chunk_state.first_pass": "first pass",
-        "state_passing.wait": "waiting for the segment before",
-        "state_passing.load": "loading the state",
-        "state_passing.store": "storing the state",
-        "chunk_scan.previous": "previous state",
-        "chunk_scan.current": "current chunk",
-        "chunk_scan.residual": "residual and store",
-    },
-    "setup",
-    "setup.load",
-    "setup.store",
-    "ticket",
-    "loads",
-    "chunk_cumsum",
-    "bmm_chunk",
-    "waiting",
-    "waiting.chunk",
-    "waiting.scores",
-    "waiting.half",
-    "waiting.gates",
-    "chunk_state",
-    "chunk_state.first_pass",
-    "state_passing",
-    "state_passing.wait",
-    "state_passing.load",
-    "state_passing.store",
-    "chunk_scan",
-    "chunk_scan.previous",
-    "chunk_scan.current",
-    "chunk_scan.residual",
-    "recurrence",
-    "step_state",
-    "step_output",
-    "ahead",
-    fused=("_rows_kernel", "_fused_hopper_kernel", "_fused_kernel"),
-    recurrent=("_ssd_recurrent_kernel",),
-    unfused=(
-        "_chunk_table_kernel",
-        "_chunk_cumsum_kernel",
-        "_chunk_state_kernel",
-        "_state_passing_kernel",
-        "_bmm_chunk_kernel",
-        "_chunk_scan_kernel",
-    ),
-    unfused_step=("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
-)
+STAGES = Stages.of("ssd")
 
 
 # --- how a model calls it
@@ -93,11 +44,11 @@ STAGES = Stages.of(
 
 def bind(
     mixer: torch.nn.Module,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
     *,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -129,15 +80,15 @@ def _limit_remark(mixer: torch.nn.Module, passed: tuple[float, float]) -> str:
 
 def bind_step(
     mixer: torch.nn.Module,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     **_: Any,
 ) -> BoundCall:
@@ -164,7 +115,7 @@ def bind_step(
     return inputs, False, ""
 
 
-def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+def _of_heads(name: str, tensor: Tensor, dims: int) -> Tensor:
     """The first `dims` dimensions of a tensor that is the same over the others.  ValueError if it
     is not.
     """
@@ -230,6 +181,13 @@ def _load_published(checkout: Path | None) -> Implementation:
 
 _MAMBA = "mamba-ssm"
 _MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
+
+
+def _fork_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
+    """For the servers' forks of `mamba_ssm`: a server chooses the dtype of its states."""
+    return requested_precisions(dtype, "exact", tuple(dict.fromkeys((dtype, "fp32"))))
+
+
 LIBRARIES = {
     "mamba_ssm": installed(
         _MAMBA,
@@ -239,16 +197,17 @@ LIBRARIES = {
     ),
     "selective_state_update": installed(
         _MAMBA,
-        deferred("ssd.adapters:load_selective_state_update"),
+        deferred("ssd.servers:load", "selective_state_update"),
         exact_fp32,
         version=_MAMBA_VERSION,
     ),
+    **generate.of_servers("ssd.servers:load", _fork_precisions),
     "published": Library(
         load=_load_published,
         hint="Give a checkout of github.com/RishiAstra/mamba.",
         repository="github.com/RishiAstra/mamba",
     ),
-    **generate.of_transformers("mamba_ssm", _MAMBA, states_as_inputs, "ssd.adapters:load_model"),
+    "model": generate.model("ssd.adapters:load_model"),
 }
 
 
@@ -274,6 +233,7 @@ OPERATOR = Operator(
     name="ssd",
     title="SSD (Mamba-2)",
     layers="Mamba-2",
+    served="prompts: vllm, sglang; steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.SSDInputs,
     mixer_sizes={
         "nheads": "num_heads",

@@ -77,25 +77,16 @@ def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInp
     """P = N, groups, initial states, and `SPECIAL`; then without that; then the sizes of `like`;
     then without initial states.
     """
-    n, p = like.B.shape[3], like.x.shape[3]
+    n = like.B.shape[3]
 
     def generated(heads: int, width: int, groups: int) -> SSDInputs:
         shape = GENERATOR.shape("edges", heads, width, n, groups)
         inputs = draw(generate.edge_cell(shape, like.x, lengths), like.device)
-        bounds = generate.edge_bounds(lengths, like.device)
-        return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, initial_states=None)
+        return generate.as_edge(inputs, like, lengths)
 
-    return [
-        EdgeInputs(partial(generated, 6, n, 2), (INITIAL, *SPECIAL)),
-        EdgeInputs(partial(generated, 4, n, 2), (INITIAL,)),
-        EdgeInputs(partial(generated, 4, p, 1), (INITIAL,)),
-        EdgeInputs(partial(generated, 4, p, 1), ()),
-    ]
-
-
-def with_initial_states(inputs: SSDInputs) -> SSDInputs:
-    sequences, heads, p, n = inputs.states_shape
-    return inputs.after(generate.states(sequences, heads, n, p, device=inputs.device).mT)
+    sizes = ((6, n, 2), (4, n, 2), (4, like.x.shape[3], 1))
+    draws = [partial(generated, *size) for size in sizes]
+    return generate.edge_forms(draws, (), (*SPECIAL, *generate.traits_of(lengths)))
 
 
 def large_steps(inputs: SSDInputs) -> None:
@@ -128,7 +119,6 @@ def steps_as_they_are(inputs: SSDInputs) -> SSDInputs:
     return replace(inputs, dt=dt, dt_bias=None, dt_softplus=False, dt_limit=limits)
 
 
-INITIAL: Trait[SSDInputs] = Trait("initial states", with_initial_states)
 STEPS_AS_THEY_ARE: Trait[SSDInputs] = Trait(
     "no bias and no softplus of dt", steps_as_they_are, "dt is taken as it is, above its limit"
 )
@@ -148,17 +138,7 @@ GENERATOR: InputGenerator[SSDInputs] = InputGenerator(
     form="{nheads}x{headdim}x{dstate}x{ngroups}",
     order="heads x P x N x groups",
     words=WORDS,
-    models={  # as in their configs
-        "mamba2-2.7b": (80, 64, 128, 1),
-        "granite-4.0-h-small": (128, 64, 128, 1),
-        "granite-4.0-h-1b": (48, 64, 128, 1),
-        "nemotron-3-nano": (64, 64, 128, 8),
-        "nemotron-nano-9b-v2": (128, 80, 128, 8),
-        "codestral-mamba-7b": (128, 64, 128, 8),
-        "falcon-h1-3b": (32, 128, 256, 1),
-        "zamba2-2.7b": (80, 64, 64, 1),
-        "zamba2-7b": (112, 64, 64, 2),
-    },
+    models=generate.models_of("ssd"),
     divides=("ngroups", "nheads"),
     largest={"dstate": 256},
     draw=draw,

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ssdprof import kernels
 from ssdprof.operators.late import lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssdprof.kernels import SSDInputs
     from ssdprof.kernels.oracle import Block
     from ssdprof.kernels.ssd import reference
+    from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.ssd.reference")
 
@@ -19,7 +22,7 @@ else:
 ROWS = {"cuda": 64, "cpu": 256}
 
 
-def bytes_per_position(inputs: kernels.SSDInputs) -> int:
+def bytes_per_position(inputs: SSDInputs) -> int:
     """The rounded form holds about six fp32 rows of scores (h, chunk_size); the oracle and the sums
     hold about ten fp64 rows of (h, p + 64 + p n / 64), as `ssd_blocks` explains.
     """
@@ -28,7 +31,7 @@ def bytes_per_position(inputs: kernels.SSDInputs) -> int:
     return h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
 
 
-def gate(inputs: kernels.SSDInputs, span: rounding.Span, chunk: int = 0) -> rounding.Gate:
+def gate(inputs: SSDInputs, span: Span, chunk: int = 0) -> Gate:
     """dt and the running sum of dt A in each chunk, (c, h, q).  chunk: 0 is that of the inputs.
 
     The last chunk is padded with dt = 0, which neither decays nor adds.
@@ -44,9 +47,7 @@ def gate(inputs: kernels.SSDInputs, span: rounding.Span, chunk: int = 0) -> roun
     return rounding.Gate(exponents=rounding.running_sum(dt * A[:, None]), dt=dt)
 
 
-def rounded_chunks(
-    inputs: kernels.SSDInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
-) -> torch.Tensor:
+def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at
@@ -63,60 +64,56 @@ def rounded_chunks(
     gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that
     loses most, one addend after the other.
     """
-    q = gate.exponents.shape[2]
-    operand = low.operand
-    intermediate = low.intermediate
-    exp = rounding.gpu_exp
-    (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
-    r, length = h // g, span.stop - span.start
-    x_span = inputs.x[span.batch, span.start : span.stop].float()
-    # (c, g, r, q, p)
-    x = operand(rounding.split_chunks(x_span.reshape(length, g, r, p), q).permute(0, 2, 3, 1, 4))
-    B, C = (
-        operand(
-            rounding.split_chunks(tensor[span.batch, span.start : span.stop].float(), q).transpose(
-                1, 2
-            )
-        )
-        for tensor in (inputs.B, inputs.C)
-    )  # (c, g, q, n)
+    q, (h, p), (g, n) = gate.exponents.shape[2], inputs.x.shape[2:], inputs.B.shape[2:]
+    r, intermediate = h // g, low.intermediate
+    part = (span.batch, slice(span.start, span.stop))
+
+    def operand(tensor: Tensor) -> Tensor:
+        """(b, l, h, ...) -> (c, h, q, ...)."""
+        return low.operand(rounding.split_chunks(tensor[part].float(), q).transpose(1, 2))
+
+    x, B, C = operand(inputs.x).reshape(-1, g, r, q, p), operand(inputs.B), operand(inputs.C)
     assert gate.dt is not None
     a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
-
-    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
-    # (c, g, r, q, s)
-    decays, CB = gate.decays.reshape(*a.shape, q), torch.where(causal, C @ B.mT, 0.0)[:, :, None]
-    rows, outs = min(q, ROWS[x.device.type]), []
-    for stop in range(rows, q + 1, rows):
-        part = (..., slice(stop - rows, stop), slice(stop))
-        decay = intermediate(decays[part])
-        scores = intermediate(intermediate(intermediate(CB[part]) * decay) * dt[..., None, :stop])
-        outs.append(operand(scores) @ x[..., :stop, :])
-    out = torch.cat(outs, -2)
+    out = _within_chunks(low, gate.decays.reshape(*a.shape, q), C @ B.mT, dt, x)
 
     last = a[..., -1:]
-    weights = intermediate(intermediate(exp((last - a).clamp(max=0))) * dt)
-    chunk_states = operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
-    chunk_decay = exp(last)[..., None]
+    weights = intermediate(intermediate(rounding.gpu_exp((last - a).clamp(max=0))) * dt)
+    chunk_states = low.operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
+    chunk_decay = rounding.gpu_exp(last)[..., None]
     state = low.state.reshape(g, r, p, n)
     entering = []
     for c in range(len(chunk_states)):
         entering.append(state)
         state = low.stored(state * chunk_decay[c] + chunk_states[c])
     low.state = state.reshape(h, p, n)
-    before = (
-        (C @ operand(torch.stack(entering)).flatten(2, 3).mT)
-        .reshape(*C.shape[:3], r, p)
-        .transpose(2, 3)
-    )
-    out += before * intermediate(exp(a))[..., None]
+    before = C @ low.operand(torch.stack(entering)).flatten(2, 3).mT
+    before = before.reshape(-1, g, q, r, p).transpose(2, 3)
+    out += before * intermediate(rounding.gpu_exp(a))[..., None]
 
-    out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[:length]
+    out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[: span.length]
     if inputs.D is not None:
-        out = out + inputs.D.float().reshape(h, -1) * x_span
+        out = out + inputs.D.float().reshape(h, -1) * inputs.x[part].float()
     if inputs.z is not None:
-        out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].float())
+        out = out * torch.nn.functional.silu(inputs.z[part].float())
     return out.to(inputs.x.dtype)
+
+
+def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tensor) -> Tensor:
+    """What a chunk's positions give to its own outputs (c, g, r, q, p), some rows at a time.
+
+    decays (c, g, r, q, s), CB (c, g, q, s), dt (c, g, r, s), x (c, g, r, s, p).
+    """
+    q, intermediate = x.shape[3], low.intermediate
+    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
+    CB = torch.where(causal, CB, 0.0)[:, :, None]
+    count, outs = min(q, ROWS[x.device.type]), []
+    for stop in range(count, q + 1, count):
+        part = (..., slice(stop - count, stop), slice(stop))
+        decayed = intermediate(intermediate(CB[part]) * intermediate(decays[part]))
+        scores = intermediate(decayed * dt[..., None, :stop])
+        outs.append(low.operand(scores) @ x[..., :stop, :])
+    return torch.cat(outs, -2)
 
 
 # --- cost
@@ -149,16 +146,16 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
 
 
-def sizes_of(inputs: kernels.SSDInputs) -> dict[str, int]:
+def sizes_of(inputs: SSDInputs) -> dict[str, int]:
     (nheads, headdim), (ngroups, dstate) = inputs.x.shape[2:], inputs.B.shape[2:]
     return {"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups}
 
 
-def blocks(inputs: kernels.SSDInputs, length: int) -> Iterable[Block]:
+def blocks(inputs: SSDInputs, length: int) -> Iterable[Block]:
     return reference.ssd_blocks(inputs, torch.float64, block=length)
 
 
-def chunk_size(inputs: kernels.SSDInputs) -> int:
+def chunk_size(inputs: SSDInputs) -> int:
     return inputs.power_of_two_chunk
 
 

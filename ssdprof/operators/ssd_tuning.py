@@ -43,7 +43,9 @@ def _hopper_chunks(inputs: SSDInputs) -> int:
 
 def _checked(axis: Axis, fits: Callable[[Any, SSDInputs], bool]) -> Axis:
     """The configurations of an axis that are exact."""
-    return lambda config, inputs: (one for one in axis(config, inputs) if fits(one, inputs))
+    return lambda config, inputs: (
+        varied for varied in axis(config, inputs) if fits(varied, inputs)
+    )
 
 
 def _addresses_last(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
@@ -215,6 +217,7 @@ def _check(config: SSDConfig) -> None:
 
 
 def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
+    """The configuration for the short inputs on which outputs are compared."""
     if not isinstance(config, SSDHopperConfig):
         return config
     if config.count(_hopper_chunks(inputs)) == 1:

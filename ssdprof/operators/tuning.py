@@ -49,9 +49,9 @@ def varied(
 
     def axis(config: Config, inputs: Inputs) -> Iterator[Config]:
         for fields in combinations:
-            one = replace(config, **fields)
-            if fits(one, inputs):
-                yield one
+            varied = replace(config, **fields)
+            if fits(varied, inputs):
+                yield varied
 
     return axis
 
@@ -95,9 +95,13 @@ class Tuning:
         """
         binding, length = operators.get(self.operator).binding, inputs.length
         short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
-        given = {name: getattr(inputs, name) for name in (*binding.views, *binding.per_position)}
+        tensors = {name: getattr(inputs, name) for name in (*binding.views, *binding.per_position)}
         return replace(
-            inputs, **{name: None if one is None else one[:, :short] for name, one in given.items()}
+            inputs,
+            **{
+                name: None if tensor is None else tensor[:, :short]
+                for name, tensor in tensors.items()
+            },
         )
 
     def calls(self, inputs: Inputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
@@ -130,10 +134,10 @@ class Tuning:
         use_overrides(
             self.operator,
             {
-                key_of(gpu, one.calls): self.config(
-                    str(one.calls["kernel"]), one.settings, one.reason
+                key_of(gpu, config.calls): self.config(
+                    str(config.calls["kernel"]), config.settings, config.reason
                 )
-                for one in configs
+                for config in configs
             },
         )
 

@@ -26,6 +26,7 @@ from ssdprof.core.base import (
 )
 from ssdprof.core.case import Case
 from ssdprof.core.outcome import ListedRun, Outcome
+from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
@@ -37,16 +38,18 @@ from ssdprof.report.statements import (
     caveats,
     in_short,
     shortcomings,
-    suspicions,
     verdict_lines,
+    weaknesses,
 )
 from ssdprof.report.table import (
     PRECISION,
+    Document,
     Table,
     TableRow,
     VerdictLine,
     fold_precisions,
     is_filled,
+    section,
     table,
 )
 
@@ -83,7 +86,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))
     if warnings := list(caveats(report)):
         yield Text("What limits this:", style="yellow")
-        yield from _listed(warnings, "caveat", len(suspicions(report)))
+        yield from _listed(warnings, "caveat", len(weaknesses(report)))
     yield from map(terminal.verdict, in_short(report))
 
 
@@ -123,9 +126,9 @@ def _errors(series: Series) -> TableRow:
     outside = any(case.outside_budget for case in series.cases)
     return {
         "within\nbudget": "NO" if outside else "yes",
-        "equal to\nbaseline": fmt.percent(baseline and baseline.match_pct(0.0)),
-        "within\n1e-3": fmt.percent(baseline and baseline.match_pct(1e-3)),
-        "1e-3\nof rms": fmt.percent(baseline and baseline.match_rms_pct(calls.OF_RMS)),
+        "equal to\nbaseline": calls.match(baseline, 0.0),
+        "match\n@ 1e-3": calls.match(baseline, 1e-3),
+        "@ 1e-3\nof rms": fmt.percent(baseline and baseline.match_pct(calls.OF_RMS, of_rms=True)),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
@@ -209,11 +212,15 @@ def accuracy_table(
     wrong = shortcomings(Outcome(report.restricted(precisions=wanted)))
     lines = [VerdictLine(line, False) for line in wrong]
     lines += advice((group, name) for group in chosen for name in group.compared)
-    parts: list[RenderableType] = [Text(f"{report.target}, run {report.id}", style="bold")]
-    parts += [*map(terminal.verdict, lines), *map(terminal.bullet, caveats(report))]
-    for shown in filter(None, chain.from_iterable(map(calls.accuracies, chosen))):
-        parts += ["", terminal.SplitTable(shown)]
-    return Renderables(*parts, "", Text(calls.ACCURACY_READING, style="dim"))
+    tables = chain.from_iterable(map(calls.accuracies, chosen))
+    return terminal.render(
+        Document(
+            title=f"{report.target}, run {report.id}",
+            verdict=tuple(lines),
+            caveats=tuple(caveats(report)),
+            sections=(section("Accuracy", *tables, reading=calls.ACCURACY_READING),),
+        )
+    )
 
 
 def _compared_at(report: Report, precisions: Container[PrecisionName]) -> list[Group]:
@@ -238,11 +245,11 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
         return BadInputError(
             f"Run {report.id} compared nothing at {precisions}.", f"It compared: {names}."
         )
-    hint = "It ended before its first comparison.  Run again."
+    hint = f"It holds {report.baseline} alone."
     if report.of_answers:
         hint = "It holds a model's answers: 'ssdprof export' shows them."
-    elif report.cases:
-        hint = f"It holds {report.baseline} alone."
+    elif not report.cases:
+        hint = "It ended before its first comparison.  Run again."
     return BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
 
 
@@ -296,16 +303,14 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                     "largest rms error,\nover the floor": fmt.ratio(_error(report)),
                 }
             )
-        known = times if any(times) else map(_error, reports)
-        line = fmt.sparkline([value for value in known if value is not None])
-        title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
+        title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}"
         if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
             yield shown
 
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
-    """The target, the GPU and the names of the compared cases."""
-    names = tuple(case.name for case in _gated(report))
+    """The subject, the GPU and the names of the compared cases."""
+    names = tuple(case.name for case in compared(report))
     return report.target, gpu_name(report.environment), names
 
 
@@ -314,7 +319,7 @@ def _gated(report: Report) -> list[Case]:
 
 
 def _us(report: Report) -> float | None:
-    """The time of all compared cases; None if one was not timed."""
+    """The time of all cases that gates apply to; None if one was not timed."""
     times = [case.time_us for case in _gated(report)]
     known = [time.value for time in times if time]
     return sum(known) if known and len(known) == len(times) else None

@@ -40,16 +40,14 @@ SPEED_READING = (
     "outputs."
 )
 ACCURACY_READING = (
-    "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Where it says "
-    '"of rms", with t (rms '
-    "+ |b|), where rms is the tensor's own: t alone says nothing about small numbers.  Rms "
-    "error: rms(a - b) / rms(b)."
-    "  Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no "
-    "implementation can do "
-    "better.  In several calls, shares are of all elements, errors those of the worst call.  "
-    "Positions count from 0: "
+    "Match @ t: share of elements with |a - b| <= t + t |b|, rounded down; a dash where t is over "
+    '2 % of the largest value; equal: t = 0.  Where it says "of rms", with t (rms + |b|), where '
+    "rms is the tensor's own.  Rms error: rms(a - b) / rms(b).  Floor: how the fp64 answer itself "
+    "scores once it is rounded to the tensor's dtype; no implementation can do better.  In several "
+    "calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
+_LEAST_VALUE = 50  # times a tolerance, below which every element is within it
 OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
 _MOST_ROWS = 40  # if all cases fail, they have the same reason
 
@@ -210,15 +208,22 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
     return {
         "against": against,
         "within\nbudget": within_budget,
-        "equal": fmt.percent(pooled.match_pct(0.0)),
-        "within\n1e-3": fmt.percent(pooled.match_pct(1e-3)),
-        "within\n1e-2": fmt.percent(pooled.match_pct(1e-2)),
-        f"{fmt.tolerance(OF_RMS)}\nof rms": fmt.percent(pooled.match_rms_pct(OF_RMS)),
+        "match,\nequal": match(pooled, 0.0),
+        "match\n@ 1e-3": match(pooled, 1e-3),
+        "match\n@ 1e-2": match(pooled, 1e-2),
+        "@ 1e-3\nof rms": fmt.percent(pooled.match_pct(OF_RMS, of_rms=True)),
         "rms\nerror": fmt.small(pooled.rms_ratio),
         "largest\nerror": fmt.small(largest.max_abs),
         "largest\nvalue": fmt.small(largest.scale_max_abs),
         "its position": f"{', '.join(place)} {position}".lstrip(),
     }
+
+
+def match(pooled: Pooled | None, tolerance: float) -> str:
+    """The share of elements; a dash where the tolerance is too large to say anything."""
+    if pooled is None or (pooled.largest.scale_max_abs or 0.0) < _LEAST_VALUE * tolerance:
+        return fmt.MISSING
+    return fmt.percent(pooled.match_pct(tolerance))
 
 
 def _within_budget(series: Series, tensor: TensorName) -> str:
@@ -230,43 +235,26 @@ def _within_budget(series: Series, tensor: TensorName) -> str:
     return "NO" if len(errors) == 1 else f"NO: {outside}/{len(errors)}"
 
 
-def laws(report: Report) -> Table | None:
-    """Which laws each implementation and precision obeys: "no" if any case breaks one."""
-    equal: dict[Cells, list[str]] = {}
-    for name, precision, probe in _worst_probes(report):
-        if not probe.name.startswith(BETWEEN_CALLS):
-            equal.setdefault((name, precision, probe.holds, probe.detail), []).append(probe.name)
-    rows = [
-        {
-            "implementation": name,
-            PRECISION: precision,
-            "holds": holds,
-            "laws": "; ".join(probes),
-            "why": why,
-        }
-        for (name, precision, holds, why), probes in equal.items()
-    ]
-    return table(
-        "Laws", fold_precisions(rows), (*NAMES, "holds", "laws", "why"), keys=3, wraps="laws"
-    )
-
-
-def between_calls(report: Report) -> Table | None:
-    """A row for each law of a pool of states, and the first place where it does not hold."""
-    rows = [
-        {
-            "law": probe.name.removeprefix(BETWEEN_CALLS),
-            "implementation": name,
-            PRECISION: precision,
-            "holds": probe.holds,
-            "first place, or why": probe.detail,
-        }
-        for name, precision, probe in _worst_probes(report)
-        if probe.name.startswith(BETWEEN_CALLS)
-    ]
-    detail = "first place, or why"
-    words = ("law", *NAMES, "holds", detail)
-    return table("State between calls", fold_precisions(rows), words, keys=3, wraps=detail)
+def laws(report: Report) -> Iterator[Table | None]:
+    """Which laws each implementation and precision obeys, "no" if any case breaks one; then those
+    of a pool of states between calls.
+    """
+    of_pool = grouped(_worst_probes(report), lambda row: row[2].name.startswith(BETWEEN_CALLS))
+    for is_of_pool, title in ((False, "Laws"), (True, "State between calls")):
+        probes = of_pool.get(is_of_pool, [])
+        equal = grouped(probes, lambda row: (*row[:2], row[2].holds, row[2].detail))
+        rows = [
+            {
+                "implementation": name,
+                PRECISION: precision,
+                "holds": holds,
+                "laws": "; ".join(probe.name.removeprefix(BETWEEN_CALLS) for *_, probe in same),
+                "why": why,
+            }
+            for (name, precision, holds, why), same in equal.items()
+        ]
+        words = (*NAMES, "holds", "laws", "why")
+        yield table(title, fold_precisions(rows), words, keys=3, wraps="why")
 
 
 def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
@@ -407,14 +395,15 @@ def repeats(report: Report) -> Table | None:
         for case in report.cases
         if (case.result != "passed" or case.why) and report.again(case)
     ]
+    note = "'ssdprof case ID --save DIR' writes the tensors of a failure, and a script for them."
     words = ("id", "case", "command")
-    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command")
+    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command", note=note)
 
 
 # --- of a bench: a table for each shape, dtype, draw and layout
 
 
-def _of_shape(report: Report) -> dict[str, list[Group]]:
+def by_shape(report: Report) -> dict[str, list[Group]]:
     """Title -> its groups."""
 
     def title(group: Group) -> str:
@@ -430,7 +419,7 @@ _SIZE = "sequences x\ntokens"
 
 
 def speed_of_bench(report: Report) -> Iterator[Table | None]:
-    for title, same in _of_shape(report).items():
+    for title, same in by_shape(report).items():
         rows = []
         for group in same:
             rows += [(_of_bench(series), series) for series in group.series()]
@@ -451,7 +440,7 @@ def _of_bench(series: Series) -> TableRow:
 
 
 def accuracy_of_bench(report: Report) -> Iterator[Table | None]:
-    for title, same in _of_shape(report).items():
+    for title, same in by_shape(report).items():
         for tensor, name in SHOWN.items():
             parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
             yield errors(f"Accuracy of the {name}: {title}", tensor, parts)

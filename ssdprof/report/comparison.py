@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import short_precision
+from ssdprof.core.base import distinct, short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
 from ssdprof.report.facts import gpu_name
-from ssdprof.report.stalls import StageChange
 from ssdprof.report.table import (
     PRECISION,
     Document,
@@ -90,12 +89,10 @@ _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
 
 
 def compose(
-    comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False
+    comparison: Comparison, stalls: Sequence[Table | None] = (), *, every: bool = False
 ) -> Document:
     """every: also cases that did not change."""
-    base, new = (str(side[0]) for side in (comparison.base, comparison.new))
-    short = Path(base).name, Path(new).name
-    names = short if short[0] != short[1] else (base, new)
+    names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
     return Document(
         title=f"ssdprof compare: BASE {names[0]}, NEW {names[1]}",
         verdict=tuple(_verdict(comparison)),
@@ -104,38 +101,74 @@ def compose(
     )
 
 
+def _short_names(base: str, new: str) -> tuple[str, str]:
+    """The last parts of two paths that differ: a/x/run and b/y/run are x and y."""
+    pairs = zip(reversed(Path(base).parts), reversed(Path(new).parts), strict=False)
+    return next((pair for pair in pairs if pair[0] != pair[1]), (base, new))
+
+
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
     """The changes that fail, those that hold, and how many cases differ."""
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
-            offenders = [": ".join(filter(None, (each.case, each.actual))) for each in verdicts]
-            yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
+            offenders = shortened([verdict.what for verdict in verdicts], _MOST_OFFENDERS)
+            yield VerdictLine(f"FAILED: {change}: {offenders}.", False)
     if kept := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
-        yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.", True)
-    within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
-    counts = Counter(pair.verdict for pair in comparison.pairs)
-    words = ", ".join(
-        f"{number} {within if verdict == 'no difference' else verdict}"
-        for verdict, number in counts.most_common()
-    )
+        yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.")
+    counted = fmt.plural(len(comparison.pairs), "case")
     if why := comparison.nothing_compared:
-        counted = f" ({words})" if words else ""
-        yield VerdictLine(f"FAILED: nothing was compared: {why}{counted}.", False)
+        yield VerdictLine(f"FAILED: nothing was compared: {why} ({_times(comparison)}).", False)
+    elif changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
+        words = f"Compared {counted}.  Time: {_times(comparison)}.  Accuracy: {changes}."
+        yield VerdictLine(words)
     else:
-        yield VerdictLine(f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {words}.", True)
+        yield VerdictLine(f"Compared {counted}.  Time: {_times(comparison)}.")
+
+
+def _times(comparison: Comparison) -> str:
+    """ "4 no difference within 1.0%, 1 slower"."""
+    within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
+    verdicts = (pair.verdict for pair in comparison.pairs)
+    return _counts(within if verdict == "no difference" else verdict for verdict in verdicts)
+
+
+def _accuracy_change(pair: CasePair) -> str:
+    """How the result and the errors of a case changed; "" if neither has an error."""
+    base, new = pair.base, pair.new
+    if base is None or new is None:
+        return ""
+    if base.result != new.result:
+        return f"now {new.result}"
+    before, after = _error(base), _error(new)
+    if before is None or after is None:
+        return ""
+    if pair.other_inputs:
+        return "not comparable"
+    if (_errors(base), _answers(base)) == (_errors(new), _answers(new)):
+        return "equal"
+    return "with a larger error" if after > before else "with another error, no larger"
+
+
+def _error(case: Case) -> float | None:
+    """The rms error of an output, the mean KL of answers."""
+    if case.band:
+        return case.band.kl_mean
+    return case.error.rms_ratio if case.error else None
+
+
+def _counts(words: Iterable[str]) -> str:
+    """ "3 equal, 1 slower", the most frequent first."""
+    return ", ".join(f"{number} {word}" for word, number in Counter(words).most_common())
 
 
 def _caveats(comparison: Comparison) -> Iterator[str]:
     """Why times or errors cannot be compared, and what is not complete."""
-    reasons = list(comparison.machine)
-    for pair in comparison.pairs:
-        if pair.over_baseline:
-            reasons += pair.incomparable
+    still_compared = (pair for pair in comparison.pairs if pair.over_baseline)
+    reasons = distinct([comparison.machine, *(pair.incomparable for pair in still_compared)])
     if reasons:
-        conditions = "; ".join(dict.fromkeys(reasons))
         yield (
-            f"The conditions differ ({conditions}), so absolute times are not compared.  Speedups "
-            "over the baseline, each measured under the same conditions, are."
+            f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared.  "
+            "Speedups over the baseline, each measured under the same conditions, are."
         )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if why := unfinished(report):
@@ -146,7 +179,7 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 
 
 def _sections(
-    comparison: Comparison, stalls: Sequence[StageChange], every: bool
+    comparison: Comparison, stalls: Sequence[Table | None], every: bool
 ) -> Iterator[Section]:
     """Speed, then what else differs side by side, then what was not compared.
 
@@ -166,7 +199,7 @@ def _sections(
     for title, describe in _DESCRIBED.items():
         described = [(_names(pair), describe(base), describe(new)) for pair, base, new in both]
         yield section(title, _differences(title, described, every))
-    yield section("Stalls by stage", _stages(stalls))
+    yield section("Stalls by stage", *stalls)
     yield section("Not compared", _unpaired(comparison.pairs))
     yield section("What ran", _facts(comparison))
 
@@ -233,24 +266,6 @@ def _differences(
     return table(f"{title}, side by side", rows, _NAMES, keys=3, note=note)
 
 
-def _stages(changes: Sequence[StageChange]) -> Table | None:
-    """A row for each stage of an implementation that was profiled in both."""
-    rows = [
-        {
-            "implementation": change.implementation,
-            "stage": change.stage,
-            "share,\nBASE": fmt.share(change.base_pct, 1),
-            "share,\nNEW": fmt.share(change.new_pct, 1),
-            "time,\nBASE": fmt.duration(change.base_us),
-            "time,\nNEW": fmt.duration(change.new_us),
-        }
-        for change in changes
-    ]
-    note = "Times under ncu cannot be compared with those of a run."
-    title = "Busy warp samples of each stage, by ncu"
-    return table(title, rows, ("implementation", "stage"), keys=2, note=note)
-
-
 def _unpaired(pairs: Sequence[CasePair]) -> Table | None:
     """Cases without a verdict, except those that passed in both and were timed in neither."""
     rows = []
@@ -274,7 +289,7 @@ def _facts(comparison: Comparison) -> Table | None:
     columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     headers = ("", f"BASE: {comparison.base[0]}", f"NEW: {comparison.new[0]}")
-    return strings("What ran", headers, rows, "lll")
+    return strings("What ran", headers, rows, (0, 1, 2))
 
 
 def _facts_of(report: Report) -> TableRow:

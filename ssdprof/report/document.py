@@ -15,7 +15,8 @@ from ssdprof.report.groups import Group, groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, Table, facts, section, table
 
-SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
+# titles of the sections to which a page adds pictures, besides `model.PARTS`
+SPEED, ACCURACY, ANSWERS = "Speed", "Accuracy", "Answers"
 _MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
 _TUNING_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "
@@ -64,11 +65,11 @@ def _sections(report: Report) -> Iterator[Section]:
     answered = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
     yield from _of_bench(report) if report.kind == "bench" else _of_prompts(prompts)
-    yield section("Laws", calls.laws(report), calls.between_calls(report))
+    yield section("Laws", *calls.laws(report))
     compared = []
     for cases in answered:
         compared += [model.answers(cases), model.answers_by_layer(cases)]
-    yield section("Answers", *compared, reading=model.ANSWERS_READING)
+    yield section(ANSWERS, *compared, reading=model.answers_reading(compared))
     yield from model.prefill_sections(report)
     if report.of_calls:
         yield section("Words", facts("Words", ("word", "meaning"), meanings(report)))

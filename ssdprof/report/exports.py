@@ -9,11 +9,11 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from csv import DictWriter
 from dataclasses import replace
-from itertools import chain, islice
-from typing import get_args
+from itertools import chain
+from typing import Any, get_args
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -31,7 +31,9 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Generated, Launch, LayerCall, Prefill, Summary
+from ssdprof.core.conditions import METRICS, Metric, number
 from ssdprof.core.outcome import Outcome, gated_cases
+from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import LayerRef
@@ -41,7 +43,7 @@ from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, target
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
-from ssdprof.report.table import Document, Section, Table
+from ssdprof.report.table import Table
 
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
@@ -50,16 +52,11 @@ _FORMULA = tuple("=+-@\t\r")  # begin a text that a spreadsheet computes
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
 
-def rows(report: Report) -> tuple[Case, ...]:
-    """All cases, but of a model's answers only those that gates apply to."""
-    return tuple(
-        case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
-    )
-
-
 # --- CSV
 
 CsvRow = dict[str, object]  # header, with its unit -> value
+
+
 _ANY = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
 _EMPTY = Case.model_construct(  # for the headers of a report without cases
     task=_ANY, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
@@ -87,7 +84,7 @@ def _without_formula(value: object) -> object:
 
 def records(report: Report) -> list[CsvRow]:
     """A row per case with numbers, texts and None, for a data frame."""
-    return [_row(report, case) for case in rows(report)]
+    return [_row(report, case) for case in compared(report)]
 
 
 def _row(report: Report, case: Case) -> CsvRow:
@@ -202,6 +199,13 @@ def _of_model(report: Report, case: Case) -> CsvRow:
 
 # --- baselines
 
+_ALONG = {"vs_oracle": {"along"}, "vs_baseline": {"along"}, "floor": {"along"}}
+_NOT_SUMMARISED = {
+    **dict.fromkeys(("trials", "first_call", "plan", "bytes_moved", "flops"), True),
+    "task": {"parts"},
+    "accuracy": {"__all__": _ALONG},
+}
+
 
 def baseline(report: Report) -> str:
     """A JSON document for `compare`, to be kept in a repository: a line per case, with times and
@@ -214,11 +218,11 @@ def baseline(report: Report) -> str:
     ]
     head = _stored(report.changed(cases=(), requested=(), processes=processes))
     fields = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
-    cases = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in rows(report))
+    cases = ",\n".join(json.dumps(_summarised(report, case)) for case in compared(report))
     return f'{{\n{fields}"cases": [\n{cases}\n]\n}}'
 
 
-def _summarised(report: Report, case: Case) -> Case:
+def _summarised(report: Report, case: Case) -> dict[str, object]:
     """Without samples, with what `compare` reads."""
     summary = case.summary
     if case.samples:
@@ -229,38 +233,22 @@ def _summarised(report: Report, case: Case) -> Case:
         Launch(kernel=launch.kernel, config={"digest": launch.digest}, registers=launch.registers)
         for launch in case.launches
     ]
-    return case.changed(
+    accuracy = [error for error in case.accuracy if error.tensor == "out" or error.reason]
+    probes = [probe for probe in case.probes if probe.holds == "no"]
+    short = case.changed(
         inputs=case.inputs[:16],
-        task=case.task.changed(parts={}) if isinstance(case.task, Prefill) else case.task,
         samples=(),
         summary=summary,
-        accuracy=[
-            _summarised_errors(accuracy)
-            for accuracy in case.accuracy
-            if accuracy.tensor == "out" or accuracy.reason
-        ],
+        accuracy=accuracy,
         launches=launches,
-        probes=[probe for probe in case.probes if probe.holds == "no"],
-        trials={},
-        first_call=None,
-        plan="",
-        bytes_moved=None,
-        flops=None,
+        probes=probes,
     )
+    return _stored(short, _NOT_SUMMARISED)
 
 
-def _summarised_errors(accuracy: Accuracy) -> Accuracy:
-    short = accuracy.changed(
-        vs_oracle=accuracy.vs_oracle.changed(along=()),
-        vs_baseline=accuracy.vs_baseline and accuracy.vs_baseline.changed(along=()),
-        floor=accuracy.floor.changed(along=()),
-    )
-    return short if accuracy.reason else short.changed(budget=(), checks=())
-
-
-def _stored(record: Report | Case) -> dict[str, object]:
+def _stored(record: Report | Case, without: dict[str, Any] | None = None) -> dict[str, object]:
     """Its fields; what a case is and its times come first."""
-    fields = record.model_dump(mode="json", exclude_defaults=True)
+    fields = record.model_dump(mode="json", exclude_defaults=True, exclude=without)
     first = ("implementation", "precision", "task", "seqlen", "status", "summary", "accuracy")
     order = first if isinstance(record, Case) else ()
     return {name: fields[name] for name in (*order, *fields) if name in fields}
@@ -277,9 +265,8 @@ def junit(report: Report) -> str:
     strictest in use.
     """
     outcome = Outcome(report)
-    failures = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
-    counted = {case.name for case in failures}
-    cases = [_of_case(report, case, counts=case.name in counted) for case in rows(report)]
+    counted = {case.name for case in outcome.faulty}
+    cases = [_of_case(report, case, counts=case.name in counted) for case in compared(report)]
     # with the time of everything but the calls above; without a GPU these have none
     whole = _test(report.kind, "all requested cases are present", report.seconds)
     if why := incomplete(report):
@@ -287,8 +274,8 @@ def junit(report: Report) -> str:
     gates = _gates(report, outcome)
     root = Element("testsuites")
     suites = ("cases", cases), (report.kind, [whole, *gates])
-    for number, (name, tests) in enumerate(suites):
-        root.append(_suite(report, number, name, tests))
+    for place, (name, tests) in enumerate(suites):
+        root.append(_suite(report, place, name, tests))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
 
@@ -381,17 +368,13 @@ def _clean(text: str) -> str:
 def step_summary(report: Report) -> str:
     """One screen of Markdown: the verdict, what limits it, and the first table."""
     document = compose(report)
-    sections = tuple(islice(_tables(document), 1))
-    return markdown.render(replace(document, sections=sections))
-
-
-def _tables(document: Document) -> Iterator[Section]:
-    """Each table in a section of its own, shortened."""
     for section in document.sections:
         for block in section.blocks:
             if isinstance(block, Table):
                 short = replace(block, rows=block.rows[:_MOST_ROWS], note="")
-                yield replace(section, blocks=(short,))
+                first = replace(section, blocks=(short,))
+                return markdown.render(replace(document, sections=(first,)))
+    return markdown.render(document)
 
 
 def workflow_commands(report: Report) -> Iterator[str]:
@@ -399,9 +382,8 @@ def workflow_commands(report: Report) -> Iterator[str]:
     caveats.
     """
     title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
-    outcome = Outcome(report)
-    failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
-    reasons = [f"{case.name}: {case.result}: {case.why}" for case in failed if case.why]
+    faulty = (case for case in Outcome(report).faulty if case.why)
+    reasons = [f"{case.name}: {case.result}: {case.why}" for case in faulty]
     yield from _annotations("error", title, [*errors(report), *reasons])
     yield from _annotations("warning", title, list(caveats(report)))
 
@@ -425,22 +407,21 @@ def outputs(report: Report) -> dict[str, str]:
         for case in gated_cases(report)
         if case.result == "passed" and not isinstance(case.task, Answers)
     ]
-    speedups = [speedup.value for speedup in map(report.speedup, cases) if speedup]
-    outputs = [case.tensor("out") for case in cases]
-    over_floor = [out.over_floor for out in outputs if out]
+    worst = {"least-speedup": "speedup", "least-match": "match", "largest-rms-ratio": "rms"}
     verdict = printable(" ".join(line.text for line in verdict_lines(report)))
     return {
         "passed": "true" if Outcome(report).passed else "false",
         "verdict": whole_words(verdict, LONGEST_MESSAGE),
         "run": printable(report.id),
-        "least-speedup": _worst(min, speedups),
-        "least-match": _worst(min, [case.match_pct(1e-3) for case in cases]),
-        "largest-rms-ratio": _worst(max, over_floor),
+        **{name: _worst(METRICS[metric], cases, report) for name, metric in worst.items()},
     }
 
 
-def _worst(most: Callable[[list[float]], float], values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
+def _worst(metric: Metric, cases: Iterable[Case], report: Report) -> str:
+    """The value that fails a gate first; empty if no case has one."""
+    values = (metric.value(case, metric.default, report) for case in cases)
+    known = [number(value) for value in values if value is not None]
+    most = min if metric.more_is_better else max
     return f"{most(known):.6g}" if known else ""
 
 

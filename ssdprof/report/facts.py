@@ -10,7 +10,7 @@ from datetime import datetime
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
-from ssdprof.core.case import Answers, Generated, Prefill
+from ssdprof.core.case import Answers, Case, Generated, Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.target import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
@@ -18,7 +18,7 @@ from ssdprof.report.table import Table, facts
 
 Fact = tuple[str, str]  # name and value; those without a value are not shown
 _KINDS = {"library": "another library", "own": "your kernel", "served": "what the server computed"}
-_SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"}
+_SOURCES = {"hub": "from the hub", "local": "from a local folder", "demo": "trained, built in"}
 _PROMPTS = {
     "default": "built-in text",
     "file": "text file",
@@ -26,9 +26,7 @@ _PROMPTS = {
     "recorded": "a recording",
 }
 _MEANINGS = {
-    "unfused": (
-        "ssdprof's own kernels with one launch per stage; the baseline, with exact intermediates"
-    ),
+    "unfused": "ssdprof's own kernels with one launch per stage",
     "fused": "the stages merged into as few kernel launches as is fastest",
     "recurrent": "one launch that goes token by token, with the state in registers",
     "unfused_step": (
@@ -43,15 +41,14 @@ _MEANINGS = {
 
 
 def meanings(report: Report) -> tuple[Fact, ...]:
-    """(word, meaning) for the words of the report."""
+    """(word, meaning) for the words of the report; the baseline is told where it is explained."""
     used = {case.implementation for case in report.cases}
     used |= {intermediates_of(case.precision) for case in report.cases}
     words = {word: meaning for word, meaning in _MEANINGS.items() if word in used}
-    if report.baseline != "unfused":
-        words = {"baseline": f"{report.baseline}, which the others are compared with"} | words
-        if "unfused" in words:
-            words["unfused"] = words["unfused"].partition(";")[0]
-    return tuple(words.items())
+    if report.baseline in words:
+        words[report.baseline] += "; the baseline"
+        return tuple(words.items())
+    return (("baseline", f"{report.baseline}, which the others are compared with"), *words.items())
 
 
 def origin(report: Report) -> tuple[Fact, ...]:
@@ -76,10 +73,7 @@ def weights(ref: CheckpointRef) -> str:
         return "random"
     revision = f", revision {ref.revision[:12]}" if ref.revision else ""
     quantised = f", quantised ({ref.quantization})" if ref.quantization else ""
-    where = {"hub": "from the hub", "local": "from a local folder", "demo": "trained, built in"}[
-        ref.source
-    ]
-    return f"{where}{revision}{quantised}"
+    return f"{_SOURCES[ref.source]}{revision}{quantised}"
 
 
 def when(created: str) -> str:
@@ -211,7 +205,7 @@ def _settings(report: Report) -> Iterator[Fact]:
     for seqlen, same in grouped(report.of_answers, lambda case: case.seqlen).items():
         answers = same[0].task
         assert isinstance(answers, Answers)
-        compared = f"{fmt.plural(len(same), 'case')} against {answers.reference}"
+        compared = f"{answers_words(same)} against {answers.reference}"
         layers = f"layers {fmt.indices(answers.layers)}"
         ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
         yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
@@ -226,6 +220,14 @@ def _settings(report: Report) -> Iterator[Fact]:
         tuned.update(f"{case.implementation}: {part}" for part in parts)
     every = fmt.plural(len(cases), "case")
     yield "tuned", "; ".join(f"{what} ({count} of {every})" for what, count in tuned.items())
+
+
+def answers_words(cases: Sequence[Case]) -> str:
+    """ "4 cases (and 10 of noise or single layers)": those that gates apply to, and the others."""
+    judged = sum(case.is_gated for case in cases)
+    others = len(cases) - judged
+    words = fmt.plural(judged, "case")
+    return f"{words} (and {others} of noise or single layers)" if others else words
 
 
 def _machine(report: Report) -> Iterator[Fact]:

@@ -31,6 +31,10 @@ class Series:
     cases: Sequence[Case]
 
     @property
+    def key(self) -> tuple[str, PrecisionName]:
+        return self.implementation, self.precision
+
+    @property
     def name(self) -> str:
         """ "fused hopper", with all variants that ran."""
         variants = dict.fromkeys(case.variant for case in self.cases)
@@ -172,18 +176,22 @@ class Group:
 
     @property
     def extent(self) -> str:
-        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11
-        steps in 3 layers".
+        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; "2 of 3 chunks in layer 0" if the
+        last one is shorter; where a run was broken off "11 steps in 3 layers".
         """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
         each, *others = {layer.calls for layer in self.by_layer()}
         if others:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        if each == 1:
+        every = self.call.count if self.call else 1
+        if every == 1:
             return of_layers
+        number = fmt.plural(each, self.noun)
+        if each < every:
+            number = f"{each:,} of {fmt.plural(every, self.noun)}"
         in_layers = of_layers if layers == 1 else f"each of {of_layers}"
-        return f"{fmt.plural(each, self.noun)} in {in_layers}"
+        return f"{number} in {in_layers}"
 
     def series(self, *implementations: str) -> tuple[Series, ...]:
         """Every series, or those of some implementations: exact before relaxed, wide states before
@@ -247,22 +255,22 @@ class Pooled(NamedTuple):
     rms_ratio: float
     parts: tuple[Deviation, ...]
 
-    def match_pct(self, tolerance: float) -> float:
-        """Share of all elements that match; 100 only if all do."""
-        return self._share([(part.match_pct(tolerance), part.elements) for part in self.parts])
+    def match_pct(self, tolerance: float, *, of_rms: bool = False) -> float | None:
+        """Share of all elements that match; 100 only if all do.
 
-    def match_rms_pct(self, tolerance: float) -> float | None:
-        """The same, relative to the RMS of the tensor."""
-        shares = [(part.match_rms_pct(tolerance), part.elements) for part in self.parts]
-        known = [(share, elements) for share, elements in shares if share is not None]
-        return self._share(known) if len(known) == len(shares) else None
-
-    @staticmethod
-    def _share(shares: Sequence[tuple[float, int]]) -> float:
-        if all(share == 100.0 for share, _ in shares):
+        of_rms: relative to the RMS of the tensor; then None if it is not known of each call.
+        """
+        shares = [
+            part.match_rms_pct(tolerance) if of_rms else part.match_pct(tolerance)
+            for part in self.parts
+        ]
+        known = [share for share in shares if share is not None]
+        if len(known) < len(self.parts):
+            return None
+        if min(known) == 100.0:
             return 100.0
-        matching = math.fsum(share * elements for share, elements in shares)
-        pooled = matching / sum(elements for _, elements in shares)
+        elements = [part.elements for part in self.parts]
+        pooled = math.fsum(map(operator.mul, known, elements)) / sum(elements)
         return min(pooled, math.nextafter(100.0, 0.0))
 
 

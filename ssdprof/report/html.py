@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
-from xml.etree import ElementTree
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
+from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
-from ssdprof.report import plots
+from ssdprof.report import calls, model, plots
 from ssdprof.report import stalls as of_stalls
-from ssdprof.report.document import ACCURACY, SPEED, compose
+from ssdprof.report.document import ACCURACY, ANSWERS, SPEED, compose
 from ssdprof.report.facts import when
-from ssdprof.report.groups import Group, groups
+from ssdprof.report.groups import groups
 from ssdprof.report.table import Document, Section, Table, section, tone
 
 _LAYERED = 3  # lengths with a plot of positions; the tables have all
@@ -28,46 +28,87 @@ _UNITS = {
 _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
 _INSIDE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
-_KINDS = {Table: "table", str: "note", tuple: "list"}
 
-PageBlock = tuple[str, object]  # kind, by which the template draws it, and content
-# title, SVG, its numbers, and whether the picture includes its title
-Picture = tuple[str, Markup, Table, bool]
-PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
+Picture = tuple[str, Markup, Table | None]  # title, SVG, its numbers
+Pictures = dict[str, dict[str, plots.Drawing | None]]
+# title, anchor, pictures, blocks, folded (collapsed under its title), level
+PagePart = dict[str, object]
 
 
 def of_document(document: Document, stalls: StallReport | None = None) -> str:
     """A document as an HTML file.  stalls: the stall report that it is of, for its pictures."""
-    pictures = [_part(section("Pictures"), _stall_pictures(stalls, count(1)))] if stalls else []
-    return _page(document, [*map(_part, document.sections), *pictures])
+    pictures = _of_stalls(stalls) if stalls else {}
+    return _page(document, list(_parts(document, pictures, count(1))))
 
 
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
     document, numbers = compose(report), count(1)
-    prompts = () if report.kind == "bench" else groups(report)
-    pictures: dict[str, dict[str, plots.Drawing | None]] = {
+    pictures = _of_bench(report) if report.kind == "bench" else _of_prompts(report)
+    parts = list(_parts(document, pictures, numbers))
+    if stalls:
+        profiled = of_stalls.compose(stalls)
+        lines = (profiled.title, *(line.text for line in profiled.verdict), *profiled.caveats)
+        parts.append(_part(section("Warp stalls", (f"Profiled {when(stalls.created)}.", *lines))))
+        for part in _parts(profiled, _of_stalls(stalls), numbers):
+            parts.append(part | {"level": 3, "folded": part["title"] != "Hints"})
+    return _page(document, parts)
+
+
+def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> Iterator[PagePart]:
+    """Each section, with its pictures before its tables.  numbers: make their ids unique."""
+    for part in document.sections:
+        drawings = pictures.get(part.title, {}).items()
+        shown: list[Picture] = [
+            (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1])
+            for title, drawing in drawings
+            if drawing
+        ]
+        yield _part(part, shown)
+
+
+def _part(section: Section, pictures: Sequence[Picture] = ()) -> PagePart:
+    return {
+        "title": section.title,
+        "anchor": re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
+        "pictures": pictures,
+        "blocks": section.blocks,
+        "folded": section.folded,
+        "level": 2,
+    }
+
+
+def _of_stalls(report: StallReport) -> Pictures:
+    return {of_stalls.STAGES: dict(plots.of_stalls(report).values())}
+
+
+def _of_bench(report: Report) -> Pictures:
+    """Section -> the pictures in it."""
+    shapes = calls.by_shape(report)
+    return {SPEED: {title: plots.speedups(same) for title, same in shapes.items()}}
+
+
+def _of_prompts(report: Report) -> Pictures:
+    """Section -> the pictures in it; none where nothing was measured."""
+    prompts, prefills = groups(report), model.by_length(model.prefills(report))
+    return {
         SPEED: {
             "Speedup": plots.speedups(prompts),
             "Roofline of the operator": plots.roofline(report, prompts),
         },
         ACCURACY: {
-            _title_of_errors(group): plots.along_positions(group) for group in prompts[:_LAYERED]
+            f"Error by position, worst layer, {group.size}": plots.along_positions(group)
+            for group in prompts[:_LAYERED]
+        },
+        ANSWERS: {
+            f"Divergence at {fmt.tokens(cases[0].seqlen)}": plots.divergences(cases)
+            for cases in model.prompts(report)
+        },
+        model.PARTS: {
+            f"The parts of a prefill of {size}": plots.prefill_parts(model.parts_of_prefills(same))
+            for size, same in prefills.items()
         },
     }
-    parts = [
-        _part(section, _pictures(numbers, pictures.get(section.title, {}).items()))
-        for section in document.sections
-    ]
-    if stalls:
-        parts += _stalls(stalls, numbers)
-    return _page(document, parts)
-
-
-def _title_of_errors(group: Group) -> str:
-    along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
-    kind = group.call.kind if group.call else None
-    return f"Error along {along.get(kind, 'a chunk')}, worst layer, {group.size}"
 
 
 def _page(document: Document, parts: Sequence[PagePart]) -> str:
@@ -89,56 +130,16 @@ def _page(document: Document, parts: Sequence[PagePart]) -> str:
     return environment.get_template("page.html.j2").render(document=document, parts=parts)
 
 
-def unbroken(cell: str) -> str:
+def unbroken(cell: str) -> Markup:
     """The text of a cell that wraps between values, not inside of one: "13.2 ms [13.1, 13.3]" has
-    two parts.
+    two parts.  A name may be broken after its underscores; what is between backticks is code.
     """
-    return _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
-
-
-def _part(
-    section: Section, extra: Iterable[PageBlock] = (), *, level: int = 2, folded: bool = False
-) -> PagePart:
-    return {
-        "title": section.title,
-        "anchor": re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
-        "blocks": [*extra, *((_KINDS[type(block)], block) for block in section.blocks)],
-        "folded": folded or section.folded,
-        "level": level,
-    }
+    text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
+    breakable = re.sub(r"(?<=\w_)(?=\w)", "<wbr>", str(escape(text)))
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", breakable))
 
 
 # --- pictures
-
-
-def _pictures(
-    numbers: Iterator[int],
-    drawings: Iterable[tuple[str, plots.Drawing | None]],
-    *,
-    titled: bool = False,
-) -> Iterator[PageBlock]:
-    """One block of those that there are.  numbers: make their ids unique."""
-    shown: list[Picture] = [
-        (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1], titled)
-        for title, drawing in drawings
-        if drawing is not None
-    ]
-    if shown:
-        yield "pictures", shown
-
-
-def _stalls(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PagePart]:
-    document = of_stalls.compose(stalls)
-    lines = [line.text for line in document.verdict] + list(document.caveats)
-    if stalls.created:
-        lines.append(f"Profiled {when(stalls.created)}: {document.title}.")
-    yield _part(section("Warp stalls"), [("list", tuple(lines)), *_stall_pictures(stalls, numbers)])
-    for part in document.sections:
-        yield _part(part, level=3, folded=part.title != "Hints")
-
-
-def _stall_pictures(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PageBlock]:
-    return _pictures(numbers, plots.of_stalls(stalls).values(), titled=True)
 
 
 def inline(svg: str, prefix: str, title: str) -> str:
@@ -146,40 +147,15 @@ def inline(svg: str, prefix: str, title: str) -> str:
 
     prefix: of every id, so that pictures on one page share none.  title: for screen readers.
     """
-    root = ElementTree.fromstring(svg)
-    for element in root.iter():
-        for child in list(element):
-            if _local(child.tag) in ("metadata", "title"):
-                element.remove(child)
-    for element in root.iter():
-        element.tag = _local(element.tag)
-        element.attrib = {
-            _local(name): _value(_local(name), text, prefix)
-            for name, text in element.attrib.items()
-        }
-    for size in ("width", "height"):
-        root.attrib.pop(size, None)
-    # larger than a telephone's 4/3 pixels per point
-    width = float(root.attrib["viewBox"].split()[2]) * 1.7
-    root.attrib |= {"role": "img", "style": f"max-width: {width:.0f}px"}
-    name = ElementTree.Element("title")
-    name.text = title
-    root.insert(0, name)
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _local(name: str) -> str:
-    return name.rpartition("}")[2]
-
-
-def _value(name: str, text: str, prefix: str) -> str:
-    if name == "id":
-        return prefix + text
-    if name == "href":
-        return text.replace("#", f"#{prefix}", 1)
-    text = re.sub(r"url\(#", f"url(#{prefix}", text)
-    colors = {"#000000": "currentColor", "#ffffff": "none"}
-    return re.sub(r"#[0-9a-f]{6}", lambda color: colors.get(color[0], color[0]), text)
+    _, tag, rest = svg.partition("<svg")
+    head, _, body = rest.partition(">")
+    head = re.sub(r' (?:width|height|xmlns\S*)="[^"]*"', "", head)
+    width = float(re.findall(r'viewBox="\S+ \S+ (\S+)', head)[0]) * 1.7  # a telephone: 4/3 a point
+    body = re.sub(r"<metadata>.*?</metadata>|<title>.*?</title>", "", body, flags=re.DOTALL)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", body)
+    body = body.replace("#000000", "currentColor").replace("#ffffff", "none")
+    style = f'role="img" style="max-width: {width:.0f}px"'
+    return f"{tag}{head} {style}><title>{escape(title)}</title>{body.rstrip()}"
 
 
 # --- tables

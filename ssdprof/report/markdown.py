@@ -13,7 +13,8 @@ from ssdprof.report.table import Align, Content, Document, Section, Table
 
 def render(document: Document, figures: Mapping[str, str] | None = None) -> str:
     """The whole document.  figures: title -> path of a picture, relative to the document."""
-    shown = [f"![{escape(title)}]({file})" for title, file in (figures or {}).items()]
+    named = [(escape(title), file) for title, file in (figures or {}).items()]
+    shown = [f"**{title}**\n\n![{title}]({file})" for title, file in named]
     last = ["\n### Figures\n\n", "\n\n".join(shown), "\n"] if shown else []
     return "".join([_head(document), *map(_section, document.sections), *last])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped, short_precision
+from ssdprof.core.base import distinct, grouped, short_precision
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.report.calls import NAMES, untimed
@@ -20,15 +22,21 @@ from ssdprof.report.table import (
     without_empty_columns,
 )
 
-ANSWERS_READING = (
-    "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: "
-    "positions with another "
-    "most likely token; margin: by how much the reference preferred its own, in nats.  In "
-    "brackets: 95 % intervals, "
-    'from blocks of positions.  Rows that begin with "noise" show differences that no '
-    "implementation causes: an "
+_ANSWERS_WORDS = {  # heading -> what it means
+    "KL\nmean": (
+        "KL: the divergence of the next token's distribution from the reference's, in nats."
+    ),
+    "flips": "Flips: positions with another most likely token.",
+    "largest\nmargin": (
+        "Margin: by how much the reference preferred its own token at a flip, in nats."
+    ),
+    "change of\nperplexity": "In brackets: 95 % intervals, from blocks of positions.",
+}
+_NOISE_WORDS = (
+    'Rows that begin with "noise" show differences that no implementation causes: an '
     "implementation whose differences are no larger cannot be distinguished from the reference."
 )
+PARTS = "Where the time of a prefill goes"  # the title of a section
 _READING = (
     "Call: from an idle GPU to the first token, through Python.  Speedup: over {0} with the same "
     "convolution and norm.  Predicted: by Amdahl's law, from the operator's device time in one "
@@ -121,6 +129,17 @@ def _first_difference(answers: Answers) -> str:
     return fmt.count(answers.first_difference + 1)
 
 
+def answers_reading(tables: Sequence[Table | None]) -> str:
+    """The words that the tables use."""
+    shown = [table for table in tables if table]
+    headings = set(chain.from_iterable(table.headers for table in shown))
+    words = [meaning for heading, meaning in _ANSWERS_WORDS.items() if heading in headings]
+    names = chain.from_iterable(chain.from_iterable(table.rows) for table in shown)
+    if any(name.startswith("noise: ") for name in names):
+        words.append(_NOISE_WORDS)
+    return "  ".join(words)
+
+
 def answers_by_position(cases: Sequence[Case]) -> Table | None:
     """Every case in bands of positions; None for a prompt with a single band."""
     rows = []
@@ -129,7 +148,8 @@ def answers_by_position(cases: Sequence[Case]) -> Table | None:
             positions = {"positions": f"{band.start:,} to {band.stop - 1:,}"}
             rows.append(_names(case, task) | positions | _differences(case, band))
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
-    return table(title, rows, (*NAMES, "positions"), note=_reference(cases), keys=3)
+    words = (*NAMES, "positions")
+    return without_empty_columns(table(title, rows, words, note=_reference(cases), keys=3))
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table | None:
@@ -142,7 +162,7 @@ def answers_by_layer(cases: Sequence[Case]) -> Table | None:
     ]
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
-    return table(title, rows, ("layer", *NAMES), keys=3, note=note)
+    return without_empty_columns(table(title, rows, ("layer", *NAMES), keys=3, note=note))
 
 
 def _reference(cases: Sequence[Case]) -> str:
@@ -159,17 +179,23 @@ _Timed = tuple[Case, Prefill]
 
 def prefill_sections(report: Report) -> Iterator[Section]:
     """The time of the whole model, and the share of its parts."""
-    prefills = [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
-    yield section(
-        "Prefill time", _times(report, prefills), reading=_READING.format(report.baseline)
-    )
+    every = prefills(report)
+    yield section("Prefill time", _times(report, every), reading=_READING.format(report.baseline))
     left = []
-    for case, task in prefills:
+    for case, task in every:
         where = f"{_name(case)} at {_size(case)}"
         left += [f"{where}: the model itself computed {part}." for part in task.left_to_model]
     yield section("Left to the model", tuple(left))
-    lengths = grouped(prefills, lambda row: (row[0].seqlen, row[0].batch)).values()
-    yield section("Where the time of a prefill goes", *map(_parts, lengths))
+    yield section(PARTS, *map(_parts, by_length(every).values()))
+
+
+def prefills(report: Report) -> list[_Timed]:
+    return [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
+
+
+def by_length(every: Sequence[_Timed]) -> dict[str, list[_Timed]]:
+    """Tokens -> the prefills of so many."""
+    return grouped(every, lambda row: _size(row[0]))
 
 
 def _times(report: Report, prefills: Sequence[_Timed]) -> Table | None:
@@ -186,7 +212,7 @@ def _times(report: Report, prefills: Sequence[_Timed]) -> Table | None:
                 "speedup": fmt.speedup(speedup, by_call=True),
                 "verdict": report.faster(case) or fmt.MISSING,
                 "predicted": fmt.ratio(report.predicted(case) if speedup else None),
-                "operator's\nshare": fmt.share(_operators_share(case, task), 1),
+                "operator's\nshare": fmt.share(operators_share(case, task), 1),
                 "operator,\none layer": fmt.duration(task.alone_us),
                 "peak\nmemory": fmt.size_words(task.peak_bytes),
                 "logits": fmt.small(task.logits_rms),
@@ -196,7 +222,7 @@ def _times(report: Report, prefills: Sequence[_Timed]) -> Table | None:
     return table(title, rows, ("tokens", "convolution\nand norm", "implementation"), keys=3)
 
 
-def _operators_share(case: Case, task: Prefill) -> float | None:
+def operators_share(case: Case, task: Prefill) -> float | None:
     """The share of the operators in the call, in percent, from the device time of one layer
     alone.
     """
@@ -207,19 +233,29 @@ def _operators_share(case: Case, task: Prefill) -> float | None:
 
 def _parts(prefills: Sequence[_Timed]) -> Table | None:
     """The time of each part of the prefill; a column adds up to its call time."""
-    headers, columns = ["part"], []
-    timed = [(case, task) for case, task in prefills if task.parts and case.call_us]
-    names = dict.fromkeys(name for _, task in timed for name in task.parts)
-    for case, task in timed:
-        whole = case.call_us.value if case.call_us else 0.0
-        us = dict.fromkeys(names, 0.0) | task.part_us
-        us |= {"GPU idle": whole - sum(task.part_us.values()), "call": whole}
-        headers.append(f"{_name(case)},\n{task.conv_and_norm}")
-        columns.append([_time_and_share(part_us, whole) for part_us in us.values()])
-    rows = zip((*names, "GPU idle", "call"), *columns, strict=True) if timed else ()
-    case, task = prefills[0]
-    title = f"Where the time goes at {_size(case)}, {_layers(task)}"
-    return strings(title, headers, rows, "l".ljust(len(headers), "r"))
+    columns = parts_of_prefills(prefills)
+    if not columns:
+        return None
+    headers, cells = ["part"], []
+    for name, us in columns.items():
+        whole = math.fsum(us.values())
+        headers.append(name.replace(", ", ",\n"))
+        cells.append([_time_and_share(part_us, whole) for part_us in (*us.values(), whole)])
+    rows = zip((*us, "call"), *cells, strict=True)
+    title = f"Where the time goes at {_size(prefills[0][0])}, {_layers(prefills[0][1])}"
+    return strings(title, headers, rows)
+
+
+def parts_of_prefills(prefills: Sequence[_Timed]) -> dict[str, dict[str, float]]:
+    """The name and the us of each part of every timed prefill, which add up to its call."""
+    names = distinct(task.parts for _, task in prefills)
+    columns = {}
+    for case, task in prefills:
+        if task.parts and case.call_us:
+            us = dict.fromkeys(map(str, names), 0.0) | task.part_us
+            us["GPU idle"] = case.call_us.value - math.fsum(us.values())
+            columns[f"{_name(case)}, {task.conv_and_norm}"] = us
+    return columns
 
 
 def _time_and_share(us: float, whole_us: float) -> str:

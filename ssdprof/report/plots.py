@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
-from ssdprof.core.case import Case
+from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.groups import Against, Group, deviation
-from ssdprof.report.stalls import KernelGroup, kernel_groups, most, summed
-from ssdprof.report.table import Cells, Table, aligned
+from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, most, summed
+from ssdprof.report.table import Cells, Table, strings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,26 +44,24 @@ _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
 }
-# of positions
-_PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}
+_BUSY = "percent of the busy warp time"
 _WIDE = 300  # ends of a logarithmic axis, from which on its powers of ten are enough
 _STROKE = 0.01  # of the height of a plot
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
-Drawing = tuple[str, Table]  # the SVG, and its numbers
+Drawing = tuple[str, Table | None]  # the SVG, and its numbers
 _Points = dict[str, list[tuple[float, float, str]]]  # of each label, in the legend
 
 
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
     """A figure without a window, a date or a random identifier.
 
-    size: width and height in inches.  legend: columns of the legend below the axes; 0: none.
+    size: width and height in inches.  legend: columns of the legend below the axes.
     """
     # late: it takes most of a second, and few commands draw
     os.environ["MPLBACKEND"] = "svg"  # the user's may be unknown here, and no figure has a window
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_SETTINGS):
@@ -70,61 +69,27 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         paint(axes)
-        if legend:
-            figure.legend(loc="outside lower center", ncols=legend, fontsize=9, frameon=False)
+        figure.legend(loc="outside lower center", ncols=legend, fontsize=9, frameon=False)
         out = io.StringIO()
-        canvas: Any = FigureCanvasSVG(figure)
-        canvas.print_svg(out, metadata={"Date": None, "Creator": "ssdprof"})
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "ssdprof"})
     return out.getvalue()
-
-
-def _data(headers: Cells, rows: Iterable[Cells]) -> Table:
-    """For a plot: the first column has names or positions."""
-    return Table(
-        title="", headers=headers, rows=(*rows,), align=aligned("l".ljust(len(headers), "r"))
-    )
 
 
 # --- speed
 
 
 def speedups(groups: Sequence[Group]) -> Drawing | None:
-    """Bars of the speedups by device time, with their intervals.  None if nothing was timed."""
-    names, ratios, baselines = list[str](), list[Estimate](), set[str]()
+    """By device time, with their intervals: a row for each size, with a point for each series; of
+    one size, a row for each series.  None if nothing was timed.
+    """
+    rows: dict[str, dict[str, Estimate]] = {}
     for group in groups:
         for series in group.others():
-            if ratio := series.speedup():
-                names.append(series.label if len(groups) == 1 else f"{series.label},\n{group.size}")
-                ratios.append(ratio)
-                baselines.add(group.baseline)
-    if not ratios:
-        return None
-    baseline = baselines.pop() if len(baselines) == 1 else "the baseline"
-    size = f", {groups[0].size}" if len(groups) == 1 else ""
-
-    def paint(axes: Axes) -> None:
-        """From the lowest bar to the highest."""
-        bars = ratios[::-1]
-        values = [bar.value for bar in bars]
-        spread = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
-        axes.barh(names[::-1], values, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
-        for position, value in enumerate(values):
-            axes.text(
-                value * 0.97,
-                position,
-                fmt.ratio(value),
-                va="center",
-                ha="right",
-                color="#fffffe",
-                fontsize=9,
-            )
-        axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
-        axes.set_xlabel(f"times as fast as {baseline},\nby device time{size}")
-
-    picture = draw(paint, (_NARROW[0], 1.2 + 0.35 * len(ratios)), legend=0)
-    named = zip(names, ratios, strict=True)
-    cells = [(" ".join(name.split()), fmt.speedup(ratio)) for name, ratio in named]
-    return picture, _data(("implementation", "speedup"), cells)
+            if speedup := series.speedup():
+                names = (group.size, series.label)
+                row, label = names if len(groups) > 1 else names[::-1]
+                rows.setdefault(row, {})[label] = speedup
+    return _points(rows, "times as fast as the baseline,\nby device time", fmt.speedup, 1.0)
 
 
 # --- rooflines: operations per byte and per second
@@ -175,14 +140,12 @@ def stall_roofline(report: StallReport) -> Drawing | None:
     roof = None
     if busiest and busiest.dram_peak_gb_per_s and busiest.tensor_peak_tflops:
         roof = busiest.dram_peak_gb_per_s, busiest.tensor_peak_tflops
-    return _roofline(points, roof, "byte of DRAM", "Roofline")
+    return _roofline(points, roof, "byte of DRAM")
 
 
-def _roofline(
-    points: _Points, roof: tuple[float, float] | None, per: str, title: str = ""
-) -> Drawing | None:
+def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Drawing | None:
     """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
-    known.  title: it is wide.
+    known.
     """
     cells, intensities, rates = list[Cells](), list[float](), list[float]()
     for label, labelled in points.items():
@@ -203,8 +166,6 @@ def _roofline(
 
     def paint(axes: Axes) -> None:
         """The roof, then the points of each label."""
-        from matplotlib.ticker import LogLocator
-
         axes.loglog()
         if roof:
             corners = [low, ridge, high]
@@ -216,17 +177,14 @@ def _roofline(
             marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
-        if high < _WIDE * low:  # the powers of ten alone may be one tick
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        _log_ticks(axes)
         axes.set_ylim(min(rates) / 3, ceiling * 2)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-        axes.set_xlabel(f"floating-point operations\nper {per}")
-        axes.set_ylabel("TFLOP/s by device time")
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set(xlabel=f"floating-point operations\nper {per}", ylabel="TFLOP/s by device time")
 
-    numbers = _data(("what", f"operations per {per}", "TFLOP/s"), cells)
+    numbers = strings("", ("what", f"operations per {per}", "TFLOP/s"), cells)
     return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1), numbers
 
 
@@ -246,11 +204,12 @@ def along_positions(group: Group) -> Drawing | None:
     floor = _worst(group.cases, "floor")
     distinct: list[tuple[list[float], list[str]]] = []  # a line, and the names of all that coincide
     for label, line in lines.items():
-        names = next((names for other, names in distinct if _coincide(line, other)), None)
-        if names is None:
-            distinct.append((line, [label]))
+        for other, names in distinct:
+            if _coincide(line, other):
+                names.append(label)
+                break
         else:
-            names.append(label)
+            distinct.append((line, [label]))
     slices = len(next(iter(lines.values())))
     middles = [(number + 0.5) * group.seqlen / slices for number in range(slices)]
 
@@ -263,12 +222,10 @@ def along_positions(group: Group) -> Drawing | None:
             axes.plot(
                 middles, floor, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor"
             )
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("rms error against fp64")
-        axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
+        axes.set(xlabel="position, tokens", ylabel="rms error against fp64")
         axes.set_xlim(0, group.seqlen)
-        what = "prompt" if group.call is None else _PLACES[group.call.kind]
-        axes.set_xlabel(f"position in the {what}, tokens")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
@@ -280,7 +237,7 @@ def along_positions(group: Group) -> Drawing | None:
         (f"{middle:,.0f}", *map(fmt.small, at_middle))
         for middle, at_middle in zip(middles, errors, strict=True)
     ]
-    return picture, _data(("position", *lines), cells)
+    return picture, strings("", ("position", *lines), cells)
 
 
 def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
@@ -309,10 +266,15 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
         bars = {_stage_name(group, stage): share for stage, share in group.stages.items()}
-        pictures[group.name.lstrip("_")] = (title, stages(bars, title, reasons, longest))
+        if picture := stacked(bars, reasons, _percent, _BUSY, longest):
+            pictures[group.name.lstrip("_")] = (title, picture)
     if roof := stall_roofline(report):
         pictures["roofline"] = ("Roofline", roof)
     return pictures
+
+
+def _percent(share: float) -> str:
+    return fmt.share(share, 1)
 
 
 def _stage_name(group: KernelGroup, stage: str) -> str:
@@ -321,44 +283,126 @@ def _stage_name(group: KernelGroup, stage: str) -> str:
     return f"{name}: {group.part(stage)}" if part else name
 
 
-def stages(
-    bars: Mapping[str, Mapping[str, float]],
-    title: str,
-    reasons: Sequence[str],
+def stacked(
+    bars: Mapping[str, Share],
+    parts: Sequence[str],
+    words: Callable[[float], str],
+    xlabel: str,
     longest: float = 0.0,
-) -> Drawing:
-    """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
+) -> Drawing | None:
+    """Bars from top to bottom, of parts from left to right; the last parts share a colour if there
+    are too many.
 
-    longest: of the bars of all plots of a report, which have one axis.
-    reasons: all reasons in the order of their colours, which is the same in all plots of a report;
-    the last ones share a colour.
+    words: a length as text.  longest: of the bars of all plots that have the same axis.
     """
+    if not bars:
+        return None
     last = len(COLORS) - 1
-    parts = {reason: [reason] for reason in reasons[:last]}
-    if rest := reasons[last:]:
-        parts["other"] = [*rest]
+    shown = {part: [part] for part in parts[:last]}
+    if rest := parts[last:]:
+        shown["other"] = [*rest]
 
     def paint(axes: Axes) -> None:
-        """From the left to the right of each bar, the reasons in their order."""
+        """From the lowest bar to the highest."""
         names = list(bars)[::-1]
         labels = [textwrap.fill(name, 26) for name in names]
         left = [0.0] * len(names)
-        for (reason, among), color in zip(parts.items(), COLORS, strict=False):
+        for (part, among), color in zip(shown.items(), COLORS, strict=False):
             widths = [sum(bars[name].get(each, 0.0) for each in among) for name in names]
-            axes.barh(labels, widths, left=left, color=color, label=reason, height=0.75)
+            axes.barh(labels, widths, left=left, color=color, label=part, height=0.75)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for position, total in enumerate(left):
-            axes.text(total, position, f" {fmt.share(total, 1)}", va="center", fontsize=9)
+            axes.text(total, position, f" {words(total)}", va="center", fontsize=9)
         axes.set_xlim(0, max(*left, longest) * 1.3)
-        axes.set_xlabel("percent of the busy warp time")
-        axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_xlabel(xlabel)
 
-    cells = (
-        (name, *(f"{share.get(reason, 0.0):.1f}" for reason in reasons))
-        for name, share in bars.items()
-    )
-    size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)
-    return draw(paint, size, legend=2), _data(("stage, percent", *reasons), cells)
+    cells = [
+        (name, *(words(lengths.get(part, 0.0)) for part in parts)) for name, lengths in bars.items()
+    ]
+    size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(parts)
+    return draw(paint, size), strings("", ("", *parts), cells)
+
+
+def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
+    """bars: prefill -> part -> us."""
+    ms = {name: {part: us / 1e3 for part, us in parts.items()} for name, parts in bars.items()}
+    parts = list(dict.fromkeys(chain.from_iterable(bars.values())))
+    return stacked(ms, parts, "{:,.1f}".format, "ms of a prefill")
+
+
+# --- points in rows
+
+
+def divergences(cases: Sequence[Case]) -> Drawing | None:
+    """A row for each case of answers, with the mean, the 99th percentile and the maximum of KL."""
+    rows: dict[str, dict[str, Estimate]] = {}
+    for case in cases:
+        if case.band and isinstance(case.task, Answers) and case.task.alone is None:
+            noise = f"noise: {case.task.change}" if case.task.change else ""
+            name = noise or f"{case.implementation}, {short_precision(case.precision)}"
+            band = case.band
+            parts = {"mean": band.kl_mean, "p99": band.kl_p99, "max": band.kl_max}
+            rows[name] = {part: Estimate(kl, kl, kl) for part, kl in parts.items()}
+    return _points(rows, "KL of the next token, nats", lambda kl: fmt.small(kl.value))
+
+
+def _points(
+    rows: Mapping[str, Mapping[str, Estimate]],
+    xlabel: str,
+    words: Callable[[Estimate], str],
+    reference: float | None = None,
+) -> Drawing | None:
+    """A row from top to bottom for each name, with a value and its interval for each label on a
+    logarithmic axis.
+
+    words: a value as text.  reference: a line at this value.
+    """
+    if not rows:
+        return None
+    labels = list(dict.fromkeys(chain.from_iterable(rows.values())))
+    heights = range(len(rows))
+    unknown = Estimate(math.nan, math.nan, math.nan)
+
+    def paint(axes: Axes) -> None:
+        axes.set_xscale("log")
+        for number, label in enumerate(labels):
+            points = [row.get(label, unknown) for row in rows.values()]
+            below = [point.value - point.low for point in points]
+            above = [point.high - point.value for point in points]
+            axes.errorbar(
+                [point.value for point in points],
+                heights,
+                xerr=(below, above),
+                fmt=_MARKERS[number % len(_MARKERS)],
+                color=_color(number),
+                fillstyle="none",
+                label=label,
+            )
+        if reference:
+            axes.axvline(reference, color=GREY, linewidth=1, linestyle=":")
+        axes.set_yticks(heights, [textwrap.fill(name, 24) for name in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        _log_ticks(axes)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel(xlabel)
+
+    cells = [
+        (name, *(words(row[label]) if label in row else fmt.MISSING for label in labels))
+        for name, row in rows.items()
+    ]
+    size = _NARROW[0], 1.4 + 0.35 * len(rows) + 0.1 * len(labels)
+    return draw(paint, size), strings("", ("", *labels), cells)
+
+
+def _log_ticks(axes: Axes) -> None:
+    """The powers of ten alone may be one tick."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axes.get_xlim()
+    if high < _WIDE * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axes.xaxis.set_minor_formatter("")
 
 
 def _color(number: int) -> str:

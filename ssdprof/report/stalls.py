@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport
 from ssdprof.report.calls import resources
-from ssdprof.report.facts import Fact, gpu, software
+from ssdprof.report.facts import Fact, gpu, software, when
 from ssdprof.report.table import (
     Document,
     Section,
@@ -30,6 +29,7 @@ READING = (
     "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a "
     "run."
 )
+STAGES = "Stages and stall reasons"  # the title of the section with pictures
 REASONS = {
     "selected": "issuing: not a stall",
     "not_selected": "ready, but another warp was chosen: not a stall",
@@ -51,13 +51,11 @@ REASONS = {
     "drain": "has ended, but its stores have not",
     "misc": "something else",
 }
-_UNKNOWN = "a reason that this version does not know"
 _HINT_PCT = 4.0  # least share of the busy time that a hint on a stage is about
 _KERNEL_PCT = 30.0  # the same of a hint on a whole kernel
 _MOST_HINTS = 6
 _HOTTEST = 10
 _MOST_REASONS = 7
-_LONGEST_LINE = 76
 
 
 # --- the kernels of an implementation, weighted by their durations
@@ -95,7 +93,7 @@ class KernelGroup:
     ) -> None:
         """kernels: in the order of their launches.  words: stage.part -> its name."""
         self.name, self.kernels, self.words = name, kernels, words
-        stages: dict[str, list[Share]] = defaultdict(list)
+        self.stages: dict[str, Share] = {}
         self.idle: dict[str, float] = defaultdict(float)
         lines: list[tuple[float, Line]] = []
         weights = _weights(kernels)
@@ -107,13 +105,12 @@ class KernelGroup:
                     self.idle[stage] += 100 * weight * sum(samples.values()) / every
                 else:
                     share = {reason: per_sample * count for reason, count in samples.items()}
-                    stages[stage].append(share)
+                    self.stages[stage] = summed([self.stages.get(stage, {}), share])
             lines += [
                 (per_sample * line.total, line)
                 for line in kernel.lines
                 if line.stage not in kernel.idle
             ]
-        self.stages = {stage: summed(shares) for stage, shares in stages.items()}
         names = dict.fromkeys(name.split(".")[0] for name in self.stages)
         self.whole = {name: summed(self.parts(name).values()) for name in names}
         self.all = summed(self.stages.values())
@@ -169,30 +166,20 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-class StageChange(NamedTuple):
-    """Its share in percent and its time, by ncu, in BASE and NEW; None: missing in that report."""
-
-    implementation: str
-    stage: str
-    base_pct: float | None
-    new_pct: float | None
-    base_us: float | None
-    new_us: float | None
-
-
-def changes(base: StallReport | None, new: StallReport | None) -> Iterator[StageChange]:
-    """Stages of the implementations that were profiled in both."""
+def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table | None]:
+    """A table of the stages of each implementation that was profiled in both."""
     if base is None or new is None:
         return
-    before = {group.name: group for group in kernel_groups(base) if group.is_sampled}
+    before = {group.name: group for group in kernel_groups(base)}
     for group in kernel_groups(new):
-        if group.is_sampled and group.name in before:
-            other = before[group.name]
-            for stage in dict.fromkeys((*group.whole, *other.whole)):
-                base_pct, new_pct = other.pct(stage), group.pct(stage)
-                yield StageChange(
-                    group.name, stage, base_pct, new_pct, other.us(base_pct), group.us(new_pct)
-                )
+        if group.name in before:
+            sides = {"BASE": before[group.name], "NEW": group}
+            yield side_by_side(
+                [
+                    KernelGroup(f"{group.name} in {side}", each.kernels, each.words)
+                    for side, each in sides.items()
+                ]
+            )
 
 
 # --- the document
@@ -214,10 +201,12 @@ def compose(report: StallReport) -> Document:
         if group.duration_us is not None:
             kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
             lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
+    origin = {"when": when(report.created), "read from": ", ".join(report.sources)}
     return Document(
         title=", ".join(filter(None, (*parts, report.gpu))),
         version=report.ssdprof_version,
-        verdict=tuple(VerdictLine(line, True) for line in lines),
+        origin=tuple((label, value) for label, value in origin.items() if value),
+        verdict=tuple(VerdictLine(line) for line in lines),
         caveats=tuple(_caveats(report)),
         sections=tuple(_sections(report, profiled)),
     )
@@ -228,24 +217,20 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
     stages = (side_by_side(profiled), *map(by_stage, profiled))
-    yield section("Stages and stall reasons", *stages, reading=READING)
+    yield section(STAGES, *stages, reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
     headers = ("kernel", "evidence, and what may help")
     yield section("Hints", facts("What the numbers point to", headers, hints))
     yield section("Hottest lines", *map(_hottest_lines, profiled))
     reasons = chain.from_iterable(most(group.all) for group in profiled)
-    meanings = {reason: meaning(reason) for reason, _ in reasons}
+    meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason, _ in reasons}
     headers = ("reason", "what the warp does")
     words = facts("Stall reasons", headers, meanings.items())
+    ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
+    yield section("What ran", ran)
     yield section("What the reasons mean", words, folded=True)
     yield section("Self-checks", _self_checks(report), folded=True)
-    ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
-    yield section("What was profiled", ran, folded=True)
-
-
-def meaning(reason: str) -> str:
-    return REASONS.get(reason, _UNKNOWN)
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
@@ -365,8 +350,7 @@ def by_stage(group: KernelGroup) -> Table | None:
     idle = [f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()]
     note = f"Not a cost and not in the table, of all samples: {fmt.words(idle)}." if idle else ""
     headers = ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other")
-    title, align = f"{group.name}: stages and stall reasons", "l".ljust(len(headers), "r")
-    return strings(title, headers, rows, align, note=note)
+    return strings(f"{group.name}: stages and stall reasons", headers, rows, note=note)
 
 
 def side_by_side(profiled: Sequence[KernelGroup]) -> Table | None:
@@ -397,15 +381,17 @@ def _averages(report: StallReport) -> Table | None:
     rows = []
     for reason in dict.fromkeys(chain.from_iterable(averages)):
         pcts = [100 * average.get(reason, 0.0) / sum(average.values()) for average in averages]
-        rows.append((reason, *(fmt.share(pct, 1) for pct in pcts), meaning(reason)))
+        rows.append(
+            (reason, *(fmt.share(pct, 1) for pct in pcts), REASONS.get(reason, REASONS["misc"]))
+        )
     note = (
         "Percent of all warps' time, idle ones among them; which line or stage, the report does "
         "not say."
     )
     headers = ("reason", *(kernel.kernel for kernel in kernels), "what the warp does")
     last = len(headers) - 1
-    align = f"{'l'.ljust(last, 'r')}l"
-    return strings("Stall reasons, without samples", headers, rows, align, wraps=last, note=note)
+    title = "Stall reasons, without samples"
+    return strings(title, headers, rows, (0, last), wraps=last, note=note)
 
 
 def _hottest_lines(group: KernelGroup) -> Table | None:
@@ -416,7 +402,7 @@ def _hottest_lines(group: KernelGroup) -> Table | None:
             "line": f"{line.file}:{line.line}" if line.line else "no line",
             "stage": line.stage,
             "waits for": _waits(line),
-            "source": fmt.cut(line.text, _LONGEST_LINE),
+            "source": line.text,
         }
         for pct, line in group.lines[:_HOTTEST]
     ]

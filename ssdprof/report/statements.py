@@ -5,7 +5,7 @@ caveats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
 
 from ssdprof.core import words as fmt
@@ -14,16 +14,18 @@ from ssdprof.core.base import (
     LONGEST_SEQLEN,
     PRECISIONS,
     PrecisionName,
+    distinct,
     grouped,
     intermediates_of,
-    states_of,
 )
 from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.conditions import METRICS
-from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.pairs import unfinished
 from ssdprof.core.report import Report
-from ssdprof.report.facts import gpu_name
+from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
+from ssdprof.report.model import prefills
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
@@ -88,11 +90,7 @@ def errors(report: Report) -> tuple[str, ...]:
 
 def incomplete(report: Report) -> str:
     """Why a report is incomplete; empty if it is complete."""
-    outcome = Outcome(report)
-    if not report.cases:
-        return NOTHING
-    missing = f"{outcome.missing} cases are missing" if outcome.missing else ""
-    return outcome.ended_early or missing
+    return unfinished(report) if report.cases else NOTHING
 
 
 def shortcomings(outcome: Outcome) -> list[str]:
@@ -115,10 +113,8 @@ def shortcomings(outcome: Outcome) -> list[str]:
             f"{case_words(of_kernels)}."
         )
     for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
-        faults: dict[str, None] = {}
-        for case in failed:
-            faults |= dict.fromkeys(_consequence(law.name) for law in case.broken_laws)
-        if faults:
+        laws = distinct(case.broken_laws for case in failed)
+        if faults := dict.fromkeys(_consequence(law.name) for law in laws):
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if outcome.refused:
         why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in outcome.refused))
@@ -126,8 +122,8 @@ def shortcomings(outcome: Outcome) -> list[str]:
     answers = {case.name for case in outcome.answers}
     of_calls = (verdict for verdict in outcome.broken if verdict.case not in answers)
     for gate, broken in by_gate(of_calls).items():
-        cases = [": ".join(filter(None, (verdict.case, verdict.actual))) for verdict in broken]
-        lines.append(f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}.")
+        cases = shortened([verdict.what for verdict in broken], _MOST_BROKEN)
+        lines.append(f"GATE FAILED: {gate}: {cases}.")
     return lines
 
 
@@ -162,7 +158,11 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         how = "ran"
     if any(case.variant == "interpreter" for case in report.of_calls):
         how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
-    yield VerdictLine(f"{_capital(who)} {how}.", True)
+    if report.laws == "quick":
+        how += "; of the laws, only causality and cut in two were tested (--laws quick)"
+    if outcome.others and report.kind in ("bench", "prefill"):
+        how += f"; {outcome.others} more of other libraries do not count"
+    yield VerdictLine(f"{_capital(who)} {how}.")
 
 
 def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
@@ -175,8 +175,8 @@ def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
         limits = "a limit could not be judged"
     elif gates:
         limits = "they are within the limits"
-    cases = fmt.plural(len(outcome.answers), "case")
-    return VerdictLine(f"Answers of {cases} were compared: {limits}.", not unknown)
+    shown = f"Answers of {answers_words(report.of_answers)} were compared"
+    return VerdictLine(f"{shown}: {limits}.", not unknown)
 
 
 # --- where an implementation may be used
@@ -207,10 +207,10 @@ def _advice(every: Sequence[Series]) -> VerdictLine:
     if good:
         layers = {case.layer for case in chain.from_iterable(series.cases for series in good)}
         where = "every layer replayed" if len(layers) > 1 else "the layer replayed"
-        precisions = "; ".join(series.precision for series in good)
+        precisions = fmt.words(f"at {series.precision}" for series in good)
         if not bad and len(good) > 4:
-            precisions = f"each of its {len(good)} precisions"
-        words.append(f"{name} may be used at {precisions}: within the error budget in {where}.")
+            precisions = f"at each of its {len(good)} precisions"
+        words.append(f"{name} may be used {precisions}: it is within the error budget in {where}.")
     if bad:
         words.append(f"{'It' if good else name} may not be used at {'; '.join(bad)}.")
     return VerdictLine("  ".join(words), all(series.within_budget for series in every))
@@ -246,40 +246,98 @@ def _doubt(series: Series, every: Sequence[Series]) -> str:
 
 def in_short(report: Report) -> tuple[VerdictLine, ...]:
     """A sentence for whoever decides on a run: the gain at the longest prompt, whether answers
-    stay, and what to use.
+    stay, and what to use; on a prefill the gain of the whole model.
     """
     longest = next(iter(groups(report)), None)
-    if report.kind != "run" or longest is None or not longest.compared:
-        return ()
-    words, good = _decision(report, longest)
-    return (VerdictLine(f"In short: {words}.", good),)
+    decision = None
+    if report.kind == "run" and longest and longest.compared:
+        decision = _decision(report, longest)
+    elif report.kind == "prefill":
+        decision = _of_prefill(report)
+    return (decision._replace(text=f"In short: {decision.text}."),) if decision else ()
+
+
+def _of_prefill(report: Report) -> VerdictLine | None:
+    """The gain in the longest prefill; None if `fused` was not timed beside its baseline."""
+    timed = [case for case, _ in prefills(report) if case.implementation == GATED and case.call_us]
+    case = max(timed, key=lambda case: case.seqlen, default=None)
+    speedup = case and report.speedup(case)
+    if not (case and speedup):
+        return None
+    size, gpu = fmt.tokens(case.seqlen, case.batch), gpu_name(report.environment)
+    times = f"{fmt.ratio(speedup.value)} as fast as with {report.baseline}"
+    whole = f"a whole prefill of {size} with {case.implementation}"
+    return VerdictLine(f"on this {gpu}, {whole} is {times}")
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
-    """Recommends the most accurate precision that is not clearly slower than the fastest one."""
+    """What is not usable and why, then what is: the most accurate precision that is not clearly
+    slower than the fastest one.
+    """
     outcome = Outcome(report)
     if report.doubts:
         first = min(report.doubts).partition(":")[0].rstrip(".")
         return VerdictLine(f"explain the inputs first, which no model has: {first}", False)
-    if not outcome.passed:
-        wrong = outcome.failed or outcome.refused or outcome.broken or outcome.answers_failed
-        why = "this run did not pass" if wrong else "this run is incomplete"
-        return VerdictLine(f"keep {group.baseline} for now: {why}", False)
-    usable = _usable(group)
+    if of_inputs := [case for case in outcome.failed if not exact_answer_is_finite(case)]:
+        first = f"explain {layer_words(of_inputs)} first, where the exact answer is not finite"
+        return VerdictLine(first, False)
+    faulty = dict.fromkeys(_faulty(report, outcome))
+    if not (faulty or outcome.broken or outcome.passed):
+        return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
+    words = []
+    for name, same in grouped(faulty, lambda names: names[0]).items():
+        precisions = [precision for _, precision in same]
+        every = {case.precision for case in report.cases if case.implementation == name}
+        where = f" at {fmt.words(precisions)}" if set(precisions) < every else ""
+        words.append(f"{name} did not pass{where}")
+    for verdict in outcome.broken:
+        if not verdict.case:
+            words.append(f"{verdict.condition} could judge no case")
+    advised, good = _recommendation(group, set(faulty))
+    return VerdictLine("; ".join([*words, advised]), good and outcome.passed)
+
+
+def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, PrecisionName]]:
+    """Each implementation and precision that failed, was refused or misses a limit."""
+    offenders = {verdict.case for verdict in outcome.broken}
+    for case in report.cases:
+        if case in outcome.faulty or case.name in offenders:
+            yield case.implementation, case.precision
+
+
+def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
+    """The most accurate precision that is not clearly slower than the fastest one.
+
+    faulty: implementations and precisions that are not usable.
+    """
+    usable = [series for series in _usable(group) if series.key not in faulty]
+    where = f"{group.extent} {group.where}"
+    if not usable:
+        if group.compared == ("served",) and not faulty:
+            return VerdictLine(f"what the server computed is accurate enough for {where}")
+        if any(series.key in faulty for series in group.series(group.baseline)):
+            return VerdictLine("nothing that was compared is usable", False)
+        return VerdictLine(f"keep {group.baseline}")
     timed = [series for series in usable if series.speedup() and len(series.timed) == group.calls]
+    gpu = group.report.environment.gpu
     if not timed:
-        return _untimed_decision(group, usable)
+        names = dict.fromkeys(series.implementation for series in usable)
+        verb = "is" if len(names) == 1 else "are"
+        precisions = fmt.words(dict.fromkeys(series.precision for series in usable))
+        at = f" at {precisions}" if faulty else ""
+        why = "on this GPU nothing was timed" if gpu else "without a GPU there is no speed"
+        words = f"{fmt.words(names)} {verb} accurate enough{at} for {where}; {why}"
+        return VerdictLine(words)
     least = min(series.us("device") for series in timed)
     best = next(series for series in timed if series.us("device") <= _CLEARLY_SLOWER * least)
     if best.verdict != "faster":
-        words = f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
-        return VerdictLine(words, True)
+        return VerdictLine(
+            f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
+        )
     whole = best.baseline_us or 0.0
     less = f"{fmt.duration(whole - best.us('device'))} less of {fmt.duration(whole)}"
-    gain = f"{best.implementation} takes {less} for {group.extent} {group.where}"
-    gpu = gpu_name(report.environment)
-    words = f"on this {gpu}, {gain}; {_answers_words(best)}; use {best.precision}"
-    return VerdictLine(words, True)
+    gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {less}"
+    return VerdictLine(f"{gain} for {where}; {_answers_words(best)}; use {best.precision}")
 
 
 def _usable(group: Group) -> list[Series]:
@@ -291,18 +349,6 @@ def _usable(group: Group) -> list[Series]:
             within = (series for series in every if series.within_budget)
             usable += [series for series in within if not _doubt(series, every)]
     return usable
-
-
-def _untimed_decision(group: Group, usable: Sequence[Series]) -> VerdictLine:
-    why = "without a GPU there is no speed"
-    if group.report.environment.gpu:
-        why = "on this GPU nothing was timed"
-    names = dict.fromkeys(series.implementation for series in usable) or group.compared
-    verb = "is" if len(names) == 1 else "are"
-    if not usable:
-        verb += " not"
-    words = f"{fmt.words(names)} {verb} accurate enough for {group.extent} {group.where}"
-    return VerdictLine(f"{words}; {why}", bool(usable))
 
 
 def _answers_words(series: Series) -> str:
@@ -337,7 +383,7 @@ def _divergence(series: Series) -> tuple[float, float]:
 
 def caveats(report: Report) -> Iterator[str]:
     """Caveats that follow from the results, and the report's own notes; the gravest first."""
-    yield from suspicions(report)
+    yield from weaknesses(report)
     timed = any(case.time_us for case in report.of_calls)
     if report.of_calls and not timed:
         why = " in this run" if report.environment.gpu else ", because this machine has no GPU"
@@ -361,22 +407,23 @@ def caveats(report: Report) -> Iterator[str]:
     yield from _of_baselines(report)
     yield from _of_libraries(report)
     yield from _equal_precisions(report.of_calls, timed)
-    yield from _single_chunks(report)
     for out in report.left_out:
         who = f"{fmt.words(out.implementations)} of " if out.implementations else ""
         yield f"{_capital(f'{who}{out.case_key}')} was left out: {out.reason}."
     yield from report.remarks
 
 
-def suspicions(report: Report) -> list[str]:
-    """On inputs that no model has: of a server's calls, the recording is wrong before any kernel
-    is, and before the server.
+def weaknesses(report: Report) -> list[str]:
+    """What the verdict says less for: inputs that no model has, and sequences of one chunk.
+
+    With a server's calls, the recording is wrong before any kernel is, and before the server.
     """
     recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
     begin = "Suspect the recording before the kernels and the server: in" if recorded else "In"
-    return [
+    suspicions = [
         f"{begin} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
     ]
+    return [*suspicions, *_single_chunks(report)]
 
 
 def _single_chunks(report: Report) -> Iterator[str]:
@@ -389,12 +436,12 @@ def _single_chunks(report: Report) -> Iterator[str]:
             call and not (call.kind == "chunk" and call.count == 1)
         ):
             continue  # of a bench, or it begins with a state
-        dims = (case.dims for case in group.cases if case.dims)
-        chunks = {size for size in (each.chunk_size for each in dims) if size is not None}
-        if chunks and longest <= min(chunks):
+        sizes = {case.dims.chunk_size for case in group.cases if case.dims}
+        chunks = sorted(size for size in sizes if size is not None)
+        if chunks and longest <= chunks[0]:
             what = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
             are = "are" if call is None and longest > 1 else "is"
-            chunk = f"one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}"
+            chunk = f"one chunk of {fmt.words(map(str, chunks), 'or')}"
             untested = "no state is passed on, so the dtype of the states is not tested"
             yield f"{what} {are} no more than {chunk}: {untested}."
 
@@ -464,21 +511,12 @@ def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
                 key = case.implementation, part.removeprefix(_SAME_AS)
                 equal.setdefault(key, set()).add(case.precision)
     for (name, other), precisions in equal.items():
-        words = [_with_states(precision) for precision in sorted(precisions, key=PRECISIONS.index)]
-        ran = {_with_states(case.precision) for case in cases if case.implementation == name}
-        which = "every precision" if ran <= {other, *words} else fmt.words(words)
-        sentence = f"{name} computes {which} as {other}: results are bitwise the same"
-        if timed:
-            sentence += (
-                ", and so is the time.  Speedups differ where each is over the baseline at its own "
-                "state dtype"
-            )
-        yield f"{sentence}."
-
-
-def _with_states(precision: PrecisionName) -> str:
-    """ "exact with fp32 states"."""
-    return f"{intermediates_of(precision)} with {states_of(precision)} states"
+        which = "; ".join(sorted(precisions, key=PRECISIONS.index))
+        same = "its outputs and its times are the same" if timed else "its outputs are the same"
+        yield (
+            f"{name} computes {which} as {other}: {same}.  Their rows differ where each is "
+            "compared with the baseline at its own state dtype."
+        )
 
 
 # --- cases in words

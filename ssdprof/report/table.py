@@ -17,7 +17,7 @@ Align = Literal["left", "right"]
 Cells = tuple[str, ...]
 TableRow = dict[str, str]  # heading -> cell
 _GOOD = ("faster", "passed", "yes", "ok")
-_BAD = ("slower", "inaccurate", "nonfinite", "failed", "out of memory")
+_BAD = ("missing", "slower", "inaccurate", "nonfinite", "failed", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,6 @@ class Table:
     note: str = ""
     keys: int = 1
     wraps: int | None = None
-
-    def __post_init__(self) -> None:
-        if {len(self.headers)} != {len(self.align), *map(len, self.rows)}:
-            raise ValueError(
-                f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has"
-            )
 
     def only(self, columns: Iterable[int]) -> Table:
         """With some of its columns."""
@@ -81,23 +75,28 @@ def table(
     listed = list(rows)
     fullest: TableRow = max(listed, key=len, default={})
     headings = list(fullest)
-    align = "".join("l" if heading in words else "r" for heading in headings)
+    texts = [column for column, heading in enumerate(headings) if heading in words]
     cells = [tuple(row.get(heading, fmt.MISSING) for heading in headings) for row in listed]
     column = headings.index(wraps) if wraps in headings else None
-    return strings(title, headings, cells, align, keys=keys, wraps=column, note=note)
+    return strings(title, headings, cells, texts, keys=keys, wraps=column, note=note)
 
 
 def strings(
-    title: str, headers: Sequence[str], rows: Iterable[Cells], align: str, **fields: Any
+    title: str,
+    headers: Sequence[str],
+    rows: Iterable[Cells],
+    texts: Container[int] = (0,),
+    **fields: Any,
 ) -> Table | None:
     """A table of columns whose headers may be equal; None without rows.
 
-    align: a letter for each column, such as "llrr".  fields: others of a table.
+    texts: the numbers of the columns of text.  fields: others of a table.
     """
-    cells = tuple(rows)
-    if not cells:
-        return None
-    return Table(title=title, headers=tuple(headers), rows=cells, align=aligned(align), **fields)
+    align: list[Align] = ["left" if column in texts else "right" for column in range(len(headers))]
+    shown = Table(
+        title=title, headers=tuple(headers), rows=tuple(rows), align=tuple(align), **fields
+    )
+    return shown if shown.rows else None
 
 
 def without_empty_columns(whole: Table | None) -> Table | None:
@@ -109,11 +108,6 @@ def tone(cell: str) -> str:
     if cell.startswith("NO") or cell in _BAD:
         return "bad"
     return "good" if cell in _GOOD else ""
-
-
-def aligned(letters: str) -> tuple[Align, ...]:
-    """ "lr" -> ("left", "right")."""
-    return tuple("left" if letter == "l" else "right" for letter in letters)
 
 
 def fold_precisions(rows: Iterable[TableRow]) -> list[TableRow]:
@@ -154,14 +148,14 @@ def _precision_words(precisions: Iterable[str]) -> str:
 
 def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table | None:
     """Names and values; those without a value are left out."""
-    return strings(title, headers, (row for row in rows if row[1]), "ll", wraps=1)
+    return strings(title, headers, (row for row in rows if row[1]), (0, 1), wraps=1)
 
 
 class VerdictLine(NamedTuple):
     """good: it says nothing bad."""
 
     text: str
-    good: bool
+    good: bool = True
 
 
 # a text explains the table above it, a tuple is a list of sentences

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, pairwise
 
 from rich import box
 from rich.cells import cell_len
@@ -15,21 +14,13 @@ from rich.text import Text
 from ssdprof.core.words import MISSING
 from ssdprof.report.table import Document, Section, Table, VerdictLine, tone
 
-WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
 _LEAST_WRAPPED = 30  # least width of a text column, if possible
-_MOST_ROWS = 60  # of a table with one row per case
 _STYLES = {"good": "green", "bad": "red", "": ""}
 
 
-def render(
-    document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool = False
-) -> RenderableType:
-    """The whole document.
-
-    rest: the command that shows all rows of a long table.  verdict_last: repeat the verdict at the
-    end.
-    """
+def render(document: Document) -> RenderableType:
+    """The whole document; the verdict stands before and after its tables."""
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
         *map(verdict, document.verdict),
@@ -38,8 +29,8 @@ def render(
     if document.caveats:
         parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
     for section in document.sections:
-        parts += _section(section, rest)
-    return Group(*parts, *(["", *map(verdict, document.verdict)] if verdict_last else []))
+        parts += _section(section)
+    return Group(*parts, "", *map(verdict, document.verdict))
 
 
 def origin(pairs: Iterable[tuple[str, str]]) -> RenderableType:
@@ -61,17 +52,14 @@ def bullet(text: str) -> RenderableType:
 
 @dataclass(frozen=True)
 class SplitTable:
-    """A table that is split into several if the console is too narrow, each with the key columns.
-
-    rest: the command that shows all rows of a long table.
-    """
+    """A table, in several parts with the key columns if the console is too narrow."""
 
     table: Table
-    rest: str = WHOLE_REPORT
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the parts, the note."""
-        yield Text(self.table.title, style="bold")
+        if self.table.title:
+            yield Text(self.table.title, style="bold")
         parts = [self.table.only(block) for block in _blocks(self.table, options.max_width)]
         for number, part in enumerate(parts):
             if number:
@@ -79,18 +67,16 @@ class SplitTable:
             yield _drawn(
                 part, is_part=len(parts) > 1, squeezed=_taken(_widths(part)) > options.max_width
             )
-        if (hidden := len(self.table.rows) - _MOST_ROWS) > 0:
-            yield Text(f"{hidden:,} more rows: {self.rest}", style="dim")
         if self.table.note:
             yield Text(self.table.note, style="dim")
 
 
-def _section(section: Section, rest: str) -> Iterator[RenderableType]:
+def _section(section: Section) -> Iterator[RenderableType]:
     for block in section.blocks:
         yield ""
         match block:
             case Table():
-                yield SplitTable(block, rest)
+                yield SplitTable(block)
             case str():
                 yield Text(block, style="dim")
             case _:
@@ -107,42 +93,26 @@ def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
         rendered.add_column(
             Text(header), justify=align, no_wrap=rigid, overflow="fold", vertical="top"
         )
-    for row in table.rows[:_MOST_ROWS]:
+    for row in table.rows:
         if not is_part or any(cell != MISSING for cell in row[table.keys :]):
             rendered.add_row(*(Text(cell, style=_STYLES[tone(cell)]) for cell in row))
     return rendered
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
-    """Columns of each part: the fewest parts that fit, of similar widths.  A split table loses
-    empty columns.
-    """
-    widths = _widths(table)
-    whole, keys = tuple(range(len(widths))), tuple(range(table.keys))
-    rest = [column for column in table.full() if column >= table.keys]
-
-    def taken(block: Sequence[int]) -> int:
-        return _taken(widths[column] for column in block)
-
-    def fits(block: Sequence[int]) -> bool:
-        return len(block) == len(keys) + 1 or taken(block) <= width
-
-    if taken(whole) <= width:
-        return [whole]
-    for parts in range(1, len(rest) + 1):
-        cuts = combinations(range(1, len(rest)), parts - 1)
-        splits = (_split(keys, rest, borders) for borders in cuts)
-        if possible := [split for split in splits if all(map(fits, split))]:
-            return min(possible, key=lambda split: max(map(taken, split)))
-    return [keys]
-
-
-def _split(
-    keys: Sequence[int], rest: Sequence[int], borders: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """The other columns cut at the borders, each part behind the keys."""
-    edges = (0, *borders, len(rest))
-    return [(*keys, *rest[low:high]) for low, high in pairwise(edges)]
+    """Columns of each part that fits, the keys first.  A split table loses empty columns."""
+    widths, keys = _widths(table), range(table.keys)
+    if _taken(widths) <= width:
+        return [tuple(range(len(widths)))]
+    room = width - sum(widths[key] + _GAP for key in keys)
+    parts: list[list[int]] = [[]]
+    for column in table.full():
+        if column < table.keys:
+            continue
+        if parts[-1] and _taken(widths[each] for each in (*parts[-1], column)) > room:
+            parts.append([])
+        parts[-1].append(column)
+    return [(*keys, *part) for part in parts]
 
 
 def _widths(table: Table) -> list[int]:

@@ -5,7 +5,7 @@
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
 So reports of older versions keep their meaning.  For files of other libraries a table has the same
-information, by the hash of the file (`operators/known_sources/`).  In any other file every function
+information, by the hash of the file (`operators/stages/`).  In any other file every function
 is a stage of its own name.
 
 An instruction has one source line.  In reports that ssdprof records it is the innermost of those
@@ -216,14 +216,12 @@ class Labels:
 class SourceFile:
     """lines: of every line of a @jit function.  specialized: functions in which some warps have no
     role.
-    waits: lines that wait, with the stage.
     labelled: its stages are known, from itself or a table.
     """
 
     text: tuple[str, ...]
     lines: Mapping[int, LineStage] = field(default_factory=dict)
     specialized: frozenset[str] = frozenset()
-    waits: Mapping[int, str] = field(default_factory=dict)
     labelled: bool = True
 
     def stage_of(self, line: int) -> LineStage:
@@ -257,7 +255,6 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         text=lines,
         lines=line_stages,
         specialized=frozenset(node.name for node in functions if _specializes(node)),
-        waits=labels.waits,
         labelled=labels.functions is not None or not functions,
     )
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ssdprof import __version__, operators
-from ssdprof.core.stalls import KernelStalls, Launched, SelfChecks, StallReport
-from ssdprof.core.words import cut
+from ssdprof.core.stalls import CheckResult, KernelStalls, Launched, SelfChecks, StallReport
 from ssdprof.operators.operator import Stages
 from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle, most_first
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
@@ -187,7 +185,7 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
         kernel.number("dram__cycles_elapsed.avg.per_second"),
     )
     facts |= {
-        "grid": None if grid[0] is None else (int(grid[0]), int(grid[1] or 1), int(grid[2] or 1)),
+        "grid": None if grid[0] is None else tuple(int(size or 1) for size in grid),
         "limited_by": tuple(
             name for name, limit in limits.items() if limit == min(limits.values())
         ),
@@ -262,14 +260,11 @@ def _product(value: float | None, factor: float | None) -> float | None:
 # --- self-checks
 
 
-@dataclass(frozen=True)
-class _Check:
+def _result(holds: bool | None, detail: str, lacking: str = "not collected") -> CheckResult:
     """holds: None if it cannot be checked; `lacking` is the reason."""
-
-    name: str
-    holds: bool | None
-    detail: str
-    lacking: str = "not collected"
+    if holds is None:
+        return "not checked", lacking
+    return "ok" if holds else "failed", detail
 
 
 def _checks_of_kernel(
@@ -284,27 +279,27 @@ def _checks_of_kernel(
     lost = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
     absent = f"not in the report: {', '.join(sorted(not_recorded))}" if not_recorded else "yes"
     of_lines = [line.samples for line in stalls.lines]
-    return _results(
-        _adds_up("reasons add up to the samples", [kernel.totals], counted),
-        _adds_up("lines add up to the kernel", of_lines, total),
-        _adds_up("stages add up to the kernel", stalls.stages.values(), total),
-        _reasons_add_up(kernel),
-        _Check("every line has a stage", unknown == 0 if kernel.points else None, lost),
-        _Check("the source was recorded", not not_recorded if kernel.points else None, absent),
-        _Check("no sample was dropped", no_bytes_dropped, f"{dropped or 0:,.0f} bytes dropped"),
-    )
+    return {
+        "reasons add up to the samples": _adds_up([kernel.totals], counted),
+        "lines add up to the kernel": _adds_up(of_lines, total),
+        "stages add up to the kernel": _adds_up(stalls.stages.values(), total),
+        "every reason adds up over the lines": _reasons_add_up(kernel),
+        "every line has a stage": _result(unknown == 0 if kernel.points else None, lost),
+        "the source was recorded": _result(not not_recorded if kernel.points else None, absent),
+        "no sample was dropped": _result(no_bytes_dropped, f"{dropped or 0:,.0f} bytes dropped"),
+    }
 
 
-def _adds_up(name: str, samples: Iterable[Mapping[str, int]], expected: int | None) -> _Check:
+def _adds_up(samples: Iterable[Mapping[str, int]], expected: int | None) -> CheckResult:
     """Whether there are as many samples as expected."""
     if expected is None:
-        return _Check(name, None, "")
+        return _result(None, "")
     count = sum(sum(counts.values()) for counts in samples)
     missing = "" if count == expected else f"; {expected - count:,} missing"
-    return _Check(name, count == expected, f"{count:,} of {expected:,}{missing}")
+    return _result(count == expected, f"{count:,} of {expected:,}{missing}")
 
 
-def _reasons_add_up(kernel: RawKernel) -> _Check:
+def _reasons_add_up(kernel: RawKernel) -> CheckResult:
     """Whether the samples of the instructions are those of the kernel, reason by reason."""
     by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())
     off = [
@@ -314,27 +309,28 @@ def _reasons_add_up(kernel: RawKernel) -> _Check:
     ]
     holds = not off if kernel.points and kernel.totals else None
     detail = "; ".join(off) or f"{len(kernel.totals)} reasons"
-    return _Check("every reason adds up over the lines", holds, detail)
+    return _result(holds, detail)
 
 
 def _checks_of_reports(reports: Sequence[RawReport], requested: Sequence[Launched]) -> SelfChecks:
     """Checks of the files, and that only the requested launches, if they are known, were
     profiled.
     """
-    checks: list[_Check] = []
+    checks: SelfChecks = {}
     for report in reports:
         end = "its last block" if report.whole else "a block"
         detail = f"{'ends' if report.whole else 'does not end'} at the end of {end}"
-        name = f"{report.name} is complete"
-        checks.append(_Check(name, report.whole, detail, lacking="no way to tell"))
+        checks[f"{report.name} is complete"] = _result(report.whole, detail, "no way to tell")
     if not requested:
         lacking = "the report does not say which kernels were requested"
-        checks.append(_Check("only the wanted launches were profiled", None, "", lacking))
-        return _results(*checks)
-    return _results(*checks, *map(_only_requested, reports, requested))
+        checks["only the wanted launches were profiled"] = _result(None, "", lacking)
+    for report, launched in zip(reports, requested, strict=False):
+        name = f"only the wanted launches of {launched.implementation} were profiled"
+        checks[name] = _only_requested(report, launched)
+    return checks
 
 
-def _only_requested(report: RawReport, launched: Launched) -> _Check:
+def _only_requested(report: RawReport, launched: Launched) -> CheckResult:
     """Whether the launches of a call, and no others, were profiled."""
     profiled = Counter(kernel.function for kernel in report.kernels)
     requested = {launch.kernel for launch in launched.launches}
@@ -346,19 +342,7 @@ def _only_requested(report: RawReport, launched: Launched) -> _Check:
     if profiled.total() != launched.launch_count:
         wrong.append(f"{profiled.total()} launches instead of {launched.launch_count}")
     detail = f"{profiled.total()} of {launched.launch_count}; compiled before"
-    name = f"only the wanted launches of {launched.implementation} were profiled"
-    return _Check(name, not wrong, "; ".join(wrong) or detail)
-
-
-def _results(*checks: _Check) -> SelfChecks:
-    """By name, as they are stored."""
-    results: SelfChecks = {}
-    for check in checks:
-        if check.holds is None:
-            results[check.name] = "not checked", check.lacking
-        else:
-            results[check.name] = "ok" if check.holds else "failed", check.detail
-    return results
+    return _result(not wrong, "; ".join(wrong) or detail)
 
 
 # --- hints: each names its evidence, and needs collected values
@@ -368,7 +352,6 @@ _WORTH_PCT = 5.0  # of the busy samples: a smaller share is not worth a change
 _BUSY_MEMORY_PCT = 70.0  # of a memory's bandwidth: above this it counts as full
 _MOST_HIT_PCT = 80.0  # of L2: above this, loads wait for L2 and not for DRAM
 _FULL_WAVE = 0.8
-_LONGEST_QUOTE = 80
 
 # reason -> remedy.  Reasons whose remedy depends on more are in `_advice`.
 ADVICE = {
@@ -422,7 +405,7 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
             of_stage = [line for line in kernel.lines if line.stage == stage]
             hottest = max(of_stage, key=lambda line: line.samples.get(reason, 0))
             if advice := _advice(kernel, stage, reason, hottest.text):
-                quote = f" `{cut(hottest.text, _LONGEST_QUOTE)}`" if hottest.text else ""
+                quote = f" `{hottest.text}`" if hottest.text else ""
                 part = 100 * hottest.samples.get(reason, 0) / count
                 hint = (
                     f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples, "

@@ -131,13 +131,7 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
 
 
 def profile(
-    job: Job,
-    launched: Launched,
-    program: str,
-    report: Path,
-    *,
-    sections: Sequence[str] = SECTIONS,
-    timeout_s: float = TIMEOUT_S,
+    job: Job, launched: Launched, program: str, report: Path, *, timeout_s: float = TIMEOUT_S
 ) -> None:
     """Let ncu profile the job's launches into `report`.
 
@@ -146,7 +140,7 @@ def profile(
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         names = [launch.kernel for launch in launched.launches]
         inner = target(job, Path(folder) / "launched.json")
-        words = command(program, report, names, launched.launch_count, inner, sections)
+        words = command(program, report, names, launched.launch_count, inner)
         output = run(words, timeout_s=timeout_s, environ=_environment(job))
     if not report.is_file():
         raise explain(output, 0)
@@ -179,12 +173,7 @@ def find() -> tuple[str, str]:
 
 
 def command(
-    ncu: str,
-    report: Path,
-    kernels: Sequence[str],
-    launches: int,
-    target: Sequence[str],
-    sections: Sequence[str] = SECTIONS,
+    ncu: str, report: Path, kernels: Sequence[str], launches: int, target: Sequence[str]
 ) -> tuple[str, ...]:
     """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into
     `report`.
@@ -194,7 +183,7 @@ def command(
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     options: list[str] = []
-    for section in sections:
+    for section in SECTIONS:
         options += ["--section", section]
     return (
         ncu,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -43,6 +43,7 @@ from ssdprof.files import (
     check_writable,
     locked,
     parse_json,
+    read_stored,
     regular,
     safe_name,
     uninterrupted,
@@ -57,6 +58,7 @@ RUNS = Path("runs")
 HEADER = "run.json"
 DOCUMENT = "report.json"  # what --json printed, in a folder of its own
 CAPTURES = "captures"
+FAILURES = "failures"  # calls that failed: see `jobs.failures`
 _LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
 _AGAIN = "Use the ssdprof that wrote it, or measure again."
 _TAKEN = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
@@ -86,7 +88,7 @@ class Writer:
         self._clocks = line.clocks
         cases = tuple(self.earlier.values())
         self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
-        self._file, self._path = file, Path(file.name) if file else None
+        self._file = file
         self._on_disk: ProcessLine | None = None
         self._due_s = 0.0
         self._cases = dict(self.earlier)
@@ -114,8 +116,8 @@ class Writer:
             self.captured(case.layer)
         known = self._cases.get(case.name)
         line = case.changed(accuracy=()) if known and known.accuracy == case.accuracy else case
-        self._cases[case.name] = known.joined(case) if known else case
         self._write({"case": line.model_dump(mode="json", exclude_defaults=True)})
+        self._cases[case.name] = known.joined(case) if known else case
         self.report = self.report.model_copy(update={"cases": tuple(self._cases.values())})
 
     def captured(self, layer: LayerRef) -> None:
@@ -139,15 +141,6 @@ class Writer:
         if line != self._on_disk:
             self._write({"process": line.model_dump(mode="json", exclude_defaults=True)})
             self._on_disk, self._due_s = line, time.monotonic() + _LATER
-
-    def kept(self) -> Report:
-        """The report with those cases that can be read back."""
-        readable: set[str] = set()
-        with suppress(SsdprofError):
-            if self._path and (self.folder / HEADER).is_file():
-                readable = {case.name for case in _lines(self._path)[0]}
-        cases = tuple(case for case in self.report.cases if case.name in readable)
-        return self.report.model_copy(update={"cases": cases})
 
     def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
         """What is not measured.  implementations: empty: all of the place."""
@@ -404,8 +397,8 @@ def _note_end(writer: Writer, error: BaseException) -> str:
     with suppress(SsdprofError):  # the disk may be what ended it
         writer.update(ended=why)
         writer.flush()
-    report = writer.kept()
-    if not report.cases:
+    report = writer.report
+    if not (writer.folder / HEADER).is_file():
         return "What was done could not be kept."
     cases, answers = len(report.of_calls) + len(report.of_prefill), len(report.of_answers)
     of = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
@@ -446,9 +439,8 @@ def _wait(path: Path, ranks: Ranks) -> None:
         if rank == ranks.rank:
             continue
         ranks.told(f"{rank}/open", rank)
-        with (path / f"cases.{rank}.jsonl").open("rb") as opened_file:
-            while not _free(opened_file):
-                time.sleep(POLL_S)
+        while not _is_free(path / f"cases.{rank}.jsonl"):
+            time.sleep(POLL_S)
         last = _last(path, rank)
         if not last.complete:
             error = ranks.gone(rank)
@@ -471,11 +463,13 @@ def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
     return None
 
 
-def _free(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+def _is_free(file: Path) -> bool:
+    """Whether no process holds its lock."""
+    with file.open("rb") as opened_file:
+        try:
+            fcntl.flock(opened_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 
@@ -504,13 +498,20 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
 
 def latest(*kinds: str) -> Path | None:
-    """The report under `runs/` that was started last, of one of the kinds."""
+    """The report under `runs/` that was started last, of one of the kinds, and that no process is
+    still writing.
+    """
     started = [
         (report.created, report.id, path)
         for path, report in _readable(RUNS, _header)
         if isinstance(report, Report) and report.kind in kinds
     ]
-    return max(started)[2] if started else None
+    newest_first = (path for *_, path in sorted(started, reverse=True))
+    return next(filterfalse(_is_written_now, newest_first), None)
+
+
+def _is_written_now(folder: Path) -> bool:
+    return not all(map(_is_free, folder.glob("cases.[0-9]*.jsonl")))
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
@@ -580,22 +581,7 @@ def _document(file: Path) -> Report:
     """The report in a header or a document.  Raises BadInputError if there is none, if it is
     damaged, or if another version of ssdprof wrote it.
     """
-    text = _text(file)
-    try:
-        document = parse_json(text)
-    except ValueError as error:
-        raise BadInputError(
-            f"{file}: not JSON: {library_message(error)}.", "It may be cut off or damaged."
-        ) from error
-    version = document.get("version") if isinstance(document, dict) else None
-    if version != VERSION:
-        other = f"of version {version}; this ssdprof reads {VERSION}"
-        what = "no report of ssdprof" if version is None else other
-        raise BadInputError(f"{file} is {what}.", _AGAIN)
-    try:
-        report = Report.model_validate(document)
-    except ValidationError as error:
-        raise BadInputError(f"{file} is damaged at {first_fault(error)}.", _AGAIN) from error
+    report = read_stored(file, Report.model_validate, VERSION, _AGAIN)
     of_tensors = report.kind == "run" and not report.prompts  # of `ssdprof.compare`
     if report.model is None and report.kind in ("run", "prefill", "answers") and not of_tensors:
         raise BadInputError(f"{file} is damaged: it has no model.", _AGAIN)

@@ -206,7 +206,7 @@ def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path) -> N
     printed = [run(line) for line in lines]
     assert "PASSED: no case violates rms:base+5% or match:base-0.1." in printed[-3]
     head = run("git describe --always --abbrev=10").strip()
-    assert re.search(rf"compared cases?  ▁+\n(.*\n)+{head} +second ", printed[-1]), printed[-1]
+    assert re.search(rf"compared cases?\n(.*\n)+{head} +second ", printed[-1]), printed[-1]
     assert run(
         f"'{site.parents[2]}/bin/python' -c 'import ssdprof; print(ssdprof.__file__)'"
     ).startswith(str(site))

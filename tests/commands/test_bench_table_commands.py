@@ -51,18 +51,15 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
             continue
         assert words[:3] == ["ssdprof", "bench", operator]
         option = BENCH.make_context(
-            "bench", ["." if "/mamba" in word else word for word in words[2:]]
+            "bench", ["published" if "/mamba" in word else word for word in words[2:]]
         ).params
         tokens, left_out = parse_tokens(
             option["seq"], option["batch"], option["cells"], option["packed"], max_tokens=1 << 18
         )
         assert not left_out
         shapes = parse_shapes(record.generated, option["shape"])
-        theirs, also = (
-            [name for name in option[key].split(",") if name] for key in ("against", "also")
-        )
-        theirs += ["published"] if option["published"] else []
-        assert set(theirs) | set(also) <= set(known(record))
+        libraries = [name for name in option["against"].split(",") if name]
+        assert set(libraries) <= set(known(record))
         states = tuple(option["states"].split(",")) if option["states"] else None
         precisions = precisions_for(option["dtype"], option["intermediates"], states)
         ways = tuple(word for word in record.generated.ways if word in option["draw"].split(","))
@@ -74,7 +71,7 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
                 for one in precisions
             ]
             by_token = ["recurrent exact fp32"] if cell.tokens.steps else []
-            for case in (*ours, *by_token, *(f"{name} exact fp32" for name in also), *theirs):
+            for case in (*ours, *by_token, *libraries):
                 yield cell.shape.name, str(cell.tokens), cell.dtype, " ".join(ways), case
 
 

@@ -154,7 +154,9 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
     monkeypatch.setattr(replay, "watch_clocks", lambda: lambda: None)
     monkeypatch.setattr(replay, "Comparer", lambda **own: timers.append(own["timer"]))
     report = SimpleNamespace(prompts=(), ceilings=None)
-    writer: Any = SimpleNamespace(report=report, process="one", update=lambda **_: None)
+    writer: Any = SimpleNamespace(
+        report=report, process="one", folder=Path(), update=lambda **_: None
+    )
     with replay.replaying(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), 1):
         assert timers == [None]
 

@@ -410,13 +410,13 @@ def kda_unfused(case: KDACase, precision: Precision) -> None:
 
 def kda_portable(case: KDACase, **changes: Any) -> None:
     inputs = on_meta(case.inputs())
-    config = replace(KDAPortableConfig.choose(inputs, 132), **changes)
+    config = replace(KDAPortableConfig.choose(inputs), **changes)
     kda_portable_launch(inputs, EXACT, config, state_v_first=False)(inputs)
 
 
 def kda_hopper(case: KDACase) -> None:
     inputs = on_meta(case.inputs())
-    kda_hopper_launch(inputs, KDAHopperConfig.choose(inputs, 132), state_v_first=False)(inputs)
+    kda_hopper_launch(inputs, KDAHopperConfig.choose(inputs), state_v_first=False)(inputs)
 
 
 KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)

@@ -32,8 +32,8 @@ from ssdprof.kernels.ssd.config import (
     CHUNK_STATE,
     HOPPER,
     PORTABLE,
+    ConfigTable,
     SSDPortableConfig,
-    Table,
     first_fit,
 )
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count
@@ -181,7 +181,7 @@ TABLE_CALLS: list[dict[str, Any]] = [
         (False, True),
     )
 ]
-TABLES: dict[str, Table] = {
+TABLES: dict[str, ConfigTable] = {
     "HOPPER": HOPPER,
     "PORTABLE": PORTABLE,
     "CHUNK_STATE": CHUNK_STATE,
@@ -191,7 +191,7 @@ TABLES: dict[str, Table] = {
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_call_has_a_row_and_every_row_a_call(table: Table) -> None:
+def test_every_call_has_a_row_and_every_row_a_call(table: ConfigTable) -> None:
     taken = [
         first_fit(table, **call, exact=exact) for call in TABLE_CALLS for exact in (True, False)
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -150,38 +150,11 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
         ("relaxed", BF16) if case == "step" else ("exact", FP32),
     )
     v_first = operator.endswith("first")
-    if operator == "ssd":
-        low, high = inputs.dt_limit
-        arguments: tuple[Any, ...] = (
-            inputs.x,
-            inputs.dt,
-            inputs.A,
-            inputs.B,
-            inputs.C,
-            inputs.chunk_size,
-            inputs.D,
-            inputs.z,
-            inputs.dt_bias,
-            inputs.dt_softplus,
-            low,
-            high,
-            inputs.initial_states,
-            inputs.cu_seqlens,
-            *precision,
-        )
-        op: Any = torch.ops.ssdprof.ssd_fused.default
-    else:
+    if operator != "ssd":
         inputs = replace(inputs, initial_state=None)
-        arguments = (
-            *(getattr(inputs, name) for name in QKV),
-            inputs.scale,
-            None,
-            inputs.use_qk_l2norm,
-        )
-        arguments, op = (
-            (*arguments, inputs.cu_seqlens, *precision, v_first, False),
-            getattr(torch.ops.ssdprof, f"{operator[:3]}_fused").default,
-        )
+    values = (getattr(inputs, field.name) for field in fields(inputs))
+    arguments = (*values, *precision, False, v_first)
+    op = getattr(torch.ops.ssdprof, f"{inputs.operator}_fused").default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
     first, rest = function.needed[0], [getattr(inputs, name) for name in function.needed[1:]]
     options = {name: getattr(inputs, name) for name in function.options} | (
@@ -195,7 +168,7 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     torch._dynamo.reset()  # it compiles only so many calls of one function
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     equal(compiled(getattr(inputs, first)), layer(getattr(inputs, first)))
-    equal(op(*arguments), function(inputs, **{"state_v_first": True} if v_first else {}))
+    equal(op(*arguments), function(inputs))  # with V first in memory alone
 
 
 # --- states of GDN with V before K

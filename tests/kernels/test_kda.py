@@ -174,9 +174,9 @@ def test_slices_are_as_wide_as_states_allow() -> None:
         KDACase(batch=n, seqlen=1, key_heads=4, key_dim=128, value_dim=128, dtype=BF16)
         for n in (1, 40)
     )
-    assert KDAPortableConfig.choose(few.inputs(), 132).block_v == 32
-    assert KDAPortableConfig.choose(many.inputs(), 132).block_v == 64
-    assert KDAPortableConfig.choose(many.inputs(), 132, batch_invariant=True).block_v == 32
+    assert KDAPortableConfig.choose(few.inputs()).block_v == 32
+    assert KDAPortableConfig.choose(many.inputs()).block_v == 64
+    assert KDAPortableConfig.choose(many.inputs(), batch_invariant=True).block_v == 32
 
 
 # sizes, and cases as fla's public tests of KDA have them: gates that are often 0, and initial

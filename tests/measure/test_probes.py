@@ -238,6 +238,45 @@ def test_bits_that_rounding_alone_changes_break_no_law() -> None:
         assert broken(kernel, ssd()) == set(), kernel.__name__
 
 
+def broken_edge(kernel: Kernel, inputs: Any) -> str:
+    found = probed(kernel, inputs)["edge inputs"]
+    assert found.holds == "no"
+    return found.detail
+
+
+def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule() -> None:
+    def without_its_clamp(inputs: Any) -> Any:
+        out, states = oracle_output(inputs)
+        return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
+
+    detail = broken_edge(without_its_clamp, gdn())
+    assert detail.startswith(
+        "g above 0 (g above 0 counts as 0), in 2 x 321 tokens, 2/6 heads, K 16, V 16: out, head "
+    )
+    assert "of sequence 0 (321 tokens)" in detail
+    kept: dict[str, tuple[Any, Any]] = {}
+    own = own_implementation(operators.get("gdn"), "mine:kernel", without_its_clamp)
+
+    def keep(law: str, *call: Any) -> None:
+        kept[law] = call
+
+    Prober(Here()).probe(own, gdn(), Precision(), keep=keep)
+    inputs, (out, _) = kept["edge inputs"]
+    assert (inputs.g > 0).any(), "those that broke it, not those that were tried after them"
+    assert (out - oracle_output(inputs)[0]).abs().max() > 1
+    detail = broken_edge(without_limits_of_dt, ssd())
+    assert detail.startswith("limits of dt that bind (dt is limited after its bias and softplus)")
+
+
+def test_several_faults_name_all_traits() -> None:
+    def half(inputs: Any) -> Any:
+        out, states = oracle_output(inputs)
+        return (out / 2 if inputs.length == 321 else out), states
+
+    detail = broken_edge(half, ssd())
+    assert detail.startswith("initial states, large steps in a head, x of 0, D of every channel, ")
+
+
 def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> None:
     def changing_its_gate(inputs: Any) -> Any:
         output = oracle_output(inputs)
@@ -293,7 +332,7 @@ def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
 
 
 def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
-    once, thorough = Prober(Here()), Prober(Here(), thorough=True)
+    once, thorough = Prober(Here()), Prober(Here(), laws="all")
     given = ssd(seqlen=20)
     every = len(probed(oracle_output, given, once))
     assert not probed(oracle_output, given, once), "another precision of the same layer"
@@ -303,6 +342,12 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
         == every
     )
     assert len(probed(oracle_output, ssd(seqlen=20, heads=4), once)) == every
+
+
+def test_quick_laws_are_two_and_once() -> None:
+    quick = Prober(Here(), laws="quick")
+    assert probed(oracle_output, ssd(), quick).keys() == {"causality", "cut in two"}
+    assert not probed(oracle_output, ssd(), quick)
 
 
 def test_the_history_of_each_layer_is_probed() -> None:
@@ -343,9 +388,9 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
         ssd(seqlen=20),
     )
     found = Prober(Here()).probe(implementation, given, Precision(), interpreted=True)
-    assert {one.detail for one in found} == {"Triton's interpreter runs it; --thorough tests it"}
+    assert {one.detail for one in found} == {"Triton's interpreter runs it; --laws all tests it"}
     assert {one.holds for one in found} == {"not applicable"}
-    thorough = Prober(Here(), thorough=True).probe(
+    thorough = Prober(Here(), laws="all").probe(
         implementation, given, Precision(), interpreted=True
     )
     assert "yes" in {one.holds for one in thorough}
@@ -406,7 +451,7 @@ def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
     )
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds
-    every = Prober(Here(), thorough=True).probe(bundled, given, Precision())
+    every = Prober(Here(), laws="all").probe(bundled, given, Precision())
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
     some = Prober(Here()).probe(bundled, given, Precision())
     assert [one.name for one in some] == [one.name for one in every if one.name in OF_THE_SAME_FORM]

@@ -112,46 +112,12 @@ def of_gdn(
 
 
 def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
-    def forward(
-        *arguments: Any,
-        D: Any,
-        z: Any,
-        dt_bias: Any,
-        initial_states: Any,
-        dt_softplus: bool,
-        dt_limit: Any,
-    ) -> Any:
-        given = dict(zip(("x", "dt", "A", "B", "C", "chunk_size"), arguments, strict=True))
-        given |= {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
-        calls.append(given | {"dt_softplus": dt_softplus, "dt_limit": dt_limit})
+    def forward(*arguments: Any, **options: Any) -> Any:
+        names = ("x", "dt", "A", "B", "C", "chunk_size")
+        calls.append(dict(zip(names, arguments, strict=True)) | options)
         return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
 
     return forward
-
-
-def step(
-    state: Any,
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    dt_softplus: bool = False,
-) -> Any:
-    """mamba_ssm's decoding kernel.
-
-    state (b, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias (h,
-    p).
-    """
-    assert A.stride()[1:] == (0, 0), "one number a head, which the kernel's fast path wants to see"
-    dt = F.softplus(dt + dt_bias) if dt_softplus else dt + dt_bias
-    B, C = (one.repeat_interleave(x.shape[1] // one.shape[1], 1) for one in (B, C))
-    state.mul_(torch.exp(dt[..., None] * A)).add_((dt * x)[..., None] * B[:, :, None])
-    out = (state * C[:, :, None]).sum(-1) + D * x
-    return out if z is None else out * F.silu(z)
 
 
 def as_fla(calls: Calls) -> Callable[..., Any]:
@@ -167,32 +133,18 @@ def as_fla(calls: Calls) -> Callable[..., Any]:
 def as_flashinfer(calls: Calls) -> Callable[..., Any]:
     """The chunked kernels: packed tokens, decays, V-first states."""
 
-    def function(
-        q: Any,
-        k: Any,
-        v: Any,
-        g: Any,
-        beta: Any,
-        scale: float,
-        initial_state: Any,
-        output_final_state: bool,
-        cu_seqlens: Any,
-        use_qk_l2norm_in_kernel: bool,
-        backend: str,
-    ) -> Any:
-        calls.append({"q": q, "beta": beta, "cu_seqlens": cu_seqlens, "backend": backend})
-        assert output_final_state
-        assert all(one.is_contiguous() for one in (q, k, v, g, beta, initial_state))
+    def function(*tensors: Any, initial_state: Any, backend: str, **options: Any) -> Any:
+        assert options.pop("output_final_state")
+        given = dict(zip(("q", "k", "v", "g", "beta"), tensors, strict=True))
+        calls.append(given | options | {"backend": backend})
+        assert all(one.is_contiguous() for one in (*tensors, initial_state))
+        given["g"] = given["g"].log()
         inputs = GDNInputs(
-            q=q[None],
-            k=k[None],
-            v=v[None],
-            g=g[None].log(),
-            beta=beta[None],
-            scale=scale,
+            **{name: one[None] for name, one in given.items()},
+            scale=options["scale"],
             initial_state=initial_state.mT,
-            cu_seqlens=cu_seqlens,
-            use_qk_l2norm=use_qk_l2norm_in_kernel,
+            cu_seqlens=options["cu_seqlens"],
+            use_qk_l2norm=options["use_qk_l2norm_in_kernel"],
         )
         out, states = gdn_recurrence(inputs)
         return out[0], states.mT.contiguous()
@@ -204,38 +156,15 @@ def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
     """The kernel for a few tokens: raw gates, a pool of V-first states."""
 
     def function(
-        q: Any,
-        k: Any,
-        v: Any,
-        pool: Any,
-        read: Any,
-        A_log: Any,
-        a: Any,
-        dt_bias: Any,
-        b: Any,
-        *,
-        scale: float,
-        disable_state_update: bool,
-        use_qk_l2norm: bool,
-        output_state_indices: Any,
-        output: Any,
-    ) -> Any:
+        q: Any, k: Any, v: Any, pool: Any, read: Any, A_log: Any, a: Any, dt_bias: Any, b: Any,
+        *, output_state_indices: Any, output: Any, use_qk_l2norm: bool, **options: Any,
+    ) -> Any:  # fmt: skip
         calls.append({"q": q})
-        assert not disable_state_update
+        assert not options.pop("disable_state_update")
         assert pool.is_contiguous()
-        g, states = -A_log.exp() * F.softplus(a + dt_bias), pool[read].mT
-        result = gdn_recurrence(
-            GDNInputs(
-                q=q,
-                k=k,
-                v=v,
-                g=g,
-                beta=b.sigmoid(),
-                scale=scale,
-                initial_state=states,
-                use_qk_l2norm=use_qk_l2norm,
-            )
-        )
+        gates = {"g": -A_log.exp() * F.softplus(a + dt_bias), "beta": b.sigmoid()}
+        options |= {"initial_state": pool[read].mT, "use_qk_l2norm": use_qk_l2norm}
+        result = gdn_recurrence(GDNInputs(q=q, k=k, v=v, **gates, **options))
         pool[output_state_indices] = result.final_states.mT.float()
         return output.copy_(result.out), pool
 
@@ -304,7 +233,7 @@ def load(calls: Calls, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
         "fla": dict(__version__="9.9"),
         "flashinfer": {},
         f"{TRITON}.ssd_combined": dict(_mamba_chunk_scan_combined_fwd=as_mamba_ssm(calls)),
-        f"{TRITON}.selective_state_update": dict(selective_state_update=step),
+        f"{TRITON}.selective_state_update": dict(selective_state_update=None),
         "flash_qla": dict(chunk_gated_delta_rule=as_fla(calls)),
         "flashinfer.gdn_kernels.qk_l2norm": {},
         "flashinfer.gdn_prefill": dict(chunk_gated_delta_rule=as_flashinfer(calls)),
@@ -334,37 +263,28 @@ RELAXED, RELAXED_FP16 = (
     Precision(intermediates="relaxed"),
     Precision(intermediates="relaxed", state_dtype=FP16),
 )
-Z = torch.randn(2, 1, 4, 8)
-TERMS: list[tuple[str, Any]] = [
-    (name, packed) for name in GDN_LIBRARIES for packed in (False, True)
-][:-1]
-TERMS += [
-    ("selective_state_update", a_step(z=Z)),
-    ("selective_state_update", a_step(initial_states=None)),
-]
+TERMS = [(name, packed) for name in GDN_LIBRARIES for packed in (False, True)][:-1]
 
 
 @pytest.mark.parametrize(("name", "given"), TERMS)
-def test_a_librarys_terms_are_met(name: str, given: Any, load: Load, calls: Calls) -> None:
+def test_a_librarys_terms_are_met(name: str, given: bool, load: Load, calls: Calls) -> None:
     """Twice: a call leaves its inputs as they were.  Only FlashInfer gets other inputs than
     ours.
     """
-    ssd, precision = name not in GDN_LIBRARIES, OF_FP16 if name == "fla" else EXACT
-    inputs: Any = given if ssd else of_gdn(packed=given)
-    before = None if inputs.initial is None else inputs.initial.clone()
-    expected: Any = (ssd_recurrence if ssd else gdn_recurrence)(inputs)
+    inputs, precision = of_gdn(packed=given), OF_FP16 if name == "fla" else EXACT
+    assert inputs.initial is not None
+    before = inputs.initial.clone()
+    expected = gdn_recurrence(inputs)
     implementation = load(name)
     for _ in range(2):
         out, states = implementation.run(inputs, precision)
         assert out.shape == inputs.values.shape
-        torch.testing.assert_close(
-            out.double(), expected.out.double(), rtol=1e-5, atol=1e-5 if ssd else 1e-3
-        )
+        torch.testing.assert_close(out.double(), expected.out.double(), rtol=1e-5, atol=1e-3)
         torch.testing.assert_close(
             states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-4
         )
-    assert before is None or torch.equal(inputs.initial, before)
-    assert len(calls) == (0 if ssd else 2)
+    assert torch.equal(inputs.initial, before)
+    assert len(calls) == 2
     if name in GDN_LIBRARIES[:3]:
         assert calls[0] == {"q": inputs.q, "output_final_state": True}
     assert implementation.plan(inputs, precision).reason
@@ -396,7 +316,6 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
     ("flashinfer", of_gdn(), OF_FP16, "states stay in fp32"),
     ("flashinfer_mtp", of_gdn(packed=True), EXACT, "2 to 64 tokens of each sequence"),
     ("flashinfer_mtp", of_gdn(length=1), EXACT, "2 to 64 tokens of each sequence"),
-    ("flashinfer_mtp", replace(of_gdn(), initial_state=None), EXACT, "with initial states"),
 ]
 
 
@@ -686,27 +605,17 @@ def packed_states(kind: Any, inputs: dict[str, Any], states: Any) -> Any:
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> Implementation:
-    def kimi_delta_attention(
-        q: Any,
-        k: Any,
-        v: Any,
-        g: Any,
-        beta: Any,
-        cu_seqlens: Any,
-        *,
-        scale: float,
-        initial_state: Any,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool,
-        plan_name: str,
-    ) -> Any:
-        assert output_final_state
-        assert plan_name == "kda_hopper_cuda", "other plans are other kernels"
-        assert all(one.is_contiguous() for one in (q, k, v, g, beta))
-        assert (g.dtype, beta.dtype, cu_seqlens.dtype) == (FP32, FP32, torch.int32)
-        named = dict(q=q, k=k, v=v, g=g, beta=beta)
-        rows: dict[str, Any] = {name: one[None] for name, one in named.items()}
-        rows |= dict(scale=scale, cu_seqlens=cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel)
+    def kimi_delta_attention(*tensors: Any, initial_state: Any, **options: Any) -> Any:
+        assert options["output_final_state"]
+        assert options["plan_name"] == "kda_hopper_cuda", "other plans are other kernels"
+        assert all(one.is_contiguous() for one in tensors[:5])
+        assert [one.dtype for one in tensors[3:]] == [FP32, FP32, torch.int32]
+        names = ("q", "k", "v", "g", "beta")
+        rows: dict[str, Any] = {
+            name: one[None] for name, one in zip(names, tensors[:5], strict=True)
+        }
+        rows |= {"scale": options["scale"], "cu_seqlens": tensors[5]}
+        rows["use_qk_l2norm"] = options["use_qk_l2norm_in_kernel"]
         out, final_states = packed_states(KDAInputs, rows, initial_state)
         return out[0], final_states
 

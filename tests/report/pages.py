@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-_VOID = {"meta", "link", "br", "img", "input", "hr"}
+_VOID = {"meta", "link", "br", "wbr", "img", "input", "hr"}
 _ASKING = {"src", "href", "xlink:href", "action", "data", "poster", "srcset", "formaction"}
 
 

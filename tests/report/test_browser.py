@@ -17,6 +17,7 @@ from cases import answers, bench, cell, prefill, report
 from report.test_html import STALLS, broken
 
 from ssdprof.core import pairs
+from ssdprof.core.stalls import StallReport
 from ssdprof.report import comparison, html, stalls
 
 CHROMIUM = next(
@@ -25,6 +26,9 @@ CHROMIUM = next(
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
+KERNELS = StallReport.model_validate_json(
+    Path("benchmarks/results/h200-qwen3.5-9b-128k-stalls/stalls.json").read_text(encoding="utf-8")
+)
 PAGES = {
     "stalls": lambda: html.render(report(), STALLS),
     "lengths": lambda: html.render(report(seqlens=(1024, 131_072), layers=range(0, 36, 3))),
@@ -38,6 +42,7 @@ PAGES = {
             pairs.compare(("a", report()), ("b", report()), smallest_difference=0.01), every=True
         )
     ),
+    "kernels": lambda: html.of_document(stalls.compose(KERNELS), KERNELS),
     "stalls alone": lambda: html.of_document(stalls.compose(STALLS), STALLS),
 }
 
@@ -140,6 +145,33 @@ def test_a_page_opens_quietly_and_no_page_scrolls_sideways_or_is_too_small_to_re
     if folder := os.environ.get("SSDPROF_SCREENSHOTS"):  # CI keeps them as artefacts
         (tmp_path / "plain.html").write_text(PAGES[name](), encoding="utf-8")
         screenshots(tmp_path / "plain.html", Path(folder), name)
+
+
+WHOLE = """
+  const paper = 703;  // pixels: A4 without its margins
+  document.documentElement.style.width = `${paper}px`;
+  fit();
+  const cells = [...document.querySelectorAll("td")].filter((cell) => cell.checkVisibility());
+  // Chromium shrinks a page that is at most half as wide again as the paper
+  const lost = cells.filter((cell) => cell.getBoundingClientRect().right > 1.5 * paper);
+  const cut = lost.map((cell) => cell.textContent);
+  for (const cell of cells) {
+    const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), range = new Range();
+    while (walker.nextNode())
+      for (const word of walker.currentNode.data.matchAll(/[A-Za-z]+/g)) {
+        range.setStart(walker.currentNode, word.index);
+        range.setEnd(walker.currentNode, word.index + word[0].length);
+        if (range.getClientRects().length > 1) cut.push(word[0]);
+      }
+  }
+  document.body.dataset.cut = cut.join("|");
+"""
+
+
+def test_on_paper_every_column_is_there_and_no_word_is_broken(tmp_path):
+    printed = PAGES["kernels"]().replace("@media print", "@media all")
+    visit = Visit(tmp_path, printed.replace("@media screen", "@media not all"), WHOLE)
+    assert re.search(r'data-cut="([^"]*)"', visit.dom)[1] == ""
 
 
 @pytest.mark.parametrize("name", ["lengths", "stalls"])

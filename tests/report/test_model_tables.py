@@ -6,9 +6,9 @@ from typing import Any
 
 import cases
 import pytest
-from cases import EXACT_FP32, answers, band, of_answers, of_prefill, prefill, report, timed
+from cases import EXACT_FP32, answers, band, failed, of_answers, of_prefill, prefill, report, timed
 from report.shown import row
-from report.test_contents import of_title, verdict
+from report.test_contents import changed, of_title, verdict
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change
@@ -16,8 +16,8 @@ from ssdprof.core.pairs import compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.report import comparison
 from ssdprof.report.document import compose
-from ssdprof.report.stalls import StageChange
-from ssdprof.report.table import Document, Table
+from ssdprof.report.statements import in_short
+from ssdprof.report.table import Document, Table, table
 
 
 def test_answers_are_shown_over_all_positions_in_bands_and_by_layer() -> None:
@@ -136,13 +136,16 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
 ) -> None:
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
-    stalls = [StageChange("fused", "scores", 10.0, 12.5, 1.0, None)]
+    stalls = [table("Stages", [{"stage": "scores"}], ())]
     document = compared(base, new, "time:base+3%", "memory:base+0%", stalls=stalls, every=every)
     failing, passing, last = document.verdict
     name = "layer 0, 131,072 tokens, fused, exact, fp32 states"
     assert failing.text.startswith(f"FAILED: time:base+3%: {name}: 1.5 times BASE's time [1.")
     assert (passing.text, passing.good) == ("PASSED: no case violates memory:base+0%.", True)
-    assert last.text == "Compared 4 cases: 2 only in BASE, 1 no difference within 1.0%, 1 slower."
+    assert last.text == (
+        "Compared 4 cases.  Time: 2 only in BASE, 1 no difference within 1.0%, 1 slower.  "
+        "Accuracy: 2 equal."
+    )
     found = tables(document)
     total = row(found["Change of all cases together"], "fused")
     assert list(total.values())[2:] == [
@@ -162,7 +165,7 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
     assert len(found["Speed of NEW against BASE"].rows) == (2 if every else 1)
     assert ("Accuracy of the output, side by side" in found) == every
     assert ("Kernels and memory, side by side" in found) == every
-    assert row(found["Busy warp samples of each stage, by ncu"], "fused")["time, NEW"] == "-"
+    assert found["Stages"].rows == (("scores",),)
     assert [cells[3] for cells in found["Cases without a verdict on speed"].rows] == [
         "only in BASE"
     ] * 2
@@ -185,6 +188,52 @@ def test_only_the_values_that_changed_are_shown() -> None:
     assert table.headers[3:] == ("configuration,\nBASE", "configuration,\nNEW")
     ((_, name, _, before, now),) = table.rows
     assert (name, before != now) == ("fused", True)
+
+
+def worse(case: Case) -> Case:
+    error = cases.deviation(rms_ratio=0.5)
+    return case.changed(accuracy=(cases.accuracy("out").changed(vs_oracle=error),))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda case: case, "2 equal"),
+        (failed, "1 equal, 1 now inaccurate"),
+        (worse, "1 equal, 1 with a "),
+    ],
+)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu: bool) -> None:
+    base = report(layers=(0,), precisions=(EXACT_FP32,), gpu=gpu)
+    new = base.changed(cases=tuple(map(changed(how), base.cases)))
+    (line,) = compared(base, new).verdict
+    assert f"Accuracy: {words}" in line.text, line.text
+
+
+@pytest.mark.parametrize(("fused_us", "words"), [(1000.0, "2.00x"), (2100.0, "0.95x")])
+def test_a_prefill_is_in_short(fused_us: float, words: str) -> None:
+    found = prefill(of_prefill("unfused", 2000.0), of_prefill("fused", fused_us))
+    (line,) = in_short(found)
+    assert line.text == (
+        "In short: on this NVIDIA H200, a whole prefill of 1,024 tokens with fused is "
+        f"{words} as fast as with unfused."
+    )
+    assert not in_short(prefill(of_prefill("unfused", 2000.0), of_prefill("fused", None)))
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "title"),
+    [
+        ("a/run", "b/run", "BASE a, NEW b"),
+        ("runs/one", "two.json", "BASE one, NEW two.json"),
+        ("run", "x/run", "BASE run, NEW x/run"),
+    ],
+)
+def test_the_title_of_a_comparison_is_short(base: str, new: str, title: str) -> None:
+    whole = report(layers=(0,))
+    found = compare((base, whole), (new, whole), smallest_difference=0.01)
+    assert comparison.compose(found).title == f"ssdprof compare: {title}"
 
 
 def test_other_machines_and_inputs_are_caveats() -> None:

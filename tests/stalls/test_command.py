@@ -262,10 +262,9 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Pat
     file.write_text(stall_files.dump(report))
     assert stall_files.load(file) == report
     for text, words in (
-        ("{", "damaged"),
-        ("[]", "damaged"),
-        ('{"stalls_version": 99}', "version 99"),
-        ("{}", "None"),
+        ("[]", "no JSON object"),
+        ("{}", "not a document of ssdprof"),
+        ('{"stalls_version": 4}', "damaged at ssdprof_version"),
     ):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words):

@@ -171,15 +171,13 @@ def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all
 
 
 def test_a_bar_is_as_long_as_its_stage_and_more_reasons_than_colours_share_one() -> None:
-    svg, numbers = plots.stages(
-        {"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t", ["wait", "barrier"]
-    )
-    assert numbers.rows == (("a", "30.0", "10.0"), ("b", "60.0", "0.0"))
+    bars = {"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}
+    svg, numbers = plots.stacked(bars, ["wait", "barrier"], "{:.1f}%".format, "x")
+    assert numbers.rows == (("a", "30.0%", "10.0%"), ("b", "60.0%", "0.0%"))
     assert re.findall(r">\s*(\d+\.\d)%<", svg) == ["60.0", "40.0"]
     reasons = [f"reason{i}" for i in range(12)]
-    svg, _ = plots.stages(
-        {"a": {reason: 10.0 - i / 10 for i, reason in enumerate(reasons)}}, "t", reasons
-    )
+    bars = {"a": {reason: 10.0 - i / 10 for i, reason in enumerate(reasons)}}
+    svg, _ = plots.stacked(bars, reasons, "{:.1f}%".format, "x")
     assert "reason0" in svg
     assert "reason11" not in svg
     assert ">other<" in svg

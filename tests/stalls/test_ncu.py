@@ -326,7 +326,7 @@ def test_a_layer_that_is_not_there_ends_the_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = profiled.load(folder, 7, 32, "cpu")
-    assert torch.equal(inputs.x, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
+    assert torch.equal(inputs.values, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
     with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
         profiled.load(folder, 7, 64, "cpu")
     monkeypatch.setattr("sys.argv", words_for(folder, 4, tmp_path / "launched.json"))
@@ -367,7 +367,7 @@ def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) ->
     )
     (call,) = Serving(decode=1).calls(64)[1:]
     store(tmp_path, [(layer(5), step, call), (layer(5), prompt, None)])
-    assert profiled.load(tmp_path, 5, 1, "cpu").initial_states is None
+    assert profiled.load(tmp_path, 5, 1, "cpu").initial is None
 
 
 def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(

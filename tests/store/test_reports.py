@@ -171,6 +171,10 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
     assert (latest("run"), latest("bench"), latest("prefill")) == (RUNS / "a", RUNS / "bench", None)
     assert load(None)[0] == RUNS / "a"
     assert load(None, "run", "bench")[0] == RUNS / "bench"
+    with opened(RUNS / "in work", Watcher(), **header()) as writer:
+        writer.case(case())
+        assert load(None)[0] == RUNS / "a"
+    assert load(None)[0] == RUNS / "in work"
     with pytest.raises(BadInputError, match=r"a is a report of ssdprof run\.") as caught:
         load("a", "bench")
     assert caught.value.hint == "Name one of ssdprof bench."
@@ -197,7 +201,7 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
     (good, other, bad) = listed(RUNS)
     assert [path.name for path, _ in (good, other)] == ["b", "a"]
     assert bad[0].name == "c"
-    assert "not JSON" in str(bad[1])
+    assert "not valid JSON" in str(bad[1])
 
 
 # --- every end
@@ -301,7 +305,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
 @pytest.mark.parametrize(
     ("fields", "of"),
     [
-        ({"command": ("ssdprof", "run", "--thorough")}, "of another request"),
+        ({"command": ("ssdprof", "run", "--laws", "all")}, "of another request"),
         ({"requested": (("layer 0", "fused", "exact"),)}, "of another request"),
         ({"baseline": "fused"}, "of another request"),
         ({"kind": "bench"}, "of another request"),
@@ -434,11 +438,11 @@ GOOD = dump(cases.report(layers=(0,)))
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "not JSON"),
-        (GOOD[:100], "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('{"schema_version": 2}', "is no report of ssdprof"),
-        (GOOD.replace('"version": 4', '"version": 99'), "of version 99; this ssdprof reads 4"),
+        ("", "is not valid JSON"),
+        (GOOD[:100], "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"schema_version": 2}', "is not a document of ssdprof"),
+        (GOOD.replace('"version": 4', '"version": 99'), "has version 99; this ssdprof reads 4"),
         (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind: "),
         (GOOD.replace('"target"', '"subjekt"'), "target: Field required"),
         (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -33,8 +33,18 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel, model_function, once
+from ssdprof.kernels.adapters import (
+    MOST_STEPS,
+    SHORT,
+    Prepared,
+    Tunings,
+    library_kernel,
+    model_function,
+    once,
+    prepared_kernel,
+)
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.pools import Bound, Slots, pool_kernel
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
 
@@ -42,7 +52,6 @@ HEAD_DIM = 128  # the only K and V of some libraries
 CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
 _FLASH_KDA_BOUND = -5.0  # of the gates
 CUDNN_PLAN = "kda_hopper_cuda"
-MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
 # the module to pass to `load_fla...`
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
@@ -72,6 +81,68 @@ def plain_gates(inputs: GDNInputs) -> Reasons:
     """For kernels that take g as it is."""
     low, high = _ranges(inputs)[:2]
     yield low == -inf or high > 0, "g is finite and at most 0"
+
+
+def plain_beta(inputs: GDNInputs) -> Reasons:
+    """For kernels that take beta before its activation."""
+    low, high = _ranges(inputs)[2:]
+    yield low < 0 or high > 1, "beta between 0 and 1"
+
+
+# --- arguments in other forms
+
+
+def packed(
+    inputs: GDNInputs, *names: str, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
+    """These tensors of all sequences one after the other, (tokens, ...), contiguous."""
+    tensors = (getattr(inputs, name).flatten(0, 1) for name in names)
+    return tuple(tensor.to(dtype or tensor.dtype).contiguous() for tensor in tensors)
+
+
+def bounds_of(inputs: GDNInputs) -> torch.Tensor:
+    """(sequences + 1): where each sequence begins in a pack."""
+    if inputs.cu_seqlens is not None:
+        return inputs.cu_seqlens
+    return torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length
+
+
+def v_first_states(inputs: GDNInputs) -> torch.Tensor:
+    """The initial states in fp32, V before K."""
+    states = inputs.initial
+    if states is None:
+        states = torch.zeros(inputs.states_shape, device=inputs.device)
+    return states.float().mT.contiguous()
+
+
+@dataclass(frozen=True)
+class RawGates:
+    """Gates before their activations: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+
+    a: (tokens, HV), of KDA (tokens, HV, K); b: (tokens, HV); fp32.  A_log and dt_bias are zeros, of
+    a head and of a number in a.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: GDNInputs) -> RawGates:
+        g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
+        a, b = g.neg().expm1().log().float(), beta.logit().float()
+        return cls(a, b, torch.zeros_like(b[0]), torch.zeros_like(a[0]).flatten())
+
+
+# --- the libraries
+
+
+@first_reason
+def refused_gates(inputs: GDNInputs) -> Reasons:
+    """For kernels that take g and beta before their activations."""
+    yield from plain_gates(inputs)
+    yield from plain_beta(inputs)
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
@@ -157,11 +228,6 @@ def load_model(name: str = "gdn", package: str = "") -> Implementation:
     return library_kernel(name, word, unsupported, call, plan)
 
 
-def fla_version() -> str:
-    """The library's own version."""
-    return str(getattr(import_module("fla"), "__version__", "unknown"))
-
-
 def load_flash_qla() -> Implementation:
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
 
@@ -190,8 +256,8 @@ def load_flash_kda() -> Implementation:
             raise UnsupportedError(
                 f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1"
             )
-        v, states, bounds = inputs.v.contiguous(), inputs.initial, inputs.cu_seqlens
-        states = None if states is None else states.float().mT.contiguous()
+        v, bounds = inputs.v.contiguous(), inputs.cu_seqlens
+        states = None if inputs.initial is None else v_first_states(inputs)
         activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
         before = (one.logit().bfloat16().contiguous() for one in activated)
         # A_log of a head and dt_bias of a channel
@@ -244,25 +310,19 @@ def load_cudnn() -> Implementation:
     function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        v, states, shape = inputs.v.flatten(0, 1).contiguous(), inputs.initial, inputs.v.shape
-        bounds = inputs.cu_seqlens
-        if bounds is None:
-            bounds = torch.arange(inputs.sequences + 1, device=v.device) * inputs.length
-        states = None if states is None else states.float().mT.contiguous()
+        q, k, v = packed(inputs, "q", "k", "v")
+        states = None if inputs.initial is None else v_first_states(inputs)
         run = partial(
             function,
-            inputs.q.flatten(0, 1).contiguous(),
-            inputs.k.flatten(0, 1).contiguous(),
-            v,
-            inputs.g.float().flatten(0, 1).contiguous(),
-            inputs.beta.float().flatten(0, 1).contiguous(),
-            bounds.int(),
+            *(q, k, v, *packed(inputs, "g", "beta", dtype=torch.float32)),
+            bounds_of(inputs).int(),
             scale=inputs.scale_or_default,
             initial_state=states,
             output_final_state=True,
             use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
             plan_name=CUDNN_PLAN,
         )
+        shape = inputs.v.shape
 
         def call() -> GDNOutput:
             out, final_states = run()
@@ -275,8 +335,7 @@ def load_cudnn() -> Implementation:
         yield from _unlike_128(inputs, precision)
         yield inputs.q.dtype != torch.bfloat16, "bf16 inputs only"
         yield from plain_gates(inputs)
-        low, high = _ranges(inputs)[2:]
-        yield low < 0 or high > 1, "beta between 0 and 1"
+        yield from plain_beta(inputs)
         long = not inputs.use_qk_l2norm and _longest_key(inputs) > 1.01
         yield long, "keys of at most length 1, or keys that it normalises"
 
@@ -312,36 +371,39 @@ def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], 
     return lambda inputs, _precision: _call(function, inputs)
 
 
+def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
+    """FlashInfer's arguments for states on the way; empty for none."""
+    every, device = inputs.state_every, inputs.device
+    if not every:
+        return {}
+    count = inputs.length // every
+    key_dim, value_dim = inputs.states_shape[2:]
+    shape = inputs.sequences * count, inputs.states_shape[1], value_dim, key_dim
+    return {
+        "state_checkpoints": torch.empty(shape, device=device),
+        "checkpoint_cu_starts": torch.arange(inputs.sequences + 1, device=device) * count,
+        "checkpoint_every_n_tokens": every,
+    }
+
+
 def load_flashinfer() -> Implementation:
     """The library's chunked kernels.  It normalises q and k in a launch of its own."""
     import_module("flashinfer.gdn_kernels.qk_l2norm")  # without it the library ignores the request
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        cu_seqlens, states, shape = inputs.cu_seqlens, inputs.initial, inputs.v.shape
-        if cu_seqlens is None:
-            cu_seqlens = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
-        v = inputs.v.flatten(0, 1).contiguous()
-        states = None if states is None else states.float().mT.contiguous()
-        kept, every, more = None, inputs.state_every, dict[str, Any]()
-        if every:
-            count, (heads, key_dim, value_dim) = inputs.length // every, inputs.states_shape[1:]
-            kept = torch.empty(inputs.sequences * count, heads, value_dim, key_dim, device=v.device)
-            starts = torch.arange(inputs.sequences + 1, device=v.device) * count
-            more = dict(
-                state_checkpoints=kept, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=every
-            )
+        q, k, v = packed(inputs, "q", "k", "v")
+        g, beta = packed(inputs, "g", "beta", dtype=torch.float32)
+        states = None if inputs.initial is None else v_first_states(inputs)
+        more = _checkpoints(inputs)
+        kept, shape = more.get("state_checkpoints"), inputs.v.shape
         run = partial(
             function,
-            inputs.q.flatten(0, 1).contiguous(),
-            inputs.k.flatten(0, 1).contiguous(),
-            v,
-            inputs.g.float().clamp(max=0).exp().flatten(0, 1).contiguous(),
-            inputs.beta.float().flatten(0, 1).contiguous(),
+            *(q, k, v, g.clamp(max=0).exp(), beta),
             initial_state=states,
             scale=inputs.scale_or_default,
             output_final_state=True,
-            cu_seqlens=cu_seqlens.long(),
+            cu_seqlens=bounds_of(inputs).long(),
             use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
             backend="flashinfer",
             **more,
@@ -380,99 +442,44 @@ def load_flashinfer_mtp() -> Implementation:
     """
     function = import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
 
-    def prepare(inputs: GDNInputs) -> Prepared:
-        assert inputs.initial_state is not None
-        if inputs.beta.max() > 1:
-            raise UnsupportedError("flashinfer_mtp: beta is at most 1")
-        n, device = inputs.sequences, inputs.q.device
-        (length, heads), (key_dim, value_dim) = inputs.v.shape[1:3], inputs.states_shape[2:]
-        count, slots = len(inputs.initial_state), inputs.state_indices
-        slots = torch.arange(n, device=device) if slots is None else slots
-        slots, new = slots.int(), torch.arange(count, count + n, dtype=torch.int32, device=device)
-        # without states to keep it writes to slots of its own, behind those that it reads
-        pool = torch.cat(
-            [inputs.initial_state.float().mT] * (1 if inputs.state_every else 1 + -(-n // count))
-        )
-        zeros, v = torch.zeros(heads, device=device), inputs.v.contiguous()
-        # it computes g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b)
-        a, b = inputs.g.double().neg().expm1().log().float(), inputs.beta.double().logit().float()
-        run = partial(
-            function,
-            inputs.q.contiguous(),
-            inputs.k.contiguous(),
-            v,
-            pool,
-            slots,
-            zeros,
-            a,
-            zeros,
-            b,
-            scale=inputs.scale_or_default,
-            disable_state_update=bool(inputs.state_every),
-            use_qk_l2norm=inputs.use_qk_l2norm,
-        )
-        kept = (
-            torch.empty(n, length, heads, value_dim, key_dim, device=device)
-            if inputs.state_every
-            else None
-        )
+    def bind(inputs: GDNInputs, slots: Slots) -> Bound:
+        q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+        gates, rows = RawGates.of(inputs), v.shape[:3]
+        raw = gates.A_log, gates.a.view(rows), gates.dt_bias, gates.b.view(rows)
+        read, final = slots.read.int(), slots.final
+        if final is None and slots.buffer is None:
+            raise UnsupportedError("flashinfer_mtp: a slot for each sequence's final state")
 
-        def call() -> GDNOutput:
-            out = torch.empty_like(v)
-            if kept is not None:
-                run(output=out, intermediate_states_buffer=kept)
-                return GDNOutput(out, kept.flatten(0, 1).mT)
-            out, states = run(output=out, output_state_indices=new)
-            return GDNOutput(out, states[count : count + n].mT)
+        def run(pool: torch.Tensor) -> torch.Tensor:
+            out, states = torch.empty_like(v), slots.verification(inputs, pool)
+            where: dict[str, Any] = {"disable_state_update": final is None}
+            if final is None:
+                where["intermediate_states_buffer"] = states["intermediate_states_buffer"]
+            else:
+                where["output_state_indices"] = final.int()
+            function(
+                *(q, k, v, pool, read, *raw),
+                scale=inputs.scale_or_default,
+                use_qk_l2norm=inputs.use_qk_l2norm,
+                output=out,
+                **where,
+            )
+            return out
 
-        return call, (v, pool[:count])
+        return run, v
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
-        other = (
-            inputs.cu_seqlens is not None
-            or inputs.initial_state is None
-            or not 1 < inputs.length <= MOST_STEPS
-        )
-        yield other, f"2 to {MOST_STEPS} tokens of each sequence, with initial states"
-        yield inputs.state_every > 1, "the state after every token, or only at the end"
+        other = inputs.cu_seqlens is not None or not 1 < inputs.length <= MOST_STEPS
+        yield other, f"2 to {MOST_STEPS} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
-    return replace(
-        prepared_kernel("gdn", "flashinfer_mtp", unsupported, prepare, plan),
-        keeps=lambda inputs: inputs.state_every == 1,
-        pools=True,
+    kernel = pool_kernel(
+        *("gdn", "flashinfer_mtp", unsupported, bind, plan),
+        refused_values=refused_gates,
+        turned=True,
+        apart=True,
     )
-
-
-# v and the states as the call reads them
-Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]
-
-
-def prepared_kernel(
-    operator: str,
-    name: str,
-    unsupported: Callable[[GDNInputs, Precision], str],
-    prepare: Callable[[GDNInputs], Prepared],
-    plan: Callable[[GDNInputs, Precision], Plan] | Plan,
-) -> Implementation:
-    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
-    live.
-    """
-    prepared = once(prepare)
-
-    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-        with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
-            return prepared(inputs)[0]()
-
-    def copies(inputs: GDNInputs) -> list[torch.Tensor]:
-        given = {
-            tensor.data_ptr() for tensor in (inputs.v, inputs.initial_state) if tensor is not None
-        }
-        return [
-            one for one in prepared(inputs)[1] if one is not None and one.data_ptr() not in given
-        ]
-
-    return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)
+    return replace(kernel, in_place=None)  # not seen on a pool of a server

@@ -11,30 +11,31 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.fused import gdn_fused
 from ssdprof.kernels.registry import UnsupportedError
 
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
-    chunk_indices: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
     cp_context: object = None,
     **kwargs: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted without effect.
 
     Raises TypeError for unknown keywords.
@@ -71,25 +72,25 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    gk: torch.Tensor | None = None,
-    gv: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """g None: no decay.  beta None: ones.  `gdn_fused` runs token by token only if that is faster.
 
     If the dtypes of q, k and v differ, they are converted to the widest of them, and the output has

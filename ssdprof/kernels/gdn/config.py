@@ -237,7 +237,7 @@ def _largest_block_k(major: int, key_dim: int, *, wide: bool) -> int:
 # --- the unfused kernels
 
 
-def _block(dim: int, most: int) -> int:
+def block(dim: int, most: int) -> int:
     """The smallest power of two that holds `dim`, limited to 16 .. `most`."""
     return max(16, min(int(triton.next_power_of_2(dim)), most))
 
@@ -248,7 +248,7 @@ GATE_CUMSUM = {"BLOCK_H": 8, "num_warps": 4}
 SOLVE_TRIL = {"num_warps": 1}
 
 
-def _options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str, int]:
+def options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str, int]:
     return blocks | {"num_warps": num_warps, "num_stages": num_stages}
 
 
@@ -272,31 +272,31 @@ def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[s
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     fp32 = operand_dtype(inputs.v.dtype, precision) == torch.float32
     narrow, few_states = (
-        _block(value_dim, 32),
+        block(value_dim, 32),
         _ONE_PROGRAM_EACH // (inputs.sequences * inputs.v.shape[2]),
     )
-    kkt = _block(key_dim, 32 if fp32 else 128)
+    kkt = block(key_dim, 32 if fp32 else 128)
     if fp32:
-        w_u = output = _options(BLOCK_K=_block(key_dim, 32), BLOCK_V=narrow)
+        w_u = output = options(BLOCK_K=block(key_dim, 32), BLOCK_V=narrow)
         output = output | {"num_warps": 8}
         if min(key_dim, value_dim) <= 32:
             # Triton unrolls loops of one block, and 3.6 then miscompiles some tf32x3 products of
             # warp groups: they read a wrong address in shared memory, or have the precision of a
             # single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
-            w_u = output = _options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
-        state = _options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
+            w_u = output = options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
+        state = options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
     else:
-        w_u = _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 64), num_stages=3)
-        output = _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 128))
+        w_u = options(BLOCK_K=block(key_dim, 64), BLOCK_V=block(value_dim, 64), num_stages=3)
+        output = options(BLOCK_K=block(key_dim, 64), BLOCK_V=block(value_dim, 128))
         if key_dim > 128:
-            state = _options(BLOCK_V=narrow, num_warps=8)
+            state = options(BLOCK_V=narrow, num_warps=8)
         elif triton.cdiv(value_dim, narrow) <= few_states:
-            state = _options(BLOCK_V=narrow, num_stages=4)
+            state = options(BLOCK_V=narrow, num_stages=4)
         else:
-            state = _options(BLOCK_V=_block(value_dim, 64), num_stages=3)
+            state = options(BLOCK_V=block(value_dim, 64), num_stages=3)
     return {
         "gate_cumsum": GATE_CUMSUM,
-        "scaled_dot_kkt": _options(BLOCK_K=kkt, num_warps=8 if kkt == 128 else 4),
+        "scaled_dot_kkt": options(BLOCK_K=kkt, num_warps=8 if kkt == 128 else 4),
         "solve_tril": SOLVE_TRIL,
         "recompute_w_u": w_u,
         "chunk_state": state,

@@ -14,9 +14,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ssdprof.kernels.choice import Fused, FusedCall, Variant
-from ssdprof.kernels.device import capability, refuse_gradient, sm_count
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, tensor_function
+from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.hopper import config as hopper_config
 from ssdprof.kernels.gdn.hopper import slices as hopper_slices
@@ -35,16 +36,16 @@ _H200 = ((9, 0), 132)
 
 
 def gdn_fused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     use_qk_l2norm: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     state_v_first: bool = False,
     batch_invariant: bool = False,
@@ -89,89 +90,20 @@ def gdn_fused(
     ones.
     Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
-    if torch.compiler.is_compiling():
-        refuse_gradient("fused", (q, k, v, g, beta, initial_state))
-        return GDNOutput(
-            *torch.ops.ssdprof.gdn_fused(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                scale,
-                initial_state,
-                use_qk_l2norm,
-                cu_seqlens,
-                precision.intermediates,
-                precision.state_dtype,
-                state_v_first,
-                batch_invariant,
-            )
-        )
-    if state_v_first and initial_state is not None and initial_state.ndim == 4:
-        initial_state = initial_state.mT
-    inputs = GDNInputs.unchecked(
+    arguments = dict(
         q=q,
         k=k,
         v=v,
         g=g,
         beta=beta,
-        initial_state=initial_state,
         scale=scale,
+        initial_state=initial_state,
         use_qk_l2norm=use_qk_l2norm,
-        chunk_size=64,
         cu_seqlens=cu_seqlens,
     )
-    output = run(inputs, precision, state_v_first=state_v_first, batch_invariant=batch_invariant)
-    return GDNOutput(output.out, output.final_states.mT) if state_v_first else output
-
-
-@torch.library.custom_op("ssdprof::gdn_fused", mutates_args=())
-def _operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    use_qk_l2norm: bool,
-    cu_seqlens: torch.Tensor | None,
-    intermediates: str,
-    state_dtype: torch.dtype,
-    state_v_first: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gdn_fused` with a schema that the dispatcher understands."""
-    precision = Precision(
-        intermediates=intermediates,  # type: ignore[arg-type]
-        state_dtype=state_dtype,
+    return _function(
+        arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
     )
-    with torch.no_grad():
-        return gdn_fused(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            use_qk_l2norm=use_qk_l2norm,
-            cu_seqlens=cu_seqlens,
-            precision=precision,
-            state_v_first=state_v_first,
-            batch_invariant=batch_invariant,
-        )
-
-
-@_operator.register_fake
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shapes and dtypes of the results of `_operator`."""
-    q, _, v, *_ = arguments
-    cu_seqlens, state_v_first = arguments[8], arguments[11:12] == (True,)  # a default is not passed
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)
 
 
 # --- the kernels
@@ -303,6 +235,7 @@ FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", 
 # a form that a bench times only when it is named, for calls for which `fused` chooses another
 # kernel
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
+_function = tensor_function(FUSED, GDNInputs)
 run, plan = FUSED.run, FUSED.plan
 for _fused in (FUSED, FUSED_PORTABLE):
     register(

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, Output, tensor_signature
 
@@ -50,20 +50,20 @@ class GDNInputs(Inputs):
     operator: ClassVar[str] = "gdn"
     FIRST: ClassVar[str] = "q"
     LINEAR: ClassVar[tuple[str, ...]] = ("v", "initial_state")
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-    initial_state: torch.Tensor | None = None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None = None
     scale: float | None = None
     use_qk_l2norm: bool = False
     chunk_size: int = 64
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: Tensor | None = None
     state_every: int = 0
-    state_indices: torch.Tensor | None = None
-    write_indices: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
+    state_indices: Tensor | None = None
+    write_indices: Tensor | None = None
+    accepted: Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError, naming the argument that does not fit the others."""
@@ -105,7 +105,7 @@ class GDNInputs(Inputs):
         self._check_devices()
 
     @property
-    def kernel_tensors(self) -> tuple[torch.Tensor | None, ...]:
+    def kernel_tensors(self) -> tuple[Tensor | None, ...]:
         """In the order in which kernels take them."""
         return (
             self.q,

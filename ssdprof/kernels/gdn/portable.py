@@ -65,14 +65,18 @@ LEAF = tl.constexpr(16)  # least rows of a product
 NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
 LOOK_BACK = tl.constexpr(128)  # chunks per iteration
 
-Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each of several tensors
+FactorShapes = list[
+    tuple[tuple[int, ...], torch.dtype]
+]  # shape and dtype of each of several tensors
 
 STAGES = {
-    "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril",
-    "leaf_inverses": "solve_tril", "unit_lower_inverse": "solve_tril",
+    "first_slot": "setup", "piece_of_slot": "setup", "whole_sequence": "setup",
+    "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
+    "unit_lower_inverse": "solve_tril",
     "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
-    "take_state": "setup", "residual": "chunk_state.residual", "next_state": "chunk_state.update",
-    "_gdn_scan_kernel": "setup",
+    "take_state": "setup", "leave_state": "setup.store",
+    "residual": "chunk_state.residual", "next_state": "chunk_state.update",
+    "_gdn_scan_kernel": "setup", "own_segment": "setup",
 }  # fmt: skip
 
 
@@ -100,7 +104,7 @@ def first_slot(sequence, begin, seqlen, PACKED: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SIZE: tl.constexpr):
+def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, SIZE: tl.constexpr):
     """(sequence, batch entry, index of the piece in its sequence, first position and length of that
     sequence).
 
@@ -116,10 +120,10 @@ def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SI
         low, high = tl.zeros((), tl.int32), tl.cast(sequences, tl.int32)
         while high - low > 1:
             middle = (low + high) // 2
-            begin, _ = sequence_bounds(middle, cu_seqlens_ptr, cu_seqlens_stride)
+            begin, _ = sequence_bounds(middle, cu_seqlens_ptr, cu_seqlens_strides[0])
             later = first_slot(middle, begin, seqlen, True, SIZE) > slot
             low, high = tl.where(later, low, middle), tl.where(later, middle, high)
-        begin, length = sequence_bounds(low, cu_seqlens_ptr, cu_seqlens_stride)
+        begin, length = sequence_bounds(low, cu_seqlens_ptr, cu_seqlens_strides[0])
         return (
             low,
             tl.zeros((), tl.int32),
@@ -127,6 +131,16 @@ def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SI
             begin,
             length,
         )
+
+
+@triton.jit
+def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
+    """(batch entry, first position, length) of a sequence."""
+    if cu_seqlens_ptr is None:
+        return sequence, tl.zeros((), tl.int64), seqlen
+    else:
+        begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
+        return 0, begin, length
 
 
 # --- the inverse of I + L in registers, with L strictly lower triangular.
@@ -227,9 +241,8 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
-    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
     _, i_b, i_c, begin, length = piece_of_slot(
-        slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK
+        slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.CHUNK
     )
     t = i_c * S.CHUNK
     if t >= length:
@@ -350,6 +363,17 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
+def leave_state(
+    ptr, state, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Store a slice of V of a state."""
+    for n in tl.static_range(len(state)):
+        o_n = state_k + n * BLOCK_K
+        tile = o_n * strides[2] + state_v * strides[3]
+        tl.store(ptr + tile, state[n], mask=m_v & (o_n < KEY_DIM))
+
+
+@triton.jit
 def state_product(
     state, ptr, strides, o_t, m_t, o_k, ALIGNED: tl.constexpr, KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, V_ROWS: tl.constexpr, OPERAND: tl.constexpr,
@@ -398,6 +422,18 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
     return after
 
 
+@triton.jit
+def own_segment(rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S: tl.constexpr):
+    """As `piece_of_slot`, of the program's segment; whole sequences if they are not cut."""
+    if S.CUT:
+        return piece_of_slot(
+            rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.SEGMENT * S.CHUNK
+        )
+    else:
+        i_b, begin, length = whole_sequence(rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen)
+        return rank, i_b, 0, begin, length
+
+
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     """The second launch: one slice of V of one segment of one head, chunk after chunk, with the
@@ -415,22 +451,13 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     BLOCKS: tl.constexpr = (S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K
     PADDED: tl.constexpr = BLOCKS * S.BLOCK_K
-    rank, unit = (
-        tl.program_id(0) // (S.VALUE_HEADS * SLICES),
-        tl.program_id(0) % (S.VALUE_HEADS * SLICES),
-    )
+    UNITS: tl.constexpr = S.VALUE_HEADS * SLICES
+    rank, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     i_k = i_h // S.VALUES_PER_KEY
-    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
-    if S.CUT:
-        sequence, i_b, segment, begin, length = piece_of_slot(
-            rank, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.SEGMENT * S.CHUNK
-        )
-    elif cu_seqlens_ptr is None:
-        sequence, i_b, segment, begin, length = rank, rank, 0, tl.zeros((), tl.int64), seqlen
-    else:
-        begin, length = sequence_bounds(rank, cu_seqlens_ptr, cu_seqlens_stride)
-        sequence, i_b, segment = rank, 0, 0
+    sequence, i_b, segment, begin, length = own_segment(
+        rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S
+    )
     nchunks = tl.cdiv(length, S.CHUNK)
     first, stop = tl.cast(0, tl.int32), nchunks
     if S.CUT:
@@ -450,11 +477,8 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
 
     # stage setup: where its tensors lie
     o_c = tl.arange(0, S.CHUNK)
-    o_t, o_k, o_v = (
-        o_c.to(S.OFFSET),
-        tl.arange(0, S.BLOCK_K).to(S.OFFSET),
-        tl.arange(0, S.BLOCK_V).to(S.OFFSET),
-    )
+    o_t, o_k = o_c.to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
+    o_v = tl.arange(0, S.BLOCK_V).to(S.OFFSET)
     m_v = (o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
     if S.V_ROWS:
         state_v, state_k, m_value = o_v[:, None], o_k[None, :], m_v[:, None]
@@ -491,14 +515,9 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
                 o_c >= 0, o_k, True, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
             )  # fmt: skip
             Y = residual(
-                product,
-                v_rows_ptr + v_tile,
-                m_value,
-                rows_ptr + at * (2 * S.CHUNK),
-                o_c,
-                S.V_ROWS,
+                product, v_rows_ptr + v_tile, m_value, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS,
                 S.OPERAND,
-            )
+            )  # fmt: skip
             decay = tl.load(chunks_ptr + at * 2)
             state = next_state(
                 state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS
@@ -522,14 +541,9 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
         )  # fmt: skip
         Y = residual(
-            product,
-            v_rows_ptr + v_tile,
-            m_tile,
-            rows_ptr + at * (2 * S.CHUNK),
-            o_c,
-            S.V_ROWS,
+            product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS,
             S.OPERAND,
-        )
+        )  # fmt: skip
         decay = tl.load(chunks_ptr + at * 2)
         state = next_state(
             state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS
@@ -549,13 +563,12 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage setup.store
     if stop == nchunks:
         final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
-        for n in tl.static_range(BLOCKS):
-            o_n = state_k + n * S.BLOCK_K
-            tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
-            tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < S.KEY_DIM))
+        leave_state(
+            final_ptr, state, state_k, state_v, final_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
+        )
 
 
-def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> Shapes:
+def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
     length, heads = inputs.v.shape[1:3]
     slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
@@ -633,7 +646,7 @@ def _launchers(
 
 def two_launches(
     inputs: GDNInputs,
-    factors: Shapes,
+    factors: FactorShapes,
     states: tuple[int, ...],
     launchers: tuple[Callable[..., None], Callable[..., None]],
     programs: tuple[int, int],
@@ -645,6 +658,7 @@ def two_launches(
     index, states_shape, (first, second) = inputs.q.get_device(), inputs.states_shape, launchers
 
     def call(inputs: GDNInputs) -> GDNOutput:
+        """Allocate the factors and the outputs, and launch both kernels."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
             device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
             between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in factors]

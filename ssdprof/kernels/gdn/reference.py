@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.oracle import (
@@ -40,9 +41,7 @@ from ssdprof.kernels.oracle import (
 
 # (q, k, g, beta) of chunks -> scores and L with their decays (the solver adds the identity), and
 # the decays since the chunk's start and to its end, of a head or of each channel
-Decayed = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]
-]
+Decayed = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
@@ -70,7 +69,7 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     return GDNOutput(out, final_states)
 
 
-def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q (HV, T, K), scaled, k (HV, T, K), both normalised if use_qk_l2norm, v (HV, T, V), g and
     beta (HV, T).
     """
@@ -90,14 +89,14 @@ def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tens
 
 
 def delta_chunks(
-    decayed: Decayed, inputs: GDNInputs, span: Span, dtype: torch.dtype, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    decayed: Decayed, inputs: GDNInputs, span: Span, dtype: torch.dtype, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Output (T, HV, V) and the state (HV, K, V) after the span, with the decays of `decayed`."""
     pieces, length = _load(inputs, span, dtype), span.stop - span.start
     count = -(-length // ORACLE_CHUNK)
     pad = count * ORACLE_CHUNK - length  # positions with g = beta = 0: they neither decay nor add
 
-    def chunks(tensor: torch.Tensor) -> torch.Tensor:
+    def chunks(tensor: Tensor) -> Tensor:
         """(HV, T, ...) -> (HV, NT, chunk, ...)"""
         heads, rest = tensor.shape[0], tensor.shape[2:]
         return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(
@@ -119,9 +118,7 @@ def delta_chunks(
     return out.flatten(1, 2)[:, :length].transpose(0, 1), state
 
 
-def _decayed(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _decayed(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     decay = segment_sums(g).exp()  # d_ts, zero above the diagonal
     since_start = g.cumsum(-1).exp()[..., None]  # d_t
     return (

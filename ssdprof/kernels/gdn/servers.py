@@ -1,94 +1,130 @@
-"""The chunked Triton kernels that vLLM runs for prompts of GDN layers, and SGLang also for KDA.
+"""The Triton kernels that vLLM and SGLang run for GDN and KDA layers.
 
-A server normalises q and k, and computes gates and beta, in kernels of its own.  Here gates and
-beta arrive computed, and q and k are normalised inside of the call.  The servers' packages patch
-torch and transformers when they are imported, so that they are not: only the modules with kernels
-are.
+The servers' packages patch torch and transformers when they are imported, so that they are not:
+only the modules with kernels are.
 
-vllm     GDN; states are read from one tensor and written to another
-sglang   states are updated in a pool, and KDA's output is written over v: each call begins with
-         copies, in its time
+vllm, sglang             prompts, in chunks.  A server normalises q and k, and computes gates and
+                         beta, in kernels of its own.  Here gates and beta arrive computed, but for
+                         vLLM's KDA, and q and k are normalised inside of the call.  What a kernel
+                         writes over (v, the pool) is copied in its time
+vllm_step, sglang_step   a few tokens of each sequence, token by token, on a pool in place, as in
+                         decoding and verification.  Gates and beta enter before their activations
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import import_bare
-from ssdprof.kernels.gdn.adapters import Prepared, plain_gates, prepared_kernel
+from ssdprof.kernels.adapters import MOST_STEPS, Prepared, import_kernels, prepared_kernel
+from ssdprof.kernels.gdn.adapters import (
+    RawGates,
+    bounds_of,
+    packed,
+    plain_beta,
+    plain_gates,
+    refused_gates,
+    v_first_states,
+)
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.pools import Bound, Slots, pool_kernel, with_slot_before
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 
-_SGLANG = ("sglang", "sglang.kernels", "sglang.kernels.ops")
-# operator -> the module, and its function
-_SGLANG_KERNELS = {
-    "gdn": ("sglang.kernels.ops.attention.fla.chunk", "chunk_gated_delta_rule"),
-    "kda": ("sglang.kernels.ops.attention.fla.kda", "chunk_kda"),
+_VLLM = {
+    "gdn": "vllm.third_party.flash_linear_attention.ops",
+    "kda": "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
 }
+_SGLANG = "sglang.kernels.ops.attention"
+# operator -> the module of the chunked kernels, and their function
+_SGLANG_CHUNKS = {"gdn": ("fla.chunk", "chunk_gated_delta_rule"), "kda": ("fla.kda", "chunk_kda")}
+_ONE_TOKEN = {
+    "gdn": "fused_recurrent_gated_delta_rule_packed_decode",
+    "kda": "fused_recurrent_kda_packed_decode",
+}
+_SIGMOID_GATING = "linear.fused_sigmoid_gating_recurrent"
+_SOFTPLUS = (1.0, 20.0)  # its factor, and the argument above which it is the identity
 
 
-def load_vllm() -> Implementation:
-    """Its kernels for GDN.  Those for KDA need a later Triton than 3.6."""
-    ops = import_bare("vllm.third_party.flash_linear_attention.ops", ["vllm"])
+def _options(inputs: GDNInputs) -> dict[str, Any]:
+    return {
+        "scale": inputs.scale_or_default,
+        "cu_seqlens": bounds_of(inputs).int(),
+        "use_qk_l2norm_in_kernel": inputs.use_qk_l2norm,
+    }
+
+
+def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
+    """These tensors as one pack, (1, tokens, ...)."""
+    return {name: packed(inputs, name)[0][None] for name in names}
+
+
+# --- prompts
+
+
+def load_vllm(operator: str) -> Implementation:
+    """vLLM's chunked kernels.  KDA's takes gates before their activation, and writes over v unless
+    it is given room for the output.
+    """
+    module = import_kernels(_VLLM[operator])
+
+    def run_gdn(inputs: GDNInputs) -> Callable[..., Any]:
+        return partial(module.chunk_gated_delta_rule, **_tokens(inputs, "q", "k", "g", "beta"))
+
+    def run_kda(inputs: GDNInputs) -> Callable[..., Any]:
+        gates, arguments = RawGates.of(inputs), _tokens(inputs, "q", "k")
+        arguments |= {"raw_g": gates.a[None], "raw_beta": gates.b[None], "A_log": gates.A_log}
+        run = partial(module.chunk_kda_with_fused_gate, **arguments)
+        # without `out` it writes over v
+        return lambda v, **more: run(v=v, g_bias=None, out=torch.empty_like(v), **more)
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        (v, states, given), shape = _packed(inputs), inputs.v.shape
-        run = partial(ops.chunk_gated_delta_rule, **given, output_final_state=True)
+        run = (run_kda if operator == "kda" else run_gdn)(inputs)
+        v, states, options = packed(inputs, "v")[0][None], v_first_states(inputs), _options(inputs)
+        shape = inputs.v.shape
 
         def call() -> GDNOutput:
-            out, final_states = run(v=v, initial_state=states)
+            out, final_states = run(v=v, initial_state=states, output_final_state=True, **options)
             return GDNOutput(out.view(shape), final_states.mT)
 
         return call, (v, states)
 
-    return _server_kernel("gdn", "vllm", prepare)
+    return _chunked_kernel(operator, "vllm", prepare, raw=operator == "kda")
 
 
 def load_sglang(operator: str) -> Implementation:
-    module, name = _SGLANG_KERNELS[operator]
-    function = getattr(import_bare(module, _SGLANG), name)
+    """SGLang's chunked kernels, which read and write a pool of states: here a copy with a slot for
+    each sequence.
+    """
+    module, name = _SGLANG_CHUNKS[operator]
+    function = getattr(import_kernels(f"{_SGLANG}.{module}"), name)
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        (v, states, given), shape = _packed(inputs), inputs.v.shape
+        v, states, shape = packed(inputs, "v")[0][None], v_first_states(inputs), inputs.v.shape
         slots = torch.arange(len(states), dtype=torch.int32, device=v.device)
-        run = partial(function, **given, initial_state_indices=slots)
+        arguments = _tokens(inputs, "q", "k", "g", "beta") | _options(inputs)
+        run = partial(function, **arguments, initial_state_indices=slots)
 
         def call() -> GDNOutput:
             pool, values = states.clone(), v.clone() if operator == "kda" else v
-            found = run(v=values, initial_state=pool)
-            out = found[0] if isinstance(found, tuple) else found
+            returned = run(v=values, initial_state=pool)
+            out = returned[0] if isinstance(returned, tuple) else returned
             return GDNOutput(out.view(shape), pool.mT)
 
         return call, (v, states)
 
-    return _server_kernel(operator, "sglang", prepare)
+    return _chunked_kernel(operator, "sglang", prepare)
 
 
-def _packed(inputs: GDNInputs) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """v and V-first states in fp32, and the other arguments: all sequences as one pack."""
-    bounds, states = inputs.cu_seqlens, inputs.initial
-    if bounds is None:
-        bounds = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
-    if states is None:
-        states = torch.zeros(inputs.states_shape, device=inputs.q.device)
-    given = {
-        name: getattr(inputs, name).flatten(0, 1)[None].contiguous()
-        for name in ("q", "k", "v", "g", "beta")
-    }
-    values = given.pop("v")
-    given |= {"scale": inputs.scale_or_default, "cu_seqlens": bounds.int()}
-    given["use_qk_l2norm_in_kernel"] = inputs.use_qk_l2norm
-    return values, states.float().mT.contiguous(), given
-
-
-def _server_kernel(
-    operator: str, name: str, prepare: Callable[[GDNInputs], Prepared]
+def _chunked_kernel(
+    operator: str, name: str, prepare: Callable[[GDNInputs], Prepared], *, raw: bool = False
 ) -> Implementation:
+    """raw: beta enters before its activation."""
+
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield not precision.exact, "exact intermediates only"
@@ -97,7 +133,171 @@ def _server_kernel(
         yield precision.state_dtype != inputs.q.dtype, states
         yield operator == "kda" and inputs.values_per_key > 1, "as many key heads as value heads"
         yield from plain_gates(inputs)
+        if raw:
+            yield from plain_beta(inputs)
 
     copies = "copies of what its kernels overwrite are inside of its time, other layouts outside"
     plan = Plan(variant="triton", launches=6, config={"chunk_size": 64}, reason=copies)
     return prepared_kernel(operator, name, unsupported, prepare, plan)
+
+
+# --- steps
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a server has for a kernel of steps.
+
+    mixed: (tokens, 2 H K + HV V), q, k and v of each token one after the other, as they leave the
+    convolution.  alone: one token of each sequence, whose state is written back.
+    """
+
+    inputs: GDNInputs
+    slots: Slots
+    mixed: torch.Tensor
+    gates: RawGates
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, slots: Slots) -> _Step:
+        rows = [tensor.flatten(2).flatten(0, 1) for tensor in (inputs.q, inputs.k, inputs.v)]
+        return cls(inputs, slots, torch.cat(rows, 1), RawGates.of(inputs))
+
+    @property
+    def alone(self) -> bool:
+        single = self.inputs.cu_seqlens is None and self.inputs.length == 1
+        return single and self.slots.overwrites
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """q, k and v of all tokens, (1, tokens, heads, ...)."""
+        forms = [tensor.shape[2:] for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)]
+        parts = torch.split(self.mixed[None], [form.numel() for form in forms], -1)
+        return [part.view(*part.shape[:2], *form) for part, form in zip(parts, forms, strict=True)]
+
+    def bound(self, call: Callable[[_Step, torch.Tensor], Any]) -> Bound:
+        """call: (step, pool) -> out in any shape."""
+        return lambda pool: call(self, pool).view(self.inputs.v.shape), self.views[2]
+
+    def packed(self, function: Callable[..., Any], pool: torch.Tensor) -> torch.Tensor:
+        """out of a kernel for one token of each sequence."""
+        inputs, gates = self.inputs, self.gates
+        out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=pool.device)
+        function(
+            self.mixed,
+            gates.a.flatten(1),
+            gates.b,
+            gates.A_log,
+            gates.dt_bias,
+            inputs.scale_or_default,
+            pool,
+            out,
+            self.slots.read.int(),
+            use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+        )
+        return out
+
+
+def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
+    if step.alone:
+        return step.packed(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
+    gates = step.gates
+    return module.fused_sigmoid_gating_delta_rule_update(
+        *(gates.A_log, gates.a, gates.b, gates.dt_bias, *step.views),
+        initial_state=pool,
+        **_table(step.slots),
+        **_options(step.inputs),
+    )[0]
+
+
+def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
+    gates, inputs = step.gates, step.inputs
+    raw = gates.a[None], gates.b[None], gates.A_log, gates.dt_bias, None
+    if step.alone:
+        slots = step.slots.read.int()
+        return module.fused_recurrent_kda_packed_decode(
+            step.mixed, *raw, pool, slots, inputs.scale_or_default
+        )[0]
+    bounds, table = bounds_of(inputs).int(), _table(step.slots)
+    return module.fused_recurrent_kda(*step.views, *raw, pool, bounds, **table)[0]
+
+
+def _table(slots: Slots) -> dict[str, torch.Tensor]:
+    """Several tokens are a verification: the state after token t goes to column t, and the column
+    of the last token that was accepted before is read.
+    """
+    table = torch.cat([slots.written, slots.read[:, None]], 1).int()
+    accepted = torch.full_like(table[:, 0], table.shape[1])
+    return {"ssm_state_indices": table, "num_accepted_tokens": accepted}
+
+
+def _sglang(modules: tuple[Any, Any], step: _Step, pool: torch.Tensor) -> Any:
+    """A verification leaves the pool alone, and writes all states to a buffer."""
+    packed, several = modules
+    gates, operator = step.gates, step.inputs.operator
+    if step.alone:
+        return step.packed(getattr(packed, _ONE_TOKEN[operator]), pool)
+    return several.fused_sigmoid_gating_delta_rule_update(
+        *(gates.A_log, gates.a.flatten(1), gates.dt_bias, *_SOFTPLUS, *step.views, gates.b, pool),
+        step.slots.read.int(),
+        is_kda=operator == "kda",
+        **_options(step.inputs),
+        **step.slots.verification(step.inputs, pool),
+    )
+
+
+def load_vllm_step(operator: str) -> Implementation:
+    """Slot 0 is padding."""
+    module, kda = import_kernels(_VLLM[operator]), operator == "kda"
+    call = partial(_vllm_kda if kda else _vllm_gdn, module)
+
+    def bind(inputs: GDNInputs, slots: Slots) -> Bound:
+        shifted = replace(slots, read=slots.read + 1, written=slots.written + 1)
+        return _Step.of(inputs, shifted).bound(
+            lambda step, pool: call(step, with_slot_before(pool, "vllm_step"))
+        )
+
+    return _step_kernel(operator, "vllm_step", bind, fixed=kda)
+
+
+def load_sglang_step(operator: str) -> Implementation:
+    modules = [f"{_SGLANG}.{name}" for name in ("fla.fused_recurrent", _SIGMOID_GATING)]
+    call = partial(_sglang, tuple(map(import_kernels, modules)))
+
+    def bind(inputs: GDNInputs, slots: Slots) -> Bound:
+        slots.refuse_tables("sglang_step")
+        return _Step.of(inputs, slots).bound(call)
+
+    return _step_kernel(operator, "sglang_step", bind)
+
+
+def _step_kernel(
+    operator: str, name: str, bind: Callable[[GDNInputs, Slots], Bound], *, fixed: bool = False
+) -> Implementation:
+    """fixed: it normalises q and k, and has no scale but K^-0.5."""
+
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield precision != Precision(), "exact intermediates and fp32 states only"
+        tokens = inputs.length if inputs.cu_seqlens is None else inputs.length / inputs.sequences
+        yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
+        yield operator == "kda" and inputs.values_per_key > 1, "as many key heads as value heads"
+        usual = inputs.use_qk_l2norm and inputs.scale_or_default == inputs.q.shape[3] ** -0.5
+        yield fixed and not usual, "q and k that it normalises, and the scale K ** -0.5"
+
+    reason = "a copy of the states is inside of its time, gates before their activations outside"
+    plan = Plan(variant="triton", launches=2, reason=reason)
+    return pool_kernel(
+        operator, name, unsupported, bind, plan, refused_values=refused_gates, turned=True
+    )
+
+
+_LOADERS: dict[str, Callable[[str], Implementation]] = {
+    "vllm": load_vllm,
+    "sglang": load_sglang,
+    "vllm_step": load_vllm_step,
+    "sglang_step": load_sglang_step,
+}
+
+
+def load(name: str, operator: str) -> Implementation:
+    return _LOADERS[name](operator)

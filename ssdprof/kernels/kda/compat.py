@@ -10,23 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.compat import refuse
 from ssdprof.kernels.kda.functions import kda_fused
 
-_WITHOUT_EFFECT = ("chunk_size",)
-_OF_THE_GATE = ("A_log", "dt_bias")
-
 
 def chunk_kda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
@@ -37,24 +34,26 @@ def chunk_kda(
     disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     cp_context: Any = None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
     keyword chunk_size are accepted without effect: any gate is safe, and the call runs in a graph.
 
     Raises TypeError for unknown keywords.
     """
     del safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
-    if unknown := kwargs.keys() - {*_WITHOUT_EFFECT, *_OF_THE_GATE}:
-        raise TypeError(f"chunk_kda() got unexpected keyword arguments: {', '.join(unknown)}")
+    kwargs.pop("chunk_size", None)
+    gate = {name: kwargs.pop(name, None) for name in ("A_log", "dt_bias")}
+    if kwargs:
+        raise TypeError(f"chunk_kda() got unexpected keyword arguments: {', '.join(kwargs)}")
     refuse(
-        {"use_gate_in_kernel": use_gate_in_kernel}
-        | {name: kwargs.get(name) for name in _OF_THE_GATE},
+        gate,
+        use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         return_intermediate_states=return_intermediate_states,

@@ -5,27 +5,28 @@ The registered implementations, which take `KDAInputs`, are in `fused.py` and `u
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
-from ssdprof.kernels.device import refuse_gradient
-from ssdprof.kernels.gdn.fused import _fake
+from ssdprof.kernels.choice import tensor_function
 from ssdprof.kernels.inputs import Output
 from ssdprof.kernels.kda import fused, unfused
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.precision import Precision
 
+_function = tensor_function(fused.FUSED, KDAInputs)
+
 
 def kda_fused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     use_qk_l2norm: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     state_v_first: bool = False,
     batch_invariant: bool = False,
@@ -43,99 +44,34 @@ def kda_fused(
 
     Source: Kimi Team 2025 (arXiv:2510.26692).
     """
-    if torch.compiler.is_compiling():
-        refuse_gradient("fused", (q, k, v, g, beta, initial_state))
-        return Output(
-            *torch.ops.ssdprof.kda_fused(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                scale,
-                initial_state,
-                use_qk_l2norm,
-                cu_seqlens,
-                precision.intermediates,
-                precision.state_dtype,
-                state_v_first,
-                batch_invariant,
-            )
-        )
-    if state_v_first and initial_state is not None and initial_state.ndim == 4:
-        initial_state = initial_state.mT
-    inputs = KDAInputs.unchecked(
+    arguments = dict(
         q=q,
         k=k,
         v=v,
         g=g,
         beta=beta,
-        initial_state=initial_state,
         scale=scale,
+        initial_state=initial_state,
         use_qk_l2norm=use_qk_l2norm,
-        chunk_size=64,
         cu_seqlens=cu_seqlens,
     )
-    output = fused.run(
-        inputs, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
+    return _function(
+        arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
     )
-    return Output(output.out, output.final_states.mT) if state_v_first else output
-
-
-@torch.library.custom_op("ssdprof::kda_fused", mutates_args=())
-def _operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    use_qk_l2norm: bool,
-    cu_seqlens: torch.Tensor | None,
-    intermediates: str,
-    state_dtype: torch.dtype,
-    state_v_first: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kda_fused` with a schema that the dispatcher understands."""
-    precision = Precision(
-        intermediates=intermediates,  # type: ignore[arg-type]
-        state_dtype=state_dtype,
-    )
-    with torch.no_grad():
-        return kda_fused(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            use_qk_l2norm=use_qk_l2norm,
-            cu_seqlens=cu_seqlens,
-            precision=precision,
-            state_v_first=state_v_first,
-            batch_invariant=batch_invariant,
-        )
-
-
-# results have the shapes and dtypes of the gated delta rule
-_operator.register_fake(_fake)
 
 
 def kda_unfused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     use_qk_l2norm: bool = False,
     chunk_size: int = 64,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
 ) -> Output:
     """Kimi Delta Attention in six launches, forward only.  Arguments and result are those of

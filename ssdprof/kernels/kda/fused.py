@@ -40,13 +40,14 @@ import triton.language as tl
 from ssdprof.kernels import registry
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import sm_count
-from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, configured, equals_text, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
     first_slot,
+    leave_state,
     load_rows,
     options_of,
     options_of_factors,
@@ -55,6 +56,7 @@ from ssdprof.kernels.gdn.portable import (
     take_state,
     two_launches,
     unit_lower_inverse,
+    whole_sequence,
 )
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.kda.hopper.launch import (
@@ -98,9 +100,7 @@ class KDAPortableConfig:
     reason: str = ""
 
     @classmethod
-    def choose(
-        cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False
-    ) -> KDAPortableConfig:
+    def choose(cls, inputs: KDAInputs, *, batch_invariant: bool = False) -> KDAPortableConfig:
         """Slices of V as wide as the number of states allows.
 
         Chunks of 32: on an H200, 8 sequences of 4K with 32 heads take 2.2 and 0.55 ms so, and in
@@ -128,10 +128,9 @@ class KDAPortableConfig:
             scan_stages=3 if block_k <= 128 else 2,
             reason="narrow slices of V, for more programs",
         )
-        slices = triton.cdiv(value_dim, 64)
-        if (
-            1 if batch_invariant else inputs.sequences
-        ) * heads * slices >= sm_count and block_v >= 64 >= block_k // 2:
+        states = (1 if batch_invariant else inputs.sequences) * heads
+        enough = states * triton.cdiv(value_dim, 64) >= sm_count(inputs.q)
+        if enough and block_v >= 64 >= block_k // 2:
             config = replace(
                 config,
                 block_k=min(64, block_k),
@@ -143,6 +142,9 @@ class KDAPortableConfig:
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
+    """What a chunk of a value head needs besides the state: its decayed keys and queries, the
+    factors of the new values, and the decays over the whole chunk.
+    """
     (
         q_ptr,
         k_ptr,
@@ -158,9 +160,8 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
-    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
     _, i_b, i_c, begin, length = piece_of_slot(
-        slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK
+        slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.CHUNK
     )
     t = i_c * S.CHUNK
     if t >= length:
@@ -245,13 +246,23 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
 
 
 @triton.jit
-def decayed_product(rows, state, acc, OPERAND: tl.constexpr):
+def add_product(acc, rows, state, OPERAND: tl.constexpr):
     """acc + rows state, transposed, for rows (position, n) and a transposed state (V, n)."""
     return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
 
 
+@triton.jit
+def add_products(acc, state, row_ptrs, S: tl.constexpr):
+    """acc + keys S or queries S, whose rows (position, K) lie at row_ptrs (position, 1)."""
+    for n in tl.static_range(len(state)):
+        rows = tl.load(row_ptrs + (n * S.BLOCK_K + tl.arange(0, S.BLOCK_K))[None, :])
+        acc = add_product(acc, rows, state[n], S.OPERAND)
+    return acc
+
+
 @triton.jit(do_not_specialize=["seqlen"])
 def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
+    """The states of a slice of V of one head, chunk after chunk, and the outputs."""
     (
         v_ptr,
         keys_ptr,
@@ -275,22 +286,15 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         tl.program_id(0) % (S.VALUE_HEADS * SLICES),
     )
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
-    if cu_seqlens_ptr is None:
-        i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
-    else:
-        begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
-        i_b = 0
+    i_b, begin, length = whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen)
     nchunks = tl.cdiv(length, S.CHUNK)
     first = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
     place = first.to(tl.int64) * S.VALUE_HEADS + i_h
 
-    o_c, o_k, o_v = (
-        tl.arange(0, S.CHUNK),
-        tl.arange(0, S.BLOCK_K),
-        tl.arange(0, S.BLOCK_V).to(S.OFFSET),
-    )
+    o_c = tl.arange(0, S.CHUNK)
+    o_k, o_v = tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    state_k, state_t, state_v = o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None]
     state = ()
-    state_k, state_t, state_v = (o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None])
     for _ in tl.static_range(BLOCKS):
         state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
     m_v = (state_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
@@ -321,12 +325,8 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         )
         # stage chunk_state.residual
         product, out = tl.zeros_like(v), tl.zeros_like(v)
-        for n in tl.static_range(BLOCKS):
-            keys = tl.load(keys_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            product = decayed_product(keys, state[n], product, S.OPERAND)
-        for n in tl.static_range(BLOCKS):
-            queries = tl.load(queries_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            out = decayed_product(queries, state[n], out, S.OPERAND)
+        product = add_products(product, state, keys_ptr + rows, S)
+        out = add_products(out, state, queries_ptr + rows, S)
         Y = (v - product).to(S.OPERAND)
         # stage chunk_state.update
         after = ()
@@ -336,17 +336,14 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
             after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = after
         # stage chunk_output
-        out = decayed_product(W, Y, out, S.OPERAND)
+        out = add_product(out, W, Y, S.OPERAND)
         tl.store(
             out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
         )
 
     # stage setup.store
     final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
-    for n in tl.static_range(BLOCKS):
-        o_n = state_k + n * S.BLOCK_K
-        tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
-        tl.store(final_ptr + tile, state[n], mask=m_v & (o_n < S.KEY_DIM))
+    leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
 def handed_on(
@@ -368,23 +365,21 @@ def handed_on(
 def portable_launch(
     inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
-    (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
-    handed, states = (
-        handed_on(inputs, precision, config),
-        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
-    )
-    packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
-    new = torch.empty(inputs.v.shape, device="meta")
-    (*_, padded), operand = handed[0]
-    common = options_of(inputs, operand, chunk, (inputs.q, inputs.k, inputs.g, inputs.v), states)
-    common |= dict(PADDED=padded)
-    cu_strides = strides_of(inputs.cu_seqlens)
+    """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
+    (sequences, HV, V, K).
+    """
+    length, heads, value_dim = inputs.v.shape[1:]
+    handed = handed_on(inputs, precision, config)
+    states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    (slots, *_, padded), operand = handed[0]
+    tiled = inputs.q, inputs.k, inputs.g, inputs.v
+    common = options_of(inputs, operand, config.chunk, tiled, states) | dict(PADDED=padded)
     prep = portable_prep(inputs, operand, config, common)
     strides = (
         tile_strides(inputs.v),
         strides_of(inputs.initial_state),
-        cu_strides,
-        tile_strides(new),
+        strides_of(inputs.cu_seqlens),
+        tile_strides(torch.empty(inputs.v.shape, device="meta")),
         states,
     )
     scan = Launcher(
@@ -399,13 +394,9 @@ def portable_launch(
             num_warps=config.num_warps,
         ),
     )
-    programs = (
-        slot_count(*sizes, chunk, packed=packed),
-        inputs.sequences * triton.cdiv(value_dim, config.block_v),
-    )
-    return two_launches(
-        inputs, handed, states, (prep, scan), (programs[0] * heads, programs[1] * heads), ("v",)
-    )
+    slices = inputs.sequences * triton.cdiv(value_dim, config.block_v)
+    programs = slots * heads, slices * heads
+    return two_launches(inputs, handed, states, (prep, scan), programs, ("v",))
 
 
 def portable_prep(
@@ -433,18 +424,6 @@ def portable_prep(
 
 # --- the choice between kernels
 
-_H200_SMS = 132  # the interpreter divides calls as an H200 does
-
-
-def committed(
-    inputs: KDAInputs, kernel: str, *, batch_invariant: bool = False
-) -> KDAPortableConfig | KDAHopperConfig:
-    """The configuration of the Hopper or the portable kernel without tuning."""
-    sms = sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS
-    if kernel == "hopper":
-        return KDAHopperConfig.choose(inputs, sms)
-    return KDAPortableConfig.choose(inputs, sms, batch_invariant=batch_invariant)
-
 
 def _hopper_work(call: FusedCall, config: KDAHopperConfig) -> tuple[int, int, str]:
     reason = (
@@ -469,7 +448,7 @@ def configured_launch(
 
 PORTABLE: Variant = Variant(
     name="portable",
-    configure=partial(configured, partial(committed, kernel="portable"), "portable"),
+    configure=partial(configured, KDAPortableConfig.choose, "portable"),
     prepare=lambda call, config: configured_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
@@ -479,7 +458,7 @@ HOPPER: Variant = replace(
     PORTABLE,
     name="hopper",
     unsupported=lambda call: hopper_unsupported(call.inputs),
-    configure=partial(configured, partial(committed, kernel="hopper"), "hopper"),
+    configure=partial(configured, KDAHopperConfig.choose, "hopper"),
     work=_hopper_work,
 )
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g", "v"))

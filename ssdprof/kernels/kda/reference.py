@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.reference import delta_chunks, gdn_recurrence
 from ssdprof.kernels.oracle import blocks_of, chunked, register_oracle
@@ -28,17 +29,17 @@ from ssdprof.kernels.oracle import blocks_of, chunked, register_oracle
 _FORGOTTEN = -800.0
 
 
-def _unrounded(tensor: torch.Tensor) -> torch.Tensor:
+def _unrounded(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def decayed_scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    sums: torch.Tensor,
-    exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
-    operand: Callable[[torch.Tensor], torch.Tensor] = _unrounded,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor,
+    k: Tensor,
+    sums: Tensor,
+    exp: Callable[[Tensor], Tensor] = torch.exp,
+    operand: Callable[[Tensor], Tensor] = _unrounded,
+) -> tuple[Tensor, Tensor]:
     """sum_d x_id k_jd exp(sums_id - sums_jd) for x = q and i >= j, and for x = k and i > j; zeros
     elsewhere.
 
@@ -65,9 +66,7 @@ def decayed_scores(
     return scores[0], scores[1]
 
 
-def _decayed(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _decayed(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     sums = g.clamp(min=_FORGOTTEN).cumsum(-2)
     scores, system = decayed_scores(q, k, sums)
     return scores, beta * system, sums.exp(), (sums[..., -1:, :] - sums).exp()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.functions import (
@@ -26,7 +27,7 @@ from ssdprof.kernels.functions import (
     ptr_offset,
 )
 from ssdprof.kernels.gdn import config
-from ssdprof.kernels.gdn.config import operand_dtype
+from ssdprof.kernels.gdn.config import block, operand_dtype, options
 from ssdprof.kernels.gdn.portable import FORGOTTEN
 from ssdprof.kernels.gdn.unfused.pipeline import normalised, plan_stages, refuse_unsupported
 from ssdprof.kernels.gdn.unfused.stages import _rows, chunk_state, solve_tril
@@ -35,11 +36,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.tensors import strides_unit
 
+# other functions belong to the stage that calls them
 STAGES = {
-    "half_decays": "decayed_scores",
-    "add_scores": "decayed_scores",
-    "queries_with_keys": "decayed_scores",
-    "keys_with_keys": "decayed_scores",
     "cumulative_decays": "gate_cumsum",
     "_kda_gate_cumsum_kernel": "gate_cumsum",
     "_kda_decayed_scores_kernel": "decayed_scores",
@@ -48,27 +46,28 @@ STAGES = {
 }
 
 
-def _blocks(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, dict[str, int]]:
-    """Block sizes and launch options of the stages that are no kernels of GDN."""
-    fp32 = operand == torch.float32
-    block_k, block_v = (
-        max(16, min(triton.next_power_of_2(dim), 32 if fp32 else 64))
-        for dim in (key_dim, value_dim)
-    )
-    narrow = max(16, min(triton.next_power_of_2(value_dim), 32))
-    whole_v = max(16, min(triton.next_power_of_2(value_dim), 32 if fp32 else 128))
+def stage_options(inputs: KDAInputs, precision: Precision) -> dict[str, dict[str, int]]:
+    """Block sizes, in capitals, and launch options of each stage that has others than in GDN.
+
+    A product holds an fp32 operand as two tf32 numbers, so that only small blocks fit.
+    """
+    key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
+    if operand_dtype(inputs.v.dtype, precision) == torch.float32:
+        block_k, block_v = block(key_dim, 32), block(value_dim, 32)
+        state = options(BLOCK_V=16, num_warps=8, num_stages=1)
+        output = options(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=8)
+    else:
+        block_k, block_v = block(key_dim, 64), block(value_dim, 64)
+        state = options(BLOCK_V=block(value_dim, 32), num_stages=3)
+        if key_dim > 128:
+            state = options(BLOCK_V=block(value_dim, 32), num_warps=8)
+        output = options(BLOCK_K=block_k, BLOCK_V=block(value_dim, 128))
     return {
-        "gate_cumsum": dict(BLOCK_K=block_k, num_warps=4),
-        "decayed_scores": dict(BLOCK_K=block_k, num_warps=8, num_stages=1),
-        "recompute_w_u": dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4, num_stages=2),
-        "chunk_state": dict(
-            BLOCK_V=16 if fp32 else narrow,
-            num_warps=8 if fp32 or key_dim > 128 else 4,
-            num_stages=1 if fp32 else 2 if key_dim > 128 else 3,
-        ),
-        "chunk_output": dict(
-            BLOCK_K=block_k, BLOCK_V=whole_v, num_warps=8 if fp32 else 4, num_stages=2
-        ),
+        "gate_cumsum": dict(BLOCK_K=block(key_dim, 32), num_warps=4),
+        "decayed_scores": options(BLOCK_K=block_k, num_warps=8, num_stages=1),
+        "recompute_w_u": options(BLOCK_K=block_k, BLOCK_V=block_v),
+        "chunk_state": state,
+        "chunk_output": output,
     }
 
 
@@ -177,7 +176,7 @@ def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     tl.store(G_ptr + ptr_offset(index, G_strides), cumulative_decays(b_g), mask=m_k[None, :])
 
 
-def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
+def gate_cumsum(inputs: KDAInputs, chunks: Chunks, precision: Precision) -> Tensor:
     """Stage 1: the cumulative log decay, G[i, k] = sum_{j <= i} clamp(g[j, k] * log2(e), FORGOTTEN,
     0).
 
@@ -188,18 +187,18 @@ def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
     Grid: (B * NT * HV * blocks of K)
     """
     heads, key_dim = inputs.g.shape[2:]
-    options = _blocks(key_dim, key_dim, torch.float32)["gate_cumsum"]
+    of_stage = stage_options(inputs, precision)["gate_cumsum"]
     G = chunks.empty(heads, chunks.size, key_dim)
     chunks.launch(
         _kda_gate_cumsum_kernel,
-        chunks.total * heads * triton.cdiv(key_dim, options["BLOCK_K"]),
+        chunks.total * heads * triton.cdiv(key_dim, of_stage["BLOCK_K"]),
         (inputs.g,),
         (G,),
         heads,
         chunks.count,
         KEY_DIM=key_dim,
         UNIT=strides_unit(inputs.g),
-        **options,
+        **of_stage,
     )
     return G
 
@@ -247,8 +246,8 @@ def _kda_decayed_scores_kernel(
 
 
 def decayed_scores(
-    inputs: KDAInputs, G: torch.Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: KDAInputs, G: Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
+) -> tuple[Tensor, Tensor]:
     """Stage 2: the triangular system of each chunk, and the weights of its own values in the
     output.
 
@@ -278,7 +277,7 @@ def decayed_scores(
         KEY_DIM=key_dim,
         UNIT=strides_unit(inputs.q, inputs.k),
         **score_products(operand, normalised=normalised),
-        **_blocks(key_dim, key_dim, operand)["decayed_scores"],
+        **stage_options(inputs, precision)["decayed_scores"],
     )
     return L, P
 
@@ -345,8 +344,8 @@ def _kda_recompute_w_u_kernel(
 
 
 def recompute_w_u(
-    inputs: KDAInputs, A: torch.Tensor, G: torch.Tensor, chunks: Chunks, precision: Precision
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs: KDAInputs, A: Tensor, G: Tensor, chunks: Chunks, precision: Precision
+) -> tuple[Tensor, Tensor, Tensor]:
     """Stage 4: keys and values of each chunk after the inverse, and its keys decayed to its end.
 
         u[v, i]     = sum_j A[i, j] * beta[j] * v[j, v]
@@ -375,7 +374,7 @@ def recompute_w_u(
         VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand],
         UNIT=strides_unit(k, v),
-        **_blocks(key_dim, value_dim, operand)["recompute_w_u"],
+        **stage_options(inputs, precision)["recompute_w_u"],
     )
     return w, u, k_end
 
@@ -439,13 +438,13 @@ def _kda_chunk_output_kernel(
 
 def chunk_output(
     inputs: KDAInputs,
-    prev_states: torch.Tensor,
-    v_new: torch.Tensor,
-    P: torch.Tensor,
-    G: torch.Tensor,
+    prev_states: Tensor,
+    v_new: Tensor,
+    P: Tensor,
+    G: Tensor,
     chunks: Chunks,
     precision: Precision,
-) -> torch.Tensor:
+) -> Tensor:
     """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected
     values.
 
@@ -459,11 +458,11 @@ def chunk_output(
     """
     q, (heads, value_dim), key_dim = inputs.q, inputs.v.shape[2:], inputs.q.shape[3]
     operand = operand_dtype(inputs.v.dtype, precision)
-    options = _blocks(key_dim, value_dim, operand)["chunk_output"]
+    of_stage = stage_options(inputs, precision)["chunk_output"]
     out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
     chunks.launch(
         _kda_chunk_output_kernel,
-        chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        chunks.total * heads * triton.cdiv(value_dim, of_stage["BLOCK_V"]),
         (q, G, P, prev_states, v_new),
         (out,),
         heads,
@@ -474,7 +473,7 @@ def chunk_output(
         VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand],
         UNIT=strides_unit(q, prev_states, out),
-        **options,
+        **of_stage,
     )
     return out
 
@@ -495,17 +494,15 @@ def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
     unit, chunks = bool(inputs.use_qk_l2norm), Chunks.of(inputs)
     inputs = normalised(inputs, precision)
-    options = _blocks(
-        inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision)
-    )["chunk_state"]
-    G = gate_cumsum(inputs, chunks)
+    of_state = stage_options(inputs, precision)["chunk_state"]
+    G = gate_cumsum(inputs, chunks, precision)
     L, P = decayed_scores(inputs, G, chunks, precision, normalised=unit)
     A = solve_tril(inputs, L, chunks, precision)
     del L  # w and u can reuse its memory
     w, u, k_end = recompute_w_u(inputs, A, G, chunks, precision)
     del A
     prev_states, v_new, final_states = chunk_state(
-        inputs, k_end, w, u, G, chunks, precision, options
+        inputs, k_end, w, u, G, chunks, precision, of_state
     )
     del w, u, k_end
     return GDNOutput(
@@ -516,8 +513,8 @@ def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
 def plan(inputs: KDAInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
     """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
     refuse_unsupported(inputs)
-    chosen = _blocks(inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision))
-    return plan_stages(inputs, precision, chosen | {"solve_tril": config.SOLVE_TRIL})
+    chosen = stage_options(inputs, precision) | {"solve_tril": config.SOLVE_TRIL}
+    return plan_stages(inputs, precision, chosen)
 
 
 register(Implementation(operator="kda", name="unfused", run=run, plan=plan))

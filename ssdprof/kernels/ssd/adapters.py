@@ -2,17 +2,13 @@
 it, or one of its dependencies, is missing.
 
 mamba_ssm               the five kernels of https://github.com/state-spaces/mamba, as installed
-selective_state_update  its decoding kernel.  It overwrites the state.  So that every call computes
-                        the same, each call begins with a copy of the initial state, which its time
-                        includes
 published               the published single-launch kernel, from a checkout of
                         https://github.com/RishiAstra/mamba.  Its package has the same name as the
                         library that it was forked from, so its files are loaded by path, under
                         different module names
 
 model                   the torch function of transformers, in fp32, but for dt and its bias, which
-                        it adds in dt's dtype.  model:installed: the function of `mamba_ssm`, as
-                        transformers calls it
+                        it adds in dt's dtype
 
 final_states have the library's own dtype, so that times do not include a conversion.
 """
@@ -22,11 +18,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
-from math import inf
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,7 +45,6 @@ _MAMBA_KERNELS = {
     f"mamba_ssm.ops.triton.{name}"
     for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 }
-_STEP = "selective_state_update"
 _FOLDER = Path("mamba_ssm", "ops", "triton")
 _KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
 # the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium";
@@ -60,6 +53,9 @@ _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
 def load_mamba_ssm() -> Implementation:
+    """`mamba_chunk_scan_combined` without its autograd function, which keeps states in C's dtype
+    unless it is told another.
+    """
     module: Any = import_module(_MAMBA)
     # the function that `mamba_chunk_scan_combined` calls, without the autograd function around it
     forward = module._mamba_chunk_scan_combined_fwd
@@ -102,6 +98,7 @@ def load_mamba_ssm() -> Implementation:
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
+        """What the library computes otherwise, or wrongly, where it is told to do so."""
         kind = (
             "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
         )
@@ -109,7 +106,7 @@ def load_mamba_ssm() -> Implementation:
         other = precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward)
         yield other, f"this version passes states on in {inputs.C.dtype} only"
         yield inputs.cu_seqlens is not None, "no initial and final states of each packed sequence"
-        yield _uneven(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
+        yield uneven_chunks(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
         (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
         farthest = max(
@@ -123,7 +120,7 @@ def load_mamba_ssm() -> Implementation:
     return library_kernel("ssd", "mamba_ssm", unsupported, call, plan)
 
 
-def _uneven(inputs: SSDInputs) -> tuple[bool, str]:
+def uneven_chunks(inputs: SSDInputs) -> tuple[bool, str]:
     uneven = inputs.chunk_size & (inputs.chunk_size - 1) > 0
     return uneven, f"chunk_size must be a power of two, not {inputs.chunk_size}"
 
@@ -145,9 +142,9 @@ def _takes_state_dtype(forward: Callable[..., Any]) -> bool:
     return "state_dtype" in signature(forward).parameters
 
 
-def load_model(package: str = "") -> Implementation:
-    """transformers' torch function; with a package, that package's, as transformers calls it."""
-    function = model_function("mamba2", "mamba2_chunk_scan", package)
+def load_model() -> Implementation:
+    """transformers' torch function."""
+    function = model_function("mamba2", "mamba2_chunk_scan", "")
 
     def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
@@ -169,64 +166,13 @@ def load_model(package: str = "") -> Implementation:
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
-        states = inputs.x.dtype if package else torch.float32
-        yield not precision.exact, "exact intermediates only"
-        yield precision.state_dtype != states, f"states that enter chunks are {states}"
+        yield precision != Precision(), "exact intermediates and fp32 states only"
         yield inputs.cu_seqlens is not None, "no packed sequences"
         yield inputs.z is not None, "no z: models gate after it"
         yield inputs.D is not None and inputs.D.ndim == 2, "D of heads, not of channels"
-        yield _uneven(inputs) if package else (False, "")
 
-    plan = Plan(variant=package or "torch", launches=0, reason="as transformers calls it")
-    word = "model:installed" if package else "model"
-    return library_kernel("ssd", word, unsupported, call, plan)
-
-
-def load_selective_state_update() -> Implementation:
-    function = import_module(f"mamba_ssm.ops.triton.{_STEP}").selective_state_update
-
-    def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-        heads, width, size = inputs.states_shape[1:]
-        x, initial = inputs.x[:, 0], inputs.initial  # of a pool, a copy
-        states = (
-            x.new_zeros(inputs.states_shape, dtype=torch.float32) if initial is None else initial
-        )
-        states = states.clone() if states is inputs.initial_states else states
-        with torch.cuda.device(x.get_device()):
-            out = function(
-                states,
-                x,
-                inputs.dt[:, 0, :, None].expand(-1, -1, width),
-                inputs.A[:, None, None].expand(heads, width, size),
-                inputs.B[:, 0],
-                inputs.C[:, 0],
-                D=_wide(inputs.D, width),
-                z=None if inputs.z is None else inputs.z[:, 0],
-                dt_bias=_wide(inputs.dt_bias, width),
-                dt_softplus=inputs.dt_softplus,
-            )
-        return SSDOutput(out[:, None], states)
-
-    plan = Plan(
-        variant="triton",
-        launches=2,
-        reason="each call begins with a copy of the state, in its time",
-    )
-    return replace(library_kernel("ssd", _STEP, _unlike_step, call, plan), pools=True)
-
-
-def _wide(per_head: torch.Tensor | None, width: int) -> torch.Tensor | None:
-    """(h) or (h, p) -> (h, p)."""
-    if per_head is None or per_head.ndim == 2:
-        return per_head
-    return per_head[:, None].expand(-1, width)
-
-
-@first_reason
-def _unlike_step(inputs: SSDInputs, precision: Precision) -> Reasons:
-    yield precision != Precision(), "exact intermediates and fp32 states only"
-    yield inputs.cu_seqlens is not None or inputs.x.shape[1] != 1, "one token of each sequence"
-    yield inputs.dt_limit != (0.0, inf), "no dt_limit"
+    plan = Plan(variant="torch", launches=0, reason="as transformers calls it")
+    return library_kernel("ssd", "model", unsupported, call, plan)
 
 
 def load_published(checkout: Path) -> Implementation:
@@ -306,12 +252,13 @@ def _found_as(name: str, module: ModuleType) -> Iterator[None]:
 
 @first_reason
 def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
+    """What the published kernel does not compute."""
     yield precision.state_dtype not in (torch.float32, torch.float16), "fp32 and fp16 states only"
     # in 16 bit, which Triton has only for fp16
     summed = precision != Precision() and inputs.x.dtype != torch.float16
     yield summed, "relaxed intermediates and fp16 states go with fp16 inputs"
     yield inputs.cu_seqlens is not None, "no packed sequences"
-    yield _uneven(inputs)
+    yield uneven_chunks(inputs)
     (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
     states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
     rows = (

@@ -5,6 +5,7 @@ changing one import.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
@@ -12,24 +13,24 @@ from ssdprof.kernels.ssd.fused import ssd_fused
 
 
 def mamba_chunk_scan_combined(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """out (b, l, h, p), or (out, final_states (b, h, p, n) fp32) if return_final_states.  Shapes as
     in `ssd_fused`.
 
@@ -40,8 +41,8 @@ def mamba_chunk_scan_combined(
     final state per sequence.
     """
     refused = {"seq_idx": seq_idx is not None, "cu_seqlens": cu_seqlens is not None}
-    for name, given in (refused | {"return_varlen_states": return_varlen_states}).items():
-        if given:
+    for name, is_set in (refused | {"return_varlen_states": return_varlen_states}).items():
+        if is_set:
             raise UnsupportedError(
                 f"fused: no {name}; for packed sequences call ssd_fused(..., cu_seqlens=...)"
             )

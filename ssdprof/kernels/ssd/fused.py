@@ -6,12 +6,10 @@ for use without the rest of ssdprof; the registered implementation takes `SSDInp
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor
 
-import torch
-
-from ssdprof.kernels.choice import Fused, FusedCall, Variant
-from ssdprof.kernels.device import capability, refuse_gradient, sm_count
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, tensor_function
+from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError, override, register
 from ssdprof.kernels.ssd import portable
@@ -27,20 +25,20 @@ MAX_DSTATE = 256
 
 
 def ssd_fused(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
     chunk_size: int = 256,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     batch_invariant: bool = False,
 ) -> SSDOutput:
@@ -77,30 +75,7 @@ def ssd_fused(
     ones.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
-    if torch.compiler.is_compiling():
-        refuse_gradient("fused", (x, dt, A, B, C, D, z, dt_bias, initial_states))
-        low, high = dt_limit
-        out, final_states = torch.ops.ssdprof.ssd_fused(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            chunk_size,
-            D,
-            z,
-            dt_bias,
-            dt_softplus,
-            low,
-            high,
-            initial_states,
-            cu_seqlens,
-            precision.intermediates,
-            precision.state_dtype,
-            batch_invariant,
-        )
-        return SSDOutput(out, final_states)
-    inputs = SSDInputs.unchecked(
+    arguments = dict(
         x=x,
         dt=dt,
         A=A,
@@ -115,63 +90,7 @@ def ssd_fused(
         initial_states=initial_states,
         cu_seqlens=cu_seqlens,
     )
-    return run(inputs, precision, batch_invariant=batch_invariant)
-
-
-@torch.library.custom_op("ssdprof::ssd_fused", mutates_args=())
-def _operator(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    initial_states: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    intermediates: str,
-    state_dtype: torch.dtype,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ssd_fused` with a schema that the dispatcher understands."""
-    precision = Precision(
-        intermediates=intermediates,  # type: ignore[arg-type]
-        state_dtype=state_dtype,
-    )
-    with torch.no_grad():
-        return ssd_fused(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            chunk_size=chunk_size,
-            D=D,
-            z=z,
-            dt_bias=dt_bias,
-            dt_softplus=dt_softplus,
-            dt_limit=(dt_low, dt_high),
-            initial_states=initial_states,
-            cu_seqlens=cu_seqlens,
-            precision=precision,
-            batch_invariant=batch_invariant,
-        )
-
-
-@_operator.register_fake
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shapes and dtypes of the results of `_operator`."""
-    x, _, _, B, *_ = arguments
-    cu_seqlens = arguments[13]
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty(
-        sequences, *x.shape[2:], B.shape[3], dtype=torch.float32
-    )
+    return _function(arguments, precision, batch_invariant=batch_invariant)
 
 
 # --- the kernels
@@ -261,5 +180,6 @@ def _refuse(inputs: SSDInputs) -> None:
 
 
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("x", "B", "C"), refuse=_refuse)
+_function = tensor_function(FUSED, SSDInputs)
 run, plan = FUSED.run, FUSED.plan
 register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, Output, tensor_signature
 
@@ -40,23 +40,23 @@ class SSDInputs(Inputs):
     operator: ClassVar[str] = "ssd"
     FIRST: ClassVar[str] = "x"
     LINEAR: ClassVar[tuple[str, ...]] = ("x", "initial_states")
-    x: torch.Tensor
-    dt: torch.Tensor
-    A: torch.Tensor
-    B: torch.Tensor
-    C: torch.Tensor
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
     chunk_size: int = 256
-    D: torch.Tensor | None = None
-    z: torch.Tensor | None = None
-    dt_bias: torch.Tensor | None = None
+    D: Tensor | None = None
+    z: Tensor | None = None
+    dt_bias: Tensor | None = None
     dt_softplus: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
-    initial_states: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
+    initial_states: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     state_every: int = 0
-    state_indices: torch.Tensor | None = None
-    write_indices: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
+    state_indices: Tensor | None = None
+    write_indices: Tensor | None = None
+    accepted: Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError, naming the argument that does not fit the others."""
@@ -97,7 +97,7 @@ class SSDInputs(Inputs):
         self._check_devices()
 
     @property
-    def kernel_tensors(self) -> tuple[torch.Tensor | None, ...]:
+    def kernel_tensors(self) -> tuple[Tensor | None, ...]:
         """In the order in which kernels take them."""
         return (
             self.x,

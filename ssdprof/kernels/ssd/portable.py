@@ -434,6 +434,18 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
     tl.store(p, out.to(out_rows.ptr.dtype.element_ty), mask=m)
 
 
+@triton.jit
+def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
+    """D of a head: a number, or a row (1, p); None if there is none."""
+    if D_ptr is None:
+        return None
+    elif len(D_strides) == 2:
+        D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0)
+        return D.to(tl.float32)[None, :]
+    else:
+        return tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+
+
 # --- the kernel
 
 
@@ -457,12 +469,8 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     unit, rank = ticket % (S.HEADS * SLICES), ticket // (S.HEADS * SLICES)
     i_h, first_p = unit // SLICES, (unit % SLICES) * S.BLOCK_P
     if cu_seqlens_ptr is None:
-        sequence, segment, begin, length = (
-            rank % sequences,
-            rank // sequences,
-            tl.zeros((), tl.int64),
-            seqlen,
-        )
+        sequence, segment = rank % sequences, rank // sequences
+        begin, length = tl.zeros((), tl.int64), seqlen
         i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
     else:
         sequence, segment, begin, length = find_segment(
@@ -486,10 +494,8 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     x_tile = rows * x_strides[1] + o_p[None, :] * x_strides[3]
     B_tile = rows * B_strides[1] + o_n[None, :] * B_strides[3]
     C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
-    B_step, C_step = (
-        ptr_offset((S.BLOCK_N,), B_strides[3:]),
-        ptr_offset((S.BLOCK_N,), C_strides[3:]),
-    )
+    B_step = ptr_offset((S.BLOCK_N,), B_strides[3:])
+    C_step = ptr_offset((S.BLOCK_N,), C_strides[3:])
     out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
     x_rows = TokenRows(
         x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1]
@@ -554,15 +560,8 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         )  # fmt: skip
 
     # stage chunk_scan: the output, chunk after chunk
-    D, z_rows = None, None
-    if D_ptr is not None:
-        if len(D_strides) == 2:
-            D_row = tl.load(
-                D_ptr + ptr_offset((i_h, first_p + o_p), D_strides), mask=m_p, other=0.0
-            )
-            D = D_row.to(tl.float32)[None, :]
-        else:
-            D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+    z_rows = None
+    D = skip_weights(D_ptr, D_strides, i_h, first_p + o_p, m_p)
     if z_ptr is not None:
         z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
         z_rows = TokenRows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])

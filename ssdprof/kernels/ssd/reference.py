@@ -15,6 +15,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.oracle import (
     ORACLE_CHUNK,
@@ -58,7 +59,7 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
     return SSDOutput(out, final_states)
 
 
-def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """x (l, h, p), dt (l, h) after bias, softplus and limit, A (h), B and C (l, g, n) of the span,
     in `dtype`.
     """
@@ -75,7 +76,7 @@ def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tens
     return x, dt.clamp(*inputs.dt_limit), inputs.A.to(dtype).clamp(min=_FORGETS), B, C
 
 
-def _skip_and_gate(inputs: SSDInputs, span: Span, out: torch.Tensor) -> torch.Tensor:
+def _skip_and_gate(inputs: SSDInputs, span: Span, out: Tensor) -> Tensor:
     """(out + D x) * silu(z) of the span.  D and z are optional."""
     if inputs.D is not None:
         x = inputs.x[span.batch, span.start : span.stop].to(out.dtype)
@@ -88,8 +89,8 @@ def _skip_and_gate(inputs: SSDInputs, span: Span, out: torch.Tensor) -> torch.Te
 
 
 def _chunked(
-    inputs: SSDInputs, span: Span, dtype: torch.dtype, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: SSDInputs, span: Span, dtype: torch.dtype, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Output (l, h, p) and the state (h, p, n) after the span.
 
     Heads are split into (g, r), with r heads per group.  Every product with B or C is then one
@@ -100,7 +101,7 @@ def _chunked(
     r, q, c = h // g, ORACLE_CHUNK, -(-l // ORACLE_CHUNK)
     pad = c * q - l  # positions with dt = 0: they neither decay nor add
 
-    def chunks(tensor: torch.Tensor) -> torch.Tensor:
+    def chunks(tensor: Tensor) -> Tensor:
         """(l, ...) -> (c, q, ...)"""
         rest = tensor.shape[1:]
         return torch.cat([tensor, tensor.new_zeros(pad, *rest)]).reshape(c, q, *rest)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
@@ -111,7 +112,7 @@ def _chunk_cumsum_kernel(
     )
 
 
-def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
+def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """Stage 1: the time step of every position, and its cumulative log decay in the chunk.
 
         dt[q]
@@ -198,12 +199,8 @@ def _chunk_state_kernel(
 
 
 def chunk_state(
-    inputs: SSDInputs,
-    dt: torch.Tensor,
-    dA_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    precision: Precision,
-) -> torch.Tensor:
+    inputs: SSDInputs, dt: Tensor, dA_cumsum_log2: Tensor, chunks: Chunks, precision: Precision
+) -> Tensor:
     """Stage 2: the state after each chunk, starting from a zero state.
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
@@ -290,12 +287,8 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
 
 
 def state_passing(
-    inputs: SSDInputs,
-    states: torch.Tensor,
-    dA_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    precision: Precision,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: SSDInputs, states: Tensor, dA_cumsum_log2: Tensor, chunks: Chunks, precision: Precision
+) -> tuple[Tensor, Tensor]:
     """Stage 3: the state that enters each chunk, and the final state.
 
         prev_states[0]   = initial_states, or 0
@@ -372,7 +365,7 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     )
 
 
-def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> torch.Tensor:
+def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor:
     """Stage 4: C B^T within each chunk, once per group.
 
         CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
@@ -516,12 +509,12 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
 
 def chunk_scan(
     inputs: SSDInputs,
-    dt: torch.Tensor,
-    dA_cumsum_log2: torch.Tensor,
-    prev_states: torch.Tensor,
-    CB: torch.Tensor,
+    dt: Tensor,
+    dA_cumsum_log2: Tensor,
+    prev_states: Tensor,
+    CB: Tensor,
     chunks: Chunks,
-) -> torch.Tensor:
+) -> Tensor:
     """Stage 5: the output, from the state that enters the chunk and from the chunk's own positions.
 
         a         = dA_cumsum
@@ -560,20 +553,20 @@ def chunk_scan(
 
 
 def ssd_unfused(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
     chunk_size: int = 256,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     batch_invariant: bool = False,  # noqa: ARG001
 ) -> SSDOutput:

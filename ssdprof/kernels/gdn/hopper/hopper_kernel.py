@@ -57,16 +57,13 @@ def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen,
     sequences, slots, K, S: gl.constexpr,
 ):  # fmt: skip
+    """Computes outputs and final states of a segment, or of whole sequences if PERSISTENT: six
+    roles, which pass tiles through rings in shared memory (`rings.py`).  K: chunks of a segment
+    """
     (
-        initial_ptr,
-        cu_seqlens_ptr,
-        entering_ptr,
-        warmup_lengths_ptr,
-        final_ptr,
-        decays_ptr,
-        bounds_ptr,
-        norms_ptr,
-    ) = tensors
+        initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr,
+        bounds_ptr, norms_ptr,
+    ) = tensors  # fmt: skip
     # 512 registers for four groups of 128 threads, of which both lanes of `states` have one each
     STATES: gl.constexpr = S.STATE_REGISTERS
     OTHERS: gl.constexpr = S.OTHER_REGISTERS
@@ -75,28 +72,15 @@ def _hopper_kernel(
     begin_barriers(rings, True)
     exists = True
     if S.PERSISTENT:
+        pairs = sequences * S.HEADS
         work = Persistent(
-            gl.program_id(0),
-            gl.num_programs(0),
-            sequences * S.HEADS,
-            seqlen,
-            gl.cdiv(seqlen, CHUNK),
-            S.HEADS,
+            gl.program_id(0), gl.num_programs(0), pairs, seqlen, gl.cdiv(seqlen, CHUNK), S.HEADS
         )
     else:
         work, exists = segment_of(
-            gl.program_id(0),
-            seqlen,
-            sequences,
-            cu_seqlens_ptr,
-            cu_strides[0],
-            bounds_ptr,
-            slots,
-            K,
-            truncation_log2,
-            warmup_lengths_ptr,
-            S,
-        )
+            gl.program_id(0), seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr, slots,
+            K, truncation_log2, warmup_lengths_ptr, S,
+        )  # fmt: skip
     role_barrier()
     if exists:
         env = GDNEnv(

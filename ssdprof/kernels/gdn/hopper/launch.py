@@ -69,6 +69,9 @@ def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
 def hopper_launch(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False
 ) -> PreparedLaunch:
+    """A call with K = V = 128, for all inputs of one signature.  Requires that `config.unsupported`
+    is empty.  state_v_first: final states are (sequences, HV, V, K) in memory
+    """
     index, (begin, finish) = (
         inputs.q.get_device(),
         launches(inputs, config, state_v_first=state_v_first),
@@ -175,6 +178,9 @@ def launches(
     def finish(
         begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
     ) -> None:
+        """Launch the kernels after the first: those of slow heads, if there are any, and the one
+        that writes `out` and `final_states`.
+        """
         parts, (q, k, inverse) = begun
         v, gates = v_tiles(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
         if enter is not None:

@@ -97,6 +97,7 @@ def weights_of(rings, n, m, lower):
 
 @gluon.jit
 def scores(env):
+    """Role: compute X of every chunk, and W of those whose output is wanted."""
     rings = env.rings
     layout: gl.constexpr = product_layout(CHUNK, 4)
     o_i, o_j = (

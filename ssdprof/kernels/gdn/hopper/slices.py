@@ -108,6 +108,7 @@ def sliced_launch(
         return padded
 
     def call(inputs: GDNInputs) -> GDNOutput:
+        """Copy gates for each slice, launch the kernels, copy states from and to padded ones."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
             if count > 1:
                 gates = {

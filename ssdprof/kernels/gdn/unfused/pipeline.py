@@ -7,6 +7,7 @@ default, dtypes are those of the unfused Triton kernels of flash-linear-attentio
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
@@ -21,17 +22,17 @@ MAX_CHUNK_SIZE = 64
 
 
 def gdn_unfused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     use_qk_l2norm: bool = False,
     chunk_size: int = 64,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
 ) -> GDNOutput:
     """The gated delta rule in six launches, forward only.  Arguments and result are those of

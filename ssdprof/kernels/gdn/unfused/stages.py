@@ -566,16 +566,14 @@ def chunk_state(
     operand = operand_dtype(dtype, precision)
     prev_states, v_new = chunks.empty(heads, value_dim, key_dim, dtype=operand), torch.empty_like(u)
     final_states = torch.empty(inputs.states_shape, device=k.device, dtype=torch.float32)
-    given, results = (
-        (k, w, u, g_cumsum_log2, inputs.initial_state),
-        (prev_states, v_new, final_states),
-    )
+    read = k, w, u, g_cumsum_log2, inputs.initial_state
+    results = prev_states, v_new, final_states
     launch(
         _gdn_chunk_state_kernel,
         inputs.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (*given, chunks.spans, chunks.bounds, *results),
+        (*read, chunks.spans, chunks.bounds, *results),
         (
-            strides_of_each(*given, *results),
+            strides_of_each(*read, *results),
             inputs.length,
             heads,
             chunks.count,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED, capability
+from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.gdn.inputs import GDNOutput, state_strides
 from ssdprof.kernels.gdn.portable import slot_count
 from ssdprof.kernels.hopper.ring import CHUNK
@@ -46,16 +46,18 @@ class KDAHopperConfig:
     reason: str = ""
 
     @classmethod
-    def choose(cls, inputs: KDAInputs, sm_count: int) -> KDAHopperConfig:
+    def choose(cls, inputs: KDAInputs, *, batch_invariant: bool = False) -> KDAHopperConfig:
         """An eighth of all chunks, within limits: a slab is scanned when those after it are
         prepared, but nothing runs beside the scan of the last one, and a short slab takes as long
-        to load and store its state as to scan two or three chunks.
+        to load and store its state as to scan two or three chunks.  Bits never depend on slabs, so
+        that batch_invariant changes nothing.
         """
+        del batch_invariant
         heads, longest = inputs.v.shape[2], ceil_div(inputs.v.shape[1], CHUNK.value)
         chunks = longest if inputs.cu_seqlens is not None else longest * inputs.sequences
         slab = min(max(chunks // 8, LEAST_SLAB), MOST_SLAB)
         slab = ceil_div(longest, ceil_div(longest, slab))
-        behind = max(1, round(RESIDENT * sm_count / (slab * heads)))
+        behind = max(1, round(RESIDENT * sm_count(inputs.q) / (slab * heads)))
         return cls(slab=slab, behind=behind, reason=f"slabs of {slab} chunks for {heads} heads")
 
 

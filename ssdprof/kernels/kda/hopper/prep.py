@@ -65,6 +65,7 @@ from ssdprof.kernels.kda.hopper.tiles import DIM, HALF
 WARPS = gl.constexpr(4)
 EIGHT = gl.constexpr(8)
 ANCHOR = gl.constexpr(2.0**84)
+plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of rows in shared memory
 # Layout (i, K): a thread has 16 positions of two channels
 own = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
 # (block of 16 positions, K)
@@ -95,19 +96,27 @@ quadrant_layout = gl.constexpr(
     )
 )
 
+# other functions belong to the stage that calls them
 STAGES = {
-    "times": "decayed_scores", "at_least": "decayed_scores", "inverse_decays": "decayed_scores",
-    "spread": "decayed_scores", "halved": "decayed_scores", "second_of": "decayed_scores",
-    "product_of": "decayed_scores", "products": "decayed_scores",
-    "store_anchored": "decayed_scores", "store_between_eights": "decayed_scores",
-    "in_block": "decayed_scores", "of_blocks": "decayed_scores", "block_of": "decayed_scores",
-    "parts_of": "decayed_scores", "scaled": "decayed_scores", "scaled_pairs": "decayed_scores",
-    "scaled_halves": "decayed_scores", "square_of": "decayed_scores", "norms": "qk_l2norm",
-    "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
-    "inverse_of": "solve_tril", "allocate_inputs": "setup", "load_betas": "loads",
-    "normalise": "qk_l2norm", "store_lower": "solve_tril", "store_own_scores": "decayed_scores",
-    "store_factors": "state_factor", "decayed_scores": "decayed_scores", "prepare_chunk": "setup",
+    "prepare_chunk": "setup", "norms": "qk_l2norm", "decayed_scores": "decayed_scores",
+    "products": "decayed_scores", "store_own_scores": "decayed_scores", "decays_of": "gate_cumsum",
+    "grown": "gate_cumsum", "between_blocks": "gate_cumsum", "store_system": "solve_tril",
+    "inverse_of": "solve_tril", "store_factors": "state_factor", "load_betas": "loads",
+    "allocate_inputs": "setup",
 }  # fmt: skip
+
+
+@gluon.jit
+def allocate_tile(dtype: gl.constexpr, shape: gl.constexpr):
+    """Shared memory (..., i, n) that TMA and matrix products read."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape[-2:], dtype)
+    return gl.allocate_shared_memory(dtype, shape, layout)
+
+
+@gluon.jit
+def of_fp32(code: gl.constexpr, v):
+    """A PTX instruction, or several, $0 from $1, of every fp32 number."""
+    return gl.inline_asm_elementwise(code, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -127,63 +136,30 @@ def times(rows, decays, dtype: gl.constexpr):
     elif dtype == gl.float16:
         return (rows.to(gl.float32) * decays).to(dtype)
     else:
-        return gl.inline_asm_elementwise(
-            "cvt.rna.tf32.f32 $0, $1;",
-            "=f,f",
-            [rows.to(gl.float32) * decays],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=1,
-        )
+        return of_fp32("cvt.rna.tf32.f32 $0, $1;", rows.to(gl.float32) * decays)
 
 
 @gluon.jit
 def decays_of(g):
     """e^g, at most 1; 0 below 2^-126; NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}",
-        "=f,f",
-        [g.to(gl.float32) * LOG2_E],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
+    code: gl.constexpr = (
+        "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}"
     )
+    return of_fp32(code, g.to(gl.float32) * LOG2_E)
 
 
 @gluon.jit
 def at_least(a):
     """Decays of at least 2^-24; NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}",
-        "=f,f",
-        [a],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def inverse_decays(D):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [D], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return of_fp32("{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}", a)
 
 
 @gluon.jit
 def spread(T, COPIES: gl.constexpr):
     """(n, K) -> (n * 2^COPIES, K): each row 2^COPIES times, in the layout `own`."""
     for _ in gl.static_range(COPIES):
-        T = gl.join(T, T)
-    if COPIES == 1:
-        T = T.permute((0, 2, 1))
-    elif COPIES == 2:
-        T = T.permute((0, 2, 3, 1))
-    elif COPIES == 3:
-        T = T.permute((0, 2, 3, 4, 1))
-    elif COPIES == 4:
-        T = T.permute((0, 2, 3, 4, 5, 1))
-    return gl.convert_layout(T.reshape([CHUNK, HALF]), own)
+        T = gl.join(T, T).permute((0, 2, 1)).reshape([2 * T.shape[0], HALF])
+    return gl.convert_layout(T, own)
 
 
 @gluon.jit
@@ -272,7 +248,7 @@ def store_anchored(q, k, a, rows, columns):
     both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
     rows.store(both.reshape([2 * CHUNK, HALF]))
     tile = (
-        times(k, inverse_decays(D), rows.dtype)
+        times(k, of_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
         .reshape([BLOCKS, 2, EIGHT, HALF])
         .permute((1, 0, 2, 3))
     )
@@ -296,6 +272,21 @@ def store_between_eights(q, k, P, S, rows, columns):
 
 
 @gluon.jit
+def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
+    """Operands of pairs between blocks of SIZE: all first ones of two blocks, then the second
+    ones.
+    """
+    PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
+    tile = times(k, decays, rows.dtype)
+    both = gl.join(times(q, decays, rows.dtype), tile)
+    both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
+    tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
+    role_barrier()
+    rows.store(both.reshape([2 * CHUNK, HALF]))
+    columns.store(tile.reshape([CHUNK, HALF]))
+
+
+@gluon.jit
 def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     """Adds the scores of some channels.  Returns them, P and S of the whole chunk (i, K), and its T
     (4, K).
@@ -306,7 +297,6 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     between those of 16; (pair, q and k, j) between blocks of 16; (q and k, j) between the halves
     """
     eights, sixteens, pairs, halves = scores
-    dtype: gl.constexpr = rows.dtype
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None]
     store_anchored(q, k, a, wide_rows, wide_columns)
     P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, own), a
@@ -328,13 +318,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     )
     between, since_start, to_end, whole = between_blocks(quarters)
     # h = 16
-    decays = gl.where((o_i >> 4 & 1) == 1, P, S)
-    tile = times(k, decays, dtype)
-    both = gl.join(times(q, decays, dtype), tile).reshape([2, 2, 2, EIGHT, HALF, 2])
-    tile = tile.reshape([2, 2, BLOCK, HALF]).permute((1, 0, 2, 3))
-    role_barrier()
-    rows.store(both.permute((1, 0, 2, 5, 3, 4)).reshape([2 * CHUNK, HALF]))
-    columns.store(tile.reshape([CHUNK, HALF]))
+    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, BLOCK)
     role_barrier()
     pairs = product_of(
         halved(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
@@ -344,11 +328,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     )
     # h = 32
     decays = gl.where(o_i >= 32, P, S) * spread(between, 4)
-    tile = times(k, decays, dtype)
-    both = gl.join(times(q, decays, dtype), tile).reshape([2, 4, EIGHT, HALF, 2])
-    role_barrier()
-    rows.store(both.permute((0, 1, 4, 2, 3)).reshape([2 * CHUNK, HALF]))
-    columns.store(tile.reshape([CHUNK, HALF]))
+    store_between(q, k, decays, rows, columns, CHUNK // 2)
     fence_async_shared()
     role_barrier()
     halves = warpgroup_mma(
@@ -361,7 +341,6 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
 @gluon.jit
 def of_blocks(vector, COUNT: gl.constexpr):
     """A vector in shared memory as (COUNT blocks, i)."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return reinterpret(vector, gl.float32, [COUNT, CHUNK // COUNT], plain)
 
 
@@ -384,22 +363,26 @@ def parts_of(scores):
     eights, sixteens, pairs, halves = scores
     eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
     q_eights, k_eights = gl.split(eights)
-    q_first, q_second = gl.split(q_eights)
-    k_first, k_second = gl.split(k_eights)
-    q_between, k_between = gl.split(
+    q_sixteens, k_sixteens = gl.split(
         sixteens.reshape([BLOCKS, 2, EIGHT, EIGHT]).permute((0, 2, 3, 1))
     )
     q_pairs, k_pairs = gl.split(pairs.reshape([2, 2, 2, EIGHT, BLOCK]).permute((0, 1, 3, 4, 2)))
     q_halves, k_halves = gl.split(halves.reshape([4, 2, EIGHT, CHUNK // 2]).permute((0, 2, 3, 1)))
-    of_q = block_of(q_first, q_second, q_between)
-    of_k = block_of(k_first, k_second, k_between)
-    pair: gl.constexpr = [2, BLOCK, BLOCK]
-    half: gl.constexpr = [CHUNK // 2, CHUNK // 2]
-    q_pairs = gl.convert_layout(q_pairs.reshape(pair), pairs_layout)
-    k_pairs = gl.convert_layout(k_pairs.reshape(pair), pairs_layout)
-    q_halves = gl.convert_layout(q_halves.reshape(half), quadrant_layout)
-    k_halves = gl.convert_layout(k_halves.reshape(half), quadrant_layout)
-    return (of_q, q_pairs, q_halves), (of_k, k_pairs, k_halves)
+    return (
+        arranged(q_eights, q_sixteens, q_pairs, q_halves),
+        arranged(k_eights, k_sixteens, k_pairs, k_halves),
+    )
+
+
+@gluon.jit
+def arranged(eights, sixteens, pairs, halves):
+    """Scores of either, in the layouts in which they are scaled."""
+    first, second = gl.split(eights)
+    return (
+        block_of(first, second, sixteens),
+        gl.convert_layout(pairs.reshape([2, BLOCK, BLOCK]), pairs_layout),
+        gl.convert_layout(halves.reshape([CHUNK // 2, CHUNK // 2]), quadrant_layout),
+    )
 
 
 @gluon.jit
@@ -474,15 +457,15 @@ def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
     """Memory of q, k and g of a chunk, (half of K, i, K / 2) each, and mbarriers: q and k are
     loaded, and g is.
     """
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
-    gate_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gates)
     full = barriers(2)
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
     role_barrier()
-    q_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
-    return (q_tiles, k_tiles, gl.allocate_shared_memory(gates, [2, CHUNK, HALF], gate_tile)), full
+    q_tiles, k_tiles = (
+        allocate_tile(dtype, [2, CHUNK, HALF]),
+        allocate_tile(dtype, [2, CHUNK, HALF]),
+    )
+    return (q_tiles, k_tiles, allocate_tile(gates, [2, CHUNK, HALF])), full
 
 
 @gluon.jit
@@ -498,45 +481,29 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
 
 
 @gluon.jit
-def normalise(q_tiles, k_tiles, beta):
-    """Stores numbers of each position, (CHUNK) each, which are factors of the scores: 1 / |q_i|,
-    1 / |k_i|, q_i . k_i, beta_i and beta_i / |k_i|.
-    """
+def stored(v):
+    """A number of each position (block, i) in shared memory, (CHUNK)."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    diagonal = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    betas = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    beta_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
-    q_norms.store(q_norm.reshape([CHUNK]))
-    k_norms.store(k_norm.reshape([CHUNK]))
-    diagonal.store(q_k.reshape([CHUNK]))
-    beta_norms.store((k_norm * beta).reshape([CHUNK]))
-    betas.store(beta.reshape([CHUNK]))
-    return q_norms, k_norms, diagonal, betas, beta_norms
+    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    memory.store(v.reshape([CHUNK]))
+    return memory
 
 
 @gluon.jit
-def decayed_scores(tiles, q_norms, k_norms, keys_desc, queries_desc, ends_ptr, row, scale):
-    """Scores of a chunk as in `products`, and its keys at the chunk's end (half of K, j, K / 2).
-
-    Stores keys, queries and the chunk's decays (K).  row: of the chunk in what it stores
+def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
+    """The scores of a chunk, as `products` has them, and its keys decayed to the chunk's end (half
+    of K, j, K / 2).  Stores keys and queries in place of k and q, and through descs from `row` on,
+    and the decays of the whole chunk (K).
     """
     q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
-    fp16_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
-    fp32_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float32)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows = gl.allocate_shared_memory(dtype, [2 * CHUNK, HALF], tile)
-    columns = gl.allocate_shared_memory(dtype, [CHUNK, HALF], tile)
+    rows, columns = allocate_tile(dtype, [2 * CHUNK, HALF]), allocate_tile(dtype, [CHUNK, HALF])
     wide_rows, wide_columns = rows, columns
     if dtype == gl.float16:
-        wide_rows = gl.allocate_shared_memory(gl.float32, [2 * CHUNK, HALF], fp32_tile)
-        wide_columns = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], fp32_tile)
+        wide_rows = allocate_tile(gl.float32, [2 * CHUNK, HALF])
+        wide_columns = allocate_tile(gl.float32, [CHUNK, HALF])
     quarters = gl.allocate_shared_memory(gl.float32, [BLOCKS, HALF], plain)
-    at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], fp16_tile)
+    at_end = allocate_tile(gl.float16, [2, CHUNK, HALF])
     scores = (
         gl.full([2 * BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
         gl.full([BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
@@ -562,60 +529,57 @@ def decayed_scores(tiles, q_norms, k_norms, keys_desc, queries_desc, ends_ptr, r
         scores = (eights, sixteens, pairs, halves)
         fence_async_shared()
         role_barrier()
-        async_store(keys_desc, [row, half * HALF], k_tiles.index(half))
-        async_store(queries_desc, [row, half * HALF], q_tiles.index(half))
+        async_store(descs[0], [row, half * HALF], k_tiles.index(half))
+        async_store(descs[1], [row, half * HALF], q_tiles.index(half))
     return scores, at_end
 
 
 @gluon.jit
-def store_lower(of_k, beta_norms, k_norms, scratch):
-    """L between blocks, (pair, i, j) and (i, j) between the halves; its diagonal in `scratch`."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+def store_system(of_k, beta_norms, k_norms, scratch):
+    """L: its diagonal blocks in `scratch`, and returns those between blocks, (pair, i, j), and
+    between the halves of the chunk, (i, j).
+    """
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
     lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
     L = scaled(of_k[0], beta_norms, k_norms)
     scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
     L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
     lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-    L = scaled_halves(of_k[2], beta_norms, k_norms)
-    lower_halves.store(L.to(gl.float16))
+    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
     return lower_pairs, lower_halves
 
 
 @gluon.jit
-def store_own_scores(of_q, diagonal, q_norms, k_norms):
-    """P (i, j), in fp16."""
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
-    P_tile = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
+def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
+    """P (i, j), from its parts."""
     r, c = in_block()
-    q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
-    P = gl.where(r == c, q_k[:, :, None], of_q[0])
-    P = scaled(P, q_norms, k_norms)
+    q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
+    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
     P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
-    P_tile.store(square_of(P, P_pairs))
-    P_halves = scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
+    own_scores.store(square_of(P, P_pairs))
     role_barrier()
-    P_tile.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(P_halves)
-    return P_tile
+    own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
+        scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
+    )
+    role_barrier()
 
 
 @gluon.jit
-def store_factors(tiles, P, inverse, at_end, X_desc, W_desc, row, scale):
-    """X = diag(beta) A^T (keys at the end) and W = scale P A diag(beta), of A^T's `inverse` (j, i).
-
-    They take the memory of queries and keys.
+def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
+    """X = diag(beta) A^T (keys at the end), in place of the queries, and W = scale P A diag(beta),
+    in place of the keys; both through descs from `row` on.  inverse: beta_j A_ij (j, i)
     """
     q_tiles, k_tiles, _ = tiles
     dtype: gl.constexpr = q_tiles.dtype
-    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
     # stage state_factor
+    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
     first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
     other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
     # stage out_factor
-    W = warpgroup_mma(P, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
+    W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
     first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
-    tma.store_wait(0)
+    tma.store_wait(0)  # of keys and queries, whose memory receives the rest
     role_barrier()
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
@@ -624,9 +588,10 @@ def store_factors(tiles, P, inverse, at_end, X_desc, W_desc, row, scale):
     k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
     fence_async_shared()
     role_barrier()
-    async_store(X_desc, [row, 0], q_tiles.index(0))
-    async_store(X_desc, [row, HALF], q_tiles.index(1))
-    async_store(W_desc, [row, 0], k_tiles.index(0))
+    async_store(descs[0], [row, 0], q_tiles.index(0))
+    async_store(descs[0], [row, HALF], q_tiles.index(1))
+    async_store(descs[1], [row, 0], k_tiles.index(0))
+    wait_until_written()
 
 
 @gluon.jit
@@ -635,28 +600,28 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
 
     place: of the chunk and head among all, slot * HV + head
     """
-    keys_desc, queries_desc, X_desc, W_desc = env.factors
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
     # stage qk_l2norm
     mbarrier.wait(full.index(0), 0)
-    q_norms, k_norms, diagonal, betas, beta_norms = normalise(tiles[0], tiles[1], beta)
+    q_norm, k_norm, q_k = norms(tiles[0], tiles[1])
+    q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
+    beta_norms, betas = stored(k_norm * beta), stored(beta)
     # stage decayed_scores
     mbarrier.wait(full.index(1), 0)
     role_barrier()
     scores, at_end = decayed_scores(
-        tiles, q_norms, k_norms, keys_desc, queries_desc, ends_ptr, row, env.scale
+        tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
     )
     of_q, of_k = parts_of(scores)
     # stage solve_tril
     scratch = allocate_scratch(1)
-    lower_pairs, lower_halves = store_lower(of_k, beta_norms, k_norms, scratch)
-    P = store_own_scores(of_q, diagonal, q_norms, k_norms)
-    role_barrier()
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
-    inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
+    lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
+    own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])
+    store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
+    inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
     inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
     fence_async_shared()
     role_barrier()
-    store_factors(tiles, P, inverse, at_end, X_desc, W_desc, row, env.scale)
-    wait_until_written()
+    # stages state_factor and out_factor
+    store_factors(inverse, at_end, own_scores, tiles, env.factors[2:], row, env.scale)

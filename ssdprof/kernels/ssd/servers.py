@@ -1,0 +1,249 @@
+"""The Triton kernels that vLLM and SGLang run for Mamba-2 layers, and `mamba_ssm`'s for a step.
+
+vllm, sglang             prompts, all sequences as one pack: five kernels, forks of those of
+                         `mamba_ssm`.  What a server computes on the host, such as which chunk
+                         belongs to which sequence, is prepared outside of their time
+selective_state_update   `mamba_ssm`'s kernel for a token of each sequence, on a pool in place
+vllm_step, sglang_step   the servers' forks of it, for verification too
+
+The servers' packages patch torch and transformers when they are imported, so that they are not:
+only the modules with kernels are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.adapters import (
+    MOST_STEPS,
+    SHORT,
+    Tunings,
+    import_kernels,
+    library_kernel,
+    once,
+)
+from ssdprof.kernels.pools import Bound, Slots, pool_kernel
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
+from ssdprof.kernels.ssd.adapters import uneven_chunks
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+_VLLM = "vllm.model_executor.layers.mamba.ops"
+_SGLANG = "sglang.kernels.ops.mamba.triton_ops"
+_TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
+
+
+# (pool) -> out
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _bounds(inputs: SSDInputs) -> torch.Tensor:
+    """(sequences + 1) int32: where each sequence begins among all tokens."""
+    if inputs.cu_seqlens is not None:
+        return inputs.cu_seqlens.int()
+    return (torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length).int()
+
+
+# --- prompts
+
+
+def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
+    """vLLM's: chunks begin with their sequences."""
+    bounds = _bounds(inputs)
+    starts: list[int] = []
+    owners: list[int] = []
+    last: list[int] = []
+    for owner, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        of_sequence = range(start, stop, inputs.chunk_size)
+        starts += of_sequence
+        owners += [owner] * len(of_sequence)
+        last.append(len(starts) - 1)
+    integers = partial(torch.tensor, dtype=torch.int32, device=inputs.device)
+    return {
+        "cu_seqlens": bounds,
+        "cu_chunk_seqlens": integers([*starts, bounds[-1]]),
+        "last_chunk_indices": integers(last),
+        "seq_idx": integers(owners),
+        "final_state_indices": torch.arange(inputs.sequences, device=inputs.device).int(),
+    }
+
+
+def _common_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
+    """SGLang's: chunks lie side by side whatever sequences they cut, and their parts are listed."""
+    size, bounds = inputs.chunk_size, _bounds(inputs)
+    owners = torch.arange(inputs.sequences, device=inputs.device).int()
+    listed = {"cu_seqlens": bounds, "seq_idx": owners.repeat_interleave(bounds.diff())[None]}
+    if inputs.initial_states is not None:
+        tokens = int(bounds[-1])
+        starts = sorted({*range(0, tokens, size), *bounds[:-1].tolist()} - {tokens})
+        integers = partial(torch.tensor, dtype=torch.int32, device=inputs.device)
+        listed["chunk_indices"] = integers([start // size for start in starts])
+        listed["chunk_offsets"] = integers([start % size for start in starts])
+    return listed
+
+
+# name -> the package of its kernels, their function, and what a server tells it of chunks
+_PROMPTS = {
+    "vllm": (_VLLM, "mamba_chunk_scan_combined_varlen", _sequence_chunks),
+    "sglang": (_SGLANG, "mamba_chunk_scan_combined", _common_chunks),
+}
+
+
+def load_prompt(name: str) -> Implementation:
+    package, function_name, list_chunks = _PROMPTS[name]
+    function = getattr(import_kernels(f"{package}.ssd_combined"), function_name)
+    tunings = Tunings(import_kernels(f"{package}.{tuned}") for tuned in _TUNED)
+    chunks_of, vllm = once(list_chunks), name == "vllm"
+
+    def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+        tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
+        tensors = inputs.tensors | {"out": torch.empty_like(inputs.x.contiguous())}
+        pack = {
+            key: tensors[key].flatten(0, 1)[None]
+            for key in ("x", "dt", "B", "C", "z", "out")
+            if key in tensors
+        }
+        states = torch.empty(inputs.states_shape, device=inputs.device)
+        with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
+            returned = function(
+                **{key: tensor[0] if vllm else tensor for key, tensor in pack.items()},
+                A=inputs.A,
+                chunk_size=inputs.chunk_size,
+                D=inputs.D,
+                dt_bias=inputs.dt_bias,
+                initial_states=inputs.initial,
+                dt_softplus=inputs.dt_softplus,
+                dt_limit=inputs.dt_limit,
+                state_dtype=precision.state_dtype,
+                **({"final_states_out": states} if vllm else {"return_varlen_states": True}),
+                **chunks_of(inputs),
+            )
+        return SSDOutput(tensors["out"], states if vllm else returned)
+
+    @first_reason
+    def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
+        yield not precision.exact, "exact intermediates only"
+        yield inputs.x.dtype == torch.float32, "fp16 and bf16 inputs only"
+        yield uneven_chunks(inputs)
+
+    reason = "it tunes itself in each process; lists of chunks are prepared outside of its time"
+    plan = Plan(variant="triton", launches=5, reason=reason)
+    return library_kernel("ssd", name, unsupported, call, plan)
+
+
+# --- steps
+
+
+def _step_arguments(
+    inputs: SSDInputs, tokens: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """tokens: (b, l, ...) -> the form in which a kernel takes them."""
+    heads, width, size = inputs.states_shape[1:]
+    zeros, tensors = torch.zeros(heads, device=inputs.device), inputs.tensors
+    arguments: dict[str, Any] = {
+        name: tokens(tensors[name]) for name in ("x", "B", "C", "z") if name in tensors
+    }
+    for name in ("D", "dt_bias"):
+        of_head = tensors.get(name, zeros)
+        arguments[name] = of_head if of_head.ndim == 2 else of_head[:, None].expand(-1, width)
+    # expanded, from which kernels see one number a head
+    dt = tokens(inputs.dt)[..., None]
+    return arguments | {
+        "dt": dt.expand(*dt.shape[:-1], width),
+        "A": inputs.A[:, None, None].expand(heads, width, size),
+        "dt_softplus": inputs.dt_softplus,
+    }
+
+
+def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
+    """vLLM's slots.  Several tokens are a verification, with tables to read and to write."""
+    read = slots.read.int()
+    if slots.overwrites and inputs.cu_seqlens is None and inputs.length == 1:
+        return {"state_batch_indices": read, "null_block_id": -1}
+    written = slots.written.int()
+    return {
+        "state_batch_indices": read[:, None].expand(written.shape),
+        "dst_state_batch_indices": written,
+        "null_block_id": -1,
+        "num_accepted_tokens": torch.ones_like(read),
+        "cu_seqlens": _bounds(inputs),
+    }
+
+
+def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
+    arguments = _step_arguments(inputs, lambda tensor: tensor.flatten(0, 1))
+    arguments |= _tables(inputs, slots)
+
+    def run(pool: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=pool.device)
+        function(pool, **arguments, out=out.flatten(0, 1))
+        return out
+
+    return run
+
+
+def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
+    """A verification leaves the pool alone, and writes all states to a buffer."""
+    slots.refuse_tables("sglang_step")
+    arguments = _step_arguments(inputs, lambda tensor: tensor)
+    arguments["state_batch_indices"] = slots.read.int()
+
+    def run(pool: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=pool.device)
+        function(pool, **arguments, **slots.verification(inputs, pool), out=out)
+        return out
+
+    return run
+
+
+def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
+    arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])
+    slots.refuse_tables(_MAMBA)
+
+    def run(pool: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = function(pool, **arguments, state_batch_indices=slots.read.int())
+        return out[:, None]
+
+    return run
+
+
+_MAMBA = "selective_state_update"
+# name -> the module of the function, and how it is bound to a call
+_STEPS = {
+    _MAMBA: (f"mamba_ssm.ops.triton.{_MAMBA}", _bind_mamba_ssm),
+    "vllm_step": (f"{_VLLM}.mamba_ssm", _bind_vllm),
+    "sglang_step": (f"{_SGLANG}.mamba_ssm", _bind_sglang),
+}
+
+
+def load_step(name: str) -> Implementation:
+    module, bind_function = _STEPS[name]
+    function = import_kernels(module).selective_state_update
+
+    def bind(inputs: SSDInputs, slots: Slots) -> Bound:
+        return bind_function(function, inputs, slots), inputs.x
+
+    @first_reason
+    def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
+        yield precision != Precision(), "exact intermediates and fp32 states only"
+        yield inputs.dt_limit != (0.0, inf), "no dt_limit"
+        packed = inputs.cu_seqlens is not None
+        tokens = inputs.length / inputs.sequences if packed else inputs.length
+        yield name == _MAMBA and (packed or tokens > 1), "one token of each sequence"
+        yield name == "sglang_step" and packed, "as many tokens of each sequence"
+        yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
+
+    reason = "each call begins with a copy of the states, in its time"
+    plan = Plan(variant="triton", launches=2, reason=reason)
+    keeps = name != _MAMBA
+    return pool_kernel("ssd", name, unsupported, bind, plan, keeps=keeps)
+
+
+def load(name: str) -> Implementation:
+    return load_prompt(name) if name in _PROMPTS else load_step(name)

@@ -1,0 +1,157 @@
+"""What else is known of a wrong output: where its error begins, and which rounding is as large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ssdprof import operators
+from ssdprof.core.accuracy import Accuracy, BudgetUse
+from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.oracle import joined
+from ssdprof.kernels.precision import Precision
+from ssdprof.measure.accuracy import Candidate, block_length, oracle_output
+from ssdprof.measure.sequences import alone, longest_of, rows_of_states, spans_of
+from ssdprof.operators.operator import Output
+from ssdprof.operators.rounding import unit_roundoff
+from ssdprof.operators.tensors import dtype_name
+
+BORDERS = (256, 128, 64, 32, 16)
+LONGEST = 2048  # positions on which roundings are compared
+AS_LARGE = 1.5  # ratio of two errors of the same size
+FAR_ABOVE = 16  # of a unit roundoff: the relative error of a wrong row
+COARSE = (torch.bfloat16, torch.float16)
+
+
+def diagnosed(
+    inputs: Inputs, candidate: Candidate, accuracies: Sequence[Accuracy]
+) -> tuple[Accuracy, ...]:
+    """The accuracies, with a remark on each output that does not pass and is finite."""
+    if not any(accuracy.reason for accuracy in accuracies):
+        return tuple(accuracies)
+    return tuple(
+        accuracy.changed(remark=_remark(inputs, candidate, accuracy))
+        if accuracy.reason and not accuracy.vs_oracle.nonfinite
+        else accuracy
+        for accuracy in accuracies
+    )
+
+
+def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
+    use = next((use for use in accuracy.budget if use.error > use.budget), None)
+    if use is None:
+        return ""
+    is_out = accuracy.tensor == "out"
+    words = _beginning(inputs, candidate.output, is_out, use)
+    return "; ".join(filter(None, (words, _known_rounding(inputs, candidate, is_out))))
+
+
+# --- where an error begins
+
+
+def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> str:
+    """The first place outside the budget of a head, and the border from which on all is wrong."""
+    tensor, exact = (
+        (each[0][:, :, use.head] if is_out else each[1][:, use.head]).double()
+        for each in (output, oracle_output(inputs))
+    )
+    error = (tensor - exact).abs().flatten(1 + is_out)
+    sizes = error.amax(-1) if use.norm == "max" else error.square().mean(-1).sqrt()
+    for span in spans_of(inputs):
+        rows = (
+            (span.batch, slice(span.start, span.stop)) if is_out else rows_of_states(inputs, span)
+        )
+        outside = sizes[rows] > use.budget
+        if bool(outside.any()):
+            break
+    else:
+        return ""
+    name = f"sequence {span.sequence} ({span.length:,} tokens)"
+    if not is_out:
+        return f"the first wrong state is that of {name}"
+    first = int(outside.byte().argmax())
+    unit = unit_roundoff(output[0].dtype)
+    wrong = error[rows].square().mean(-1) > (FAR_ABOVE * unit * exact[rows]).square().mean(-1)
+    border = _border(wrong.double(), first)
+    if border is None:
+        return f"the first position outside is {first} of {name}"
+    if border == 0:
+        return f"all of {name} is wrong, from its start on"
+    multiple = next((f", a multiple of {size}," for size in BORDERS if border % size == 0), "")
+    return f"from position {border} of {name} on{multiple} all is wrong"
+
+
+def _border(wrong: Tensor, first: int) -> int | None:
+    """The position, at most `first`, before which a sequence is right and from which on it is
+    wrong, in nine of ten positions.  wrong: (l), 1 or 0.
+    """
+    count = torch.arange(len(wrong), device=wrong.device)
+    before = wrong.cumsum(0) - wrong
+    share_before = before / count.clamp(min=1)
+    share_after = (wrong.sum() - before) / (len(wrong) - count)
+    border = int((share_after - share_before)[: first + 1].argmax())
+    return border if share_after[border] >= 0.9 and share_before[border] <= 0.1 else None
+
+
+# --- which rounding is as large
+
+
+def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
+    """ "the error is as large as if states were kept in bf16"; empty if no rounding causes an error
+    of this size.
+
+    The errors of heads are compared, at the beginning of the longest sequence.
+    """
+    oracle, span, which = operators.get(inputs.operator).oracle, longest_of(inputs), int(not is_out)
+    start = replace(span, stop=min(span.stop, span.start + LONGEST))
+    if not is_out and start != span:
+        return ""
+    part, out = alone(inputs, start), candidate.output[0][span.batch, start.start : start.stop]
+    output = out[None], candidate.output[1][rows_of_states(inputs, span)][-1:]
+    blocks = oracle.blocks(part, block_length(oracle, part, part.device))
+    exact = joined(part, blocks, torch.float64, torch.float64)[which][-1:]
+
+    def errors(rounded: Output) -> Tensor:
+        """The RMS error of each head, (h)."""
+        heads_first = (rounded[which].double() - exact).movedim(2 - which, 0)
+        return heads_first.flatten(1).square().mean(1).sqrt()
+
+    actual = errors(output)
+    for words, form in _coarser(part, candidate.precision, exact, output[which].dtype):
+        ratio = actual / errors(form)
+        alike = (ratio < AS_LARGE) & (ratio > 1 / AS_LARGE)
+        if float(alike.double().mean()) > 0.75:
+            return f"the error is as large as if {words}"
+    return ""
+
+
+def _coarser(
+    part: Inputs, precision: Precision, exact: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[str, Output]]:
+    """Roundings that the precision does not allow, in words, and outputs with them."""
+    others = {}
+    for coarse in COARSE:
+        if torch.finfo(coarse).eps > torch.finfo(precision.state_dtype).eps:
+            words = f"states were kept in {dtype_name(coarse)}"
+            others[words] = replace(precision, state_dtype=coarse)
+    if precision.exact:
+        words = "intermediates were rounded to 16 bits"
+        others[words] = replace(precision, intermediates="relaxed")
+    for words, other in others.items():
+        for form in _forms(part, other):
+            yield words, form
+    for coarse in COARSE:
+        if torch.finfo(coarse).eps > torch.finfo(dtype).eps:
+            yield f"it were rounded to {dtype_name(coarse)}", (exact.to(coarse), exact.to(coarse))
+
+
+def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
+    """The outputs of a sequence with the roundings of a precision, in chunks of each length."""
+    oracle, (span,) = operators.get(part.operator).oracle, spans_of(part)
+    for chunk in (oracle.chunk_size(part), *oracle.shorter_chunks(part)):
+        form = oracle.rounded(part, precision)
+        out, _ = form.advance(part, span, oracle.gate(part, span, chunk))
+        yield out[None], form.state[None]
