@@ -41,12 +41,11 @@ from ssdprof.kernels.kda.hopper.role_copies import (
 from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles
 
+# other functions belong to the stage that calls them
 STAGES = {
-    "wait_for": "waiting.chunk", "wait_for_slab": "waiting.chunk", "slab_sequences": "ticket",
-    "sequence_at": "ticket", "sequence_of": "ticket", "slots": "ticket", "before": "ticket",
-    "prepared_at": "ticket", "scanned_at": "ticket", "chunk_of": "ticket", "segment_at": "ticket",
-    "values_ahead": "loads", "prepare": "setup", "scan": "setup", "loads": "loads",
-    "stores": "chunk_output", "_kda_hopper_kernel": "setup",
+    "wait_for": "waiting.chunk", "slab_sequences": "ticket", "chunk_of": "ticket",
+    "segment_at": "ticket", "values_ahead": "loads", "prepare": "setup", "scan": "setup",
+    "loads": "loads", "stores": "chunk_output", "_kda_hopper_kernel": "setup",
 }  # fmt: skip
 
 

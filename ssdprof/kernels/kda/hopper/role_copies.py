@@ -21,9 +21,10 @@ from ssdprof.kernels.kda.hopper.tiles import (
     halves_of,
 )
 
+# other functions belong to the stage that calls them
 STAGES = {
-    "load_inputs": "loads", "prefetch_values": "loads", "load_factor": "loads",
-    "load_values": "loads", "load_segment": "loads", "store_segment": "chunk_output",
+    "load_inputs": "loads", "prefetch_values": "loads", "load_segment": "loads",
+    "store_segment": "chunk_output",
 }  # fmt: skip
 
 

@@ -39,9 +39,9 @@ from ssdprof.kernels.kda.hopper.tiles import DIM, KEYS, QUERIES, UPDATE, VALUES,
 
 by_thread = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
+# other functions belong to the stage that calls them
 STAGES = {
-    "place": "ticket", "decays_at": "loads", "product_with": "chunk_state",
-    "as_operand": "chunk_state", "store_output": "chunk_output", "residual": "chunk_state.residual",
+    "store_output": "chunk_output", "residual": "chunk_state.residual",
     "begin_chunk": "chunk_state", "scan_chunk": "chunk_state", "entering_state": "setup",
     "scan_segment": "setup",
 }  # fmt: skip
