@@ -20,7 +20,7 @@ from bars import Finding, check
 
 from ssdprof.core import words as fmt
 from ssdprof.report import markdown
-from ssdprof.report.table import Table, aligned
+from ssdprof.report.table import Table, strings
 
 HERE = Path(__file__).parent
 
@@ -54,11 +54,11 @@ def main() -> None:
 
 
 def summary(found: Sequence[Finding], operator: str) -> Table:
-    return Table(
+    return strings(
         title=f"Bars of {operator}",
         headers=("bar", "times as fast", "must", "least", "where", "verdict", "goal", "reached"),
         rows=tuple(_row(one) for one in found),
-        align=aligned("llrrllrr"),
+        texts=(0, 1, 4, 5),
     )
 
 

@@ -31,7 +31,7 @@ from ssdprof.core.stalls import KernelStalls, StallReport, StallSamples
 from ssdprof.files import write_text
 from ssdprof.jobs import stall_files
 from ssdprof.report import markdown
-from ssdprof.report.table import Table, aligned
+from ssdprof.report.table import strings
 from ssdprof.store.reports import load
 
 FOLDER = Path(__file__).parent / "published"
@@ -228,7 +228,7 @@ def _of_prefill(row: Mapping[str, str]) -> float | None:
     """
     calls = {
         case.implementation: case.call_us.value
-        for case in load(RESULTS / row["result"], "prefill")[1].of_prefill
+        for case in load(RESULTS / row["result"], "prefill")[1].cases
         if f"{case.seqlen:,}" == row["at"]
         and isinstance(case.task, Prefill)
         and case.task.conv_and_norm == "bundled"
@@ -333,10 +333,7 @@ def counts(found: Sequence[Mapping[str, str]]) -> str:
         "cannot be said",
         "quoted numbers met",
     )
-    return (
-        markdown.draw(Table(title="", headers=head, rows=tuple(lines), align=aligned("lllrrrr")))
-        + "\n"
-    )
+    return markdown.draw(strings("", head, lines, range(3))) + "\n"
 
 
 def beside(found: Sequence[Mapping[str, str]]) -> str:
@@ -352,7 +349,7 @@ def beside(found: Sequence[Mapping[str, str]]) -> str:
             for row in found
             if row["study"] == study
         )
-        rendered = markdown.draw(Table(title="", headers=head, rows=shown, align=aligned("lrrll")))
+        rendered = markdown.draw(strings("", head, shown, (0, 3, 4)))
         parts.append(
             f"<details><summary>{study}: {about['title']}</summary>\n\n{rendered}\n\n</details>\n"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.operators import generate
@@ -54,7 +54,7 @@ def output(inputs: Any, precision: Precision, turn: int) -> Any:
         return kernels.get(inputs.operator, ("fused", "unfused")[turn % 2]).run(inputs, precision)
     oracle = operators.get(inputs.operator).oracle
     chunks = (oracle.chunk_size(inputs), *oracle.shorter_chunks(inputs))
-    (span,) = sequences(1, inputs.length, None)
+    (span,) = spans_of(inputs)
     gate = oracle.gate(inputs, span, chunks[turn % len(chunks)])
     out, states = oracle.rounded(inputs, precision).advance(inputs, span, gate)
     return out[None], states[None]

@@ -13,7 +13,7 @@ from recorded import Cell, RecordedCase
 
 from ssdprof.core import words as fmt
 from ssdprof.report import markdown
-from ssdprof.report.table import Table, aligned
+from ssdprof.report.table import Table, strings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = recorded.RESULTS / "README.md"
@@ -151,11 +151,10 @@ def _by_layout(of: Operator, title: str, cells: Sequence[Cell], baseline: str) -
         (layout, *(found.get((layout, model), fmt.MISSING) for model in models))
         for layout in LAYOUTS
     ]
-    return Table(
+    return strings(
         title=title,
         headers=("sequences x tokens", *models),
         rows=tuple(row for row in rows if set(row[1:]) - {fmt.MISSING}),
-        align=aligned("l" + "r" * len(models)),
         note=WRONG if any(DAGGER in ratio for ratio in found.values()) else "",
     )
 
@@ -172,7 +171,7 @@ def _by_shape(of: Operator, title: str, cells: Sequence[Cell]) -> Table:
     found = {
         (cell.one.shape, cell.one.tokens): _speedup(cell, _baseline_of(cell, of)) for cell in others
     }
-    return Table(
+    return strings(
         title=title,
         headers=("shape", of.sizes, *(_heading(of, cell) for cell in layouts.values())),
         rows=tuple(
@@ -183,7 +182,7 @@ def _by_shape(of: Operator, title: str, cells: Sequence[Cell]) -> Table:
             )
             for shape, cell in {cell.one.shape: cell for cell in others}.items()
         ),
-        align=aligned("ll" + "r" * len(layouts)),
+        texts=(0, 1),
     )
 
 

@@ -89,12 +89,7 @@ def main(out: Path) -> None:
             captures, checkpoint=checkpoint, prompts=(), segment_length=SEQLEN
         ) as writer:
             for layer, inputs in zip(layers, (plain, gated), strict=True):
-                strides = {
-                    name: t.stride()
-                    for name, t in vars(inputs).items()
-                    if isinstance(t, torch.Tensor)
-                }
-                writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
+                writer.add(CapturedLayer(layer=layer, inputs=inputs))
         for name, index, implementation in (
             ("fused_hopper", 0, "fused"),
             ("fused_portable", 1, "fused"),

@@ -200,7 +200,7 @@ def main() -> None:
         baseline=names[0],
         match_with="unfused",
         budget=arguments.budget,
-        first_call=60,
+        first_call_s=60,
         out=arguments.folder,
         command=("python", "benchmarks/small_gdn_cases.py", str(arguments.folder)),
     )

@@ -29,7 +29,7 @@ from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import parse_percent
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.target import LayerRef
+from ssdprof.core.target import Dims, LayerRef
 from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
 from ssdprof.jobs import answers as answers_job
@@ -39,7 +39,7 @@ from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.failures import load_call as load_call
-from ssdprof.jobs.replay import replaying
+from ssdprof.jobs.replay import Planned, Replay, planned
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
@@ -49,7 +49,7 @@ from ssdprof.progress import LineWatcher, Watcher
 from ssdprof.report import brief, exports
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
-from ssdprof.store import reports, tuned
+from ssdprof.store import reports
 from ssdprof.store.header import draft
 
 Asked = TypeVar(
@@ -150,54 +150,41 @@ def run(model: str, *, watcher: Watcher | None = None, **settings: object) -> Re
     Options: those of `ssdprof run`.  watcher: gets the progress.
     Raises SsdprofError where the command ends with an exit code above 1.
     """
-    watcher = watcher or Watcher()
-    asked, model_or_captures, ranks = target.run(_asked(options.RunOptions, "run", model, settings))
-    _use_tuned(asked, watcher)
-    folder, report = run_job.run(model_or_captures, asked, watcher, ranks)
-    return Results(report, folder)
+    return _called(options.RunOptions, target.run, run_job.run, model, watcher, settings)
 
 
 def answers(model: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Compare a model's next-token predictions between implementations.  Options: those of `ssdprof
     answers`.
     """
-    watcher = watcher or Watcher()
-    asked, whole = target.answers(_asked(options.AnswersOptions, "answers", model, settings))
-    _use_tuned(asked, watcher)
-    folder, report = answers_job.answers(answers_job.loaded_as(whole, asked), asked, watcher)
-    return Results(report, folder)
+    job = answers_job.answers
+    return _called(options.AnswersOptions, target.answers, job, model, watcher, settings)
 
 
 def prefill(model: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Time a whole model up to its first token, on an NVIDIA GPU.  Options: those of `ssdprof
     prefill`.
     """
-    watcher = watcher or Watcher()
-    asked = target.prefill(_asked(options.PrefillOptions, "prefill", model, settings))
-    _use_tuned(asked, watcher)
-    folder, report = prefill_job.time_prefills(asked, prefill_job.find(asked), watcher)
-    return Results(report, folder)
+    job = prefill_job.prefill
+    return _called(options.PrefillOptions, target.prefill, job, model, watcher, settings)
 
 
 def bench(operator: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
     """Time kernels on random inputs, on an NVIDIA GPU.  Options: those of `ssdprof bench`."""
-    watcher = watcher or Watcher()
-    asked, names, too_large = target.bench(
-        _asked(options.BenchOptions, "bench", operator, settings)
-    )
-    request = bench_job.resolved(asked, names, too_large, watcher)
-    _use_tuned(asked, watcher)
-    folder, report = bench_job.bench(request, operators.get(operator), watcher)
-    return Results(report, folder)
+    job = bench_job.find_and_bench
+    return _called(options.BenchOptions, target.bench, job, operator, watcher, settings)
 
 
-def _use_tuned(asked: Asked, watcher: Watcher) -> None:
-    if not asked.no_tuned:
-        tuned.use_saved(watcher.say)
-
-
-def _asked(kind: type[Asked], command: str, first: str, settings: Mapping[str, object]) -> Asked:
-    """The options of a command, read as its command line reads them."""
+def _called(
+    kind: type[Asked],
+    read: Callable[[Asked], object],
+    job: Callable[..., tuple[Path, Report]],
+    first: str,
+    watcher: Watcher | None,
+    settings: Mapping[str, object],
+) -> Results:
+    """What a command does.  read: its first function, as in `cli._COMMANDS`."""
+    command = options.command_name(kind)
     flags = _flags(kind)
     if unknown := [name for name in settings if name not in flags]:
         raise BadInputError(
@@ -206,7 +193,10 @@ def _asked(kind: type[Asked], command: str, first: str, settings: Mapping[str, o
     line: list[str] = [str(first)]
     for name, value in settings.items():
         line += _words(flags[name][0], value)
-    return replace(options.parsed(kind, line), command=("ssdprof", command, *line))
+    asked = read(replace(options.parsed(kind, line), command=("ssdprof", command, *line)))
+    request = asked if isinstance(asked, tuple) else (asked,)
+    folder, report = job(*request, watcher or Watcher())
+    return Results(report, folder)
 
 
 def _flags(kind: type) -> dict[str, tuple[str, Parameter]]:
@@ -296,32 +286,44 @@ def compare(
         states = reading.parse_states(states)
     first = required(resolve(operator.name, baseline))
     precisions = requested_precisions(dims.dtype, dtypes, states)
-    plans = run_job.planned(compared, first, precisions, dims.dtype)
-    difference = parse_percent("smallest_difference", smallest_difference)
-    wanted = options.RunOptions(model="", smallest_difference=difference, laws=laws)
-    place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
-    header = draft(
-        kind="run",
-        target="given tensors",
-        environment=collect(),
+    plans = planned(compared, first, precisions, dims.dtype)
+    wanted = options.RunOptions(
+        model="",
         baseline=first.name,
-        matched_with=first.name,
-        smallest_difference=difference,
+        smallest_difference=parse_percent("smallest_difference", smallest_difference),
         laws=laws,
-        requested=tuple((place, known.name, str(precision)) for known, precision, _ in plans),
     )
-    writer = reports.Writer(Path(), header.changed(id="in memory"), None)
-    watcher = watcher or LineWatcher(levels=2)
-    with replaying(writer, wanted, lambda *_: plans, None, watcher, 1) as replay:
-        replay(
+    writer = _unstored_writer(wanted, dims, plans)
+    replay = Replay(writer, wanted, lambda *_: plans, None, watcher or LineWatcher(levels=2))
+    with replay.calls(1) as on_layer:
+        on_layer(
             CapturedLayer(
-                layer=LayerRef(index=0, name="given tensors", operator=operator.name),
-                inputs=inputs,
-                model_strides={},
+                layer=LayerRef(index=0, name="given tensors", operator=operator.name), inputs=inputs
             )
         )
     writer.update(complete=True)
     return Results(writer.report)
+
+
+def _unstored_writer(
+    asked: options.RunOptions, dims: Dims, plans: Sequence[Planned]
+) -> reports.Writer:
+    """The writer of a report on a call of these sizes, on given tensors; it stores nothing."""
+    case_key = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
+    header = draft(
+        kind="run",
+        target="given tensors",
+        environment=collect(),
+        baseline=asked.baseline,
+        matched_with=asked.baseline,
+        smallest_difference=asked.smallest_difference,
+        laws=asked.laws,
+        requested=tuple(
+            (case_key, implementation.name, str(precision))
+            for implementation, precision, _ in plans
+        ),
+    )
+    return reports.Writer(Path(), header.changed(id="in memory"), None)
 
 
 def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) -> Implementation:

@@ -180,6 +180,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.model:run"),
     runs: (),
     options.CaptureOptions: ("jobs.target:capture", "commands.model:capture"),
+    options.RecordOptions: ("jobs.record:record", "commands.record:record"),
     options.AccuracyOptions: ("commands.stored:accuracy",),
     options.AnswersOptions: ("jobs.target:answers", "commands.model:answers"),
     options.ExportOptions: ("commands.stored:export",),
@@ -223,7 +224,7 @@ for _kind, _functions in _COMMANDS.items():
     _help = "\n\n".join(
         " ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n")
     )
-    _name = _kind.__name__.removesuffix("Options").lower()
+    _name = options.command_name(_kind)
     _first = _help.partition("\n\n")[0]  # a summary that is not cut
     app.command(_name, help=_help, short_help=_first)(
         _command(_kind, _functions) if _functions else _kind
@@ -277,11 +278,11 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
-    """SIGTERM ends a command as Ctrl-C does: its results are marked partial.  A second one ends it
-    immediately.
+    """SIGTERM, which a child also gets for Ctrl-C, ends a command as Ctrl-C does: its results are
+    marked partial.  A second one ends it immediately.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise child.Stopped
+    raise KeyboardInterrupt
 
 
 def _kept_traceback() -> str:

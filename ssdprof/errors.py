@@ -174,16 +174,21 @@ _NO_HELP = re.compile(
     "|Should have a `model_type` key|CUDA kernel errors might be|For debugging consider"
 )
 
+# names the checker of a config that transformers calls, before the fault; and all names it knows
+_CHECKER = re.compile(r"(Class v|V)alidation error for (field|validator) '\w+':\s+\w+: ")
+_KNOWN_NAMES = re.compile(r"\(('\w+', ){6,}'\w+'\)")
+
 
 def library_message(error: BaseException) -> str:
     """A library's message on one line, without a final full stop.
 
     The type of the error precedes a text that is only a value, such as that of a KeyError.  Very
     long words and messages, which a damaged file may cause, are shortened; a stack of C++, lists of
-    all known classes and advice on other errors are left out.
+    all known classes or names, what checks a config and advice on other errors are left out.
     """
     is_pydantic = type(error).__name__ == "ValidationError"
     message = _NO_HELP.split(first_fault(error) if is_pydantic else str(error))[0]
+    message = _KNOWN_NAMES.sub("the known ones", _CHECKER.sub("", message))
     words = printable(message).rstrip(". ").split()
     text = " ".join(
         word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words

@@ -94,16 +94,6 @@ class StepClock:
         """Remaining seconds of the budget; infinite without one, and 0 when it is spent."""
         return max(0.0, self._ends - self.now())
 
-    def within(self, what: str) -> StepClock:
-        """The same clock for a part of the job."""
-
-        def on_step(step: str, seconds: float) -> None:
-            self._on_step(f"{what}, {step}", seconds)
-
-        part = StepClock(None, on_step, now=self.now)
-        part._ends = self._ends
-        return part
-
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
         """Call `on_step` after the block, unless it raises."""

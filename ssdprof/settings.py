@@ -11,8 +11,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
+from ssdprof.core.base import Record, Text
 from ssdprof.core.conditions import OF_SPEED, Change, Condition, parse_gate
 from ssdprof.errors import (
     BadInputError,
@@ -28,27 +29,17 @@ AnyCondition = TypeVar("AnyCondition", Condition, Change)
 _PROJECT = "pyproject.toml"
 
 
-def _key(field: str) -> str:
-    return field.replace("_", "-")
+class PrefillSettings(Record):
+    gates: tuple[Text, ...] = ()
 
 
-class _Table(BaseModel):
-    """A table whose keys may be left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=_key)
-
-
-class PrefillSettings(_Table):
-    gates: tuple[str, ...] = ()
+class CompareSettings(Record):
+    fail_if: tuple[Text, ...] = Field(default=(), alias="fail-if")
+    smallest_difference: Text | None = Field(default=None, alias="smallest-difference")
 
 
-class CompareSettings(_Table):
-    fail_if: tuple[str, ...] = ()
-    smallest_difference: str | None = None
-
-
-class ProjectSettings(_Table):
-    gates: tuple[str, ...] = ()  # of run, bench and accuracy
+class ProjectSettings(Record):
+    gates: tuple[Text, ...] = ()  # of run, bench and accuracy
     prefill: PrefillSettings = PrefillSettings()
     compare: CompareSettings = CompareSettings()
 
@@ -162,12 +153,12 @@ def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
                 'Write gates = ["speedup:1.5", "match@1e-3:90%"].',
             ) from error
         if first["type"] == "extra_forbidden":
-            tables: dict[str, type[_Table]] = {
+            tables: dict[str, type[Record]] = {
                 "prefill": PrefillSettings,
                 "compare": CompareSettings,
             }
             table = tables.get(path[0], ProjectSettings)
-            known = [_key(field) for field in table.model_fields]
+            known = [field.alias or name for name, field in table.model_fields.items()]
             raise BadInputError(
                 f"{source} has the unknown key {'.'.join(path)}.", nearest(path[-1], known)
             ) from error

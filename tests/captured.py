@@ -1,7 +1,5 @@
 """Captures made by hand and stored in a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from cases import checkpoint
 from kernels.kernel_cases import SSDCase
 
-from ssdprof.capture.layers import CapturedLayer, strides
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.target import CallRef, LayerRef, Prompt
 
@@ -28,9 +26,7 @@ def store(
     ref = checkpoint(layers=tuple(dict.fromkeys(layer for layer, *_ in captured)))
     with CaptureWriter(folder, checkpoint=ref, prompts=prompts, segment_length=64) as writer:
         for layer, inputs, call in captured:
-            writer.add(
-                CapturedLayer(layer=layer, inputs=inputs, model_strides=strides(inputs), call=call)
-            )
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, call=call))
     return folder
 
 

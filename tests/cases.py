@@ -7,8 +7,6 @@ report(change=lambda case: ...) every case changed
 bench(), prefill(), answers()   reports of the other kinds
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -20,6 +18,7 @@ from ssdprof.core.base import (
     VERSION,
     DType,
     PrecisionName,
+    Record,
     exact_precision,
     intermediates_of,
     states_of,
@@ -28,6 +27,7 @@ from ssdprof.core.case import (
     AnswerBand,
     Answers,
     Case,
+    DecodedStates,
     Generated,
     Launch,
     LayerCall,
@@ -59,7 +59,7 @@ FASTER = {"exact": 2.0, "relaxed": 2.5}  # than the baseline, by device time
 CALL_US = 20.0  # more than the device time
 _T = 4.303 / math.sqrt(3)  # of three recordings
 _PATTERN = (1.0, -1.0, 0.0)
-Kind = TypeVar("Kind", LayerCall, Generated, Answers, Prefill)
+Kind = TypeVar("Kind", LayerCall, Generated, DecodedStates, Answers, Prefill)
 
 
 def made_of(record: type[Any], fields: dict[str, Any], /, **defaults: Any) -> Any:
@@ -82,9 +82,9 @@ def timed(
     device_us: float | None, call_us: float | None = None, width: float = 0.005, turn: int = 0
 ) -> tuple[Samples, ...]:
     """Samples of both clocks, or of one."""
-    found = {"device": device_us, "call": call_us}
+    clocks = {"device": device_us, "call": call_us}
     return tuple(
-        samples(clock, us, width, turn=turn) for clock, us in found.items() if us is not None
+        samples(clock, us, width, turn=turn) for clock, us in clocks.items() if us is not None
     )
 
 
@@ -109,13 +109,15 @@ def dims(
     seqlen: int = 1024, batch: int = 1, dtype: DType = "bf16", chunk_size: int | None = 256
 ) -> Dims:
     words = "128 heads x 64, state 128"
-    own: dict[str, Any] = {
-        "batch": batch,
-        "seqlen": seqlen,
-        "chunk_size": chunk_size,
-        "dtype": dtype,
-    }
-    return Dims(operator="ssd", sizes=SIZES, words=words, **own)
+    return Dims(
+        operator="ssd",
+        sizes=SIZES,
+        words=words,
+        batch=batch,
+        seqlen=seqlen,
+        chunk_size=chunk_size,
+        dtype=dtype,
+    )
 
 
 def deviation(
@@ -161,13 +163,13 @@ def both_tensors(
     against: str = "unfused exact, fp32 states", used: float = 0.5
 ) -> tuple[Accuracy, ...]:
     states = {"worst_head": 7, "worst_position": (0, 7, 3, 5), "along": ()}
-    found = accuracy("final_states", used, against)
+    of_states = accuracy("final_states", used, against)
     errors = {
-        name: one.changed(**states)
+        name: error.changed(**states)
         for name in ("vs_oracle", "vs_baseline", "floor")
-        if (one := getattr(found, name)) is not None
+        if (error := getattr(of_states, name)) is not None
     }
-    return accuracy("out", used, against), found.changed(**errors)
+    return accuracy("out", used, against), of_states.changed(**errors)
 
 
 def case(
@@ -178,7 +180,7 @@ def case(
 
     fields: of the case, or of its `LayerCall`.
     """
-    found: dict[str, Any] = {
+    usual = {
         "implementation": implementation,
         "precision": precision,
         "status": "ran",
@@ -188,43 +190,43 @@ def case(
     size = {"batch": fields.get("batch", 1), "seqlen": fields.get("seqlen", 1024)}
     of_call = {name: fields.pop(name) for name in ("layer", "call", "dims") if name in fields}
     if "task" not in fields:
-        found["task"] = made_of(LayerCall, of_call, kind="layer", layer=layer(), dims=dims(**size))
-    if isinstance(fields.get("task", found.get("task")), LayerCall | Generated):
+        usual["task"] = made_of(LayerCall, of_call, kind="layer", layer=layer(), dims=dims(**size))
+    if isinstance(fields.get("task", usual.get("task")), LayerCall | Generated):
         against = f"unfused exact, {states_of(precision)} states"
-        found["accuracy"] = both_tensors(against if found["baseline"] else "")
+        usual["accuracy"] = both_tensors(against if usual["baseline"] else "")
         if intermediates_of(precision) == "relaxed":
-            found["accuracy"] = both_tensors(against)
-    return Case(**(found | size | fields))
+            usual["accuracy"] = both_tensors(against)
+    return Case(**(usual | size | fields))
 
 
-def with_task(one: Case, **fields: Any) -> Case:
+def with_task(case: Case, **fields: Any) -> Case:
     """The case with other fields of its task."""
-    return one.changed(task=one.task.changed(**fields))
+    return case.changed(task=case.task.changed(**fields))
 
 
-def task_of(one: Case, kind: type[Kind]) -> Kind:
+def task_of(case: Case, kind: type[Kind]) -> Kind:
     """The case's task, which is of this kind."""
-    assert isinstance(one.task, kind)
-    return one.task
+    assert isinstance(case.task, kind)
+    return case.task
 
 
-def failed(one: Case, result: str = "inaccurate") -> Case:
+def failed(case: Case, result: str = "inaccurate") -> Case:
     """The case with another result, and without times."""
     if result == "inaccurate":
-        return one.changed(
-            samples=(), accuracy=tuple(accuracy(each.tensor, 1.5) for each in one.accuracy)
+        return case.changed(
+            samples=(), accuracy=tuple(accuracy(each.tensor, 1.5) for each in case.accuracy)
         )
     if result == "nonfinite":
         bad = deviation(nonfinite=3, first_nonfinite=(0, 1, 2, 3), rms_ratio=None)
-        return one.changed(
-            samples=(), accuracy=(accuracy("out").changed(vs_oracle=bad), *one.accuracy[1:])
+        return case.changed(
+            samples=(), accuracy=(accuracy("out").changed(vs_oracle=bad), *case.accuracy[1:])
         )
     reason = {
         "refused": "headdim 80 is not supported",
         "out of memory": "CUDA out of memory",
         "failed": "it broke",
     }
-    return one.changed(
+    return case.changed(
         status=result,
         reason=reason[result],
         samples=(),
@@ -255,7 +257,7 @@ def of_size(size: float, against: str) -> tuple[Accuracy, ...]:
 
 def launches(name: str, *, gpu: bool = True) -> tuple[Launch, ...]:
     """Two kernels of `unfused`, one of `fused`; the interpreter has no registers."""
-    known: dict[str, Any] = {"registers": 168, "spills": 0, "shared_bytes": 98_304} if gpu else {}
+    known = {"registers": 168, "spills": 0, "shared_bytes": 98_304} if gpu else {}
     kernels = ("_state_kernel", "_output_kernel") if name == "unfused" else (f"_{name}_kernel",)
     return tuple(
         Launch(kernel=kernel, config={"chunk": 64, "num_warps": 4}, **known) for kernel in kernels
@@ -272,15 +274,15 @@ def calls(
     """`unfused` and `fused` in one layer.  `unfused` takes 1,000 us, and more in later layers.
     Errors are larger in later layers, and with relaxed intermediates.
     """
-    found: list[Case] = []
+    cases = []
     base_us = 1000.0 + 10 * index
     for name in ("unfused", "fused"):
         for precision in precisions:
-            own_us = base_us * 0.9 if intermediates_of(precision) == "relaxed" else base_us
-            us = own_us if name == "unfused" else base_us / FASTER[intermediates_of(precision)]
+            unfused_us = base_us * 0.9 if intermediates_of(precision) == "relaxed" else base_us
+            us = unfused_us if name == "unfused" else base_us / FASTER[intermediates_of(precision)]
             first = name == "unfused" and intermediates_of(precision) == "exact"
             size = (1 + index / 100) * (1.5 if intermediates_of(precision) == "relaxed" else 1)
-            found.append(
+            cases.append(
                 case(
                     name,
                     precision,
@@ -298,7 +300,7 @@ def calls(
                     launches=launches(name, gpu=gpu),
                 )
             )
-    return tuple(found)
+    return tuple(cases)
 
 
 def report(
@@ -311,12 +313,14 @@ def report(
     **fields: Any,
 ) -> Report:
     """A run.  change: of every case.  fields: of the report, or of its process."""
-    made = tuple(case for n in seqlens for i in layers for case in calls(i, n, precisions, gpu=gpu))
+    cases = tuple(
+        case for n in seqlens for i in layers for case in calls(i, n, precisions, gpu=gpu)
+    )
     return of_cases(
         "run",
-        [change(one) for one in made],
+        [change(one) for one in cases],
         **{
-            "requested": tuple(requested(one) for one in made),
+            "requested": tuple(requested(one) for one in cases),
             "prompts": tuple(prompt(seqlen) for seqlen in seqlens),
             "captured": tuple(layer(index) for index in layers),
             "environment": environment(gpu=gpu),
@@ -327,14 +331,23 @@ def report(
     )
 
 
+def two_layers(**fields: Any) -> Report:
+    """A run of two layers at two precisions."""
+    usual = {"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)}
+    return report(**usual | fields)
+
+
+def taken(fields: dict[str, Any], model: type[Record], *, but: str) -> dict[str, Any]:
+    """Removes the fields of a model from the others."""
+    return {name: fields.pop(name) for name in fields.keys() & model.model_fields.keys() - {but}}
+
+
 def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
     """A complete report of one process.  fields: of the report, or of its process
     (`ProcessLine`).
     """
-    own = {
-        name: fields.pop(name) for name in set(fields) & set(ProcessLine.model_fields) - {"notes"}
-    }
-    process: dict[str, Any] = {
+    of_process = taken(fields, ProcessLine, but="notes")
+    process = {
         "process": "p",
         "complete": True,
         "clocks": clocks(),
@@ -357,63 +370,65 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
         matched_with="unfused",
         smallest_difference=SMALLEST_DIFFERENCE,
         cases=tuple(made),
-        processes=(ProcessLine(**(process | own)),),
+        processes=(ProcessLine(**(process | of_process)),),
     )
 
 
-def requested(one: Case) -> tuple[str, str, str]:
-    return one.case_key, one.implementation, str(one.precision)
+def requested(case: Case) -> tuple[str, str, str]:
+    return case.case_key, case.implementation, str(case.precision)
 
 
-def in_calls(found: Report, count: int = 3) -> Report:
+def in_calls(run: Report, count: int = 3) -> Report:
     """A run as a chunked prefill: each case becomes one for each of `count` chunks of its
     prompt.
     """
-    made = []
-    for one in found.cases:
+    chunks = []
+    for one in run.cases:
         length = one.seqlen // count
         for number in range(1, count + 1):
             call = CallRef(
                 kind="chunk", number=number, count=count, prompt_seqlen=one.seqlen, sequences=1
             )
-            made.append(with_task(one, call=call, dims=dims(length)).changed(seqlen=length))
-    served = tuple(one.changed(serving=Serving(chunk=one.seqlen // count)) for one in found.prompts)
-    return found.changed(cases=tuple(made), prompts=served, requested=tuple(map(requested, made)))
+            chunks.append(with_task(one, call=call, dims=dims(length)).changed(seqlen=length))
+    served = tuple(one.changed(serving=Serving(chunk=one.seqlen // count)) for one in run.prompts)
+    return run.changed(cases=tuple(chunks), prompts=served, requested=tuple(map(requested, chunks)))
 
 
 # --- other kinds
 
 
 def generated(tokens: str = "1 x 1,024", **fields: Any) -> Generated:
-    found: dict[str, Any] = {
-        "kind": "generated",
-        "dims": dims(),
-        "shape": "mamba2-2.7b",
-        "shape_words": "80x64, N 128, G 1",
-        "sequences": 1,
-    }
-    return Generated(tokens=tokens, **(found | fields))
+    return made_of(
+        Generated,
+        fields,
+        kind="generated",
+        tokens=tokens,
+        dims=dims(),
+        shape="mamba2-2.7b",
+        shape_words="80x64, N 128, G 1",
+        sequences=1,
+    )
 
 
 def cell(
     seqlen: int = 1024, times: dict[str, float] | None = None, **fields: Any
 ) -> tuple[Case, ...]:
     """A bench's cases on the same inputs.  times: device time of each implementation."""
-    made = []
+    cases = []
     for name, us in (times or {"fla": 80.0, "unfused": 100.0, "fused": 50.0}).items():
-        library: dict[str, Any] = {"kind": "library", "version": "0.4"} if name == "fla" else {}
-        own: dict[str, Any] = {
+        library = {"kind": "library", "version": "0.4"} if name == "fla" else {}
+        numbers = {
             "samples": timed(us, us + CALL_US, turn=name != "fused"),
             "bytes_moved": 10**7,
             "flops": 10**9,
         }
-        place: dict[str, Any] = {
+        place = {
             "task": generated(f"1 x {seqlen:,}", dims=dims(seqlen)),
             "seqlen": seqlen,
             "inputs": "bf16, contiguous",
         }
-        made.append(case(name, **(place | own | library | fields)))
-    return tuple(made)
+        cases.append(case(name, **(place | numbers | library | fields)))
+    return tuple(cases)
 
 
 def bench(*made: Case, **fields: Any) -> Report:
@@ -424,14 +439,14 @@ def of_prefill(
     implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any
 ) -> Case:
     """fields: of the case, or of its `Prefill`."""
-    own = {name: fields.pop(name) for name in set(fields) & (set(Prefill.model_fields) - {"kind"})}
+    of_task = taken(fields, Prefill, but="kind")
     parts = {
         name: {"_kernel": share * (call_us or 1.0)}
         for name, share in (("operator", 0.3), ("mixer", 0.5))
     }
     whole = made_of(
         Prefill,
-        own,
+        of_task,
         kind="prefill",
         conv_and_norm="model",
         layers=40,
@@ -445,15 +460,35 @@ def of_prefill(
         alone_us={"unfused": 10.0, "fused": 5.0}.get(implementation),
         parts=parts,
     )
-    found: dict[str, Any] = {
-        "samples": timed(None, call_us, turn=implementation == "unfused"),
-        "task": whole,
-    }
-    return case(implementation, **(found | fields))
+    times = timed(None, call_us, turn=implementation == "unfused")
+    return case(implementation, **({"samples": times, "task": whole} | fields))
 
 
 def prefill(*made: Case, **fields: Any) -> Report:
     return of_cases("prefill", made or (of_prefill("unfused", 2000.0), of_prefill()), **fields)
+
+
+def decoded(state_format: str, *heads: Callable[[int], float | None], **fields: Any) -> Case:
+    """A layer's 4,096 tokens with states in a format.  heads: step -> the error of its output and
+    of its state.  fields: of its `DecodedStates`.
+    """
+    marks = tuple(1 << power for power in range(13))
+    errors = tuple(tuple(head(mark) for head in heads) for mark in marks)
+    size = dims(marks[-1])
+    task = made_of(
+        DecodedStates,
+        fields,
+        kind="states",
+        of=LayerCall(kind="layer", layer=layer(7), dims=size),
+        step=1,
+        marks=marks,
+        out_errors=errors,
+        state_errors=errors,
+        memories=(3,) * len(heads),
+        slot_bytes={"fp32": 4, "int8": 1}.get(state_format, 2) << 20,
+    )
+    precision = f"exact, {state_format} states"
+    return case("recurrent", precision, task=task, seqlen=size.seqlen, baseline="")
 
 
 def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
@@ -482,22 +517,19 @@ def of_answers(
     implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields: Any
 ) -> Case:
     """fields: of the case, or of its `Answers`."""
-    own = {name: fields.pop(name) for name in set(fields) & (set(Answers.model_fields) - {"kind"})}
-    found: dict[str, Any] = {
-        "kind": "answers",
-        "reference": "fp64 oracle",
-        "weights": "bf16",
-        "layers": (0,),
-        "segment_length": 1100,
-    }
-    found |= {"bands": (band(), band(0, 275), band(275, 1100))} | own
-    answers: dict[str, Any] = {
-        "task": Answers(**found),
-        "seqlen": 1100,
-        "baseline": "",
-        "variant": "",
-    }
-    return case(implementation, precision, **(answers | fields))
+    of_task = taken(fields, Answers, but="kind")
+    task = made_of(
+        Answers,
+        of_task,
+        kind="answers",
+        reference="fp64 oracle",
+        weights="bf16",
+        layers=(0,),
+        segment_length=1100,
+        bands=(band(), band(0, 275), band(275, 1100)),
+    )
+    usual = {"task": task, "seqlen": 1100, "baseline": "", "variant": ""}
+    return case(implementation, precision, **(usual | fields))
 
 
 def answers(*made: Case, **fields: Any) -> Report:
@@ -528,7 +560,7 @@ def checkpoint(**fields: Any) -> CheckpointRef:
 
 def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> Environment:
     """fields: of the GPU."""
-    found = made_of(
+    h200 = made_of(
         Gpu,
         fields,
         name="NVIDIA H200",
@@ -540,8 +572,13 @@ def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> En
         cuda="13.0",
     )
     packages = {"torch": "2.11.0", "triton": triton, "transformers": "5.18.0"}
-    own = {"cpu": "x86_64, 16 cores", "platform": "Linux 6.8", "python": "3.12.3"}
-    return Environment(gpu=found if gpu else None, packages=packages, **own)
+    return Environment(
+        gpu=h200 if gpu else None,
+        packages=packages,
+        cpu="x86_64, 16 cores",
+        platform="Linux 6.8",
+        python="3.12.3",
+    )
 
 
 def clocks(**fields: Any) -> Clocks:
@@ -550,17 +587,22 @@ def clocks(**fields: Any) -> Clocks:
 
 
 def prompt(seqlen: int, **fields: Any) -> Prompt:
-    source, tokenizer = (
-        "public-domain prose shipped with ssdprof",
-        "ibm-granite/granite-4.0-h-small",
+    source = "public-domain prose shipped with ssdprof"
+    tokenizer = "ibm-granite/granite-4.0-h-small"
+    return made_of(
+        Prompt,
+        fields,
+        seqlen=seqlen,
+        kind="default",
+        source=source,
+        tokenizer=tokenizer,
+        token_sha256="9f" * 32,
     )
-    own = {"kind": "default", "source": source, "tokenizer": tokenizer, "token_sha256": "9f" * 32}
-    return made_of(Prompt, fields, seqlen=seqlen, **own)
 
 
-def value(found: Estimate | None) -> float:
-    assert found
-    return found.value
+def value(estimate: Estimate | None) -> float:
+    assert estimate
+    return estimate.value
 
 
 def gates(*texts: str) -> tuple[Condition, ...]:

@@ -1,7 +1,5 @@
 """The example of docs/your-own-kernel.md."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -7,17 +7,26 @@ class FakeNvml:
     """gpus: their number; -1: no driver.  cuda: the driver's version of it; 0: the driver is too
     old to tell.
 
-    processes: on each GPU.  broken: no GPU has the UUID.  `open`: calls of nvmlInit without
-    nvmlShutdown.
+    processes: on each GPU.  reasons: of throttling, as NVML's bits.  broken: no GPU has the UUID.
+    `open`: calls of nvmlInit without nvmlShutdown.
     """
 
     NVMLError = pynvml.NVMLError
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
     def __init__(
-        self, gpus: int = 1, cuda: int = 12040, processes: int = 1, broken: bool = False
+        self,
+        gpus: int = 1,
+        cuda: int = 12040,
+        processes: int = 1,
+        broken: bool = False,
+        reasons: int = 0x40,
     ) -> None:
-        self.gpus, self.cuda, self.processes, self.broken = gpus, cuda, processes, broken
+        self._reasons = reasons
+        self.gpus = gpus
+        self.cuda = cuda
+        self.processes = processes
+        self.broken = broken
         self.open = 0
 
     def nvmlInit(self) -> None:
@@ -61,4 +70,4 @@ class FakeNvml:
         return 41
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, _handle: str) -> int:
-        return 0x40
+        return self._reasons

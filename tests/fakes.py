@@ -1,7 +1,5 @@
 """A timer without a GPU, and implementations with known costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -191,7 +189,7 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
     which takes longer than the exact output; once for the same numbers.
     """
     plain = kernels.get(operator, name)
-    known: dict[tuple[Any, ...], Any] = {}
+    known = {}
 
     def run(inputs: Any, precision: Precision) -> Any:
         RAN.append((name, cost))
@@ -222,6 +220,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
     monkeypatch.setattr(
         bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2)
     )
-    monkeypatch.setattr(bench_job, "watch_clocks", lambda: lambda: None)
+    monkeypatch.setattr(bench_job, "read_clocks", lambda: None)
     monkeypatch.setattr(bench_job, "PROCESSES", 1)
     monkeypatch.setattr(Call, "outputs_that_fit", 100)

@@ -73,7 +73,8 @@ def tokens_and_lines(source: str, tree: ast.Module) -> tuple[int, int]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and has_docstring(node):
             docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    count, lines = 0, set()
+    count = 0
+    lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in SKIPPED and token.start[0] not in docstrings:
             count += 1
@@ -145,7 +146,8 @@ def measure(root: Path) -> tuple[dict[str, int], Details]:
     numbers["longest file"] = max(source[f].count("\n") for f in code["ssdprof"])
 
     names = {module_of(root, f): f for f in code["ssdprof"]}
-    defined, importers = collections.defaultdict(set), collections.defaultdict(set)
+    defined = collections.defaultdict(set)
+    importers = collections.defaultdict(set)
     longest = 0
     for file in code["ssdprof"]:
         where = str(file.relative_to(root))

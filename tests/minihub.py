@@ -8,8 +8,6 @@ with MiniHub() as hub:
     hub.downloads()                                      # names of the files that were fetched
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -176,12 +174,11 @@ class _Handler(BaseHTTPRequestHandler):
             "Accept-Ranges": "bytes",
             **commit,
         }
-        size, part = (
-            len(content),
-            re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or ""),
-        )
+        size = len(content)
+        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or "")
         if part:
-            start, stop = int(part[1]), min(int(part[2]) + 1 if part[2] else size, size)
+            start = int(part[1])
+            stop = min(int(part[2]) + 1 if part[2] else size, size)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             content = content[start:stop]
         cuts = hub.cuts.get(name) if self.command == "GET" else None

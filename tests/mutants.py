@@ -15,8 +15,6 @@ that test fails without the mutant too.  Mutants that RESULTS has are skipped, s
 was stopped goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json
@@ -83,7 +81,7 @@ def place(mutant: Mutant, tree: Path) -> tuple[Path, ast.stmt] | None:
     """
     found = []
     for file in sorted((tree / "ssdprof").rglob("*.py")):
-        for name, text, statement in headers(file.read_text(encoding="utf-8")):
+        for name, text, statement in headers(file.read_text()):
             if text == mutant["original"]:
                 alike = name == mutant["function"].split(".")[-1], file == tree / mutant["file"]
                 found.append((alike, file, statement))
@@ -92,7 +90,8 @@ def place(mutant: Mutant, tree: Path) -> tuple[Path, ast.stmt] | None:
 
 def mutated(mutant: Mutant, source: str, statement: ast.stmt) -> str:
     """The source with the statement, or its header, replaced."""
-    lines, first = source.splitlines(), statement.lineno - 1
+    lines = source.splitlines()
+    first = statement.lineno - 1
     inner = getattr(statement, "body", None)
     last = statement.end_lineno if inner is None else max(first + 1, inner[0].lineno - 1)
     indent, word = re.match(r"(\s*)(el(?=if ))?", lines[first]).groups(default="")
@@ -109,10 +108,8 @@ def tests_of(mutant: Mutant, tree: Path, module: Path) -> list[str]:
         for path in paths
         for file in (path.rglob("test_*.py") if path.is_dir() else [path] * path.exists())
     ]
-    texts = {str(file.relative_to(tree)): file.read_text(encoding="utf-8") for file in files}
-    names = re.findall(
-        r"^(?:def|class) ([A-Za-z]\w+)", module.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    texts = {str(file.relative_to(tree)): file.read_text() for file in files}
+    names = re.findall(r"^(?:def|class) ([A-Za-z]\w+)", module.read_text(), re.MULTILINE)
     named = re.compile(rf"\b({'|'.join([module.stem, *names])})\b")
     return sorted(
         texts, key=lambda file: ("_gpu" in file, not named.search(texts[file]), len(texts[file]))
@@ -135,10 +132,11 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
     """The mutant's status, and the test that kills it."""
     if (found := place(mutant, tree)) is None:
         return "not found", ""
-    file, before = found[0], found[0].read_text(encoding="utf-8")
-    file.write_text(mutated(mutant, before, found[1]), encoding="utf-8")
+    file = found[0]
+    before = found[0].read_text()
+    file.write_text(mutated(mutant, before, found[1]))
     code, test = run_tests(tree, tests_of(mutant, tree, file), limit_s)
-    file.write_text(before, encoding="utf-8")
+    file.write_text(before)
     if code == 0 or code >= 128:
         return ("timeout" if code else "survived"), ""
     # no test: nothing can be imported
@@ -153,7 +151,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=240.0)
     wanted = parser.parse_args()
-    listed = [json.loads(line) for line in LIST.read_text(encoding="utf-8").splitlines()]
+    listed = [json.loads(line) for line in LIST.read_text().splitlines()]
     known = (
         {json.loads(line)["mutated"] for line in wanted.results.open()}
         if wanted.results.exists()
@@ -174,7 +172,8 @@ def main() -> None:
             trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(job), ignore=unwanted)))
 
         def one(mutant: Mutant) -> None:
-            tree, began = trees.get(), time.monotonic()
+            tree = trees.get()
+            began = time.monotonic()
             status, test = judge(mutant, tree, wanted.limit)
             trees.put(tree)
             line = mutant | {

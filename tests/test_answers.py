@@ -22,8 +22,8 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
-ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
-SEQ = ("--seq", "70")  # chunks of 64 in demo-gdn
+ONE_PRECISION = "--dtypes exact --states fp32"
+SEQ = "--seq 70"  # chunks of 64 in demo-gdn
 
 
 Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
@@ -66,8 +66,8 @@ def kl(case: Case) -> float:
 
 @pytest.mark.parametrize("model", DEMOS)
 def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
-    words = ("--implementations", "unfused", "--layers", "0", "--gate", "kl:1e-10")
-    answer = ending(1, "answers", model, *SEQ, *words)
+    words = "--implementations unfused --layers 0 --gate kl:1e-10"
+    answer = ending(1, f"answers {model} {SEQ} {words}")
     assert "unfused (relaxed, bf16 states) at 70 tokens: kl:1e-10: " in answer.shown
     assert "GATE FAILED: kl:1e-10: " in answer.err
     report = latest()
@@ -89,17 +89,8 @@ def test_a_broken_kernel_fails_the_gate(
     register: Register, model: str, operator: str, broken: Any
 ) -> None:
     register(operator, "broken", broken)
-    words = (
-        "answers",
-        model,
-        *SEQ,
-        *ONE_PRECISION,
-        "--implementations",
-        "unfused,broken",
-        "--gate",
-        "kl:1e-4",
-    )
-    text = ending(1, *words, "--generate", "2").shown
+    words = f"answers {model} {SEQ} {ONE_PRECISION} --implementations unfused,broken --gate kl:1e-4"
+    text = ending(1, f"{words} --generate 2").shown
     assert "FAILED: the answers of broken (exact, fp32 states) at 70 tokens: kl:1e-4: " in text
     assert "FAILED: the answers of unfused" not in text
     ending(1, "export")
@@ -113,16 +104,8 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
         return swapped_heads(inputs, precision)
 
     register("gdn", "broken", broken_in_one)
-    words = (
-        "answers",
-        "demo-gdn",
-        *SEQ,
-        *ONE_PRECISION,
-        "--implementations",
-        "unfused,broken",
-        "--per-layer",
-    )
-    shown = passing(*words, "--layers", "0,1", "--json").out  # no limit was given
+    words = f"answers demo-gdn {SEQ} {ONE_PRECISION} --implementations unfused,broken --per-layer"
+    shown = passing(f"{words} --layers 0,1 --json").out  # no limit was given
     alone = [
         (case.implementation, task_of(case, Answers).alone, kl(case) > 1e-3)
         for case in Report.model_validate_json(shown).cases
@@ -145,7 +128,7 @@ def test_what_an_implementation_raises_is_in_its_case(register: Register) -> Non
 
     register("ssd", "shy", refuse)
     register("ssd", "nan", zeros_over_zeros)
-    ending(1, "answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "shy,nan,unfused")
+    ending(1, f"answers demo {SEQ} {ONE_PRECISION} --implementations shy,nan,unfused")
     gated = [case for case in latest().cases if case.is_gated]
     assert [case.result for case in gated] == ["refused", "nonfinite", "passed"]
     assert gated[0].reason == "not today"
@@ -156,30 +139,19 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
         raise KeyboardInterrupt
 
     register("ssd", "slow", interrupted)
-    words = (
-        "answers",
-        "demo",
-        *SEQ,
-        *ONE_PRECISION,
-        "--implementations",
-        "unfused,slow",
-        "--out",
-        "runs/kept",
-    )
-    told = ending(130, *words).err
+    words = f"answers demo {SEQ} {ONE_PRECISION} --implementations unfused,slow --out runs/kept"
+    told = ending(130, words).err
     assert "marked as partial: 3 cases of answers" in told
     report = latest()
     assert (report.complete, len(report.cases)) == (False, 3)
     register("ssd", "slow", lambda inputs, _precision: oracle_output(inputs))
-    assert "runs/kept has 3 cases, and goes on" in passing(*words).err
+    assert "runs/kept has 3 cases, and goes on" in passing(words).err
     assert (latest().complete, len(latest().cases), latest().cases[:3]) == (True, 4, report.cases)
 
 
 @pytest.mark.usefixtures("exact_kernels")
 def test_run_compares_answers_too() -> None:
-    shown = passing(
-        "run", "demo", "--seq", "40", "--layers", "1", *ONE_PRECISION, "--answers"
-    ).shown
+    shown = passing(f"run demo --seq 40 --layers 1 {ONE_PRECISION} --answers").shown
     report = latest("run")
     assert len(report.of_calls) == 2
     assert {
@@ -195,8 +167,8 @@ def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(
 ) -> None:
     """Without a GPU that is fp32, unless the user selects the model's dtype."""
     tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)
-    words = ("--prompt", "random", "--weights", weights, "--dry-run", "--json")
-    plan = json.loads(passing("answers", str(tmp_path), *words).out)
+    words = f"--prompt random --weights {weights} --dry-run --json"
+    plan = json.loads(passing(f"answers {tmp_path} {words}").out)
     elements = sum(one.numel() for one in tiny_models.shared("mamba2").parameters())
     assert plan["weight_bytes"] == item * elements
     assert [part["bytes"] for part in plan["placement"]["allocated"].values()] == [item * elements]

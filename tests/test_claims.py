@@ -2,8 +2,6 @@
 fail.
 """
 
-from __future__ import annotations
-
 import claims
 import pytest
 
@@ -12,8 +10,8 @@ def test_the_table_and_its_page_are_filled_from_the_results() -> None:
     rows = claims.rows()
     found = claims.filled(rows)
     assert found == rows, "python benchmarks/claims.py"
-    assert claims.as_csv(found) == claims.CLAIMS.read_text(encoding="utf-8")
-    text = claims.PAGE.read_text(encoding="utf-8")
+    assert claims.as_csv(found) == claims.CLAIMS.read_text()
+    text = claims.PAGE.read_text()
     assert claims.page(text, found) == text
     assert all(row["claim"] in text for row in rows)
     assert {row["study"] for row in rows} == set(claims.sources())

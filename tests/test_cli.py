@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import Answer, ending
+from torchrun import python
 
 import ssdprof
 from ssdprof import cli
@@ -32,11 +33,11 @@ def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))
 
 
-def refused(code: int, *words: str) -> str:
+def refused(code: int, command: str) -> str:
     """stderr of a refused call.  It must end in two lines, without data on stdout and without a
     run.
     """
-    answer = ending(code, *words)
+    answer = ending(code, command)
     assert answer.out == ""
     assert answer.err.startswith("error: ")
     assert not list(Path("runs").glob("*"))
@@ -47,7 +48,7 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.Monkey
     """`goldens/machine/refused.txt` and `goldens/stored/refused.txt` have what else is refused."""
     monkeypatch.setenv("GITHUB_OUTPUT", "output.txt")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    assert "is for a step of GitHub Actions" in refused(2, "export", "--format", "github")
+    assert "is for a step of GitHub Actions" in refused(2, "export --format github")
 
 
 @pytest.mark.parametrize(
@@ -58,16 +59,9 @@ def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
 
 
 def test_another_run_in_the_same_folder() -> None:
-    header: Any = {
-        "kind": "bench",
-        "target": "demo",
-        "environment": collect(),
-        "baseline": "unfused",
-    }
+    header = {"kind": "bench", "target": "demo", "environment": collect(), "baseline": "unfused"}
     with reports.opened(Path("shared"), Watcher(), **header):
-        assert "Another run is writing into shared" in refused(
-            2, "run", "demo", "--out", "shared", "--seq", "16"
-        )
+        assert "Another run is writing into shared" in refused(2, "run demo --out shared --seq 16")
     assert reports.load("shared")[1].complete
 
 
@@ -209,7 +203,7 @@ def test_wrong_usage_is_answered_before_torch_is_imported() -> None:
         "    except SystemExit as end: code = end.code\n"
         "    print(words, code, *heavy & sys.modules.keys(), sep=',')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     answers = done.stdout.splitlines()
     assert len(answers) == len(wrong), done.stderr
     for words, answer in zip(wrong, answers, strict=True):
@@ -223,7 +217,6 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        check=False,
     )
 
 
@@ -303,9 +296,9 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr("tempfile.mkdtemp", denied)
     assert "cannot be written: permission denied" in refused(
-        3, "capture", "demo", "--seq", "16", "--out", "captures"
+        3, "capture demo --seq 16 --out captures"
     )
-    assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16")
+    assert "cannot be written: permission denied" in refused(3, "capture demo --seq 16")
 
 
 def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +307,7 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
 
     Path("prompt.txt").write_text("words")
     monkeypatch.setattr(Path, "open", refuse)
-    error = refused(3, "run", "demo", "--prompt-file", "prompt.txt")
+    error = refused(3, "run demo --prompt-file prompt.txt")
     assert "The file prompt.txt cannot be read: Permission denied." in error
 
 
@@ -324,9 +317,7 @@ def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
     Path("model").mkdir()
     config = json.loads((DEMO_FOLDERS["demo"] / "config.json").read_text())
     Path("model/config.json").write_text(json.dumps(config | {"mamba_d_state": 512}))
-    assert "dstate = 512 in layer 0; kernels take at most 256" in refused(
-        2, "run", "./model", "--seq", "16"
-    )
+    assert "dstate = 512 in layer 0; kernels take at most 256" in refused(2, "run ./model --seq 16")
 
 
 def test_ctrl_c_during_the_imports_shows_no_traceback() -> None:
@@ -342,5 +333,5 @@ sys.meta_path.insert(0, Interrupting())
 from ssdprof.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

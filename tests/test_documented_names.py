@@ -1,7 +1,5 @@
 """Every path, command, function, schema and bench that a document names exists."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -39,13 +37,13 @@ def tracked() -> set[str]:
 
 def quoted(file: Path) -> Iterator[str]:
     """What stands between backticks, outside of fenced blocks."""
-    text = FENCED.sub("", file.read_text(encoding="utf-8"))
+    text = FENCED.sub("", file.read_text())
     yield from re.findall(r"`([^`\n]+)`", text)
 
 
 def lost_paths(file: Path, known: set[str]) -> Iterator[str]:
     """Paths between backticks that no file or folder has."""
-    dated = " ".join(DATED.findall(file.read_text(encoding="utf-8")))
+    dated = " ".join(DATED.findall(file.read_text()))
     for word in (word for words in quoted(file) for word in words.split()):
         path = word.rstrip("/")
         named = ("/" in path and path.split("/")[0] in FOLDERS) or SUFFIX.search(path)
@@ -83,7 +81,7 @@ def test_every_command_in_a_sentence_exists() -> None:
 def test_every_name_of_the_package_exists() -> None:
     """Functions and classes that documents import or call."""
     for file in DOCUMENTS:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text()
         code = "\n".join([*FENCED.findall(text), *quoted(file)])
         for module, names in re.findall(r"from (ssdprof[\w.]*) import ([\w, ]+)", code):
             for name in names.split(","):
@@ -111,14 +109,14 @@ def test_every_bench_that_is_named_has_results() -> None:
 def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "x.html"
     Answer("export", str(folder), "-o", str(page))
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert page.read_text().startswith("<!DOCTYPE html>")
     assert os.listdir(tmp_path) == ["x.html"]
 
 
 def test_every_name_of_the_kernels_in_the_glossary_is_in_the_code() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "glossary.md").read_text()
     (section,) = re.findall(r"^## Terms of the fused kernels\n(.*?)^## ", text, re.M | re.S)
-    code = " ".join(file.read_text(encoding="utf-8") for file in CODE if "ssdprof" in file.parts)
+    code = " ".join(file.read_text() for file in CODE if "ssdprof" in file.parts)
     names = re.findall(r"`(\w{3,})`", section)
     assert len(names) > 10
     assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
@@ -137,7 +135,7 @@ def test_help_says_which_commands_need_a_gpu(command: str) -> None:
 )
 def test_an_option_means_the_same_in_every_command(option: str, value: str) -> None:
     """By the help of all commands, which `test_goldens` compares with this file."""
-    shown = (ROOT / "tests" / "goldens" / "options.txt").read_text(encoding="utf-8").splitlines()
+    shown = (ROOT / "tests" / "goldens" / "options.txt").read_text().splitlines()
     declared = [line for line in shown if line.startswith(f"{option} ")]
     assert len(declared) > 2
     assert all(value in line for line in declared)

@@ -34,7 +34,7 @@ def anchors(file: Path) -> set[str]:
     """The anchors of a Markdown file: those that GitHub derives from headings, and explicit
     ones.
     """
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text()
     found = set(re.findall(r'<a id="([^"]+)">', text))
     for heading in re.findall(
         r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M
@@ -55,7 +55,7 @@ def broken(file: Path, target: str) -> bool:
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_links_of_documents_lead_somewhere(file: Path) -> None:
-    text = re.sub(r"```.*?```|`[^`]*`", "", file.read_text(encoding="utf-8"), flags=re.S)
+    text = re.sub(r"```.*?```|`[^`]*`", "", file.read_text(), flags=re.S)
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
     assert [target for target in targets if broken(file, target)] == []
 
@@ -65,9 +65,7 @@ def test_documents_that_code_cites_exist() -> None:
     lost = [
         f"{file.relative_to(ROOT)}: {cited}"
         for file in CODE
-        for cited in re.findall(
-            r"\b(?:docs|benchmarks)/[\w./-]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8")
-        )
+        for cited in re.findall(r"\b(?:docs|benchmarks)/[\w./-]+\.md(?:#[\w-]+)?", file.read_text())
         if broken(ROOT / "README.md", cited)
     ]
     assert lost == []
@@ -125,7 +123,7 @@ def test_the_prose_keeps_to_plain_words() -> None:
     found = [
         f"{file.relative_to(ROOT)}: {match[0]!r}"
         for file in (*prose, *code)
-        for match in BANNED.finditer(file.read_text(encoding="utf-8"))
+        for match in BANNED.finditer(file.read_text())
     ]
     assert found == []
 
@@ -138,11 +136,9 @@ def options_of(command: str) -> set[str]:
     "file", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda one: one.name
 )
 def test_every_command_line_in_the_documents_exists(file: Path) -> None:
-    blocks = re.findall(
-        r"^```\w*\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+    blocks = re.findall(r"^```\w*\n(.*?)^```", file.read_text(), re.MULTILINE | re.DOTALL)
     for line in (line.strip() for block in blocks for line in block.splitlines()):
-        for call in re.findall(r"(?:^|&& |\$ |-m )ssdprof ([^-].*?)(?= &&|$)", line):
+        for call in re.findall(r"(?:^|&& |\$ |-m )ssdprof ([^-].*?)(?= &&| -- |$)", line):
             command, *words = call.split()
             assert command in COMMANDS, line
             unknown = {

@@ -7,23 +7,19 @@ from pathlib import Path
 import pytest
 from command_line import ending, passing
 from torchrun import starting, wait_for
-from typer.testing import CliRunner
 
-from ssdprof.cli import app
 from ssdprof.core.report import Report
 from ssdprof.store import reports
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_empty_folder")]
 
 
-def run(*words: str) -> Report:
-    result = CliRunner().invoke(app, ["run", "demo", *words, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.stderr
-    return Report.model_validate_json(result.stdout)
+def run(*options: str) -> Report:
+    return Report.model_validate_json(passing("run demo", *options, "--json").out)
 
 
 def test_everything_that_passed_is_timed() -> None:
-    report = run("--layers", "first:2", "--states", "all")
+    report = run("--layers first:2 --states all")
     assert report.prompts[0].seqlen == 16384
     assert report.environment.gpu is not None
     assert report.ceilings is not None
@@ -45,8 +41,9 @@ def test_segments_and_one_piece_see_the_same_inputs() -> None:
     """Accuracy depends on the inputs, which differ only in the rounding of sums in another
     order.
     """
-    words = ("--seq", "4k", "--layers", "3", "--dtypes", "exact", "--states", "fp32")
-    whole, pieces = run(*words), run(*words, "--segment", "1000")
+    words = "--seq 4k --layers 3 --dtypes exact --states fp32"
+    whole = run(words)
+    pieces = run(words, "--segment 1000")
     assert (whole.segment_length, pieces.segment_length) == (4096, 1000)
     # only `out`: the final state of a fast head has few terms, and its rounding error varies by
     # chance
@@ -67,7 +64,7 @@ def test_interrupted_while_timing(tmp_path: Path) -> None:
     """The first layer is done; the second is being timed."""
     header = tmp_path / "run" / reports.HEADER
     with starting(tmp_path) as start:
-        process = start("run", "demo", "--seq", "64k", "--out", "run", ranks=False)
+        process = start("run demo --seq 64k --out run", ranks=False)
         wait_for(
             lambda: (header.exists() and reports.load("run")[1].cases) or process.poll() is not None
         )
@@ -82,8 +79,7 @@ def test_interrupted_while_timing(tmp_path: Path) -> None:
 
 def test_a_small_bench() -> None:
     options = "--shape 16x64x128x1 --seq 256 --cells 2x200 --packed 4x16-64 --dtypes all"
-    words = ("bench", "ssd", *options.split())
-    answer = passing(*words, "--out", "cells", "--json")
+    answer = passing("bench ssd", options, "--out cells --json")
     report = reports.load("cells")[1]
     assert report == Report.model_validate(json.loads(answer.out))
     assert (report.complete, report.missing) == (True, ())
@@ -99,5 +95,5 @@ def test_a_small_bench() -> None:
         assert all(launch.registers for launch in case.launches)
         assert bool(case.trials) is (case.implementation == "unfused")
         assert case.implementation == "unfused" or report.speedup(case)
-    answer = ending(1, *words, "--check", "short", "--gate", "speedup:1000")
+    answer = ending(1, "bench ssd", options, "--check short --gate speedup:1000")
     assert "GATE FAILED: speedup:1000" in answer.err

@@ -1,12 +1,7 @@
 """The machine's properties and what it lacks, with stand-ins for NVML, ncu and the driver."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +11,10 @@ import pynvml
 import pytest
 import torch
 from fake_nvml import FakeNvml
+from torchrun import MODULE, python
 
+from ssdprof.core.target import Clocks
 from ssdprof.environment import doctor, machine, toolchain
-from ssdprof.environment.machine import Reading, watch_clocks
-
-
-def reading(sm_mhz: int, reason_bits: int = 0) -> Reading:
-    return sm_mhz, 3201, 40, reason_bits
 
 
 def check(name: str) -> doctor.Check:
@@ -61,7 +53,7 @@ def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.Mo
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
     assert machine.collect().gpu is None
-    assert watch_clocks()() is None
+    assert machine.read_clocks() is None
 
 
 def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
@@ -72,39 +64,27 @@ def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
 # --- clocks
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, *readings: Reading) -> Any:
-    """The clocks of a watch that takes these readings."""
-    left = iter(readings)
-    monkeypatch.setattr(machine, "read_clocks", lambda: next(left))
-    watch = watch_clocks()
-    return [watch() for _ in readings[1:]][-1]
-
-
-def test_a_watch_keeps_the_first_and_last_reading_and_every_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clocks = watched(monkeypatch, reading(1980), reading(1200, 0x24), reading(1830, 0x01))
-    assert clocks.sm_mhz == (1980, 1830)
-    assert clocks.throttle_reasons == ("power cap", "temperature, by the driver")
-    assert watched(monkeypatch, reading(1980), reading(1700)).sm_mhz == (1980, 1700)
-
-
-def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idling and a set clock are no throttling."""
-    for reason, word in (
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [
         ("SwPowerCap", "power cap"),
         ("HwSlowdown", "hardware slowdown"),
         ("SyncBoost", "sync boost"),
         ("SwThermalSlowdown", "temperature, by the driver"),
         ("HwThermalSlowdown", "temperature, by the hardware"),
         ("HwPowerBrakeSlowdown", "power brake"),
+        # idling and a set clock are no throttling
         ("GpuIdle", ""),
         ("ApplicationsClocksSetting", ""),
-    ):
-        bits = getattr(pynvml, f"nvmlClocksEventReason{reason}")
-        assert watched(monkeypatch, reading(1980), reading(1980, bits)).throttle_reasons == (
-            word,
-        ) * bool(word)
+    ],
+)
+def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch, reason: str, word: str) -> None:
+    nvml = FakeNvml(reasons=getattr(pynvml, f"nvmlClocksEventReason{reason}"))
+    monkeypatch.setattr(machine, "pynvml", nvml)
+    monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
+    clocks = machine.read_clocks()
+    assert clocks is not None
+    assert clocks.throttle_reasons == (word,) * bool(word)
 
 
 def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +106,12 @@ def test_nvml_is_asked_for_the_device_that_torch_means(
     nvml = FakeNvml(broken=broken)
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
-    expected = (1980, 3201, 41, 0x40)
+    expected = Clocks(
+        sm_mhz=(1980, 1980),
+        memory_mhz=(3201, 3201),
+        temperature_c=(41, 41),
+        throttle_reasons=("temperature, by the hardware",),
+    )
     assert machine.read_clocks() == (None if broken else expected)
     assert nvml.open == 0
 
@@ -223,16 +208,13 @@ def test_ncu_is_found_where_the_toolkit_puts_it(
     assert doctor._ncu().detail.startswith("does not run")
 
 
-@pytest.mark.parametrize("name", ["HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"])
-@pytest.mark.parametrize("command", ["doctor", "run demo --dry-run"])
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("HF_HUB_DOWNLOAD_TIMEOUT", "doctor"), ("HF_HUB_ETAG_TIMEOUT", "run demo --dry-run")],
+)
 def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command: str) -> None:
     """In a process of its own: the client reads its variables when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ssdprof", *command.split()],
-        capture_output=True,
-        text=True,
-        env=os.environ | {name: "abc", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    done = python(*MODULE, *command.split(), **{name: "abc"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         f"error: {name}='abc' is not a number of seconds.",
@@ -273,7 +255,7 @@ def test_on_a_gpu_everything_about_it_is_known() -> None:
     assert gpu is not None
     assert gpu.l2_bytes > 1 << 20
     assert gpu.driver != "unknown"
-    clocks = watch_clocks()()
+    clocks = machine.read_clocks()
     assert clocks is not None
     assert clocks.sm_mhz[0] > 0
     assert {check("gpu").status, check("gpu memory").status, check("clocks").status} == {"ok"}

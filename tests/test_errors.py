@@ -79,6 +79,17 @@ def test_a_librarys_sentence_is_whole() -> None:
             "It is too large",
         ),
         (
+            ValueError("Validation error for field 'x':\n    TypeError: Field 'x' expected int"),
+            "Field 'x' expected int",
+        ),
+        (
+            ValueError(
+                "Class validation error for validator 'check':\n    ValueError: types must be in "
+                "('a', 'b', 'c', 'd', 'e', 'f', 'g') but got ['x']"
+            ),
+            "types must be in the known ones but got ['x']",
+        ),
+        (
             ValueError("No tokenizer here. If you were trying to load it from X"),
             "No tokenizer here",
         ),

@@ -5,8 +5,6 @@ number of the results (`held`), or stands in the laboratory log or in results/RE
 listed in `OTHER`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -40,7 +38,7 @@ Row = dict[str, str]
 
 def tables(document: str) -> Iterator[list[Row]]:
     """The Markdown tables of a document, a dictionary per row."""
-    text = (DOCS / document).read_text(encoding="utf-8")
+    text = (DOCS / document).read_text()
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
         head, _, *rows = (
             [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
@@ -81,7 +79,7 @@ def cell_of(bench: str, shape: str, tokens: str, cell_ways: tuple[str, ...] = ()
 
 def named_benches(document: str, *heads: str) -> set[str]:
     """The benches that the paragraph above a table names."""
-    text = (DOCS / document).read_text(encoding="utf-8")
+    text = (DOCS / document).read_text()
     row = r"\| " + r"[^\n]*".join(map(re.escape, heads))
     above = re.search(rf"((?:[^\n]+\n)+)\n{row}", text)
     assert above, heads
@@ -134,7 +132,8 @@ def test_the_speeds_of_the_readme() -> None:
             assert row[head] == f"{next(found):.2f}x", (row, head)
 
 
-DELTA, KDA = "kernels.md", {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
+DELTA = "kernels.md"
+KDA = {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
 CELL_WAYS = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}
 # a document, a heading that one of its tables alone has, the bench, and of columns the
 # implementation; a ratio is over the fastest of the libraries
@@ -266,7 +265,7 @@ OTHER = {
 
 def sentences(document: str) -> str:
     """Without code, tables and the tables of speeds between marks."""
-    text = (ROOT / document).read_text(encoding="utf-8")
+    text = (ROOT / document).read_text()
     text = re.sub(r"<!-- bench-.*?:end -->|```.*?```|`[^`]*`", "", text, flags=re.S)
     return re.sub(r"^\|.*$", "", text, flags=re.M)
 
@@ -287,7 +286,8 @@ def ratios(
     """
     found = []
     for cell in cells():
-        case, us = cell.fastest("fused exact"), device_us(cell, baseline)
+        case = cell.fastest("fused exact")
+        us = device_us(cell, baseline)
         usual = (
             cell.bench.name.startswith(bench)
             and cell.one.ways == cell_ways
@@ -309,7 +309,7 @@ def floor_us(cell: Cell) -> float:
 
 
 def result(file: str) -> Any:
-    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return json.loads((RESULTS / file).read_text())
 
 
 def run(file: str) -> Report:
@@ -318,7 +318,7 @@ def run(file: str) -> Report:
 
 def prefill(model: str, seqlen: int, origin: str = "bundled") -> dict[str, float]:
     """Microseconds of each implementation."""
-    own = [case for case in run(f"h200-prefill/{model}.json").of_prefill if case.seqlen == seqlen]
+    own = [case for case in run(f"h200-prefill/{model}.json").cases if case.seqlen == seqlen]
     return {
         case.implementation: case.call_us.value
         for case in own
@@ -352,8 +352,8 @@ def held() -> dict[tuple[str, str], float]:
         for cell in cells()
         if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"
     ]
-    model = prefill("mamba2-2.7b", 131_072, "model")
-    long, qwen = prefill("mamba2-2.7b", 131_072), prefill("qwen3.5-9b", 131_072)
+    long = prefill("mamba2-2.7b", 131_072)
+    qwen = prefill("qwen3.5-9b", 131_072)
     stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
     us = {kernel["kernel"]: kernel["duration_us"] for kernel in stalls}
     (whole,) = [
@@ -371,7 +371,6 @@ def held() -> dict[tuple[str, str], float]:
         ("README.md", "1.20"): long["mamba_ssm"] / long["fused"],
         ("README.md", "1.69"): (brief := prefill("mamba2-2.7b", 1024))["mamba_ssm"]
         / brief["fused"],
-        ("docs/whole-models.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
         (kernels, "0.76"): floor_us(layer) / 1e3,
         (kernels, "453"): us["_prep_kernel"],
         (kernels, "9"): us["_parts_kernel"] + us["_combine_kernel"],
@@ -386,8 +385,6 @@ def held() -> dict[tuple[str, str], float]:
         (measuring, "92.6"): match_pct("h200-granite-4.0-h-1b-128k"),
         (measuring, "91.5"): match_pct("h200-mamba2-2.7b-128k"),
         (large, "4.9"): h200["one-gpu"],
-        (large, "5.5"): h200["all-gpus"],
-        (large, "5.2"): h200["cpu-offload"],
         (large, "6.4"): h200["disk-offload"],
     }
 
@@ -403,10 +400,8 @@ def test_figures_in_sentences_are_numbers_of_the_results() -> None:
     "document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))]
 )
 def test_no_figure_is_of_unknown_origin(document: str) -> None:
-    log = "".join(
-        file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks" / "log").glob("*.md")
-    )
-    log += (RESULTS / "README.md").read_text(encoding="utf-8")
+    log = "".join(file.read_text() for file in (ROOT / "benchmarks" / "log").glob("*.md"))
+    log += (RESULTS / "README.md").read_text()
     known = {figure for place, figure in held() if place == document} | set(
         OTHER.get(document, "").split()
     )
@@ -419,48 +414,43 @@ def test_no_figure_is_of_unknown_origin(document: str) -> None:
 
 
 def test_the_figures_of_verdicts() -> None:
-    found, said = result("verdicts-h100.json"), (RESULTS / "README.md").read_text(encoding="utf-8")
-    of = {
-        kind: {
-            name: [row for row in found[kind] if row["operator"] == name] for name in ("ssd", "gdn")
-        }
-        for kind in ("same", "different")
-    }
-    assert all(
-        row[clock]["verdict"] == "no difference"
-        for row in found["same"]
-        for clock in ("device", "call")
-    )
-    same, longer = (
-        [len(of[kind][name]) for name in ("ssd", "gdn")] for kind in ("same", "different")
-    )
-    hits = {
-        clock: [
-            sum(row[clock]["verdict"] == "faster" for row in of["different"][name])
-            for name in ("ssd", "gdn")
+    compared = result("verdicts-h100.json")
+
+    def counts(kind: str, verdict: str, clock: str = "device") -> list[int]:
+        """Of SSD and of GDN."""
+        return [
+            sum(
+                row["operator"] == operator and row[clock]["verdict"] == verdict
+                for row in compared[kind]
+            )
+            for operator in ("ssd", "gdn")
         ]
-        for clock in ("device", "call")
-    }
-    phrases = [
+
+    same, longer = (
+        [sum(row["operator"] == operator for row in compared[kind]) for operator in ("ssd", "gdn")]
+        for kind in ("same", "different")
+    )
+    for clock in ("device", "call"):
+        assert counts("same", "no difference", clock) == same
+    faster, by_call_time = (counts("different", "faster", clock) for clock in ("device", "call"))
+    for file, phrase in (
         (
+            RESULTS / "README.md",
             f"in {sum(same)} comparisons of a kernel with itself, {same[0]} of SSD and {same[1]} "
-            "of "
-            "GDN"
+            "of GDN",
         ),
         (
-            f"in {hits['device'][0]} of {longer[0]} comparisons (SSD) and {hits['device'][1]} of "
-            f"{longer[1]} (GDN)"
+            RESULTS / "README.md",
+            f"in {faster[0]} of {longer[0]} comparisons (SSD) and {faster[1]} of {longer[1]} (GDN)",
         ),
-        f"in {hits['call'][0]} and {hits['call'][1]} by call time",
-    ]
-    assert [phrase for phrase in phrases if phrase not in " ".join(said.split())] == []
-    measuring = (
-        f"none of {sum(same)} comparisons of a kernel with itself was called different, "
-        f"and {sum(hits['device'])} of "
-    )
-    assert measuring + f"{sum(longer)} with" in " ".join(
-        (DOCS / "measuring.md").read_text(encoding="utf-8").split()
-    )
+        (RESULTS / "README.md", f"in {by_call_time[0]} and {by_call_time[1]} by call time"),
+        (
+            DOCS / "measuring.md",
+            f"none of {sum(same)} comparisons of a kernel with itself was called different, "
+            f"and {sum(faster)} of {sum(longer)} with",
+        ),
+    ):
+        assert phrase in " ".join(file.read_text().split())
 
 
 def test_the_figures_of_repeated_benches() -> None:
@@ -474,7 +464,7 @@ def test_the_figures_of_repeated_benches() -> None:
 
     assert disjoint("device", "ssd", "gdn").startswith("0 of ")
     said = f"{disjoint('call', 'ssd')} pairs of SSD and {disjoint('call', 'gdn')} of GDN"
-    assert said in " ".join((RESULTS / "README.md").read_text(encoding="utf-8").split())
+    assert said in " ".join((RESULTS / "README.md").read_text().split())
 
 
 def test_a_wrong_figure_is_found() -> None:

@@ -1,7 +1,5 @@
 """Writing files: what is there is replaced at once, or not at all."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

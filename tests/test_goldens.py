@@ -7,8 +7,6 @@ tests/test_goldens.py --write [GROUP ...]` writes what follows each command anew
 the review.  It needs PYTHONPATH=tests and OMP_NUM_THREADS=1.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json
@@ -148,7 +146,7 @@ def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
 
 def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     """Replaces what needs a GPU by functions that return stored reports."""
-    of: dict[str, Any] = {"task": cases.generated(), "baseline": "committed", "variant": "hopper"}
+    of = {"task": cases.generated(), "baseline": "committed", "variant": "hopper"}
     broken = cases.failed(cases.case("ring 5", **of), "failed")
     faster = cases.case("ring 2", **of, samples=cases.timed(90.9, 100.0))
     committed = cases.case(
@@ -188,7 +186,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("ssdprof.jobs.prefill.time_prefills", job("prefill"))
     patch.setattr("ssdprof.jobs.tune.tune", tune)
     patch.setattr("ssdprof.jobs.tune.gpu_to_tune", lambda: torch.device("cpu"))
-    for module in ("environment.toolchain", "jobs.bench", "commands.model"):
+    for module in ("environment.toolchain", "jobs.bench", "jobs.prefill", "commands.model"):
         patch.setattr(f"ssdprof.{module}.require_gpu", lambda *_: torch.device("cpu"))
     tuning_fakes.kept()
 
@@ -244,7 +242,7 @@ def outputs(group: str, folder: Path) -> dict[str, str]:
         if group in PREPARE:
             PREPARE[group](patch)
         for golden in sorted((GOLDENS / group).iterdir()):
-            commands = re.findall(r"(?m)^\$ ssdprof ?(.*)$", golden.read_text(encoding="utf-8"))
+            commands = re.findall(r"(?m)^\$ ssdprof ?(.*)$", golden.read_text())
             printed = (output(command, patch, group.startswith("demo")) for command in commands)
             texts[f"{group}/{golden.name}"] = "\n".join(printed)
     return texts
@@ -320,10 +318,10 @@ def lists() -> dict[str, str]:
 
 def compare(texts: dict[str, str]) -> None:
     """Fails with a diff of each golden that differs."""
-    lines: list[str] = []
+    lines = []
     for name, text in texts.items():
         golden = GOLDENS / name
-        there = golden.read_text(encoding="utf-8") if golden.is_file() else ""
+        there = golden.read_text() if golden.is_file() else ""
         lines += difflib.unified_diff(
             there.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="", n=1
         )
@@ -355,7 +353,7 @@ def write(groups: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             texts |= outputs(group, Path(folder))
     for name, text in texts.items():
-        (GOLDENS / name).write_text(text, encoding="utf-8")
+        (GOLDENS / name).write_text(text)
 
 
 if __name__ == "__main__":

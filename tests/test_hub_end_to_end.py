@@ -56,7 +56,6 @@ def ssdprof(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
             | environment,
             capture_output=True,
             text=True,
-            check=False,
         )
 
     return call

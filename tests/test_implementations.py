@@ -2,8 +2,6 @@
 calls them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -18,7 +16,7 @@ import pytest
 import torch
 from command_line import Answer, ending, passing
 from documented_kernels import DOCUMENT, write_example
-from fakes import CELL
+from fakes import inputs
 
 import ssdprof
 from ssdprof import operators
@@ -40,7 +38,8 @@ from ssdprof.report.statements import CONSEQUENCES
 from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
-SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
+SEQ = "--seq 40"
+SHORT = f"{SEQ} --layers 0 --dtypes exact"
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +82,7 @@ def cases() -> dict[str, Case]:
 @pytest.mark.usefixtures("not_isolated")
 def test_the_example_of_the_documents(here: Path, model: str, function: str) -> None:
     write_example(here)
-    shown = passing("run", model, *SHORT, "--impl", f"unfused,my_kernels:{function}").shown
+    shown = passing(f"run {model} {SHORT} --impl unfused,my_kernels:{function}").shown
     assert "PASSED: all 2 cases are within the error budget" in shown
     case = cases()[f"my_kernels:{function}"]
     assert (case.result, case.why) == ("passed", "")
@@ -93,10 +92,11 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
     ]
 
 
+@pytest.mark.usefixtures("not_isolated")
 def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path) -> None:
     write_example(here)
-    words = ("--decode", "1", "--impl", "my_kernels:my_gdn_step")
-    passing("run", "demo-gdn", "--seq", "16", *words)
+    words = "--decode 1 --impl my_kernels:my_gdn_step"
+    passing("run demo-gdn --seq 16", words)
     steps = [case for case in latest().cases if case.implementation == "my_kernels:my_gdn_step"]
     assert {case.call and case.call.kind for case in steps} == {"decode"}
     assert {case.result for case in steps} == {"passed"}
@@ -127,7 +127,7 @@ def test_every_command_of_the_document_takes_the_example() -> None:
 @pytest.mark.usefixtures("judged_once")
 def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str) -> None:
     name = f"bad_kernels:{function}"
-    shown = ending(1, "run", "demo", *SHORT, "--impl", f"unfused,{name}").shown
+    shown = ending(1, f"run demo {SHORT} --impl unfused,{name}").shown
     assert name in shown
     found = cases()
     assert (found[name].result, found["unfused"].result) == (status, "passed")
@@ -146,10 +146,10 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
         "def peeking(inputs):\n    out, states = oracle_output(inputs)\n"
         "    out[:, :-1] += 1e-4 * out[:, 1:]\n    return out, states\n"
     )
-    ending(1, "run", "demo", *SHORT, "--impl", "unfused,bad_kernels:wrong_head,peeking:peeking")
+    ending(1, f"run demo {SHORT} --impl unfused,bad_kernels:wrong_head,peeking:peeking")
     found = cases()
     for name, file in (("bad_kernels:wrong_head", ""), ("peeking:peeking", "-causality")):
-        passing("case", found[name].id, "--save", "failing")
+        passing("case", found[name].id, "--save failing")
         script = here / "failing" / f"{found[name].id}{file}.py"
         assert found[name].name in script.read_text()
         capsys.readouterr()
@@ -158,7 +158,7 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
         assert kept.startswith("kept: out, largest error ")
         assert kept.removeprefix("kept") == again.removeprefix("now"), "the error comes again"
         assert float(kept.split()[4]) > 0.1
-    refused = ending(2, "case", found["unfused"].id, "--save", "failing").err
+    refused = ending(2, "case", found["unfused"].id, "--save failing").err
     assert "kept no tensors of layer 0, 40 tokens, unfused" in refused
     assert found["peeking:peeking"].id in refused
     wrong = found["bad_kernels:wrong_head"]
@@ -177,8 +177,8 @@ def test_what_a_kernel_prints_is_no_data(
         "print('imported')\n"
         "def talking(inputs):\n    print('called')\n    return oracle_output(inputs)\n"
     )
-    words = SHORT if command == "run" else SHORT[:2]
-    answer = Answer(command, "demo", *words, "--impl", "unfused,my_kernels:talking", "--json")
+    words = SHORT if command == "run" else SEQ
+    answer = Answer(f"{command} demo", words, "--impl unfused,my_kernels:talking --json")
     assert Report.model_validate_json(answer.out).complete
     assert {"imported", "called"} <= set((answer.err + capfd.readouterr().err).split())
 
@@ -195,26 +195,15 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
-    shown = ending(
-        1, "run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7"
-    ).shown
+    shown = ending(1, f"run demo {SHORT} --impl unfused,bad_kernels:good --first-call 7").shown
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
     assert cases()["unfused"].result == "passed"
 
 
 @pytest.mark.usefixtures("judged_once")
 def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
-    words = (
-        "run",
-        "demo",
-        "--seq",
-        "40",
-        "--layers",
-        "0",
-        "--impl",
-        "bad_kernels:precise,bad_kernels:good",
-    )
-    shown = ending(1, *words).shown
+    words = "run demo --seq 40 --layers 0 --impl bad_kernels:precise,bad_kernels:good"
+    shown = ending(1, words).shown
     assert (
         "REFUSED: bad_kernels:precise (relaxed, bf16 states) in layer 0: precise: exact "
         "intermediates only."
@@ -224,7 +213,7 @@ def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
     ]
     assert found.count(("bad_kernels:precise", "own", "bad_kernels:precise")) == 2
     assert found.count(("bad_kernels:good", "own", "bad_kernels:good")) == 1
-    passing(*words, "--dtypes", "exact")
+    passing(words, "--dtypes exact")
 
 
 # --- other libraries
@@ -279,10 +268,10 @@ def refuse(_inputs: Any) -> Any:
     raise UnsupportedError("shy: no chunks of 256")
 
 
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
-    shown = passing("run", "demo", *SHORT, "--impl", "unfused,fused,other", "--full").shown
+    shown = passing(f"run demo {SHORT} --impl unfused,fused,other --full").shown
     case = cases()["other"]
     assert (case.result, case.precision) == ("passed", "exact, bf16 states")
     assert case.accuracy[0].vs_baseline is not None
@@ -298,9 +287,7 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(
     library(monkeypatch, "shy", refuse)
     library(monkeypatch, "gpu_only", needs_gpu=True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    shown = passing(
-        "run", "demo", *SHORT, "--impl", "unfused,fused,shy,gpu_only,mamba_ssm", "--full"
-    ).shown
+    shown = passing(f"run demo {SHORT} --impl unfused,fused,shy,gpu_only,mamba_ssm --full").shown
     assert "Not compared: " in shown
     if not torch.cuda.is_available():
         assert "gpu_only needs an NVIDIA GPU, and this machine has none" in shown
@@ -315,14 +302,14 @@ def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(
 ) -> None:
     library(monkeypatch, "sloppy", sloppy)
     library(monkeypatch, "wrong", doubled)
-    passing("run", "demo", *SHORT, "--impl", "fused,sloppy")
-    shown = ending(1, "run", "demo", *SHORT, "--impl", "fused,sloppy,wrong", "--full").shown
+    passing(f"run demo {SHORT} --impl fused,sloppy")
+    shown = ending(1, f"run demo {SHORT} --impl fused,sloppy,wrong --full").shown
     found = cases()
     assert (found["sloppy"].result, found["wrong"].result) == ("passed", "inaccurate")
     assert found["sloppy"].outside_budget.startswith("out, head 0: max|ours - oracle| is ")
     assert "Outside the error budget, but timed because it is another library's: sloppy" in shown
     assert "FAILED: 1 of 5 cases: wrong (exact, bf16 states) inaccurate in layer 0" in shown
-    shown = Answer("accuracy", "--impl", "sloppy").shown
+    shown = Answer("accuracy --impl sloppy").shown
     assert (
         "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0."
         in shown
@@ -334,7 +321,7 @@ def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library(monkeypatch, "forgetful", forgetful)
-    shown = ending(1, "run", "demo", *SHORT, "--impl", "fused,forgetful").shown
+    shown = ending(1, f"run demo {SHORT} --impl fused,forgetful").shown
     (case,) = (case for case in latest().cases if case.implementation == "forgetful")
     assert (case.result, case.named, case.accuracy[0].reason) == ("inaccurate", True, "")
     assert [law.name for law in case.broken_laws] == ["edge inputs"]
@@ -353,28 +340,18 @@ def test_a_named_library_makes_its_first_call_in_another_process() -> None:
     model = resolve(operators.get("ssd"), "model")
     assert not model.isolated, "it only came along"
     named = replace(model, named=True)
-    inputs = operators.get("ssd").generated.draw(CELL, torch.device("cpu"))
     assert named.isolated
-    assert IsolatedFirstCall().verdict(named, inputs, Precision()) == ("ran", "")
+    assert IsolatedFirstCall().verdict(named, inputs(), Precision()) == ("ran", "")
     missing = replace(named, name="gone", word="published=nowhere")
-    status, reason = IsolatedFirstCall().verdict(missing, inputs, Precision())
+    status, reason = IsolatedFirstCall().verdict(missing, inputs(), Precision())
     assert (status, "There is no folder nowhere" in reason) == ("failed", True)
 
 
+@pytest.mark.usefixtures("judged_once")
 def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
-    words = (
-        "--seq",
-        "40",
-        "--layers",
-        "0",
-        "--impl",
-        "unfused,fused",
-        "--baseline",
-        "other",
-        "--full",
-    )
-    shown = passing("run", "demo", *words).shown
+    words = "--seq 40 --layers 0 --impl unfused,fused --baseline other --full"
+    shown = passing("run demo", words).shown
     report = latest()
     assert report.baseline == "other"
     against = {
@@ -389,26 +366,16 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
     assert "unfused ssdprof's own kernels with one launch per stage fused" in shown
 
 
-@pytest.mark.usefixtures("judged_once")
-def test_gates_judge_an_own_kernel_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    library(monkeypatch, "sloppy", sloppy)
-    words = ("run", "demo", *SHORT, "--impl", "sloppy,bad_kernels:good", "--gate")
-    passing(*words, "rms:1.0001")
-    shown = ending(1, *words, "rms:0.5").shown
-    assert "layer 0, 40 tokens, bad_kernels:good, exact, fp32 states: " in shown
-    assert "layer 0, 40 tokens, sloppy" not in shown
-
-
 # --- accuracy
 
 
 @pytest.mark.usefixtures("judged_once")
 def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
-    ending(1, "run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")
+    ending(1, f"run demo {SHORT} --impl unfused,fused,bad_kernels:nan")
     shown = ending(1, "accuracy").shown
     assert "bad_kernels:nan" in shown.partition("Accuracy of the output at 40 tokens")[2]
-    shown = passing("accuracy", "--impl", "fused").shown
+    shown = passing("accuracy --impl fused").shown
     assert "fused interpreter" in shown
     assert "bad_kernels:nan" not in shown
-    told = ending(2, "accuracy", "--impl", "fussed").err
+    told = ending(2, "accuracy --impl fussed").err
     assert "has no implementation 'fussed'. hint: Did you mean fused?" in told

@@ -2,8 +2,6 @@
 hang.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -60,8 +58,8 @@ def hanging(inputs):
 """
 
 
-def call(*words: str) -> tuple[int, str]:
-    answer = Answer(*words)
+def call(command: str) -> tuple[int, str]:
+    answer = Answer(command)
     return answer.code, answer.shown
 
 
@@ -79,17 +77,8 @@ def newest() -> tuple[Report, dict[str, Case]]:
 def test_the_example_of_the_documents_is_timed(here: Path, model: str, function: str) -> None:
     write_example(here)
     name = f"my_kernels:{function}"
-    words = (
-        "--seq",
-        "512",
-        "--layers",
-        "0",
-        "--dtypes",
-        "exact",
-        "--impl",
-        f"unfused,fused,{name}",
-    )
-    code, shown = call("run", model, *words)
+    words = f"--seq 512 --layers 0 --dtypes exact --impl unfused,fused,{name}"
+    code, shown = call(f"run {model} {words}")
     assert code == 0, shown
     report, found = newest()
     case = found[name]
@@ -117,10 +106,8 @@ def test_a_faulty_kernel_is_named_and_the_others_are_timed(
 ) -> None:
     (here / "faulty_kernels.py").write_text(FAULTY)
     name = f"faulty_kernels:{function}"
-    words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--first-call", "20")
-    code, shown = call(
-        "run", "demo", *words, "--impl", f"{name},unfused,fused,faulty_kernels:right"
-    )
+    words = "--seq 512 --layers 0 --dtypes exact --first-call 20"
+    code, shown = call(f"run demo {words} --impl {name},unfused,fused,faulty_kernels:right")
     assert code == 1
     _, found = newest()
     assert re.search(reason, found[name].why), found[name].why
@@ -135,14 +122,7 @@ def test_a_faulty_kernel_is_named_and_the_others_are_timed(
 @pytest.mark.parametrize("function", ["right", "illegal"])
 def test_a_bench_judges_an_own_kernel_too(here: Path, function: str) -> None:
     (here / "faulty_kernels.py").write_text(FAULTY)
-    words = (
-        "--shape",
-        "16x64x128x1",
-        "--seq",
-        "512",
-        "--impl",
-        f"unfused,faulty_kernels:{function}",
-    )
-    code, shown = call("bench", "ssd", *words)
+    words = f"--shape 16x64x128x1 --seq 512 --impl unfused,faulty_kernels:{function}"
+    code, shown = call(f"bench ssd {words}")
     assert code == (0 if function == "right" else 1), shown
     assert f"faulty_kernels:{function}" in shown

@@ -2,25 +2,27 @@
 found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from command_line import DEMOS, ending, passing
 from fakes import RAN, noting, pretend_gpu
+from generated_inputs import generated
 from measure.test_probes import probed
+from torch import Tensor
 
 from ssdprof import kernels, operators
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.first_run import Call
-from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.serving import gathered
 from ssdprof.store.reports import load
 
 pytestmark = [
@@ -30,12 +32,11 @@ pytestmark = [
 NAMES = {"single steps", "accepted tokens"}
 # square states: exchanged axes have their shape
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
-Output = tuple[torch.Tensor, torch.Tensor]
+Output = tuple[Tensor, Tensor]
+Planted = Callable[[Any, Callable[[Any], Output]], Output]  # (inputs, a right kernel)
 
 
-def states(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def states(change: Callable[[Tensor], Tensor]) -> Planted:
     """A kernel whose kept states, (sequences, tokens, heads, ., .), are changed."""
 
     def kernel(inputs: Any, right: Callable[[Any], Output]) -> Output:
@@ -46,23 +47,19 @@ def states(
     return kernel
 
 
-def reads(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def reads(change: Callable[[Tensor], Tensor]) -> Planted:
     """A kernel that reads other initial states."""
     return lambda inputs, right: right(inputs.after(change(inputs.initial)))
 
 
-def slots(
-    change: Callable[[Any], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def slots(change: Callable[[Any], Tensor]) -> Planted:
     """A kernel that reads other slots of a pool."""
     return lambda inputs, right: right(
         inputs.after(getattr(inputs, inputs.LINEAR[1])[change(inputs)])
     )
 
 
-def never_written(kept: torch.Tensor) -> torch.Tensor:
+def never_written(kept: Tensor) -> Tensor:
     return torch.cat([kept[:, :-1], kept[:, -2:-1]], 1)
 
 
@@ -77,13 +74,19 @@ PLANTED = {
 }
 
 
+SLOTS = 7  # of a pool
 POOLED = {
     name: PLANTED[name] for name in ("wrong_column", "values_first_read", "snapshot_never_written")
 } | {
     "row_instead_of_slot": slots(lambda inputs: torch.arange(inputs.sequences)),
-    "next_slot": slots(lambda inputs: (inputs.state_indices.long() + 1) % (2 * inputs.sequences)),
+    "next_slot": slots(lambda inputs: (inputs.state_indices.long() + 1) % SLOTS),
     "slots_of_others": slots(lambda inputs: inputs.state_indices.long().roll(1)),
 }
+
+
+def wrong_column_in_place(reference: Implementation, inputs: Any, precision: Precision) -> Output:
+    written = inputs.write_indices.roll(1, 1)
+    return gathered(reference, replace(inputs, write_indices=written), precision)
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -92,7 +95,8 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
     operator: str, pool: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(monkeypatch)
-    reference, planted_kernels = kernels.get(operator, "reference"), POOLED if pool else PLANTED
+    reference = kernels.get(operator, "reference")
+    planted_kernels = POOLED if pool else PLANTED
     for name, kernel in planted_kernels.items():
 
         def run(
@@ -105,22 +109,22 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
 
         one = replace(reference, name=name, run=run, pools=pool)
         monkeypatch.setitem(registry._implementations, (operator, name), one)
+    if pool:
+        name = "wrong_column_in_place"
+        one = replace(reference, name=name, in_place=partial(wrong_column_in_place, reference))
+        monkeypatch.setitem(registry._implementations, (operator, name), one)
+        planted_kernels = {**planted_kernels, name: one}
     for name in ("recurrent",) if operator == "ssd" else ("recurrent", "fused"):
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
-    compared = (
-        "--batch",
-        "3",
-        "--impl",
-        f"fused,{','.join(planted_kernels)}",
-        *("--draw", "pool") * pool,
-    )
-    words = ("bench", operator, "--shape", SHAPES[operator], "--verify", "2,4", *compared)
-    monkeypatch.setattr("sys.argv", ["ssdprof", *words])
-    ending(1, *words, "--out", "kept")
+    compared = f"--batch 3 --impl fused,{','.join(planted_kernels)}"
+    slots = f"--pool {SLOTS}" if pool else ""
+    shape = SHAPES[operator]
+    ending(1, f"bench {operator} --shape {shape} --verify 4 {compared} {slots} --out kept")
     report = load("kept")[1]
-    assert {case.size for case in report.cases} == {"3 x 2, every state", "3 x 4, every state"}
+    of_slots = ", pool of 7" * pool
+    assert {case.size for case in report.cases} == {f"3 x 4, every state{of_slots}"}
     for case in report.cases:
         planted = case.implementation in planted_kernels
         assert case.result in (("inaccurate", "nonfinite") if planted else ("passed",)), (
@@ -128,9 +132,8 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
             case.why,
         )
         if case.implementation == "fused":
-            copies = "copies of states out of the pool; " * pool
             each = f"{case.seqlen} calls, one for each state, and copies that join the states; "
-            assert case.plan.startswith(copies + each)
+            assert case.plan.startswith("in place on a pool" if pool else each)
         if planted:
             assert not case.samples
             assert "states" in case.why or "not finite" in case.why, case.why
@@ -146,22 +149,11 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
-    words = (
-        "bench",
-        operator,
-        "--shape",
-        SHAPES[operator],
-        "--seq",
-        "100",
-        "--state-every",
-        "64",
-        "--batch",
-        "2",
-    )
-    sizes = ("--chunk-size", "64") if operator == "ssd" else ()
-    passing(*words, *sizes, "--out", "kept")
+    words = f"bench {operator} --shape {SHAPES[operator]} --seq 70 --state-every 64 --batch 2"
+    sizes = "--chunk-size 64" if operator == "ssd" else ""
+    passing(words, sizes, "--out kept")
     report = load("kept")[1]
-    assert {case.size for case in report.cases} == {"2 x 100, state every 64"}
+    assert {case.size for case in report.cases} == {"2 x 70, state every 64"}
     for case in report.cases:
         assert case.result == "passed", (case.name, case.why)
         own = (case.implementation, operator) == ("unfused", "ssd")
@@ -173,17 +165,10 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
 def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     operator: str, pool: bool
 ) -> None:
-    """`bench --packed 5x1-64`: what runs is judged by the states that were given."""
-    found, reference = operators.get(operator), kernels.get(operator, "reference")
-    shape, tokens = (
-        found.generated.parse(SHAPES[operator]),
-        Tokens(sequences=5, seqlen=64, shortest=1),
-    )
-    assert shape
-    cell = Cell(
-        shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, ways=("pool",) * pool
-    )
-    inputs = found.generated.draw(cell, torch.device("cpu"))
+    """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
+    reference = kernels.get(operator, "reference")
+    tokens = dict(sequences=5, shortest=1, pool=10 * pool)
+    inputs = generated(operator, SHAPES[operator], 24, **tokens)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),
@@ -217,46 +202,34 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", DEMOS)
 def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
-    words = ("--verify", "4", "--layers", "first:1")
-    answer = passing(
-        "run",
-        model,
-        "--seq",
-        "24",
-        "--batch",
-        "2",
-        *words,
-        "--save-captures",
-        "--out",
-        "a",
-        "--full",
-    )
+    words = "--verify 4 --layers first:1"
+    answer = passing(f"run {model} --seq 24 --batch 2", words, "--save-captures --out a --full")
     report = load("a")[1]
     assert [case.implementation for case in report.cases] == ["fused", "recurrent"]
     for case in report.cases:
         assert case.size == "2 x 4 tokens, drafted at the end of 2 x 24 tokens"
     assert "drafted at the end of 2 x 24 tokens" in answer.shown
-    passing("run", "a/captures", *words, "--out", "b")
+    passing("run a/captures", words, "--out b")
     assert [case.accuracy for case in load("b")[1].cases] == [
         case.accuracy for case in report.cases
     ]
 
 
+def right(inputs: Any) -> Output:
+    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    return out, kept
+
+
 def changed_alone(inputs: Any) -> Output:
     """Wrong for single tokens."""
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    out, kept = right(inputs)
     return out, kept if inputs.length > 1 else kept * 1.01
 
 
 def changed_in_the_middle(inputs: Any) -> Output:
     """Wrong for two tokens, which are left where two of four were accepted."""
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    out, kept = right(inputs)
     return out, kept if inputs.length != 2 else kept.roll(1, 0)
-
-
-def right(inputs: Any) -> Output:
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
-    return out, kept
 
 
 @pytest.mark.parametrize(
@@ -269,13 +242,7 @@ def right(inputs: Any) -> Output:
 )
 def test_laws(kernel: Any, broken: set[str]) -> None:
     kernel.keeps_states = True
-    generated = operators.get("gdn").generated
-    shape = generated.parse(SHAPES["gdn"])
-    assert shape
-    tokens = Tokens(sequences=2, seqlen=4, state_every=1)
-    inputs = generated.draw(
-        Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), torch.device("cpu")
-    )
+    inputs = generated("gdn", SHAPES["gdn"], 4, sequences=2, state_every=1)
     found = {name: probe for name, probe in probed(kernel, inputs).items() if name in NAMES}
     assert set(found) == NAMES
     assert {name for name, probe in found.items() if probe.holds == "no"} == broken

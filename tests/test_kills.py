@@ -4,12 +4,9 @@ never mix.
 `PYTHONPATH=.:tests python tests/test_kills.py 200 [SEED]` kills 200 runs.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torchrun import python
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
@@ -74,10 +72,13 @@ def check_killed(out: str, whole: list[Case], lines: int, after_s: float) -> int
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         written += len(pipe.read())
-    kept, complete, file = [], False, Path(out, "cases.0.jsonl")
+    kept = []
+    complete = False
+    file = Path(out, "cases.0.jsonl")
     with suppress(SsdprofError):
         report = reports.load(out)[1]
-        kept, complete = list(report.cases), report.complete
+        kept = list(report.cases)
+        complete = report.complete
     assert written <= len(kept) <= written + 1
     assert kept == whole[: len(kept)]
     assert complete <= (len(kept) == len(whole))
@@ -103,7 +104,8 @@ def main(kills: int, seed: int = 0) -> None:
     tiny_models.shared("mamba2").save_pretrained("mamba2")
     began = time.monotonic()
     assert os.waitpid(started("whole"), 0)[1] == 0
-    took_s, whole = time.monotonic() - began, list(reports.load("whole")[1].cases)
+    took_s = time.monotonic() - began
+    whole = list(reports.load("whole")[1].cases)
     two = [started("shared") for _ in range(2)]
     assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in two) == [0, 2]
     assert list(reports.load("shared")[1].cases) == whole
@@ -121,14 +123,7 @@ def main(kills: int, seed: int = 0) -> None:
 
 @pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
-    paths = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, __file__, "4"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
-    )
+    done = python(__file__, "4", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.stdout.startswith("4 kills"), done.stderr
 
 

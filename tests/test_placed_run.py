@@ -1,7 +1,5 @@
 """`run` with weights that do not all fit, through the command line and without a GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -15,7 +13,7 @@ from ssdprof.jobs.target import find
 from ssdprof.report import html
 from ssdprof.store import reports
 
-PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
+PLAIN = "run demo --seq 24 --dtypes exact --states fp32"
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +26,7 @@ def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
-    planned = passing(*PLAIN, "--dry-run")
+    planned = passing(f"{PLAIN} --dry-run")
     for words in (
         "disk-offload:",
         "in main memory",
@@ -38,7 +36,7 @@ def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
         "peak on cpu",
     ):
         assert words in planned.shown
-    answer = passing(*PLAIN, "--out", "a")
+    answer = passing(f"{PLAIN} --out a")
     assert "on the disk; a layer of" in answer.err
     _, report = reports.load("a")
     assert Outcome(report).passed
@@ -48,5 +46,5 @@ def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
     streamed = report.placement.allocated["disk"].layers
     assert any(f"layer by layer ({streamed} from the disk)" in note for note in report.remarks)
     assert "layer by layer" in html.render(report)
-    planned = json.loads(Answer(*PLAIN, "--dry-run", "--json").out)
+    planned = json.loads(Answer(f"{PLAIN} --dry-run --json").out)
     assert planned["placement"]["kind"] == "disk-offload"

@@ -1,10 +1,8 @@
 """A kernel's repository has the verdict in its own tests, by a fixture of the package."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
+
+from torchrun import python
 
 TESTS = """
 import pytest
@@ -42,8 +40,7 @@ def test_my_kernel(inputs, kernel, ssdprof_judge):
 
 def test_a_kernel_is_judged_in_the_tests_of_an_empty_repository(tmp_path: Path) -> None:
     (tmp_path / "test_my_kernel.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "--strict-markers", "-p", "no:xdist"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python("-m", "pytest", "--strict-markers", "-p", "no:xdist", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed" in done.stdout
     assert "FAILED: 1 of 2 cases: wrong (exact, fp32 states) inaccurate" in done.stdout

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -70,7 +69,8 @@ def test_trained_weights_are_not() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path) -> None:
-    written, real = MODELS[name], KNOWN[REPOS[name].casefold()]
+    written = MODELS[name]
+    real = KNOWN[REPOS[name].casefold()]
     (tmp_path / "config.json").write_text(json.dumps(written.config(written.depth)))
     model = open_model(str(tmp_path))
     assert model.sizes(model.layers[0]) == real.dims
@@ -80,7 +80,7 @@ def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path) -> None:
 @pytest.fixture(params=["qwen3.5-9b", "olmo-hybrid-7b"])
 def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder from the script, with the model's first four layers at a small width."""
-    model: Any = MODELS[request.param]
+    model = MODELS[request.param]
     small = dataclasses.replace(model, dimensions=model.dimensions | NARROW)
     monkeypatch.setitem(MODELS, request.param, small)
     folder = tmp_path / request.param
@@ -130,8 +130,8 @@ def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path) -> N
 
 
 def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.float32).eval()
-    seen: list[GDNInputs] = []
+    model = AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.float32).eval()
+    seen = []
 
     def observe(call: OperatorCall) -> Result:
         assert isinstance(call.inputs, GDNInputs)

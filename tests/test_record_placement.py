@@ -2,8 +2,6 @@
 end.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(MODELS, record_placement.MODEL, TINY)
     record_placement.write_checkpoint(record_placement.MODEL, tmp_path, 1, 0, "cpu")
     target = find(record_placement.request_of(tmp_path, 64, "one-gpu"))
-    captures: record_placement.Captures = []
+    captures = []
     assert record_placement.measure(target, captures)["layers_compared"] == 0
     captures[0]["x"][0, 3, 2, 1] += 1
     measured = record_placement.measure(target, captures)

@@ -27,7 +27,7 @@ def test_every_schema_is_listed_and_printed() -> None:
     lines = Answer("schemas").out.splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEMAS)
     for name in SCHEMAS:
-        jsonschema.Draft202012Validator.check_schema(json.loads(Answer("schemas", name).out))
+        jsonschema.Draft202012Validator.check_schema(json.loads(Answer(f"schemas {name}").out))
         assert schema(name.partition("-v")[0]) == schema(name)
     with pytest.raises(BadInputError, match="There is no schema 'reports'") as caught:
         schema("reports")
@@ -65,7 +65,7 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
 def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None:
     Path("run.json").write_text(reports.dump(cases.report()))
     Path("other.json").write_text(reports.dump(cases.report(layers=(0,), change=cases.failed)))
-    keeps_to(name, json.loads(Answer(*words.split()).out))
+    keeps_to(name, json.loads(Answer(words).out))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,6 @@ def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None
 )
 def test_a_report_of_any_kind_is_exported_as_its_document(report: Report) -> None:
     Path("report.json").write_text(reports.dump(report))
-    document = json.loads(Answer("export", "report.json", "--json").out)
+    document = json.loads(Answer("export report.json --json").out)
     keeps_to("report-v4", document)
     assert Report.model_validate(document) == report

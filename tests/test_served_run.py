@@ -20,9 +20,9 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
-ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
-FAST = ("--layers", "first:1", *ONE_PRECISION)
-WHOLE = (*FAST, "--full")  # and the whole report
+ONE_PRECISION = "--dtypes exact --states fp32"
+FAST = f"--layers first:1 {ONE_PRECISION}"
+WHOLE = f"{FAST} --full"  # and the whole report
 
 
 def kinds(report: Report) -> Counter[tuple[str, str, int]]:
@@ -42,8 +42,8 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
         return add(self, captured)
 
     monkeypatch.setattr(CaptureWriter, "add", interrupted)
-    words = ("--seq", "24", "--chunked-prefill", "8", "--layers", "first:1", "--out", "a")
-    answer = ending(130, "capture", "demo", *words)
+    words = "--seq 24 --chunked-prefill 8 --layers first:1 --out a"
+    answer = ending(130, "capture demo", words)
     assert "What was captured is kept in a, marked as incomplete: 2 of 3 calls." in answer.err
     assert len(read_manifest(Path("a")).layers) == 2
 
@@ -51,7 +51,7 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
 def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = "1 of x became 0."
     monkeypatch.setattr(replay, "cast_inputs", lambda _operator, inputs, _: (inputs, lost))
-    passing("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
+    passing(f"run demo --seq 24 --chunked-prefill 12 --out a {FAST}")
     _, report = reports.load("a")
     name = report.captured[0].name
     assert [note for note in report.remarks if "became 0" in note] == [
@@ -61,20 +61,7 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("model", DEMOS)
 def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
-    answer = passing(
-        "run",
-        model,
-        "--seq",
-        "24",
-        "--decode",
-        "2",
-        "--batch",
-        "2",
-        "--save-captures",
-        "--out",
-        "a",
-        *WHOLE,
-    )
+    answer = passing(f"run {model} --seq 24 --decode 2 --batch 2 --save-captures --out a {WHOLE}")
     _, report = reports.load("a")
     assert kinds(report) == {
         ("prompt", "unfused", 24): 1,
@@ -95,14 +82,14 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     ):
         assert words in answer.shown
 
-    again = passing("run", "a/captures", "--out", "b", *ONE_PRECISION)
+    again = passing(f"run a/captures --out b {ONE_PRECISION}")
     assert "steps after 2 x 24  recurrent interpreter" in again.out
     _, replayed = reports.load("b")
     assert kinds(replayed) == kinds(report)
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
-    shown = passing("accuracy", "b")
+    shown = passing("accuracy b")
     assert "In decode steps after 2 x 24 tokens, recurrent may be used" in shown.out
-    assert "in decode steps after 2 x 24 tokens" in Answer("export", "b").out
+    assert "in decode steps after 2 x 24 tokens" in Answer("export b").out
 
     lost = report.changed(cases=tuple(case for case in report.cases if case.call is None))
     assert Outcome(lost).missing == 4
@@ -110,20 +97,7 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
 
 
 def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
-    passing(
-        "run",
-        "demo",
-        "--seq",
-        "16",
-        "--layers",
-        "first:1",
-        "--dtypes",
-        "relaxed",
-        "--states",
-        "bf16",
-        "--decode",
-        "1",
-    )
+    passing("run demo --seq 16 --layers first:1 --dtypes relaxed --states bf16 --decode 1")
     _, report = reports.load(None)
     steps = [case for case in report.cases if case.call]
     assert {str(case.precision) for case in steps} == {"exact, fp32 states"}
@@ -138,9 +112,7 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
 
 @pytest.mark.slow
 def test_packed_sequences_are_one_call() -> None:
-    answer = passing(
-        "run", "demo-gdn", "--packed", "3x4-12", "--save-captures", "--out", "a", *WHOLE
-    )
+    answer = passing(f"run demo-gdn --packed 3x4-12 --save-captures --out a {WHOLE}")
     _, report = reports.load("a")
     lengths = report.prompts[0].serving.packed
     assert len(lengths) == 3
@@ -151,7 +123,7 @@ def test_packed_sequences_are_one_call() -> None:
     }
     assert any("went through the model one by one" in note for note in report.remarks)
     assert f"at {sum(lengths)} tokens in 3 packed sequences" in answer.shown
-    passing("run", "a/captures", "--out", "b", *ONE_PRECISION)
+    passing(f"run a/captures --out b {ONE_PRECISION}")
     assert [case.accuracy for case in reports.load("b")[1].cases] == [
         case.accuracy for case in report.cases
     ]
@@ -166,42 +138,19 @@ def test_packed_sequences_are_one_call() -> None:
     ],
 )
 def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str) -> None:
-    answer = passing(
-        "run",
-        model,
-        "--seq",
-        "24",
-        "--tensor-parallel",
-        "2",
-        "--save-captures",
-        "--out",
-        "a",
-        *FAST,
-    )
+    answer = passing(f"run {model} --seq 24 --tensor-parallel 2 --save-captures --out a {FAST}")
     _, report = reports.load("a")
     assert report.tensor_parallel == 2
     assert {case.dims.words[: len(words)] for case in report.cases if case.dims} == {words}
     assert any("first of 2 tensor-parallel ranks" in note for note in report.remarks)
     assert "the first of 2 tensor-parallel ranks" in answer.out
-    passing(
-        "run",
-        "a/captures",
-        "--tensor-parallel",
-        "2",
-        "--out",
-        "b",
-        "--dtypes",
-        "exact",
-        "--states",
-        "fp32",
-    )
+    passing("run a/captures --tensor-parallel 2 --out b --dtypes exact --states fp32")
     assert [case.accuracy for case in reports.load("b")[1].cases] == [
         case.accuracy for case in report.cases
     ]
     for place in (model, "a/captures"):
-        refused = Answer(
-            "run", place, *(("--seq", "24") if place == model else ()), "--tensor-parallel", "3"
-        )
+        length = "--seq 24" if place == model else ""
+        refused = Answer(f"run {place} {length} --tensor-parallel 3")
         assert refused.code == 2
         assert f"--tensor-parallel 3 does not fit {model}" in refused.err
         assert "cannot be divided by 3" in refused.err
@@ -209,10 +158,7 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
 
 
 def test_stored_captures_are_what_they_are() -> None:
-    assert (
-        Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code
-        == 0
-    )
+    assert Answer("capture demo --seq 16 --layers first:1 --out captures").code == 0
     for words in (
         "--batch 2",
         "--packed 4x8-16",
@@ -221,21 +167,19 @@ def test_stored_captures_are_what_they_are() -> None:
         "--placement disk-offload",
         "--seq 16",
     ):
-        answer = Answer("run", "captures", *words.split())
+        answer = Answer(f"run captures {words}")
         assert (
             answer.code,
             "their model, prompt and segments cannot be changed" in answer.err,
         ) == (2, True), words
     assert "--layers is the only model option" in answer.err
-    answer = Answer("run", "captures", "--answers")
+    answer = Answer("run captures --answers")
     assert (answer.code, "answers need the model" in answer.err) == (2, True)
 
 
 def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer would fit, but generation needs all layers."""
     monkeypatch.setattr(limits, "free_bytes", lambda: 2_000_000)
-    assert Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--dry-run").code == 0
-    answer = ending(
-        3, "run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run"
-    )
+    assert Answer("run demo --layers first:1 --seq 16 --dry-run").code == 0
+    answer = ending(3, "run demo --layers first:1 --seq 16 --decode 1 --dry-run")
     assert "Without --decode and --answers" in answer.err

@@ -2,8 +2,6 @@
 remedy.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil
@@ -89,8 +87,10 @@ def test_nothing_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
 LINKED = "#!/bin/sh\necho '\tlibcuda.so.1 (libc6,x86-64) => {0}/libcuda.so.1'\n"
 LOADED = "7f00-7f01 r-xp 00000000 00:4d 12    /usr/local/nvidia/lib64/libcuda.so.580.95\n"
 NO_HEADERS = "#!/bin/sh\ngrep -q dlfcn && exit 1\n"
-APT, TOLD = "apt-get update && apt-get install -y", "export TRITON_LIBCUDA_PATH="
-GCC, CACHE = {"bin/gcc": None}, "export TRITON_CACHE_DIR=/tmp/triton"
+APT = "apt-get update && apt-get install -y"
+TOLD = "export TRITON_LIBCUDA_PATH="
+GCC = {"bin/gcc": None}
+CACHE = "export TRITON_CACHE_DIR=/tmp/triton"
 NO_DRIVER, LIBRARY, FAILS = (
     r"does not find libcuda\.so\.1",
     "lib/libcuda.so.1",
@@ -103,11 +103,11 @@ NO_DRIVER, LIBRARY, FAILS = (
     [
         (GCC, {}, "C compiler", "there is no C compiler", f"{APT} gcc"),
         (
-            GCC | {"bin/apt-get": None, "bin/apk": ""},
+            GCC | {"bin/apt-get": None, "bin/dnf": ""},
             {},
             "C compiler",
             "no C compiler",
-            "apk add gcc",
+            "dnf install -y gcc",
         ),
         ({}, {"CC": "icx"}, "C compiler", "CC=icx is not a program", "unset CC"),
         # Triton starts the program "" too
@@ -395,7 +395,7 @@ def doctor_of_a_slice(
 ) -> dict[str, doctor.Check]:
     """The doctor's output for a slice of a shared H200.  memory: free and total."""
     driver(monkeypatch, processes=3)
-    gpu: Any = SimpleNamespace(
+    gpu = SimpleNamespace(
         name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8"
     )
     monkeypatch.setattr(doctor, "gpu", lambda: gpu)

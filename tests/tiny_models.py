@@ -6,8 +6,6 @@ does real work: decays spread over several decades, dt neither 0 nor saturated, 
 not almost 0.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -20,20 +18,20 @@ from ssdprof.core.target import CheckpointRef, LayerRef
 VOCAB = 128
 CHUNK = 32
 
-_COMMON: dict[str, Any] = {
+_COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-_MAMBA: dict[str, Any] = {
+_MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
     "mamba_n_groups": 1,
     "mamba_chunk_size": CHUNK,
     "intermediate_size": 96,
 }
-_LINEAR: dict[str, Any] = {
+_LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
@@ -41,7 +39,7 @@ _LINEAR: dict[str, Any] = {
     "head_dim": 16,
     "num_hidden_layers": 4,
 }
-_EXPERTS: dict[str, Any] = {
+_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -49,17 +47,17 @@ _EXPERTS: dict[str, Any] = {
 }
 
 
-_ROPE: dict[str, Any] = {
+_ROPE = {
     "rope_type": "default",
     "rope_theta": 1e6,
     "mrope_section": [1, 1, 0],
     "mrope_interleaved": True,
     "partial_rotary_factor": 0.25,
 }
-_FALCON: dict[str, Any] = (
+_FALCON = (
     _COMMON | _MAMBA | dict(num_hidden_layers=3, mamba_d_ssm=128, mamba_norm_before_gate=False)
 )
-_LATENT: dict[str, Any] = {
+_LATENT = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts_per_tok": 2, "pad_token_id": 0,

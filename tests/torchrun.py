@@ -1,8 +1,7 @@
-"""`ssdprof` in separate processes: one process, or two ranks of torchrun."""
-
-from __future__ import annotations
+"""Separate processes: of Python, and of `ssdprof`, one or two ranks of torchrun."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -15,19 +14,34 @@ Start = Callable[..., subprocess.Popen[str]]
 MODULE = ("-m", "ssdprof")
 
 
+def python(
+    *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Another process of this Python, which finds the modules that this one finds."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | path | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 @contextmanager
 def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]:
-    """start(*words, ranks=True): two ranks of torchrun, or one process without it, in `folder`.
+    """start(command, ranks=True): two ranks of torchrun, or one process without it, in `folder`.
 
-    program: arguments of Python and torchrun before the words.  Processes that still run at the end
-    are terminated.
+    program: arguments of Python and torchrun before the command.  Processes that still run at the
+    end are terminated.
     """
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
-    def start(*words: str, ranks: bool = True) -> subprocess.Popen[str]:
+    def start(command: str, *, ranks: bool = True) -> subprocess.Popen[str]:
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2") if ranks else ()
         process = subprocess.Popen(
-            [sys.executable, *torchrun, *program, *words],
+            [sys.executable, *torchrun, *program, *shlex.split(command)],
             cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
             stdout=subprocess.PIPE,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssdprof.capture.intercept import namespaces, replaced
 from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
@@ -76,7 +77,7 @@ class ConvAndNorm:
     """
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
-        self._namespaces = {id(mixer.namespace): mixer.namespace for mixer in mixers}.values()
+        self._namespaces = namespaces(mixers)
         norms = list(chain.from_iterable(map(gated_norms, mixers)))
         forms = [(module, norm_form(module)) for module in norms]
         self._norms = [(module, form) for module, form in forms if form is not None]
@@ -97,8 +98,7 @@ class ConvAndNorm:
         with ExitStack() as restore:
             for namespace in self._namespaces:
                 if CONVOLUTION in namespace:
-                    restore.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
-                    namespace[CONVOLUTION] = _convolve
+                    restore.enter_context(replaced(namespace, CONVOLUTION, _convolve))
             for module, form in self._norms:
                 module.forward = partial(_norm, module, form)
                 restore.callback(delattr, module, "forward")

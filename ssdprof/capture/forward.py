@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
-from ssdprof.checkpoint.mixers import Mixer
+from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.target import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+bias = lazy("torch.nn.attention.bias")  # imports torch's compiler, which takes seconds
 Head = Callable[[Tensor], Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
 
@@ -63,9 +66,6 @@ def _attend(
     128K.  torch knows the mask by name, so a CUDA device needs no tensor.  Only for prompts without
     padding.
     """
-    # imports torch's compiler, which takes seconds
-    from torch.nn.attention.bias import causal_lower_right
-
     for name in _NOT_CAUSAL_ALONE:
         if extra.get(name) is not None:
             raise BadInputError(
@@ -77,7 +77,7 @@ def _attend(
         query,
         key,
         value,
-        attn_mask=causal_lower_right(query.shape[2], key.shape[2]),
+        attn_mask=bias.causal_lower_right(query.shape[2], key.shape[2]),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -128,8 +128,7 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     previous one.
 
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No
-    attention mask is
-    passed: an all-ones mask costs a synchronisation and has no effect.
+    attention mask is passed: an all-ones mask costs a synchronisation and has no effect.
     """
     accepted, name = inspect.signature(model.forward).parameters, cache_name(model)
     fixed: dict[str, Any] = {"use_cache": cached} | (
@@ -138,6 +137,7 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     seen = [0]
     cache = counting_cache(model, seen) if cached else None
 
+    @torch.no_grad()
     def feed(ids: Tensor) -> Tensor:
         nonlocal cache
         stop, arguments = seen[0] + ids.shape[1], {**fixed, name: cache}
@@ -158,25 +158,21 @@ def prefill(model: PreTrainedModel, ids: Tensor, segment_length: int) -> Tensor:
     last hidden state of the last segment, or, of a model with a language-model head, the logits of
     its last position.  Fills the cache, as for generating tokens afterwards.
     """
-    with prefilled(model, ids, segment_length, goes_on=True) as (last, _):
-        return last
+    last, _ = prefilled(model, ids, segment_length, goes_on=True)
+    return last
 
 
-@contextmanager
 def prefilled(
-    model: PreTrainedModel, ids: Tensor, segment_length: int, *, goes_on: bool = False
-) -> Iterator[tuple[Tensor, Feed]]:
-    """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context
-    if it `goes_on`.
-    """
+    model: PreTrainedModel, ids: Tensor, segment_length: int, *, goes_on: bool
+) -> tuple[Tensor, Feed]:
+    """The output of `prefill`, and a `Feed` for the tokens after the prompt if it `goes_on`."""
     segments = split_prompt(ids.shape[1], segment_length)
     several = len(segments) > 1
-    with torch.no_grad():
-        feed = feeding(model, cached=several or goes_on)
-        with attention(model, "ssdprof_lower_right", _attend) if several else nullcontext():
-            for start, stop in segments:
-                last = feed(ids[:, start:stop])
-        yield last, feed
+    feed = feeding(model, cached=several or goes_on)
+    with attention(model, "ssdprof_lower_right", _attend) if several else nullcontext():
+        for start, stop in segments:
+            last = feed(ids[:, start:stop])
+    return last, feed
 
 
 def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
@@ -198,8 +194,8 @@ def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int)
     """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
     in eval mode.
     """
-    with prefilled(model, ids, segment_length, goes_on=True) as (last, feed):
-        tokens: list[int] = generate(feed, last, lambda logits: logits, count)[0].tolist()
+    last, feed = prefilled(model, ids, segment_length, goes_on=True)
+    tokens: list[int] = generate(feed, last, lambda logits: logits, count)[0].tolist()
     return tokens
 
 
@@ -210,22 +206,37 @@ def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int)
 class PromptRun:
     """Token ids and the model that they go through.
 
-    ids: (b, l); (1, l) for packed sequences.  layers: of which the operators matter.
+    model: a transformers model in eval mode.  ids: (b, l), on its device; (1, l) for packed
+    sequences.
+    segment_length: tokens per forward call.  model_type: for messages.
+    layers: of which the operators matter.
+    serving: packed sequences go through the model one by one, so that nothing passes from one to
+    the next.
     head: logits of hidden states, for decode steps.
+    Raises what `check_ids` raises.
     """
 
     model: PreTrainedModel
     ids: Tensor
     segment_length: int
-    mixers: tuple[Mixer, ...]
     model_type: str
     layers: tuple[LayerRef, ...] = ()
     serving: Serving = field(default_factory=Serving)
     head: Head | None = None
 
+    def __post_init__(self) -> None:
+        check_ids(self.model.get_input_embeddings().num_embeddings, self.ids)
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """All that the model has."""
+        return find_mixers(self.model)
+
     @property
     def wanted(self) -> dict[int, LayerRef]:
-        """`layers` by decoder index.  Raises BadInputError for a layer that no mixer has."""
+        """`layers` by decoder index.  Raises BadInputError for none, and for a layer that no mixer
+        has.
+        """
         operator_of = {mixer.layer_index: mixer.operator for mixer in self.mixers}
         for layer in self.layers:
             if operator_of.get(layer.index) != layer.operator:
@@ -234,6 +245,8 @@ class PromptRun:
                     f"{operator_of.get(layer.index, 'no operator')}, not {layer.operator}; "
                     f"operators are in {', '.join(map(str, operator_of))}."
                 )
+        if not self.layers:
+            raise BadInputError("No layer was selected.")
         return {layer.index: layer for layer in self.layers}
 
     @property
@@ -307,13 +320,10 @@ class PromptRun:
     def _feed(self) -> None:
         for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
             decode = self.serving.decode
-            with prefilled(self.model, ids, self.segment_length, goes_on=decode > 0) as (
-                last,
-                feed,
-            ):
-                if decode:
-                    assert self.head is not None, "decode steps need a head"
-                    generate(feed, last, self.head, decode)
+            last, feed = prefilled(self.model, ids, self.segment_length, goes_on=decode > 0)
+            if decode:
+                assert self.head is not None, "decode steps need a head"
+                generate(feed, last, self.head, decode)
 
     def _check(self, count: CallCount) -> None:
         """BadInputError unless every layer made every call."""

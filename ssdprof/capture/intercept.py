@@ -102,15 +102,28 @@ def intercept(
             restore.callback(mixer.module.register_forward_pre_hook(entering(mixer)).remove)
         for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
             namespace, step = mixer.namespace, operators.get(mixer.operator).binding.step
-            replaced = {
-                mixer.function: partial(call_handler, mixer.function, namespace[mixer.function])
-            }
+            handled = partial(call_handler, mixer.function, namespace[mixer.function])
+            restore.enter_context(replaced(namespace, mixer.function, handled))
             if step in namespace:
-                replaced[step] = partial(call_step, namespace[step])
-            for name, replacement in replaced.items():
-                restore.callback(namespace.__setitem__, name, namespace[name])
-                namespace[name] = replacement
+                seen = partial(call_step, namespace[step])
+                restore.enter_context(replaced(namespace, step, seen))
         yield count
+
+
+def namespaces(mixers: Sequence[Mixer]) -> list[dict[str, Any]]:
+    """The globals of their modeling files, each once."""
+    return list({id(mixer.namespace): mixer.namespace for mixer in mixers}.values())
+
+
+@contextmanager
+def replaced(namespace: dict[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """While the context is open, the global `name` of a modeling file is `function`."""
+    before = namespace[name]
+    namespace[name] = function
+    try:
+        yield
+    finally:
+        namespace[name] = before
 
 
 def bind(

@@ -3,8 +3,7 @@ time.
 
 transformers' torch path hands the operator transposed views, with neighbouring positions next to
 each other.  A production model's causal convolution writes one token-major buffer, (b, l,
-conv_dim), and passes views of it (`CallBinding.views`).  Captures are brought into that layout; the
-model's own strides are recorded too.
+conv_dim), and passes views of it (`CallBinding.views`).  Captures are brought into that layout.
 """
 
 from __future__ import annotations
@@ -17,25 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ssdprof import operators
-from ssdprof.capture.forward import Head, PromptRun, check_ids
+from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.checkpoint.mixers import Mixer, find_mixers
-from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Serving
+from ssdprof.checkpoint.mixers import Mixer
+from ssdprof.core.target import CallRef, LayerRef
 from ssdprof.core.words import size_words
 from ssdprof.environment.child import started
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Output
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,67 +40,47 @@ class CapturedLayer:
 
     call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
-    model_strides: of each tensor as the model passed it; from the first segment if the prompt went
-    through in several
     remark: one sentence if the inputs differ from what the config says
     served: the output that a server recorded; final states in any dtype
     slots: of the sequences, in the server's pool of states; empty if they are not known
+    gap: whether calls of the layer may be missing before this one
     """
 
     layer: LayerRef
     inputs: Inputs
-    model_strides: dict[str, tuple[int, ...]]
     remark: str = ""
     call: CallRef | None = None
     served: Output | None = None
     slots: tuple[int, ...] = ()
+    gap: bool = False
 
 
 OnLayer = Callable[[CapturedLayer], object]
 
 
 def capture_layers(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    layers: Sequence[LayerRef],
-    *,
-    ref: CheckpointRef,
-    segment_length: int,
-    on_layer: OnLayer,
-    host_budget_bytes: int | None = None,
-    serving: Serving = Serving(),  # noqa: B008
-    head: Head | None = None,
+    prompt: PromptRun, on_layer: OnLayer, *, host_budget_bytes: int | None = None
 ) -> int:
-    """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls
-    (`Serving.calls`).
+    """Run the model on the prompt and call `on_layer` for each of its layers and each of their
+    calls (`Serving.calls`).
 
-    model: a transformers base model in eval mode; its operators are computed by ours, exact, with
-    fp32 states
-    segment_length: tokens per forward call.  With one segment, on_layer is called while that layer
-        runs.  With several, the layers' inputs are collected in main memory, and after the prompt
-        each layer's are moved to the model's device for on_layer.
+    The operators of the model, a base model, are computed by ours, exact, with fp32 states.  With
+    one segment, on_layer is called while that layer runs.  With several segments or packed
+    sequences, the layers' inputs are concatenated in main memory, and after the prompt each layer's
+    are moved to the model's device for on_layer.  Chunks are segments that are passed on
+    immediately, with their initial states.  The model itself computes decode steps; their inputs
+    are passed on immediately.
+
     host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If
         the layers need more, they are captured in groups, each with its own prefill.  If a single
         layer needs more, the disk is used.
-    serving: the model runs packed sequences one by one, so that nothing passes from one to the
-        next, and their inputs are concatenated.  Chunks are segments that are passed on
-        immediately, with their initial states.  The model itself computes decode steps; their
-        inputs are passed on immediately.
-    head: computes logits of the next token, for decode steps.
 
     Returns how often the operators were called.  Never more than one layer's inputs are on the
     model's device.  Whatever ends the capture (an exception of on_layer, Ctrl-C), the model is left
     as it was.  Raises BadInputError if part of the model bypasses its operator or a token id is
     beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
-    check_ids(model.get_input_embeddings().num_embeddings, ids)
-    mixers = find_mixers(model)
-    length = serving.chunk or segment_length
-    prompt = PromptRun(
-        model, ids.to(model.device), length, mixers, ref.model_type, tuple(layers), serving, head
-    )
-    if not (wanted := prompt.wanted):
-        raise BadInputError("No layer was selected.")
+    wanted, serving = prompt.wanted, prompt.serving
     if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
         pass_on = _passing_on(prompt, wanted, on_layer, decode=False)
 
@@ -117,8 +93,11 @@ def capture_layers(
         )
     budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
     # in the order in which they run
-    kept = (mixer for mixer in mixers if mixer.layer_index in wanted)
-    sizes = {mixer.layer_index: ids.numel() * capture_bytes_per_token(mixer) for mixer in kept}
+    sizes = {
+        mixer.layer_index: prompt.ids.numel() * capture_bytes_per_token(mixer)
+        for mixer in prompt.mixers
+        if mixer.layer_index in wanted
+    }
     if on_disk := max(sizes.values()) > budget:
         budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
     groups = list(_groups(prompt, wanted, sizes, budget))
@@ -143,7 +122,6 @@ def _passing_on(
             CapturedLayer(
                 layer=layer,
                 inputs=token_major(call.inputs, prompt.ids.device),
-                model_strides=strides(call.inputs),
                 remark=call.remark,
                 call=which,
             )
@@ -159,8 +137,7 @@ def _capture_together(
     end.
     """
     buffers: dict[int, PromptBuffer] = {}
-    # strides and remark of the first segment
-    first: dict[int, tuple[dict[str, tuple[int, ...]], str]] = {}
+    remarks: dict[int, str] = {}  # of the first segment
     filled = dict.fromkeys(wanted, 0)
 
     def handler(call: OperatorCall) -> Result:
@@ -170,7 +147,7 @@ def _capture_together(
                 buffers[index] = PromptBuffer(
                     call.inputs, prompt.ids.shape[1], torch.device("cpu"), on_disk=on_disk
                 )
-                first[index] = strides(call.inputs), call.remark
+                remarks[index] = call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.replacement()
 
@@ -181,12 +158,10 @@ def _capture_together(
         inputs = buffers.pop(index).inputs(prompt.model.device)
         if prompt.serving.packed:
             inputs = packed(inputs, prompt.serving.packed)
-        of_model, remark = first.pop(index)
         captured = CapturedLayer(
             layer=layer,
             inputs=inputs,
-            model_strides=strides(inputs) | of_model,  # bounds of a pack are not the model's
-            remark=" ".join(part for part in (remark, prompt.remark) if part),
+            remark=f"{remarks[index]} {prompt.remark}".strip(),
             call=whole,
         )
         del inputs
@@ -241,11 +216,6 @@ def conv_width(mixer: nn.Module) -> int:
 # --- layout
 
 
-def strides(inputs: Inputs) -> dict[str, tuple[int, ...]]:
-    """Strides of each tensor, in elements."""
-    return {name: tensor.stride() for name, tensor in inputs.tensors.items()}
-
-
 def token_major(inputs: Inputs, device: torch.device | None = None) -> Inputs:
     """A copy of `inputs` in token-major layout, on its own device or on another."""
     device = device or inputs.device
@@ -258,17 +228,18 @@ class PromptBuffer:
     """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled
     piece by piece.
 
-    `first` is the first piece: it gives widths and dtypes, and everything that has no position (A,
-    D, dt_bias and the
-    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main
-    memory.  BadInputError if it holds packed sequences and is not the whole: their boundaries are
-    those of one call.
+    first: the first piece.  It gives widths and dtypes, and everything that has no position (A, D,
+        dt_bias and the state before the prompt).
+    on_disk: the buffer is in the temporary folder, mapped into main memory.
+
+    BadInputError if `first` holds packed sequences and is not the whole: their boundaries are those
+    of one call.
     """
 
     def __init__(
         self, first: Inputs, seqlen: int, device: torch.device, *, on_disk: bool = False
     ) -> None:
-        """Allocates the room, and copies what has no position; `write` copies the rest."""
+        """Allocates the buffer, and copies what has no position; `write` copies the rest."""
         binding = operators.get(first.operator).binding
         tensors = first.tensors
         if "cu_seqlens" in tensors and first.length != seqlen:
@@ -277,14 +248,14 @@ class PromptBuffer:
                 "Give --segment the length of the whole prompt.",
             )
         views = {name: tensors[name] for name in binding.views}
-        view = next(iter(views.values()))
-        batch, dtype = view.shape[0], view.dtype
+        first_view = tensors[binding.views[0]]
+        batch = first_view.shape[0]
         self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
         conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
-        room = _mapped if on_disk else partial(torch.empty, device=device)
-        self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
+        allocate = _mapped if on_disk else partial(torch.empty, device=device)
+        self._buffer = allocate((batch, seqlen, conv_dim), dtype=first_view.dtype)
         self._per_position = {
-            name: room((batch, seqlen, *tensors[name].shape[2:]), dtype=tensors[name].dtype)
+            name: allocate((batch, seqlen, *tensors[name].shape[2:]), dtype=tensors[name].dtype)
             for name in binding.per_position
             if name in tensors
         }

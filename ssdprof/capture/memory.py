@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ssdprof.capture.conv_and_norm import CONVOLUTION
 from ssdprof.capture.forward import attention, feeding
-from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.intercept import OperatorCall, Result, intercept, namespaces, replaced
 from ssdprof.capture.layers import capture_bytes_per_token, token_major
 from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.target import Serving, split_prompt
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 # unfused one's states of every chunk.
 REPLAY_PER_CAPTURE = 6
 # What must be free on a GPU, in units of the largest sum of live tensors, because torch's allocator
-# has gaps between
-# them: 1.26 was measured with a mixture of experts.
+# has gaps between them: 1.26 was measured with a mixture of experts.
 FRAGMENTED = 1.3
 SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # of a prompt that does not fit as a whole
 
@@ -111,7 +110,7 @@ def predict_memory(
     before = longest - max(stop - start for start, stop in split_prompt(longest, segment_length))
     on_the_way = serving.chunk is not None or not (before or serving.packed)
     mixers = find_mixers(model)
-    with torch.no_grad(), _without_values(model, mixers), LiveBytes("meta") as live:
+    with _without_values(model, mixers), LiveBytes("meta") as live:
         feed = feeding(model, cached=before > 0 or serving.decode > 0)
         ids = torch.empty(batch, longest, dtype=torch.int64, device="meta")
         if before:
@@ -141,10 +140,10 @@ def _without_values(model: PreTrainedModel, mixers: Sequence[Mixer]) -> Iterator
     run on the meta device, as a package's kernel does not.
     """
     with ExitStack() as restore:
-        for namespace in {id(mixer.namespace): mixer.namespace for mixer in mixers}.values():
+        for namespace in namespaces(mixers):
             if CONVOLUTION in namespace:
-                restore.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
-                namespace[CONVOLUTION] = inspect.unwrap(namespace[CONVOLUTION])
+                unwrapped = inspect.unwrap(namespace[CONVOLUTION])
+                restore.enter_context(replaced(namespace, CONVOLUTION, unwrapped))
         restore.enter_context(attention(model, "ssdprof_memory", _attend))
         yield
 

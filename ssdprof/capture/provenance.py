@@ -37,27 +37,37 @@ class Provenance:
     """Follows the states of each layer from one captured call to the next.
 
     rows_are_sequences: row i of every call is sequence i, as in a capture of a model.  A recording
-    names sequences by their slots in the server's pool, or not at all; then two rows that begin
-    with one state are told.
+    names sequences by their slots in the server's pool, which it may hold whole, or not at all;
+    then two rows that begin with one state are told.
+
+    After a gap (`CapturedLayer.gap`) earlier states of the layer are forgotten, and only slots that
+    a later call has written are followed.  A verification (`state_every`) is a gap, too: which of
+    its states the server keeps is not recorded.
     """
 
     def __init__(self, *, rows_are_sequences: bool) -> None:
         self._rows_are_sequences = rows_are_sequences
         self._left: dict[int, deque[_State]] = {}
         self._taken: dict[_State, str] = {}  # by whom
+        self._gaps: set[int] = set()  # layers that had one
 
     def faults(self, captured: CapturedLayer) -> list[str]:
-        """A sentence, if this call, the next one of its layer, has a row with a wrong state.  Calls
-        on a whole pool are left out.
-        """
-        inputs, call = captured.inputs, _name(captured.call)
-        if inputs.state_indices is not None:
+        """A sentence, if this call, the next one of its layer, has a row with a wrong state."""
+        inputs, call, known = captured.inputs, _name(captured.call), captured.slots
+        if inputs.state_indices is not None:  # the states of a whole pool
+            known = tuple(inputs.state_indices.tolist())
+            inputs = inputs.after(inputs.initial)
+        index = captured.layer.index
+        if captured.gap or inputs.state_every:
+            self._gaps.add(index)
+            self._left.pop(index, None)
+        if inputs.state_every:
             return []
-        earlier = self._left.setdefault(captured.layer.index, deque(maxlen=_REMEMBERED))
+        earlier = self._left.setdefault(index, deque(maxlen=_REMEMBERED))
         places = [f"row {row}" for row in range(inputs.sequences)]
         slots: list[int | None] = [None] * inputs.sequences
-        if captured.slots:
-            slots = [*captured.slots]
+        if known:
+            slots = [*known]
             places = [f"row {row} (slot {slot})" for row, slot in enumerate(slots)]
         elif self._rows_are_sequences:
             slots = [*range(inputs.sequences)]
@@ -66,6 +76,8 @@ class Provenance:
         if initial is not None:
             for slot, place, sketch in zip(slots, places, _sketches(initial), strict=True):
                 begins = sketch.any() and slot != -1
+                if index in self._gaps and slot not in {state.slot for state in earlier} - {None}:
+                    begins = False
                 fault = self._fault(sketch, slot, f"{place} of {call}", earlier) if begins else ""
                 if fault:
                     faults.append(f"{place} of {call} begins with {fault}.")

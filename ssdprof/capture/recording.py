@@ -1,25 +1,28 @@
 """Reads what a server wrote of its operators' calls as a capture, its outputs included.
 
-flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
-safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
-               operator's own names
+flashinfer          the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
+safetensors         `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
+                    operator's own names; or files that say this themselves: those of `ssdprof
+                    record`
+flashinfer-bench    definitions and workloads, which have no outputs; each becomes a layer
 
-Calls are in the order in which their process made them, and name no layer: a forward pass calls
-every layer once, on the same sequences.  docs/serving.md describes both.
+Calls are in the order in which their process made them.  Where they name no layer, a forward pass
+calls every layer of an operator once, on the same sequences.  docs/from-a-server.md describes all.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import math
+import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter, index, itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -27,35 +30,49 @@ import torch
 from safetensors import safe_open
 
 from ssdprof import operators
-from ssdprof.capture.layers import CapturedLayer, strides
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    library_message,
+    printable,
+)
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
+from ssdprof.operators.definition import Document
 from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
 T = TypeVar("T")
 # inputs, what the server computed, and the slots of the sequences in its pool of states
 Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
-Format = Literal["flashinfer", "safetensors"]
+Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
 _OUTPUT = ("out", "final_states")
-_AGAIN = "Record again: docs/serving.md says how."
+_UNEQUAL = (
+    "A kernel that returns final states alone is not run on drafted tokens of which sequences have "
+    "different numbers."
+)
+_AGAIN = "Record again: docs/from-a-server.md says how."
 _METADATA_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
-    load: gives inputs and output.
+    process: empty for a workload, which has no output.  load: gives inputs and output.
+    layer: its name; empty if it is not known.  number: among the calls of the layer; None if calls
+    may be missing before this one.
     """
 
     operator: str
@@ -63,6 +80,12 @@ class _Call:
     shape: tuple[int, int]
     identity: str
     load: Callable[[], Recorded]
+    layer: str = ""
+    number: int | None = None
+
+
+# the calls of a forward pass, in order, by their layers
+_Pass: TypeAlias = "tuple[tuple[LayerRef, _Call], ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +97,15 @@ class ServerCalls:
     """
 
     ref: CheckpointRef
-    passes: tuple[tuple[_Call, ...], ...]
+    passes: tuple[_Pass, ...]
     left_out: str
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         """One for each number of tokens."""
-        identity = "".join(call.identity for call in chain.from_iterable(self.passes))
+        identity = "".join(call.identity for _, call in chain.from_iterable(self.passes))
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        counts = Counter(calls[0].shape[0] for calls in self.passes)
+        counts = Counter(calls[0][1].shape[0] for calls in self.passes)
         return tuple(
             Prompt(
                 kind="recorded",
@@ -99,9 +122,12 @@ class ServerCalls:
         MissingCapabilityError.
         """
         chosen = select_indices(wanted, [layer.index for layer in self.ref.layers])
+        last: dict[tuple[str, int], int] = {}  # number of the last call, by process and layer
         for number, calls in enumerate(self.passes, 1):
-            # the last pass of a process may be cut off
-            for layer, call in zip(self.ref.layers, calls, strict=False):
+            for layer, call in calls:
+                before = last.get((call.process, layer.index), -1)
+                if call.number is not None:
+                    last[call.process, layer.index] = call.number
                 if layer.index in chosen:
                     tokens, count = call.shape
                     which = CallRef(
@@ -112,73 +138,118 @@ class ServerCalls:
                         sequences=count,
                     )
                     inputs, served, slots = call.load()
-                    remark = (
-                        ""
-                        if served
-                        else f"No output of {layer.name} was recorded in pass {number}."
-                    )
+                    remark = ""
+                    if call.process and not served:
+                        remark = f"No output of {layer.name} was recorded in pass {number}."
+                    elif inputs.state_every and inputs.cu_seqlens is not None:
+                        remark = _UNEQUAL
                     yield CapturedLayer(
                         layer=layer,
                         inputs=inputs,
-                        model_strides=strides(inputs),
                         call=which,
                         served=served,
                         slots=slots,
                         remark=remark,
+                        gap=call.number not in (None, before + 1),
                     )
 
 
-def open_recording(folder: Path, kind: Format) -> ServerCalls:
-    """Read the metadata of all calls, and no tensors.
+def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
+    """Read the metadata of all calls, and no tensors.  name: of the recording; by default the
+    folder's.
 
     Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
     forward pass.
     """
-    calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
-    passes, warm_up, partial_calls = _passes(calls)
+    calls, others, source = _READERS[kind](folder)
+    if all(call.layer for call in calls):
+        passes, incomplete = _named_passes(calls), Counter[str]()
+    else:
+        passes, incomplete = _counted_passes(calls)
     out = [
-        (number, what)
-        for what, number in [*sorted(others.items()), *warm_up.items(), *partial_calls.items()]
+        f"{plural(number, CALL)} {what}"
+        for what, number in (*sorted(others.items()), *incomplete.items())
     ]
-    left_out = (
-        f"Left out: {words(f'{plural(number, CALL)} {what}' for number, what in out)}."
-        if out
-        else ""
-    )
+    left_out = f"Left out: {words(out)}." if out else ""
     if not passes:
         raise BadInputError(
             f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
         )
-    longest = max(passes, key=len)
     layers = tuple(
-        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
-        for index, call in enumerate(longest)
+        sorted({layer for calls in passes for layer, _ in calls}, key=attrgetter("index"))
     )
     ref = CheckpointRef(
         requested=str(folder),
         source="local",
-        repo_id=folder.resolve().name or "recording",
+        repo_id=name or folder.resolve().name or "recording",
         revision=None,
         model_type=f"recorded by {source}",
         layers=layers,
-        layer_count=len(layers),
+        layer_count=layers[-1].index + 1,
     )
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
-def _passes(
-    calls: Iterable[_Call],
-) -> tuple[list[tuple[_Call, ...]], dict[str, int], dict[str, int]]:
-    """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
-    of no whole pass.
+def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
+    """Forward passes of calls that name their layers: a pass ends where its process does, where
+    other sequences begin, and before a layer that it has already.  Nothing is left out.
     """
+    operators_of = {call.layer: call.operator for call in calls}
+    names = sorted(operators_of, key=_by_numbers)
+    # of "model.layers.3.linear_attn", 3, if these tell the layers apart
+    numbers = [int(number[0]) for name in names if (number := re.search(r"\d+", name))]
+    indices = numbers if len(set(numbers)) == len(names) else range(len(names))
+    layers = {
+        name: LayerRef(
+            index=index,
+            name=f"layer {name}" if name.isdecimal() else name,
+            operator=operators_of[name],
+        )
+        for index, name in zip(indices, names, strict=True)
+    }
+    passes: list[dict[LayerRef, _Call]] = []
+    before: tuple[str, tuple[int, int]] | None = None
+    for call in calls:
+        layer, same = layers[call.layer], (call.process, call.shape)
+        if same != before or layer in passes[-1]:
+            passes.append({})
+        passes[-1][layer] = call
+        before = same
+    return [tuple(calls.items()) for calls in passes]
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A key by which "layers.9" comes before "layers.10"."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _counted_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
+    """Forward passes through the layers of each operator, of which a process's last may be cut off;
+    numbers of calls of a warm-up, and of no whole pass.
+    """
+    numbered: list[_Pass] = []
+    left_out: Counter[str] = Counter()
+    first = 0
+    for operator in dict.fromkeys(call.operator for call in calls):
+        passes = _equal_passes([call for call in calls if call.operator == operator], left_out)
+        count = max(map(len, passes), default=0)
+        layers = [
+            LayerRef(index=index, name=f"recorded layer {index}", operator=operator)
+            for index in range(first, first + count)
+        ]
+        numbered += [tuple(zip(layers, calls, strict=False)) for calls in passes]
+        first += count
+    return numbered, left_out
+
+
+def _equal_passes(calls: Iterable[_Call], left_out: Counter[str]) -> list[tuple[_Call, ...]]:
+    """As `_counted_passes`, of calls of one operator.  Adds to the numbers."""
     processes = [
         [list(run) for _, run in groupby(of_process, key=attrgetter("shape"))]
         for _, of_process in groupby(calls, key=attrgetter("process"))
     ]
     layers = _layer_count(processes)
     passes: list[tuple[_Call, ...]] = []
-    warm_up = rest = 0
     for runs in processes:
         of_process: list[tuple[_Call, ...]] = []
         for run in runs:
@@ -188,16 +259,12 @@ def _passes(
             if cut and run is runs[-1]:
                 of_process.append(tuple(run[-cut:]))
             elif cut:
-                rest += cut
+                left_out["of incomplete passes"] += cut
         tokens, count = of_process[0][0].shape if of_process else (0, 0)
         if len(of_process) > 1 and tokens <= WARM_UP and count == 1:
-            warm_up += len(of_process.pop(0))
+            left_out["of a warm-up"] += len(of_process.pop(0))
         passes += of_process
-    return (
-        passes,
-        {"of a warm-up": warm_up} if warm_up else {},
-        {"of incomplete passes": rest} if rest else {},
-    )
+    return passes
 
 
 def _layer_count(processes: list[list[list[_Call]]]) -> int:
@@ -212,10 +279,13 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
 
 
 def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
-    """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
-    rise.
+    """The same.  ValueError if an output does not have its shape, the bounds of sequences do not
+    rise, or an argument is no tensor and no finite number; a limit may be infinite.
     """
-    sequences(1, inputs.length, inputs.cu_seqlens)
+    spans_of(inputs)
+    for name, value in vars(inputs).items():
+        if not isinstance(value, torch.Tensor | tuple | None) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
     forms = operators.get(inputs.operator).oracle.forms(inputs)
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
         if tuple(tensor.shape) != tuple(form.shape):
@@ -229,17 +299,17 @@ def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) 
     return inputs, output, tuple(slots.tolist())
 
 
-def _reading(path: Path, load: Callable[[], T]) -> T:
-    """What `load` returns, with BadInputError that names the path for all that is wrong with its
+def _reading(path: Path, read: Callable[..., T], *arguments: object) -> T:
+    """What `read` returns, with BadInputError that names the path for all that is wrong with its
     files.
     """
     try:
-        return load()
+        return read(path, *arguments)
     except (SsdprofError, MemoryError):
         raise
-    except Exception as error:  # of any class: torch's reader checks little of what it reads
+    except Exception as error:  # of any class: the files may hold anything
         raise BadInputError(
-            f"The recorded call {path} cannot be used: {library_message(error)}.", _AGAIN
+            f"The recording's {path} cannot be used: {library_message(error)}.", _AGAIN
         ) from error
 
 
@@ -247,13 +317,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room
     for it twice.
     """
-    size, room = regular(file, math.inf).stat().st_size, host_memory()
-    if 2 * size > room:
-        raise MissingCapabilityError(
-            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
-            "twice.",
-            "Record with a smaller pool of states, or read it on a larger machine.",
-        )
+    _check_room(file, regular(file, math.inf).stat().st_size)
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -263,12 +327,25 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     return content
 
 
+def _check_room(file: Path, size: int) -> None:
+    if 2 * size > (room := host_memory()):
+        raise MissingCapabilityError(
+            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
+            "twice.",
+            "Record with a smaller pool of states, or read it on a larger machine.",
+        )
+
+
 # --- FlashInfer's recorder
+
+
+# by function of FlashInfer: the operator, and what makes its inputs and output of a call
+_Known: TypeAlias = "dict[str, tuple[str, Callable[..., Any]]]"
 
 
 def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """The calls of known functions in order, the numbers of others, and the version."""
-    known: dict[str, tuple[str, Callable[..., Any]]] = {}
+    known: _Known = {}
     for name in operators.names():
         recorded = operators.get(name).binding.recorded
         known |= {function: (name, read) for function, read in recorded.items()}
@@ -276,49 +353,47 @@ def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     others: Counter[str] = Counter()
     versions: dict[str, None] = {}
     for file in sorted(folder.glob("*_call*/metadata.jsonl")):
-        try:
-            text = (
-                regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
-            )
-            metadata = parse_json(text)
-            function = metadata["function_name"]
-            process = int(metadata["process_id"])
-            number = int(metadata["call_sequence"])
-            if function not in known or metadata.get("graph_capture"):
-                others[f"of {function}" if function not in known else "inside CUDA graphs"] += 1
-                continue
-            names = _names(metadata["function_signature"])
-            details = {
-                _argument(key, names): value["shape"]
-                for key, value in metadata["tensor_details"].items()
-                if not key.startswith("result")
-            }
-            operator, read = known[function]
-            shape = int(details["q"][0]), int(details["cu_seqlens"][0]) - 1
-            scalars = {
-                _argument(key, names): value for key, value in metadata["input_metadata"].items()
-            }
-        except SsdprofError:
-            raise
-        except Exception as error:  # of any class: the file may hold anything
-            why = library_message(error)
-            raise BadInputError(
-                f"{file} is not what FlashInfer's recorder writes: {why}.", _AGAIN
-            ) from error
-        versions[str(metadata.get("versions", {}).get("flashinfer", "of unknown version"))] = None
-        load = partial(_load_flashinfer, file.parent, read, names, scalars)
-        call = _Call(
-            operator=operator,
-            process=str(process),
-            shape=shape,
-            identity=text,
-            load=partial(_reading, file.parent, load),
-        )
-        calls.append(((process, number), call))
+        order, version, call = _reading(file, _flashinfer_call, known)
+        if isinstance(call, str):
+            others[call] += 1
+        else:
+            versions[version] = None
+            calls.append((order, call))
     if not calls and not others:
         raise BadInputError(f"{folder} holds no recording of FlashInfer.", _AGAIN)
     calls.sort(key=itemgetter(0))
     return [call for _, call in calls], others, f"FlashInfer {', '.join(versions)}"
+
+
+def _flashinfer_call(file: Path, known: _Known) -> tuple[tuple[int, int], str, _Call | str]:
+    """Process and number, version, and the call, or what kind of call cannot be replayed.  Raises
+    errors of any class.
+    """
+    text = regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
+    metadata = parse_json(text)
+    function, process = metadata["function_name"], int(metadata["process_id"])
+    order = process, int(metadata["call_sequence"])
+    version = str(metadata.get("versions", {}).get("flashinfer", "of unknown version"))
+    if function not in known:
+        return order, version, f"of {function}"
+    if metadata.get("graph_capture"):
+        return order, version, "inside CUDA graphs"
+    operator, read = known[function]
+    names = _names(metadata["function_signature"])
+    shapes = {
+        _argument(key, names): value["shape"]
+        for key, value in metadata["tensor_details"].items()
+        if not key.startswith("result")
+    }
+    scalars = {_argument(key, names): value for key, value in metadata["input_metadata"].items()}
+    call = _Call(
+        operator=operator,
+        process=str(process),
+        shape=(int(shapes["q"][0]), int(shapes["cu_seqlens"][0]) - 1),
+        identity=text,
+        load=partial(_reading, file.parent, _load_flashinfer, read, names, scalars),
+    )
+    return order, version, call
 
 
 def _names(signature: str) -> list[str]:
@@ -356,41 +431,58 @@ def _load_flashinfer(
 
 
 def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """As `_flashinfer`."""
-    path = folder / MANIFEST
-    try:
-        description = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
-        operator = description["operator"]
-        source, arguments = (
-            str(description.get("source", "a server")),
-            dict(description.get("arguments", {})),
-        )
-        if operator not in operators.names():
-            raise ValueError(f"there is no operator {operator!r}")
-    except Exception as error:  # of any class: the file may hold anything
-        raise BadInputError(f"{path} cannot be used: {library_message(error)}.", _AGAIN) from error
-    kind = operators.get(operator)
-    calls = []
-    for file in sorted(folder.glob("*_*.safetensors")):
-        first = kind.inputs.FIRST
-
-        def shape(file: Path = file, first: str = first) -> tuple[int, int]:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                packed = "cu_seqlens" in opened.keys()  # noqa: SIM118
-                bounds = opened.get_slice("cu_seqlens").get_shape()[0] - 1 if packed else 1
-                return opened.get_slice(first).get_shape()[1], bounds
-
-        load = partial(_load_safetensors, file, operator, arguments)
+    """As `_flashinfer`.  Files that say nothing of themselves are as `recording.json` says."""
+    files = sorted(folder.glob("*_*.safetensors"))
+    texts = [_reading(file, _text_of_call) for file in files]
+    described: dict[str, Any] = {}
+    if not all(texts) or not files:
+        described = _reading(folder / MANIFEST, _description)
+    calls, sources = [], dict.fromkeys([str(described["source"])] if described else [])
+    for file, text in zip(files, texts, strict=True):
+        call = _reading(file, partial(_described, text=text)) if text else described
+        operator, arguments = call["operator"], dict(call.get("arguments", {}))
+        sources[call["source"]] = None
         calls.append(
             _Call(
                 operator=operator,
                 process=file.stem.rpartition("_")[0],
-                shape=_reading(file, shape),
-                identity=f"{file.name} {json.dumps(description)}",
-                load=partial(_reading, file, load),
+                shape=_reading(file, _shape, operators.get(operator).inputs.FIRST),
+                identity=f"{file.name} {operator} {call['source']} {arguments}",
+                load=partial(_reading, file, _load_safetensors, operator, arguments),
+                layer=str(call.get("layer", "")),
+                number=call.get("number"),
             )
         )
-    return calls, Counter(), source
+    return calls, Counter(), words(sources)
+
+
+def _text_of_call(file: Path) -> str:
+    """What a file says of its call, in JSON; empty if nothing."""
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        metadata: dict[str, str] = opened.metadata() or {}
+    return metadata.get("call", "")
+
+
+def _description(path: Path) -> dict[str, Any]:
+    return _described(path, text=regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+
+
+def _described(_path: Path, *, text: str) -> dict[str, Any]:
+    """Operator, source, scalar arguments, and perhaps the layer and the number of its calls before.
+    Raises errors of any class.
+    """
+    description = parse_json(text)
+    if description["operator"] not in operators.names():
+        raise ValueError(f"there is no operator {description['operator']!r}")
+    return {"source": "a server", **description}
+
+
+def _shape(file: Path, first: str) -> tuple[int, int]:
+    """Tokens and sequences, from the header.  first: an input of the operator that has both."""
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        packed = "cu_seqlens" in opened.keys()  # noqa: SIM118
+        sequences = opened.get_slice("cu_seqlens").get_shape()[0] - 1 if packed else 1
+        return opened.get_slice(first).get_shape()[1], sequences
 
 
 def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:
@@ -407,4 +499,129 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
         if inputs.values.shape[0] != 1:
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
         inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
-    return _checked(inputs, output if len(output) == 2 else None, slots)
+    call = _checked(inputs, output if len(output) == 2 else None, slots)
+    return _side_by_side(*call) if inputs.state_every else call
+
+
+def _side_by_side(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
+    """A verification with as many tokens of each sequence as a batch, of which also kernels that
+    return final states alone compute a state after each token.
+    """
+    assert inputs.cu_seqlens is not None
+    lengths = set(inputs.cu_seqlens.diff().tolist())
+    if len(lengths) > 1:
+        return inputs, served, slots
+    rows = (inputs.sequences, *lengths)
+    positional = operators.get(inputs.operator).binding.positional(inputs)
+    batch = {name: tensor.reshape(*rows, *tensor.shape[2:]) for name, tensor in positional.items()}
+    if served:
+        out, states = served
+        served = out.reshape(*rows, *out.shape[2:]), states
+    return replace(inputs, **batch, cu_seqlens=None), served, slots
+
+
+# --- definitions and workloads of flashinfer-bench
+
+
+def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
+    """As `_flashinfer`."""
+    files = sorted((folder / "definitions").rglob("*.json"))
+    documents = dict(_reading(file, _definition) for file in files)
+    entries: list[_Call | str] = []
+    for file in sorted((folder / "workloads").rglob("*.jsonl")):
+        entries += _reading(file, _workloads, folder, documents)
+    if not entries:
+        raise BadInputError(f"{folder} holds no workloads of flashinfer-bench.", _AGAIN)
+    others = Counter(entry for entry in entries if isinstance(entry, str))
+    calls = [entry for entry in entries if isinstance(entry, _Call)]
+    return calls, others, "flashinfer-bench"
+
+
+def _definition(file: Path) -> tuple[str, Document]:
+    """By its name.  Raises errors of any class."""
+    document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
+    return str(document["name"]), document
+
+
+def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list[_Call | str]:
+    """A line each: the call, or what call has no counterpart.  Raises errors of any class."""
+    entries: list[_Call | str] = []
+    for line in regular(file).read_text(encoding="utf-8").splitlines():
+        entry = parse_json(line)
+        name, workload = entry["definition"], entry["workload"]
+        document = documents[name]
+        known = [pair for pair in operators.definitions() if pair[1].defines(document)]
+        entries += [] if known else [f"of {name}"]
+        for operator, definition in known:
+            sizes = _sizes(document, workload)
+            tokens = math.prod(sizes[axis] for axis in definition.tokens)
+            sequences = sizes[definition.sequences]
+            if not (0 < tokens <= LONGEST_SEQLEN and 0 < sequences <= LONGEST_SEQLEN):
+                raise ValueError(f"{tokens:,} tokens of {sequences:,} sequences are no call")
+            load = partial(
+                _reading, file, _load_workload, folder, definition.read, document, workload
+            )
+            call = _Call(
+                operator=operator.name,
+                process="",
+                shape=(tokens, sequences),
+                identity=line,
+                load=load,
+                layer=printable(f"{name} {workload['uuid']}"),
+                number=1,  # nothing is known of calls before it
+            )
+            entries.append(call)
+    return entries
+
+
+def _sizes(document: Document, workload: Document) -> dict[str, int]:
+    """Axis -> its size."""
+    return {
+        axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
+        for axis, form in document["axes"].items()
+    }
+
+
+def _load_workload(
+    file: Path, folder: Path, read: Callable[..., Inputs], document: Document, workload: Document
+) -> Recorded:
+    """A call whose tensors have the shapes and dtypes of its definition."""
+    values: Document = {}
+    sizes = _sizes(document, workload)
+    for name, form in document["inputs"].items():
+        source = workload["inputs"].get(name, {"type": "random"})
+        if source["type"] == "scalar":
+            values[name] = source["value"]
+            continue
+        shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
+        if source["type"] == "random":
+            _check_room(file, 8 * math.prod(shape))
+            tensor = _drawn(f"{workload['uuid']} {name}", shape, dtype)
+        else:
+            path = (folder / source["path"]).resolve()
+            if not path.is_relative_to(folder.resolve()):
+                raise ValueError(f"{source['path']} is outside of the folder")
+            with safe_open(regular(path, math.inf), framework="pt", device="cpu") as opened:
+                tensor = opened.get_tensor(source["tensor_key"])
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
+        values[name] = tensor
+    return _checked(read(**values), None, None)
+
+
+def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The same for each name: normal, q and k of length 1, with which states stay finite."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"random integers are no {name.split()[-1]}")
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    if name.endswith((" q", " k")):
+        values = torch.nn.functional.normalize(values, dim=-1)
+    return values.to(dtype)
+
+
+_READERS = {
+    "flashinfer": _flashinfer,
+    "flashinfer-bench": _flashinfer_bench,
+    "safetensors": _safetensors,
+}

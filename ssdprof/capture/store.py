@@ -45,7 +45,7 @@ from ssdprof.core.target import (
 )
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
 from ssdprof.files import LOCK, check_writable, locked, put, uninterrupted
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.operators.tensors import dtype_named, stored_dtype_name
 
 _SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
@@ -170,7 +170,6 @@ class CaptureWriter:
             name: TensorRecord(
                 shape=tuple(tensor.shape),
                 dtype=stored_dtype_name(tensor.dtype),
-                model_strides=captured.model_strides.get(name, tensor.stride()),
                 sha256=_sha256(tensor),
             )
             for name, tensor in stored.items()
@@ -191,6 +190,7 @@ class CaptureWriter:
             served={name: records[name] for name in served},
             remark=captured.remark,
             slots=captured.slots,
+            gap=captured.gap,
             scalars=scalars,
             scalars_sha256=scalars_hash(scalars),
         )
@@ -261,7 +261,7 @@ def read_layer(
         if inputs.length != capture.seqlen:
             raise ValueError(f"it does not have {capture.seqlen:,} tokens")
         # kernels do not check the values, and would read out of bounds
-        sequences(1, capture.seqlen, tensors.get("cu_seqlens"))
+        spans_of(inputs)
     except (TypeError, ValueError) as error:
         raise BadInputError(
             f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN
@@ -269,9 +269,9 @@ def read_layer(
     return CapturedLayer(
         layer=capture.layer,
         inputs=token_major(inputs, device),
-        model_strides={name: record.model_strides for name, record in capture.tensors.items()},
         remark=capture.remark,
         slots=capture.slots,
+        gap=capture.gap,
         call=capture.call,
         served=(served[0], served[1]) if len(served) == 2 else None,
     )

@@ -103,7 +103,12 @@ def build_prompt(
             "--prompt-file and another kind of prompt cannot be combined.",
             "Give --prompt-file alone.",
         )
-    tokenizer = None if tokenizer_folder is None else _load(tokenizer_folder)
+    if tokenizer_folder is None:
+        tokenizer = None
+        tokenizer_words = f"none, {vocab_size or 0:,} tokens"
+    else:
+        tokenizer = _load(tokenizer_folder)
+        tokenizer_words = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
     lengths = tuple(packed) or (seqlen,) * batch
     if kind == "random":
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
@@ -112,27 +117,29 @@ def build_prompt(
             "model, and so the accuracy, are not those of text"
         )
     elif tokenizer is None:
-        raise BadInputError(
-            f"The checkpoint's tokenizer is of a kind that ssdprof does not read: {unread}; it "
-            "runs no remote code."
-            if unread
-            else "The checkpoint has no tokenizer.",
-            "Name one with --tokenizer, or take random tokens: --prompt random.",
-        )
+        raise _no_tokenizer(unread)
     else:
         ids, source = _text_ids(tokenizer, file, lengths)
-    vocabulary = f"none, {vocab_size or 0:,} tokens"
-    if tokenizer_folder and tokenizer is not None:
-        vocabulary = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
     prompt = Prompt(
         kind=kind,
         source=source,
-        tokenizer=vocabulary,
+        tokenizer=tokenizer_words,
         seqlen=seqlen,
         batch=batch,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
     )
     return ids.view(batch, seqlen), prompt
+
+
+def _no_tokenizer(unread: str) -> BadInputError:
+    """The error for a text without a tokenizer to encode it.  unread: see `build_prompt`."""
+    what = "The checkpoint has no tokenizer."
+    if unread:
+        what = (
+            f"The checkpoint's tokenizer is of a kind that ssdprof does not read: {unread}; it "
+            "runs no remote code."
+        )
+    return BadInputError(what, "Name one with --tokenizer, or take random tokens: --prompt random.")
 
 
 def _identified(folder: Path, tokenizer: Tokenizer) -> str:
@@ -172,20 +179,17 @@ def _random_ids(
     """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size`
     ids.
     """
-    vocabulary = torch.arange(vocab_size or 0)
+    vocabulary: Sequence[int] = range(vocab_size or 0)  # no table: a config may say any number
     if tokenizer is not None:
         with refusals("the tokenizer", _AGAIN):
-            vocabulary = torch.tensor(
-                sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
-            )
-    if not len(vocabulary):
+            vocabulary = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
+    if not vocabulary:
         raise BadInputError(
             "There is no vocabulary to draw random tokens from.",
             "Name a tokenizer with --tokenizer.",
         )
-    return vocabulary[
-        torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))
-    ]
+    drawn = torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))
+    return torch.tensor([vocabulary[index] for index in drawn.tolist()])
 
 
 def _first_ids(

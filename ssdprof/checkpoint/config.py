@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
-from ssdprof.core.target import DECODED_ON_LOAD
 from ssdprof.errors import BadInputError, library_message
 from ssdprof.files import read_object
 
@@ -35,9 +34,11 @@ _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
 # Remote code; a part that is not loaded; labels of a classifier, from which transformers makes
-# tables of any length.  The kernels of attention, which need not be installed here.
+# tables of any length.  The kernels of attention, which need not be installed here.  What the
+# config says of a quantisation, which the weights may not have.
 _DROPPED = (
     "auto_map",
+    "quantization_config",
     "vision_config",
     "num_labels",
     "id2label",
@@ -240,14 +241,10 @@ def refuse_quantization(codes: object, label: str) -> BadInputError:
 
 
 def cut_config(
-    config: ModelConfig,
-    depth: int | None = None,
-    *,
-    dtype: str | None = None,
-    quantization: str | None = None,
+    config: ModelConfig, depth: int | None = None, *, dtype: str | None = None
 ) -> ModelConfig:
     """A language model's config with its first `depth` decoder layers only (all for None), as
-    transformers reads it.
+    transformers reads it, for plain weights.
 
     dtype: in which its weights are loaded, named as in torch; None: what the config says of it, if
     anything.
@@ -270,10 +267,6 @@ def cut_config(
     if config.get("time_step_limit", ()) is None:
         # some model definitions refuse null; a missing key means no limit
         del config["time_step_limit"]
-    if quantization in DECODED_ON_LOAD:
-        # Decode to 16 bit on load: the operator's inputs then do not depend on the fp8 matmul of
-        # this GPU.
-        config["quantization_config"] = {**config["quantization_config"], "dequantize": True}
     return config
 
 

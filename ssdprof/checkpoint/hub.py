@@ -14,9 +14,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
@@ -81,6 +81,7 @@ except ValueError as error:
     raise _bad_settings(library_message(error)) from error
 
 T = TypeVar("T")
+P = ParamSpec("P")
 CONFIG = "config.json"
 _ADDRESS = "An address has the form https://huggingface.co/org/name."
 TOKENIZER_FILES = (
@@ -239,7 +240,8 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
             raise BadInputError(f"{library_message(error)}.", _ADDRESS) from None
         if address.type != "model":
             raise BadInputError(f"{typed} is not the address of a model.", _ADDRESS)
-        repo_id, named = address.id, address.revision
+        repo_id = address.id
+        named = address.revision
     else:
         repo_id, _, at = typed.partition("@")
         named = at or None
@@ -273,10 +275,8 @@ class HubRepo(Source):
                     # Ask once: without a network, the client tries for 24 s to get a file that is
                     # not cached.
                     url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
-                    _resumed(partial(self._api.get_hf_file_metadata, url=url))
-                path = Path(
-                    _resumed(partial(self._api.hf_hub_download, repo_id, first, revision=revision))
-                )
+                    _resumed(self._api.get_hf_file_metadata, url=url)
+                path = Path(_resumed(self._api.hf_hub_download, repo_id, first, revision=revision))
             except errors.RemoteEntryNotFoundError:
                 raise BadInputError(
                     f"{repo_id} has no {first}.",
@@ -297,12 +297,7 @@ class HubRepo(Source):
         with _hub_errors(self.label, self.revision):
             try:
                 info = _resumed(
-                    partial(
-                        self._api.model_info,
-                        self.label,
-                        revision=self.revision,
-                        files_metadata=True,
-                    )
+                    self._api.model_info, self.label, revision=self.revision, files_metadata=True
                 )
             except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
@@ -317,9 +312,7 @@ class HubRepo(Source):
     def path(self, name: str) -> Path:
         if not self.cached(name):
             with _hub_errors(self.label, self.revision, name):
-                _resumed(
-                    partial(self._api.hf_hub_download, self.label, name, revision=self.revision)
-                )
+                _resumed(self._api.hf_hub_download, self.label, name, revision=self.revision)
         return self.folder / name
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
@@ -328,13 +321,8 @@ class HubRepo(Source):
             return super()._read_header(name)
         try:
             with _hub_errors(self.label, self.revision, name):
-                ask = partial(
-                    self._api.parse_safetensors_file_metadata,
-                    self.label,
-                    name,
-                    revision=self.revision,
-                )
-                return _resumed(ask).tensors
+                ask = self._api.parse_safetensors_file_metadata
+                return _resumed(ask, self.label, name, revision=self.revision).tensors
         except errors.SafetensorsParsingError as error:
             raise ModelUnavailableError(
                 f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.",
@@ -363,24 +351,25 @@ def api() -> HfApi:
 
 def _masked(record: logging.LogRecord) -> bool:
     """Its warnings quote addresses, which may hold a password."""
-    record.msg, record.args = masked(record.getMessage()), ()
+    record.msg = masked(record.getMessage())
+    record.args = ()
     return True
 
 
-def _resumed(ask: Callable[[], T]) -> T:
+def _resumed(ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     """The result of `ask`, repeated if the connection drops between two requests, which the client
     does not retry.
     """
     for _ in range(ATTEMPTS - 1):
         try:
-            return ask()
+            return ask(*arguments, **options)
         except errors.HfHubHTTPError:  # the server has answered
             raise
         except TRANSPORT_ERROR as error:
             if type(error).__name__ in NOBODY_THERE:
                 raise
             time.sleep(PAUSE_S)
-    return ask()
+    return ask(*arguments, **options)
 
 
 # --- errors of the client, in the user's words
@@ -405,32 +394,18 @@ def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[
 
 def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
     """A class is tried before those that it is derived from."""
-    text, token = library_message(error), get_token()
-    kind: type[SsdprofError] = ModelUnavailableError
+    text = library_message(error)
     match error:
-        case errors.GatedRepoError():
-            state = (
-                "your token's account is not on the list." if token else "you are not logged in."
-            )
-            what = f"{repo_id} is gated: its owner must grant you access, and {state}"
-            hint = (
-                f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set "
-                "HF_TOKEN."
-            )
+        case errors.RepositoryNotFoundError():
+            return _no_access(repo_id, is_gated=isinstance(error, errors.GatedRepoError))
         case errors.RevisionNotFoundError():
             what = f"{repo_id} has no revision {shown(revision or 'main')}."
             hint = _revisions_hint(repo_id)
-        case errors.RepositoryNotFoundError():
-            what = f"There is no repo {repo_id} on the hub, or it is private."
-            do = (
-                "the token's account must be allowed to read it."
-                if token
-                else "run `hf auth login` or set HF_TOKEN."
-            )
-            hint = f"If it is private, {do}"
         case errors.HFValidationError():
-            kind, what = BadInputError, f"{shown(repo_id)} is neither a hub id nor a folder."
-            hint = "A hub id has the form org/name; a folder must exist."
+            return BadInputError(
+                f"{shown(repo_id)} is neither a hub id nor a folder.",
+                "A hub id has the form org/name; a folder must exist.",
+            )
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             return _out_of_reach(repo_id, error.__cause__)
         case errors.HfHubHTTPError():
@@ -438,10 +413,10 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             what = f"The hub answered {status} for {f'{repo_id}/{file}'.rstrip('/')}."
             hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
         case ImportError():
-            kind, what = MissingCapabilityError, f"The hub's client lacks a package: {text}."
-            hint = (
+            return MissingCapabilityError(
+                f"The hub's client lacks a package: {text}.",
                 "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or "
-                "HTTP_PROXY."
+                "HTTP_PROXY.",
             )
         case ValueError():
             return _bad_settings(text)
@@ -462,7 +437,25 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
                 "Check the network and SSL_CERT_FILE, and run the same command again: complete "
                 "files are kept."
             )
-    return kind(what, hint)
+    return ModelUnavailableError(what, hint)
+
+
+def _no_access(repo_id: str, *, is_gated: bool) -> ModelUnavailableError:
+    """The error for a repo that is not there, or not for this user."""
+    token = get_token()
+    if is_gated:
+        state = "your token's account is not on the list." if token else "you are not logged in."
+        return ModelUnavailableError(
+            f"{repo_id} is gated: its owner must grant you access, and {state}",
+            f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set "
+            "HF_TOKEN.",
+        )
+    remedy = "run `hf auth login` or set HF_TOKEN."
+    if token:
+        remedy = "the token's account must be allowed to read it."
+    return ModelUnavailableError(
+        f"There is no repo {repo_id} on the hub, or it is private.", f"If it is private, {remedy}"
+    )
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:
@@ -474,26 +467,21 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
     elif isinstance(cause, errors.HfHubHTTPError):
         why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
-        why = f"the hub at {api().endpoint} cannot be reached" + (
-            f": {library_message(cause)}" if cause else ""
-        )
+        reason = f": {library_message(cause)}" if cause else ""
+        why = f"the hub at {api().endpoint} cannot be reached{reason}"
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
         cached = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")[:20]
     except errors.CacheNotFound:
         cached = []
-    what = (
-        f"{repo_id} is only partly in the cache"
-        if repo_id in cached
-        else f"{repo_id} is not in the cache"
-    )
+    where = "only partly" if repo_id in cached else "not"
     remedy = "unset HF_HUB_OFFLINE" if is_offline_mode() else "check the network"
     hint = (
         f"In the cache: {', '.join(cached)}."
         if cached
         else f"The cache is empty: {remedy}, or use demo."
     )
-    return ModelUnavailableError(f"{what}, and {why}.", hint)
+    return ModelUnavailableError(f"{repo_id} is {where} in the cache, and {why}.", hint)
 
 
 def _revisions_hint(repo_id: str) -> str:

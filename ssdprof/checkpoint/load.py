@@ -1,13 +1,15 @@
-"""Fetches a checkpoint's files, checks them, and loads the model from them."""
+"""Fetches a checkpoint's files, checks them, and loads the model from them, on several devices if
+it does not fit on one.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 import shutil
 import tempfile
+import warnings
 import weakref
 import zipfile
 from collections import Counter
@@ -23,11 +25,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ssdprof.checkpoint import accelerate
 from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
 from ssdprof.checkpoint.meta import (
-    Destination,
-    build,
+    Destinations,
     destinations,
     missing,
     quiet_transformers,
@@ -35,16 +37,22 @@ from ssdprof.checkpoint.meta import (
 )
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
-from ssdprof.checkpoint.weights import INDEX
-from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef
+from ssdprof.checkpoint.weights import FLOATS, INDEX, layer_index
+from ssdprof.core.target import DECODED_ON_LOAD, Allocation
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
-Shapes = Mapping[str, tuple[int, ...]]  # by stored key
+Stored = Mapping[str, TensorInfo]  # weights by their stored key
+# renamings of stored keys that transformers does not know, and where each weight goes
+Fit = tuple[dict[str, str], Destinations]
+Device = int | str  # the index of a GPU, "cpu" or "disk"
+DeviceMap = Mapping[str, Device]  # of each module and its submodules, by path
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
 # of classifiers
@@ -52,28 +60,28 @@ _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|
 _MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT = ("F32", "F64")
+# GPTQ's and AWQ's first releases described the weights in a file of its own
+_QUANTISERS = ("quantize_config.json", "quant_config.json")
 # are computed in fp32 if they are stored so in a checkpoint of 16-bit weights
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
 @dataclass(eq=False)
 class LocalCheckpoint:
-    """A checkpoint on this machine, cut to its first `depth` decoder layers.
+    """A checkpoint on this machine, cut to its first decoder layers.
 
     folder: loads with stock transformers, except for the original format, which `load_model` reads.
     Its config names no remote code and no vision tower.  It is temporary and goes when this object
     does.
-    head: whether the language-model head is part of it.
-    tensors: the needed weights as stored, by name; None for a pickle, which has no header.
-    spare: files of weights that the index does not name.
+    empty: its model on the meta device, with the language-model head if that is part of it.
+    fit: of its weights, and tensors: their headers; None for a pickle, which has no header.
     """
 
-    ref: CheckpointRef
+    model: Model
     folder: Path
-    depth: int
-    head: bool = False
-    tensors: dict[str, TensorInfo] | None = None
-    spare: tuple[str, ...] = ()
+    empty: PreTrainedModel
+    fit: Fit | None
+    tensors: Stored | None = None
 
 
 def fetch_tokenizer(model: Model) -> Source | None:
@@ -101,28 +109,28 @@ def fetch(
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: transformers cannot use the config, which is raised before any large download; or
-    the weights are codes, and the config names no quantisation.
+    BadInputError: transformers cannot use the config, or the weights do not fit it, both of which
+    are raised before any large download.
     ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that
     it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
-    depth, repo_id, weights = model.depth(deepest_layer), model.source.label, model.weights
+    repo_id = model.source.label
+    weights = model.part(deepest_layer, head=head)
     try:
-        local = LocalCheckpoint(model.ref, Path(tempfile.mkdtemp(prefix="ssdprof-")), depth, head)
+        empty, fit = _check_fit(model, deepest_layer, head=head)
+        folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
+        local = LocalCheckpoint(model, folder, empty, fit)
         weakref.finalize(local, shutil.rmtree, local.folder, ignore_errors=True)
-        config = model.load_config(depth, model.dtype)
+        config = model.load_config(weights.depth, model.dtype)
         # Infinities as the checkpoints write them
         (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        build(config, repo_id)  # refuse an unusable config before the download
         files, size = check_space(model, deepest_layer, head=head)
         if files and progress is not None:
             progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
 
-        paths = {name: model.source.path(name) for name in weights.files(depth, head=head)}
-        local.tensors = None if weights.pickled else weights.tensors(depth, head=head)
-        local.spare = weights.outside_index()
-        model.refuse_codes(deepest_layer, head=head)
+        paths = {name: model.source.path(name) for name in weights.files}
+        local.tensors = None if weights.pickled else weights.tensors
         for name, path in paths.items():
             target = local.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +140,7 @@ def fetch(
             else:
                 target.symlink_to(path.resolve())
         if weights.shards is not None:
-            index = {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)}
+            index = {"metadata": {}, "weight_map": weights.needed_shards}
             (local.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     except OSError as error:
         raise MissingCapabilityError(
@@ -157,27 +165,36 @@ def check_space(
 
     MissingCapabilityError unless the hub's cache has room for them.
     """
-    missing = [file for file in model.files(deepest_layer, head=head) if not file.cached]
-    need = sum(file.size_bytes for file in missing)
-    if missing and isinstance(model.source, HubRepo):
+    to_download = [file for file in model.files(deepest_layer, head=head) if not file.cached]
+    need = sum(file.size_bytes for file in to_download)
+    if to_download and isinstance(model.source, HubRepo):
         model.source.check_space(need)
-    return len(missing), need
+    return len(to_download), need
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
-    """Raise in advance what `fetch` and `load_model` raise without room, or for weights that do not
-    fit the config.
+    """Raise before a download what `fetch` and `load_model` would raise: no room, or weights that
+    do not fit the config.
 
-    What is here already is loaded, without its values.
+    If all files are here, loads the model on the meta device; else, and if it is quantised, reads
+    the headers of its files only.
     """
-    missing, _ = check_space(model, deepest_layer, head=head)
-    if not missing and model.quantization is None:
+    file_count, _ = check_space(model, deepest_layer, head=head)
+    if file_count or model.quantization is not None:
+        _check_fit(model, deepest_layer, head=head)
+    else:
         load_model(fetch(model, deepest_layer=deepest_layer, head=head), device="meta")
-    elif not model.weights.pickled:
-        empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
-        tensors = model.weights.tensors(model.depth(deepest_layer), head=head)
-        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        _fit(model.ref, shapes, empty, model.weights.outside_index())
+
+
+def _check_fit(
+    model: Model, deepest_layer: int | None, *, head: bool
+) -> tuple[PreTrainedModel, Fit | None]:
+    """The model on the meta device, and how the weights fit it by their headers; None for a pickle.
+    Raises for a config that transformers cannot use, and for weights that do not fit it.
+    """
+    empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
+    weights = model.part(deepest_layer, head=head)
+    return empty, None if weights.pickled else _fit(model, weights.tensors, empty)
 
 
 # --- loading
@@ -188,15 +205,14 @@ def load_model(
     *,
     device: torch.device | str,
     dtype: DType = "auto",
-    device_map: Mapping[str, int | str] | None = None,
+    device_map: DeviceMap | None = None,
 ) -> PreTrainedModel:
-    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`, in eval
-    mode.
+    """The checkpoint's base model with the decoder layers of `local`, on `device`, in eval mode.
 
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `devices.infer`; None: `device`.  Weights on the
+    device_map: the place of every module, from `infer_devices`; None: `device`.  Weights on the
     disk
         are read from `local` as long as the model runs.
 
@@ -206,75 +222,120 @@ def load_model(
     """
     device = torch.device(device)
     with quiet_transformers():
-        empty = build(
-            json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head
-        )
         # With a map, weights are moved to the GPU one by one, without a complete copy in host
         # memory.
         if device_map is not None:
-            return _load(local, empty, dtype, device_map).eval()
+            return _load(local, dtype, device_map).eval()
         everywhere = None if device.type == "cpu" else {"": device}
-        return _load(local, empty, dtype, everywhere).to(device).eval()
+        return _load(local, dtype, everywhere).to(device).eval()
 
 
-def _fit(
-    ref: CheckpointRef, shapes: Shapes, empty: PreTrainedModel, spare: tuple[str, ...]
-) -> tuple[dict[str, str], dict[str, Destination]]:
-    """Renamings of stored keys that transformers does not know, and where each weight goes.
+def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
+    """empty: the model on the meta device.
 
-    shapes: of the stored weights.  empty: the model on the meta device.  spare: files of weights
-    that are not read.
-
-    Raises, before anything is allocated, for a weight that is missing or of another shape, and for
-    a config that describes more parameters than the weights hold.
+    Raises, before anything is allocated, for a weight that is missing, of another shape or stored
+    as codes, and for a config that describes more parameters than the weights hold.
     """
-    names = _renamings(ref)
-    places = destinations(empty, shapes, names)
-    if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
+    label = model.source.label
+    names = _renamings(model)
+    places = destinations(empty, stored, names)
+    if model.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return names, places
-    _refuse_classifier(ref, shapes, empty)
+    _refuse_classifier(label, stored, empty)
     lost = missing(empty, places)
-    if lost and (wrappers := _wrappers(shapes.keys() - places.keys(), empty)):
+    if lost and (wrappers := _wrappers(stored.keys() - places.keys(), empty)):
         names |= wrappers
-        places = destinations(empty, shapes, names)
+        places = destinations(empty, stored, names)
         lost = missing(empty, places)
-    _refuse_missing(ref, lost, shapes.keys() - places.keys(), spare)
+    _refuse_codes(model, stored, places.keys(), lost)
+    _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
-    for key, place in sorted(places.items()):
-        parameter = parameters.get(place.names[0]) if place.whole else None
-        if parameter is not None and tuple(parameter.shape) != shapes[key]:
-            raise _other_shape(ref, key, shapes[key], parameter.shape)
+    for key, (parameter_names, whole) in sorted(places.items()):
+        parameter = parameters.get(parameter_names[0]) if whole else None
+        if parameter is not None and list(parameter.shape) != stored[key].shape:
+            raise _other_shape(label, key, stored[key].shape, parameter.shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
-    stored = sum(math.prod(shape) for shape in shapes.values())
-    if described > stored:
+    held = sum(tensor.parameter_count for tensor in stored.values())
+    if described > held:
         raise BadInputError(
-            f"The config of {ref.repo_id} describes {described} parameters in its first layers, "
-            f"but the weights hold {stored}.",
+            f"The config of {label} describes {described} parameters in its first layers, "
+            f"but the weights hold {held}.",
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
     if computed > _MOST_COMPUTED:
         raise BadInputError(
-            f"The config of {ref.repo_id} describes tables of {computed} elements in addition to "
+            f"The config of {label} describes tables of {computed} elements in addition to "
             "the weights.",
             "The config is damaged, most often in rope_parameters.",
         )
     return names, places
 
 
-def _renamings(ref: CheckpointRef) -> dict[str, str]:
+def _renamings(model: Model) -> dict[str, str]:
     """For keys that transformers does not know: ModelOpt's scales, the original embedding."""
-    names = {r"\.weight_scale$": ".weight_scale_inv"} if ref.quantization == "fp8" else {}
-    return names | ({r"\bembedding\.": "embeddings."} if ref.model_type == "mamba2" else {})
+    names = {r"\.weight_scale$": ".weight_scale_inv"} if model.quantization == "fp8" else {}
+    return names | ({r"\bembedding\.": "embeddings."} if model.model_type == "mamba2" else {})
 
 
-def _refuse_classifier(ref: CheckpointRef, keys: Iterable[str], empty: PreTrainedModel) -> None:
+def _refuse_codes(
+    model: Model, stored: Stored, known: Collection[str], lost: Iterable[str]
+) -> None:
+    """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
+    quantisation.  What is no weight of the model may be stored in anything.
+
+    known: stored keys of its parameters.  lost: parameters without one, whose codes may have
+    another name.
+    """
+    modules = {_module(name) for name in lost}
+    for name, tensor in stored.items():
+        is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
+        if not is_code or (name not in known and _module(name) not in modules):
+            continue
+        why = "its config names no quantisation"
+        hint = "Take the unquantised checkpoint."
+        described = next((file for file in _QUANTISERS if file in model.source.sizes), None)
+        if model.quantization:
+            why = f"has no {model.quantization} scale for it"
+        elif described:
+            why += f"; {described} does, in a format that ssdprof cannot load"
+        if not described:
+            hint = (
+                "Take the config.json that came with these weights, or the unquantised checkpoint."
+            )
+        raise BadInputError(
+            f"{model.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and "
+            f"{why}.",
+            hint,
+        )
+
+
+def _is_scaled(model: Model, name: str, stored: Stored) -> bool:
+    """Whether `name` is a scale, or has one from which transformers decodes it."""
+    if model.quantization is None:
+        return False
+    layer = name.removesuffix("weight")
+    scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
+    fit = any(
+        stored[scale].shape in ([], [1]) or stored[scale].shape[1:]
+        for scale in scales & stored.keys()
+    )
+    return "scale" in name or (fit and stored[name].dtype != "U8")
+
+
+def _module(name: str) -> str:
+    """What a parameter belongs to, from its layer on."""
+    path = name.rpartition(".")[0]
+    return path[max(path.find("layers."), 0) :]
+
+
+def _refuse_classifier(label: str, keys: Iterable[str], empty: PreTrainedModel) -> None:
     """BadInputError for a head that predicts no tokens where the model needs one that does."""
     heads = [key for key in keys if _OTHER_HEAD.search(key)]
     predicts = any(key.endswith(_HEAD) for key in keys)
     if heads and not predicts and empty.get_output_embeddings() is not None:
         raise BadInputError(
-            f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts "
+            f"{label} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts "
             "no tokens.",
             "Name a language model, or leave out what needs its predictions.",
         )
@@ -312,32 +373,33 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
 
 
 def _load(
-    local: LocalCheckpoint,
-    empty: PreTrainedModel,
-    dtype: DType,
-    device_map: Mapping[str, int | str | torch.device] | None,
+    local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    """empty: the model on the meta device."""
+    """See `load_model`."""
+    model = local.model
+    empty = local.empty
     kind = type(empty)
-    pickled = _pickled(local, empty) if local.tensors is None else None
-    shapes = {key: tuple(tensor.shape) for key, tensor in (pickled or local.tensors or {}).items()}
-    key_mapping, places = _fit(local.ref, shapes, empty, local.spare)
-    if pickled is None:
-        exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype in _EXACT}
-    else:
-        exact = {key for key, tensor in pickled.items() if tensor.dtype.itemsize > 2}
-    whole = [places[key].names[0] for key in exact & places.keys() if places[key].whole]
-    gates = [name for name in whole if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
+    pickled = None
+    stored = local.tensors
+    if stored is None:
+        pickled = _pickled(local)
+        stored = {key: _described(tensor) for key, tensor in pickled.items()}
+    key_mapping, places = local.fit or _fit(model, stored, empty)
+    whole = {
+        key: parameter_names[0] for key, (parameter_names, is_whole) in places.items() if is_whole
+    }
+    exact = [name for key, name in whole.items() if stored[key].dtype in _EXACT]
+    gates = [name for name in exact if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
     try:
         with (
-            refusals(f"config and weights of {local.ref.repo_id}"),
+            refusals(f"config and weights of {model.source.label}"),
             _whole_blocks(),
             _in_fp32(kind, gates),
         ):
-            model, info = kind.from_pretrained(
+            loaded, info = kind.from_pretrained(
                 local.folder if pickled is None else None,
                 config=kind.config_class.from_pretrained(local.folder),
-                state_dict=None if pickled is None else dict(pickled),
+                state_dict=pickled,
                 dtype=dtype,
                 device_map=None if device_map is None else dict(device_map),
                 offload_folder=local.folder / REWRITTEN,
@@ -348,13 +410,13 @@ def _load(
                 key_mapping=key_mapping or None,
             )
     except MissingCapabilityError as error:
-        if local.ref.quantization is not None:
+        if model.quantization is not None:
             error.hint += "  Or take the unquantised checkpoint."
         raise
-    _refuse_missing(local.ref, info["missing_keys"], shapes.keys() - places.keys(), local.spare)
-    for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise _other_shape(local.ref, name, stored, expected)
-    return model
+    _refuse_missing(model, info["missing_keys"], stored.keys() - places.keys())
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        raise _other_shape(model.source.label, name, shape, expected)
+    return loaded
 
 
 @contextmanager
@@ -382,9 +444,8 @@ def _whole_blocks() -> Iterator[None]:
     """Fills up the last FP8 block, which may be cut off: transformers would take blocks of equal
     sizes instead.
     """
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    decode = Fp8Dequantize._dequantize_one
+    kind = finegrained_fp8.Fp8Dequantize
+    decode = kind._dequantize_one
 
     def decode_blocks(
         self: Any, codes: Tensor, scales: Tensor, *rest: object, **options: object
@@ -405,11 +466,11 @@ def _whole_blocks() -> Iterator[None]:
         decoded = decode(self, padded if any(missing) else codes, scales, *rest, **options)
         return decoded[..., :rows, :columns].contiguous()
 
-    Fp8Dequantize._dequantize_one = decode_blocks
+    kind._dequantize_one = decode_blocks
     try:
         yield
     finally:
-        Fp8Dequantize._dequantize_one = decode
+        kind._dequantize_one = decode
 
 
 def unpickled(path: Path) -> Any:
@@ -421,16 +482,17 @@ def unpickled(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, Tensor]:
+def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
     """The tables of floats in a pickle by stored name.  All other entries must be no weights of
-    the model `empty`.
+    the model.
     """
     path = local.folder / PICKLE
+    label = local.model.source.label
     try:
         content = unpickled(path)
     except pickle.UnpicklingError:
         raise BadInputError(
-            f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
+            f"{PICKLE} of {label} holds more than tensors and was not executed.",
             "Do not trust this checkpoint; take its safetensors revision, often --revision "
             "refs/pr/1.",
         ) from None
@@ -440,18 +502,16 @@ def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, Tensor
     for name in entries:
         if not isinstance(name, str):
             raise BadInputError(
-                f"{PICKLE} of {local.ref.repo_id} holds an entry {shown(name)}, which is no name "
-                "of a weight.",
+                f"{PICKLE} of {label} holds an entry {shown(name)}, which is no name of a weight.",
                 "Save the model's state_dict(), or take another revision.",
             )
     weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
     others = sorted(entries.keys() - weights.keys())
-    if damaged := [*destinations(empty, others, _renamings(local.ref))] or (
+    if damaged := [*destinations(local.empty, others, _renamings(local.model))] or (
         [] if weights else others
     ):
         raise BadInputError(
-            f"{PICKLE} of {local.ref.repo_id} holds {shown(damaged[0])}, which is no table of "
-            "floats.",
+            f"{PICKLE} of {label} holds {shown(damaged[0])}, which is no table of floats.",
             "Save the model's state_dict(), fetch the checkpoint again, or take another revision.",
         )
     return weights
@@ -467,13 +527,22 @@ def _is_dense(entry: object) -> bool:
     )
 
 
-def _refuse_missing(
-    ref: CheckpointRef, lost: set[str], unused: Iterable[str], spare: tuple[str, ...]
-) -> None:
+def _described(tensor: Tensor) -> TensorInfo:
+    """As the header of a safetensors file describes it."""
+    names = {getattr(torch, name): code for code, name in FLOATS.items()}
+    code = names.get(tensor.dtype, str(tensor.dtype))
+    shape = list(tensor.shape)
+    offsets = (0, tensor.nbytes)
+    # a dtype that safetensors does not have is refused by name
+    return TensorInfo(code, shape, offsets)  # type: ignore[arg-type]
+
+
+def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None:
     """Raise for missing weights, which transformers would replace by random ones.
 
-    unused: stored keys of no parameter.  spare: files that are not read.
+    unused: stored keys of no parameter.
     """
+    label = model.source.label
     in_layers = [name for name in sorted(lost) if "layers." in name]
     for name, key in product(in_layers, sorted(unused)):
         if ".base_layer." in key and _wraps(key, name):
@@ -485,7 +554,7 @@ def _refuse_missing(
         else:
             continue
         raise BadInputError(
-            f"{ref.repo_id} has {shown(key)}, not {name}: {why}.",
+            f"{label} has {shown(key)}, not {name}: {why}.",
             "Save the model itself, by save_pretrained: merge the adapter, or save what the "
             "wrapper holds.",
         )
@@ -494,18 +563,20 @@ def _refuse_missing(
         if len(lost) == 1:
             which = f"{min(lost)} among its weights"
         error = ModelUnavailableError(
-            f"{ref.repo_id} lacks {which}.",
+            f"{label} lacks {which}.",
             "The checkpoint is incomplete, or its config describes more than it holds; fetch it "
             "again or take another revision.",
         )
-        if spare:
+        if spare := model.weights.outside_index():
             error.hint = f"The index does not name {words(spare)}.  {error.hint}"
         raise error
 
 
 def _wraps(key: str, name: str) -> bool:
-    """Whether a stored key has the path of a parameter, from its layer on, and names besides."""
-    path = iter(key.split("."))
+    """Whether a stored key has the path of a parameter, from its layer on, and names besides:
+    "model.layers.0.base_layer.norm" that of "layers.0.norm".
+    """
+    path = iter(key.split("."))  # each part is looked for behind the one before it
     return all(part in path for part in name[name.index("layers.") :].split("."))
 
 
@@ -516,10 +587,79 @@ def _place(name: str) -> tuple[list[str], str]:
 
 
 def _other_shape(
-    ref: CheckpointRef, name: str, stored: Iterable[int], expected: Iterable[int]
+    label: str, name: str, stored: Iterable[int], expected: Iterable[int]
 ) -> BadInputError:
     return BadInputError(
-        f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is {tuple(stored)} in "
+        f"The weights of {label} do not fit its config: {shown(name)} is {tuple(stored)} in "
         f"the file and {tuple(expected)} by the config.",
         "Config and weights do not belong together.",
     )
+
+
+# --- a device for each part of a model that does not fit on one device, by accelerate
+
+
+def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceMap | None:
+    """A map of `model`, on the meta device, that fills the devices of `room` in order.
+
+    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings
+    the weights of a module that lies elsewhere to the device of the first layers just before the
+    module runs there.
+
+    room: bytes for weights.  The first is where the model begins; what finds no room goes to the
+    disk if "disk" is a key, whose number is not read.  None if there is too little room, or if the
+    token embedding does not lie in the first one.
+    """
+    most = {device: size for device, size in room.items() if device != "disk"}
+    if min(most.values()) < 0:
+        return None
+    kept_whole = sorted(model._no_split_modules or ())
+    # Without a number for main memory, accelerate would take what the machine has.
+    with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
+        devices: dict[str, Device] = accelerate.infer_auto_device_map(
+            model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
+        )
+    if "disk" in devices.values() and "disk" not in room:
+        return None
+    embedding = next(
+        name for name, part in model.named_modules() if part is model.get_input_embeddings()
+    )
+    return devices if device_of(f"{embedding}.weight", devices) == next(iter(room)) else None
+
+
+def device_of(name: str, devices: DeviceMap) -> Device:
+    """Where the parameter `name` lies."""
+    while name not in devices:
+        name = name.rpartition(".")[0]
+    return devices[name]
+
+
+def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device, Allocation]:
+    """What each device holds of a model."""
+    sizes: Counter[Device] = Counter()
+    layers: dict[int, Device] = {}
+    for name, parameter in model.named_parameters():
+        device = device_of(name, devices)
+        sizes[device] += parameter.nbytes
+        if (index := layer_index(name)) is not None:
+            layers.setdefault(index, device)
+    counts = Counter(layers.values())
+    return {device: Allocation(layers=counts[device], bytes=size) for device, size in sizes.items()}
+
+
+def largest_streamed(model: PreTrainedModel, devices: DeviceMap, main: Device) -> tuple[int, int]:
+    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in
+    memory at once.
+
+    accelerate brings a module's own weights, not those of the modules in it.
+    main: the device of the first layers, which also computes the modules that are not on a GPU.
+    """
+    layers: Counter[object] = Counter()
+    modules: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        # brought to `main` for each forward call
+        if device_of(name, devices) in {"cpu", "disk"} - {main}:
+            index = layer_index(name)
+            layers[name if index is None else index] += parameter.nbytes
+            modules[name.rpartition(".")[0]] += parameter.nbytes
+    return max(layers.values(), default=0), max(modules.values(), default=0)

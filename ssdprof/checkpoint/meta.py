@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 conversion_mapping, core_model_loading = (
     lazy(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
 )
+# stored key -> names of its parameters, and whether it becomes the one parameter as it is, without
+# a conversion
+Destinations = dict[str, tuple[tuple[str, ...], bool]]
 # to find the invalid field; building a large model takes a while, even without weights
 SEARCH_S = 3.0
 
@@ -155,50 +158,43 @@ def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
     return None
 
 
-class Destination(NamedTuple):
-    """Where transformers puts a stored weight.
-
-    names: of the parameters.  whole: it becomes the one parameter as it is, without a conversion.
-    """
-
-    names: tuple[str, ...]
-    whole: bool
-
-
 def destinations(
     model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]
-) -> dict[str, Destination]:
-    """Stored key -> its parameters of `model`, by transformers' own conversions; without keys that
-    it leaves aside.
+) -> Destinations:
+    """Where transformers puts each stored weight, without keys that it leaves aside.
 
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     """
     conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
-    loading = core_model_loading
-    renamings = [step for step in conversions if isinstance(step, loading.WeightRenaming)]
-    converters = [step for step in conversions if isinstance(step, loading.WeightConverter)]
+    renamings = [
+        step for step in conversions if isinstance(step, core_model_loading.WeightRenaming)
+    ]
+    converters = [
+        step for step in conversions if isinstance(step, core_model_loading.WeightConverter)
+    ]
     targets: dict[str, list[str]] = {}
     for converter in converters:
         targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state = model.state_dict()
+    prefix = model.base_model_prefix
     known = {}
     for key in sorted(keys):
-        rename = partial(loading.rename_source_key, key)
+        rename = partial(core_model_loading.rename_source_key, key)
         name, source = rename(renamings, converters, prefix, state)
         if name not in state and key in state:
             name, source = rename([], [], prefix, state)
         if name in state:
             first, *rest = targets[source] if source else [""]
             names = (name, *(name.replace(first, other) for other in rest))
-            known[key] = Destination(names, source is None)
+            known[key] = names, source is None
     return known
 
 
-def missing(model: PreTrainedModel, found: Mapping[str, Destination]) -> set[str]:
+def missing(model: PreTrainedModel, found: Destinations) -> set[str]:
     """Parameters that no stored weight becomes.  One of those that share their weights is
     enough.
     """
-    there = set(chain.from_iterable(to.names for to in found.values()))
+    there = set(chain.from_iterable(names for names, _ in found.values()))
     shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()
@@ -262,7 +258,8 @@ def quiet_transformers() -> Iterator[None]:
     ssdprof checks.
     """
     logging: Any = transformers.logging
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.ERROR)
     logging.disable_progress_bar()
     try:

@@ -24,8 +24,8 @@ class Mixer:
     """A module that calls an operator, and the function that it calls.
 
     From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global
-    function of the
-    modeling file: a mixer is a module whose forward names that function in its bytecode.
+    function of the modeling file: a mixer is a module whose forward names that function in its
+    bytecode.
     """
 
     name: str  # path in the model that was searched

@@ -4,9 +4,9 @@ operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
 from ssdprof.checkpoint.config import ModelConfig
-from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, TensorInfo, parse_repo
+from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, parse_repo
 from ssdprof.checkpoint.names import (
     DEMO_FOLDERS,
     KNOWN,
@@ -25,7 +25,6 @@ from ssdprof.checkpoint.names import (
     shown,
 )
 from ssdprof.checkpoint.weights import (
-    FLOATS,
     INDEX,
     SINGLE,
     Weights,
@@ -46,11 +45,10 @@ if TYPE_CHECKING:
     from ssdprof.checkpoint.mixers import Mixer
 else:
     # they import torch and transformers: a wrong name or layer is refused before that
-    meta, mixers = lazy("ssdprof.checkpoint.meta"), lazy("ssdprof.checkpoint.mixers")
+    meta = lazy("ssdprof.checkpoint.meta")
+    mixers = lazy("ssdprof.checkpoint.mixers")
 
 _ADAPTER = "adapter_config.json"
-# GPTQ's and AWQ's first releases described the weights in a file of its own
-_QUANTISERS = ("quantize_config.json", "quant_config.json")
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
 
 
@@ -93,7 +91,7 @@ class Model:
         if self.weights.shards and SINGLE in self.weights.outside_index():
             yield (
                 f"{SINGLE} of {self.source.label} is not read: {INDEX} places the weights in "
-                f"{words(self.weights.files(self.layer_count))}."
+                f"{words(self.part(None).files)}."
             )
 
     @property
@@ -115,10 +113,7 @@ class Model:
         meta.check_known(self.config, self.where)
         if self.config.get("quantization_config") and self.weights.has_codes:
             meta.check_known_quantization(self.config, self.source.label)
-        plain = {
-            key: value for key, value in self.cut_config().items() if key != "quantization_config"
-        }
-        return meta.build(plain, self.source.label)
+        return meta.build(self.cut_config(), self.source.label)
 
     def cut_on_meta(
         self, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
@@ -127,11 +122,8 @@ class Model:
         Downloads nothing.
 
         dtype: of the weights, named as in torch; None: the checkpoint's own.
-
-        BadInputError for what `fetch` would refuse.
         """
         wanted = dtype or (self._dtype_by_size if self.weights.pickled else self.dtype)
-        self.refuse_codes(deepest_layer, head=head)
         config = self.load_config(self.depth(deepest_layer), wanted)
         return meta.build(config, self.source.label, head=head)
 
@@ -228,29 +220,29 @@ class Model:
             raise self._refuse_layer(
                 f"There is no layer {deepest_layer}: the model's layers are 0 to {last}."
             )
-        wanted, kinds = deepest_layer + 1, getattr(self.on_meta.config, "layer_types", None) or []
+        wanted = deepest_layer + 1
+        kinds = getattr(self.on_meta.config, "layer_types", None) or []
         if "full_attention" in kinds[wanted:] and not meta.accepts(self.cut_config(wanted)):
             return int(kinds.index("full_attention")) + 1
         return wanted
 
     def cut_config(self, depth: int | None = None, dtype: str | None = None) -> ModelConfig:
-        """The config of the first `depth` decoder layers (all for None), as transformers reads it.
-
-        dtype: in which the weights are loaded, named as in torch; None: what the config says of it,
-        if anything.
-        """
+        """See `config.cut_config`."""
         config = dict(self.config)
         if depth is not None and not any(config.get(key) for key in configs.PER_LAYER):
             # The model definition may have a list of its own, such as Zamba2's.
             whole = self.on_meta.config.to_dict()
             config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
-        return configs.cut_config(config, depth, dtype=dtype, quantization=self.named_quantization)
+        return configs.cut_config(config, depth, dtype=dtype)
 
     def load_config(self, depth: int, dtype: str | None) -> ModelConfig:
-        """`cut_config` for loading: without a quantisation that the weights do not have."""
+        """`cut_config` with the quantisation of the weights."""
         config = self.cut_config(depth, dtype)
-        if self.quantization is None:
-            config.pop("quantization_config", None)
+        if self.quantization is not None:
+            config["quantization_config"] = dict(self.config["quantization_config"])
+            if self.quantization in DECODED_ON_LOAD:
+                # To 16 bit: the operator's inputs do not depend on the fp8 matmul of this GPU.
+                config["quantization_config"]["dequantize"] = True
         return config
 
     @cached_property
@@ -258,54 +250,9 @@ class Model:
         """The files of the weights.  Reads the index, if there is one."""
         return find_weights(self.source, is_original=self.original)
 
-    def refuse_codes(self, deepest_layer: int | None, *, head: bool) -> None:
-        """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
-        quantisation.  What is no weight of the model may be stored in anything.
-        """
-        if self.weights.pickled or self.quantization not in (None, *DECODED_ON_LOAD):
-            return
-        depth = self.depth(deepest_layer)
-        stored = self.weights.tensors(depth, head=head)
-        codes = [
-            name
-            for name, tensor in stored.items()
-            if tensor.dtype not in FLOATS and not self._is_scaled(name, stored)
-        ]
-        if not codes:
-            return
-        config = self.cut_config(depth)
-        config.pop("quantization_config", None)
-        model = meta.build(config, self.source.label, head=head)
-        known = meta.destinations(model, stored, {})
-        lost = {_module(name) for name in meta.missing(model, known)}
-        for name in codes:
-            if name in known or _module(name) in lost:
-                described = next((file for file in _QUANTISERS if file in self.source.sizes), "")
-                why = "its config names no quantisation"
-                if self.quantization:
-                    why = f"has no {self.quantization} scale for it"
-                elif described:
-                    why += f"; {described} does, in a format that ssdprof cannot load"
-                raise BadInputError(
-                    f"{self.source.label} stores codes, such as {shown(name)} in "
-                    f"{stored[name].dtype}, and {why}.",
-                    "Take the unquantised checkpoint."
-                    if described
-                    else "Take the config.json that came with these weights, or the unquantised "
-                    "checkpoint.",
-                )
-
-    def _is_scaled(self, name: str, stored: Mapping[str, TensorInfo]) -> bool:
-        """Whether `name` is a scale, or has one from which transformers decodes it."""
-        if self.quantization is None:
-            return False
-        layer = name.removesuffix("weight")
-        scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
-        fit = any(
-            stored[scale].shape in ([], [1]) or stored[scale].shape[1:]
-            for scale in scales & stored.keys()
-        )
-        return "scale" in name or (fit and stored[name].dtype != "U8")
+    def part(self, deepest_layer: int | None, *, head: bool = False) -> Weights:
+        """The weights that layers 0 to `deepest_layer` need.  head: and the language-model head."""
+        return replace(self.weights, depth=self.depth(deepest_layer), head=head)
 
     @cached_property
     def dtype(self) -> str | None:
@@ -318,11 +265,7 @@ class Model:
             if (named := self.config.get(key)) is not None:
                 # transformers will say what is wrong with it
                 return named if isinstance(named, str) else None
-        return (
-            None
-            if self.weights.pickled
-            else usual_dtype(self.weights.tensors(self.depth(0)).values())
-        )
+        return None if self.weights.pickled else usual_dtype(self.part(0).tensors.values())
 
     def weight_bytes(
         self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None
@@ -335,7 +278,7 @@ class Model:
 
         Read from the headers of safetensors; for a pickle the size of the whole file.
         """
-        return self.weights.bytes(self.depth(deepest_layer), dtype or self.dtype, head=head)
+        return self.part(deepest_layer, head=head).bytes(dtype or self.dtype)
 
     @cached_property
     def tokenizer_source(self) -> Source | None:
@@ -373,7 +316,7 @@ class Model:
         Files of a tokenizer from another repo are prefixed with that repo's name.
         """
         names = [CONFIG, *([INDEX] if self.weights.shards is not None else [])]
-        names += self.weights.files(self.depth(deepest_layer), head=head)
+        names += self.part(deepest_layer, head=head).files
         planned = [self.source.planned(name) for name in names]
         if (other := self.tokenizer_source) is not None:
             prefix = "" if other is self.source else f"{other.label}/"
@@ -381,12 +324,6 @@ class Model:
                 file = other.planned(name)
                 planned.append(file.model_copy(update={"name": prefix + file.name}))
         return tuple(planned)
-
-
-def _module(name: str) -> str:
-    """What a parameter belongs to, from its layer on."""
-    path = name.rpartition(".")[0]
-    return path[max(path.find("layers."), 0) :]
 
 
 def open_model(named: str, *, revision: str | None = None, tokenizer: str | None = None) -> Model:

@@ -25,9 +25,9 @@ _CAST = FLOATS.keys() | {"F8_E4M3", "F8_E5M2"}  # on load
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+MOST_LAYERS = 1 << 16  # more than any model has
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HEAD = "lm_head."
-# Parts that are never run: image and audio towers, multi-token prediction.
 _UNUSED = re.compile(
     r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\."
 )
@@ -41,53 +41,53 @@ def layer_index(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
-    """Whether the base model with its first `depth` layers has the weight `key`.  head: include the
-    head.
-    """
-    if key.startswith(_HEAD):
-        return head
-    if _UNUSED.match(key):
-        return False
-    layer = layer_index(key)
-    return layer is None or layer < depth
-
-
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one checkpoint.
+    """The weights of one checkpoint, or those that its first decoder layers need.
 
     shards: the file of each tensor, from the index; None for a single file, whose tensors its own
     header names.
     single: that file; a pickle only in the original format.
+    depth: number of the layers; the weights outside of layers are needed too.  head: so is the
+    language-model head.
     """
 
     source: Source
     shards: Mapping[str, str] | None
     single: str | None
+    depth: int = MOST_LAYERS
+    head: bool = False
 
     @property
     def pickled(self) -> bool:
         return self.single == PICKLE
 
-    def files(self, depth: int, *, head: bool = False) -> tuple[str, ...]:
-        """The files of the first `depth` layers and of weights outside of layers, in order.  head:
-        see `is_needed`.
+    def needs(self, key: str) -> bool:
+        """Whether the weight `key` is one of them: image and audio towers, which are never run, and
+        prediction of several tokens are not.
         """
+        if key.startswith(_HEAD):
+            return self.head
+        if _UNUSED.match(key):
+            return False
+        layer = layer_index(key)
+        return layer is None or layer < self.depth
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The needed files, in order."""
         if self.shards is None:
             assert self.single is not None
             return (self.single,)
-        return tuple(sorted(set(self.needed_shards(depth, head=head).values())))
+        return tuple(sorted(set(self.needed_shards.values())))
 
-    def needed_shards(self, depth: int, *, head: bool = False) -> dict[str, str]:
-        """The part of the index that the first `depth` layers need."""
-        return {
-            key: file
-            for key, file in (self.shards or {}).items()
-            if is_needed(key, depth, head=head)
-        }
+    @property
+    def needed_shards(self) -> dict[str, str]:
+        """The needed part of the index."""
+        return {key: file for key, file in (self.shards or {}).items() if self.needs(key)}
 
-    def tensors(self, depth: int, *, head: bool = False) -> dict[str, TensorInfo]:
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
         """The needed tensors with their shapes, from the files' headers (on the hub: a few
         requests, no download).  A tensor is that of the file in which the index places it.
 
@@ -96,9 +96,9 @@ class Weights:
         """
         assert not self.pickled, "a pickle has no header"
         tensors: dict[str, TensorInfo] = {}
-        needed = self.needed_shards(depth, head=head)
+        needed = self.needed_shards
         holder: dict[str, str] = {}
-        for file in self.files(depth, head=head):
+        for file in self.files:
             header = self.source.header(file)
             if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
                 raise ModelUnavailableError(
@@ -107,7 +107,7 @@ class Weights:
                     "The file and the index are of different revisions; fetch both again.",
                 )
             for key in header:
-                if not is_needed(key, depth, head=head) or needed.get(key, file) != file:
+                if not self.needs(key) or needed.get(key, file) != file:
                     continue
                 if key in holder:
                     raise BadInputError(
@@ -142,14 +142,15 @@ class Weights:
         headers = (self.source.header(file).values() for file in files)
         return any(tensor.dtype not in FLOATS for tensor in chain.from_iterable(headers))
 
-    def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
+    def bytes(self, dtype: str | None) -> int:
         """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit
         decoded to it; other tensors are as stored.  For a pickle the size of the whole file.
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
-        size, total = SIZES.get(dtype or ""), 0
-        for tensor in self.tensors(depth, head=head).values():
+        size = SIZES.get(dtype or "")
+        total = 0
+        for tensor in self.tensors.values():
             start, end = tensor.data_offsets
             if size and tensor.dtype in _CAST:
                 total += tensor.parameter_count * size
@@ -184,8 +185,7 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
         + (f", only {', '.join(others[:3])}." if others else "."),
         source.inner_checkpoints()
         or "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
-        "with "
-        "save_pretrained.",
+        "with save_pretrained.",
     )
 
 
@@ -228,7 +228,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def stays_inside(name: str) -> bool:
     """Whether a relative file name cannot leave its folder, on any system."""
-    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    posix = PurePosixPath(name)
+    windows = PureWindowsPath(name)
     return not (
         posix.is_absolute()
         or windows.anchor

@@ -4,13 +4,10 @@ before.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import typer
 
-from ssdprof import files, operators
+from ssdprof import files
 from ssdprof.commands import output, terminal
-from ssdprof.core.base import Intermediates
 from ssdprof.core.report import Report
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.errors import ExitCode
@@ -20,7 +17,6 @@ from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.progress import Watcher
 from ssdprof.report import html
 from ssdprof.report import stalls as stall_report
 from ssdprof.report.document import of_tuning
@@ -28,23 +24,22 @@ from ssdprof.report.terminal import render
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
 from ssdprof.store import tuned
-from ssdprof.store.ranks import join
+from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
 
-def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
+def bench(
+    options: BenchOptions,
+    names: tuple[str, ...],
+    too_large: tuple[Tokens, ...],
+    ranks: Ranks | None,
+) -> None:
     """names: implementations.  too_large: sizes that do not fit this GPU."""
-    ranks = join()
-    reports = ranks is None or ranks.first  # the first rank reports for all
-    watcher: Watcher = output.TerminalWatcher() if reports else Watcher()
-    request = bench_job.resolved(options, names, too_large, watcher)
-    if not options.no_tuned:
-        tuned.use_saved(watcher.say)
-    operator = operators.get(options.operator)
+    watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
-        folder, report = bench_job.bench(request, operator, watcher, ranks)
-    if reports:
-        output.finish(report, folder, as_json=options.json)
+        folder, report = bench_job.find_and_bench(options, names, too_large, ranks, watcher)
+    if output.reports(ranks):
+        output.finish(folder, report, as_json=options.json)
 
 
 def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
@@ -56,12 +51,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         terminal.say("\n".join(gone) or f"There is nothing in {tuned.folder()}.")
         return
     device = tune_job.gpu_to_tune()
-    operator = operators.get(options.operator)
-    wanted: tuple[Intermediates, ...] = (
-        ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
-    )
     watcher = output.TerminalWatcher()
-
     improved: list[bool] = []
 
     def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
@@ -69,16 +59,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         tuned.keep(report.environment, calls, config)
         improved.append(config is not None)
 
-    report = tune_job.tune(
-        operator,
-        cells,
-        wanted,
-        device,
-        watcher,
-        keep,
-        budget=options.budget,
-        command=options.command,
-    )
+    report = tune_job.tune(options, cells, device, watcher, keep)
     if any(improved) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
         watcher.say(f"What was found is kept in {file}.")
@@ -94,9 +75,7 @@ def stalls(options: StallsOptions) -> None:
     if options.files:
         report = analyse([read(path) for path in options.files])
     else:
-        watcher = output.TerminalWatcher()
-        configs = None if options.no_tuned else tuned.use_saved(watcher.say)
-        folder, report = stalls_job.profile(replace(options, tuned=configs), watcher)
+        folder, report = stalls_job.profile(options, output.TerminalWatcher())
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.html is not None:

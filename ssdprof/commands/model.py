@@ -4,7 +4,8 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,23 +24,22 @@ from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs import stall_files
+from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs.options import (
     AnswersOptions,
     CaptureOptions,
     ModelOptions,
     PrefillOptions,
     RunOptions,
+    StallsOptions,
 )
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
 from ssdprof.jobs.target import Stored, Target
-from ssdprof.progress import Watcher
 from ssdprof.report import brief, stalls
 from ssdprof.report import terminal as tables
 from ssdprof.report.document import compose
 from ssdprof.report.statements import verdict_lines
 from ssdprof.store.ranks import Ranks
-from ssdprof.store.tuned import use_saved
 
 
 class StoredCapture(Record):
@@ -51,35 +51,45 @@ class StoredCapture(Record):
 
 def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> None:
     """Run, or plan with --dry-run, then time prefills and profile stalls as the options say."""
-    reports = ranks is None or ranks.first  # the first rank reports for all
 
     def check() -> None:
-        run_job.check(found, options, ranks)
+        run_job.check(options, found, ranks)
         if options.prefill:
             require_gpu(*prefill_job.NEEDS_GPU)
         if options.stalls:
-            require_gpu_for_stalls()
+            require_gpu(*stalls_job.NEEDS_GPU)
 
     if options.dry_run:
-        if reports:
+        if output.reports(ranks):
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
-    watcher = TerminalWatcher() if reports else Watcher()
-    tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
+    watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
-        folder, report = run_job.run(found, options, watcher, ranks)
-    if not reports:
+        folder, report = run_job.run(options, found, ranks, watcher)
+    if not output.reports(ranks):
         return
     shown = tables.render(compose(report)) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=f"Kept in {folder}.")
-    codes = []
+    codes = [ExitCode.OK]
     if options.prefill:
-        codes.append(_prefill(options, folder))
+        with _reported("prefill times", codes):
+            codes.append(_prefill(options, folder))
     if options.stalls:
-        codes.append(_stalls(options, folder, report, tuned))
+        with _reported("stalls", codes):
+            codes.append(_stalls(options, folder, report))
     output.end(report)
-    if code := max(codes, default=ExitCode.OK):
+    if code := max(codes):
         raise typer.Exit(code)
+
+
+@contextmanager
+def _reported(what: str, codes: list[ExitCode]) -> Iterator[None]:
+    """An error of what follows a run is printed, and adds its exit code: the run's report stays."""
+    try:
+        yield
+    except SsdprofError as error:
+        terminal.say(f"No {what}: {error.message}  {error.hint}")
+        codes.append(error.exit_code)
 
 
 def _plan(
@@ -93,41 +103,25 @@ def _plan(
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
-    """Time and show prefills in the run's folder, or print why not.  Returns the exit code of
-    `ssdprof prefill`.
-    """
-    try:
-        require_gpu(*prefill_job.NEEDS_GPU)
-        wanted = PrefillOptions(
-            **{
-                field.name: getattr(options, field.name)
-                for field in fields(ModelOptions)
-                if field.name != "conditions"
-            },
-            smallest_difference=options.smallest_difference,
-            out=folder / "prefill",
-        )
-        target = prefill_job.find(wanted)
-        with terminal.only_data_on_stdout():
-            folder, report = prefill_job.time_prefills(wanted, target, TerminalWatcher())
-    except SsdprofError as error:
-        terminal.say(f"No prefill times: {error.message}  {error.hint}")
-        return error.exit_code
+    """Time and show prefills in the run's folder.  Returns the exit code of `ssdprof prefill`."""
+    wanted = PrefillOptions(
+        **{field.name: getattr(options, field.name) for field in fields(ModelOptions)},
+        smallest_difference=options.smallest_difference,
+        no_tuned=True,  # the run has said which are in use
+        out=folder / "prefill",
+    )
+    with terminal.only_data_on_stdout():
+        folder, report = prefill_job.prefill(wanted, TerminalWatcher())
     if not options.json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
     terminal.say(f"Prefill times are in {folder}.")
     return ExitCode.OK if Outcome(report).passed else ExitCode.GATE_FAILED
 
 
-def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | None) -> ExitCode:
-    """Profile, show and store stalls, or print why not.  Returns the exit code of `ssdprof
-    stalls`.
-    """
-    try:
-        profiled = profile_run(options, folder, report, TerminalWatcher(), tuned=tuned)
-    except SsdprofError as error:
-        terminal.say(f"No stalls: {error.message}  {error.hint}")
-        return error.exit_code
+def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
+    """Profile, show and store stalls.  Returns the exit code of `ssdprof stalls`."""
+    wanted = StallsOptions(where=str(folder), no_tuned=options.no_tuned, command=options.command)
+    _, profiled = stalls_job.profile(wanted, TerminalWatcher())
     if not options.json:
         lines = map(tables.verdict, verdict_lines(report))
         terminal.out().print(tables.render(stalls.compose(profiled)), *lines, sep="\n")
@@ -155,22 +149,15 @@ def capture(options: CaptureOptions, target: Target | None) -> None:
 
 
 def answers(options: AnswersOptions, target: Target) -> None:
-    target = answers_job.loaded_as(target, options)
     if options.dry_run:
-        _plan(target, partial(answers_job.check, target, options), as_json=options.json)
+        _plan(target, partial(answers_job.check, options, target), as_json=options.json)
         return
-    if not options.no_tuned:
-        use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
-        folder, report = answers_job.answers(target, options, TerminalWatcher())
-    output.finish(report, folder, as_json=options.json)
+        folder, report = answers_job.answers(options, target, TerminalWatcher())
+    output.finish(folder, report, as_json=options.json)
 
 
 def prefill(options: PrefillOptions) -> None:
-    require_gpu(*prefill_job.NEEDS_GPU)
-    target = prefill_job.find(options)
-    if not options.no_tuned:
-        use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
-        folder, report = prefill_job.time_prefills(options, target, TerminalWatcher())
-    output.finish(report, folder, as_json=options.json)
+        folder, report = prefill_job.prefill(options, TerminalWatcher())
+    output.finish(folder, report, as_json=options.json)

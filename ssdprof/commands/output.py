@@ -26,10 +26,11 @@ from ssdprof.core.report import Report
 from ssdprof.core.target import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
-from ssdprof.progress import Advance, LineWatcher
+from ssdprof.progress import Advance, LineWatcher, Watcher
 from ssdprof.report import brief, statements
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
+from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
 _ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
@@ -57,9 +58,28 @@ class TerminalWatcher(LineWatcher):
         """A bar below those of outer steps, written at progress: a thread would share the
         interpreter with timed work.
         """
-        outermost, whole = self._bars is None, Column(no_wrap=True)
-        bars = self._bars = self._bars or Progress(
-            # in a narrow window its words wrap, and counters stay whole
+        is_outermost = self._bars is None
+        bars = self._bars or self._new_bars()
+        self._bars = bars
+
+        def advance(amount: int) -> None:
+            bars.advance(task, amount)
+            bars.refresh()
+
+        with bars if is_outermost else nullcontext():
+            task = bars.add_task(text, total=total, unit=unit)
+            bars.refresh()
+            try:
+                yield advance
+            finally:
+                bars.remove_task(task)
+                if is_outermost:
+                    self._bars = None
+
+    def _new_bars(self) -> Progress:
+        """In a narrow window its words wrap, and counters stay whole."""
+        whole = Column(no_wrap=True)
+        return Progress(
             TextColumn("{task.description}", markup=False, table_column=Column()),
             BarColumn(bar_width=12),
             MofNCompleteColumn(table_column=whole),
@@ -73,23 +93,20 @@ class TerminalWatcher(LineWatcher):
             speed_estimate_period=_ETA_FROM,
         )
 
-        def advance(amount: int) -> None:
-            bars.advance(task, amount)
-            bars.refresh()
 
-        with bars if outermost else nullcontext():
-            task = bars.add_task(text, total=total, unit=unit)
-            bars.refresh()
-            try:
-                yield advance
-            finally:
-                bars.remove_task(task)
-                self._bars = None if outermost else bars
+def reports(ranks: Ranks | None) -> bool:
+    """Whether this process reports: the first rank does for all."""
+    return ranks is None or ranks.first
 
 
-def finish(report: Report, folder: Path, *, as_json: bool) -> None:
+def watcher_of(ranks: Ranks | None) -> Watcher:
+    return TerminalWatcher() if reports(ranks) else Watcher()
+
+
+def finish(folder: Path, report: Report, *, as_json: bool) -> None:
     """Print what a command has stored in a folder, and end with exit code 1 unless it passed."""
-    shown = brief.render(report) if report.kind == "run" else render(compose(report))
+    is_brief = report.kind == "run" or report.of_states
+    shown = brief.render(report) if is_brief else render(compose(report))
     show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
     end(report)
 

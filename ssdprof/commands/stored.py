@@ -33,6 +33,7 @@ from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
+from ssdprof.jobs.target import captures_of
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
@@ -42,7 +43,8 @@ from ssdprof.store.ranks import FIRST
 _REPORTS = ("run", "bench", "prefill", "answers")
 _OF_ACCURACY = ("match", "rms")  # metrics of gates
 _OF_COMPARISONS = ("markdown", "html", "json")  # formats
-SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
+SUMMARY = "GITHUB_STEP_SUMMARY"
+OUTPUT = "GITHUB_OUTPUT"
 
 
 # --- runs
@@ -92,7 +94,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
-    output.finish(report, Path(folder), as_json=as_json)
+    output.finish(Path(folder), report, as_json=as_json)
 
 
 # --- accuracy
@@ -113,11 +115,9 @@ def accuracy(options: options.AccuracyOptions) -> None:
         report = report.restricted(implementations=names)
     kept = (*gates, *settings.besides(report.conditions, gates))
     report = report.changed(conditions=(*kept, *settings.besides(limits, kept)))
-    states = parse_states(options.states)
-    table = brief.accuracy_table(
-        report, options.intermediates, states, every_state=options.states != "all"
-    )
-    shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
+    wanted = precisions_for("fp32", options.intermediates, parse_states(options.states))
+    table = brief.accuracy_table(report, wanted, every_state=options.states != "all")
+    shown = report.restricted(precisions=wanted)
     output.show(shown, table, as_json=options.json, note=f"From {folder}.")
     output.end(shown)
 
@@ -130,6 +130,9 @@ def export(options: options.ExportOptions) -> None:
     chosen = options.format or ("json" if options.json else format_of(options.output or Path()))
     if options.json and chosen != "json":
         raise both("--json", f"--format {chosen}")
+    if chosen == "flashinfer-bench":
+        _to_workloads(options)
+        return
     if chosen == "github":
         if options.output is not None:
             raise BadInputError(
@@ -154,6 +157,30 @@ def export(options: options.ExportOptions) -> None:
             source=f" from {folder}",
         )
     output.end(report)
+
+
+def _to_workloads(options: options.ExportOptions) -> None:
+    """Write captures as a folder of flashinfer-bench."""
+    if options.output is None:
+        raise BadInputError(f"--format {options.format} writes a folder.", "Name it: -o DIR.")
+    if options.output.is_dir() and any(options.output.iterdir()) and not options.force:
+        raise BadInputError(
+            f"{options.output} is not empty.", "Name another folder, or give --force to add to it."
+        )
+    where = options.run or str(reports.load(None, "run")[0])
+    captures = captures_of(where)
+    if captures is None:
+        raise BadInputError(
+            f"{where} holds no captures.", "Name a capture's folder, or run with --save-captures."
+        )
+    from ssdprof.capture.workloads import write_folder  # imports torch
+
+    try:
+        for sentence in write_folder(captures, options.output):
+            terminal.say(sentence)
+    except OSError as error:
+        raise files.unwritable(options.output, error) from error
+    terminal.say(f"Wrote {options.output} from {captures}.")
 
 
 def _to_github(report: Report) -> None:
@@ -185,9 +212,6 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 
 
 # --- case
-
-_OF_OUTPUT = ("json", "full", "dry_run", "prefill", "stalls")  # options that no function has
-
 
 _SCRIPT = """{title}
 
@@ -268,7 +292,8 @@ def compare(options: options.CompareOptions) -> None:
     compared = pairs.compare(
         (options.base, base), (options.new, new), smallest_difference=smallest, allowed=allowed
     )
-    before, after = stall_files.of_run(base_folder), stall_files.of_run(new_folder)
+    before = stall_files.of_run(base_folder)
+    after = stall_files.of_run(new_folder)
     changes = tuple(stalls.changes(before, after))
     document = comparison.compose(compared, changes, every=bool(options.format or target))
     if options.json or chosen == "json":
@@ -301,8 +326,8 @@ def models(*, as_json: bool) -> None:
         rows = [_checkpoint(known, outline.words) for known in family.checkpoints]
         title = f"{family.title}: {outline.title}, model type {family.model_type}"
         note = f"{' or '.join(family.typed)} takes {family.flagship}." if family.typed else ""
-        if shown := table(title, rows, ("checkpoint", "operator's sizes"), note=note):
-            terminal.out().print(SplitTable(shown), "")
+        shown = table(title, rows, ("checkpoint", "operator's sizes"), note=note)
+        terminal.out().print(SplitTable(shown), "")
 
 
 def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:

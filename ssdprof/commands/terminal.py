@@ -145,7 +145,7 @@ def only_data_on_stdout() -> Iterator[None]:
             os.dup2(stdout.fileno(), 1)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """A value of plain types as JSON on stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
 

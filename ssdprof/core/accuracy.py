@@ -90,8 +90,8 @@ class ErrorTest(Record):
     (measure/rounding_tests.py).
 
     head: 0 for a mean over heads.  value: of gains the relative deviation, with its sign; else the
-    relative RMS error.  position: a
-    column, a slice (see `SLICES`), or a position modulo `period`; None for a whole head.
+    relative RMS error.  position: a column, a slice (see `SLICES`), or a position modulo `period`;
+    None for a whole head.
     """
 
     test: TestName
@@ -160,6 +160,7 @@ class Accuracy(Record):
 
     @property
     def _fault(self) -> str:
+        """The reason without the remark; empty if it passes."""
         if self.vs_oracle.nonfinite:
             return self._nonfinite_reason()
         for use in self.budget:
@@ -180,7 +181,8 @@ class Accuracy(Record):
 
     def _nonfinite_reason(self) -> str:
         """Elements that are not finite, and whether the exact answer is."""
-        error, floor = self.vs_oracle, self.floor
+        error = self.vs_oracle
+        floor = self.floor
         where = (
             f"{self.tensor}: {error.nonfinite} elements are not finite, the first at "
             f"{error.first_nonfinite}"

@@ -111,7 +111,8 @@ PRECISIONS: Final = (
     "relaxed, fp16 states",
     "relaxed, bf16 states",
 )
-PrecisionName = Annotated[str, Field(pattern="^(exact|relaxed), (fp32|fp16|bf16) states$")]
+# one of these, or "exact, int8 states" of decoded tokens, whose states have more formats
+PrecisionName = Annotated[Text, Field(pattern=r"^(exact|relaxed), \S+ states$")]
 
 
 def intermediates_of(precision: PrecisionName) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
 from typing import Annotated, Final, Literal
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ssdprof.core import statistics
 from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import (
+    PRECISIONS,
     REPEATS,
     CaseResult,
     Clock,
@@ -36,6 +38,8 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
 CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
+BUDGET: Final = 10  # times the error of a format's first rounding, up to which it keeps a head
+BUDGETS: Final = (1e-4, 0.5)  # below are errors of fp32 arithmetic, above no digit is right
 
 
 class LayerCall(Record):
@@ -241,6 +245,96 @@ class Answers(Record):
         return f"{self.weights} weights, reference {self.reference}, layers {layers}"
 
 
+# relative and RMS, (marks, heads).  None: it is not finite, or the exact value is 0
+StateErrors = tuple[tuple[NotNegative | None, ...], ...]
+
+
+class DecodedStates(Record):
+    """A prompt token by token, with the state rounded to a format as a server's pool holds it.
+
+    The format is that of the case's precision: "exact, int8 states".
+
+    of: the call whose inputs these are.  step: tokens from one rounding to the next.
+    marks: numbers of tokens after which errors are known, in order; the last is all of them.
+    out_errors, state_errors: against fp64: of the output since the mark before, and of the state
+        that the pool holds then.  Empty unless it ran.
+    memories: of each head: within how many of `MEMORIES` it does not forget.
+    slot_bytes: of one sequence's state in this layer.
+    """
+
+    kind: Literal["states"]
+    of: Annotated[LayerCall | Generated, Field(discriminator="kind")]
+    step: Size
+    marks: tuple[Size, ...]
+    out_errors: StateErrors = ()
+    state_errors: StateErrors = ()
+    memories: tuple[Count, ...] = ()
+    slot_bytes: Count | None = None
+
+    @model_validator(mode="after")
+    def _shaped(self) -> DecodedStates:
+        """An error for each mark and head, unless it did not run."""
+        heads, marks = len(self.memories), len(self.marks)
+        for errors in (self.out_errors, self.state_errors):
+            if errors and (not heads or [*map(len, errors)] != [heads] * marks):
+                raise ValueError("errors are of each mark and head")
+        return self
+
+    @property
+    def where(self) -> str:
+        """ "layer 3, decoded", "layer 3, decoded by 4"."""
+        return f"{self.of.where}, {decoded_words(self.step)}"
+
+    @property
+    def sizes(self) -> str:
+        return self.of.sizes
+
+    @property
+    def budget(self) -> float:
+        """The largest error of a state that is kept: `BUDGET` times that of the format's first
+        rounding, which is the median of the heads at the first mark, within `BUDGETS`.
+        """
+        first = sorted(worst([error]) for error in self.state_errors[0])
+        least, most = BUDGETS
+        return min(max(BUDGET * first[(len(first) - 1) // 2], least), most)
+
+    @cached_property
+    def lost(self) -> tuple[int | None, ...]:
+        """The first mark at which the state of each head is outside the budget; None: it never
+        is.
+        """
+        steps: list[int | None] = []
+        budget = self.budget if self.state_errors else 0.0
+        for errors in zip(*self.state_errors, strict=True):
+            outside = [error is None or error > budget for error in errors]
+            steps.append(self.marks[outside.index(True)] if any(outside) else None)
+        return tuple(steps)
+
+    @property
+    def kept_steps(self) -> int | None:
+        """Tokens after which every head is still kept; None: it did not run."""
+        if not self.state_errors:
+            return None
+        first = min(filter(None, self.lost), default=None)
+        return max((mark for mark in self.marks if first is None or mark < first), default=0)
+
+    def last(self, errors: StateErrors) -> float | None:
+        """The largest error of a head at the last mark; infinite if one is not known; None: it did
+        not run.
+        """
+        return worst(errors[-1]) if errors else None
+
+
+def decoded_words(step: int) -> str:
+    """ "decoded", "decoded by 4"."""
+    return f"decoded by {step}" if step > 1 else "decoded"
+
+
+def worst(errors: Iterable[float | None]) -> float:
+    """The largest one, infinite if one is not known."""
+    return max(math.inf if error is None else error for error in errors)
+
+
 class Prefill(Record):
     """A prefill of the whole model, first token included; its samples are of the call clock.
 
@@ -298,9 +392,8 @@ class Prefill(Record):
 class Case(Record):
     """One implementation at one precision: on one call of a layer, or in the whole model.
 
-    task: what it computed: a captured call, generated inputs, the model's answers, or a prefill of
-    the
-        model.
+    task: what it computed: a captured call, generated inputs, either token by token, the model's
+        answers, or a prefill of the model.
     inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
     kind: a library's refusals fail no run; those of the user's own kernel do.  What a server
         computed is not timed.
@@ -324,7 +417,9 @@ class Case(Record):
     probes: laws that were tested with this call; empty if they were tested with another one.
     """
 
-    task: Annotated[LayerCall | Generated | Answers | Prefill, Field(discriminator="kind")]
+    task: Annotated[
+        LayerCall | Generated | DecodedStates | Answers | Prefill, Field(discriminator="kind")
+    ]
     batch: Length
     seqlen: Length
     inputs: Text = ""
@@ -360,6 +455,8 @@ class Case(Record):
             raise ValueError("times belong only to a case that ran")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
+        if self.precision not in PRECISIONS and not isinstance(self.task, DecodedStates | Answers):
+            raise ValueError("only states of decoded tokens have other formats")
         if self.layer and any(len(tensor.vs_oracle.worst_position) < 2 for tensor in self.accuracy):
             raise ValueError("a position has an index for each axis")
         unique("samples", [(samples.process, samples.clock) for samples in self.samples])
@@ -369,9 +466,20 @@ class Case(Record):
     # --- the task
 
     @property
+    def inputs_of(self) -> LayerCall | Generated | None:
+        """The captured call or the generated inputs."""
+        task = self.task.of if isinstance(self.task, DecodedStates) else self.task
+        return task if isinstance(task, LayerCall | Generated) else None
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of an implementation, with errors and times."""
+        return isinstance(self.task, LayerCall | Generated)
+
+    @property
     def layer(self) -> LayerRef | None:
         """The layer of a captured call."""
-        return self.task.layer if isinstance(self.task, LayerCall) else None
+        return self.inputs_of.layer if isinstance(self.inputs_of, LayerCall) else None
 
     @property
     def call(self) -> CallRef | None:
@@ -381,7 +489,7 @@ class Case(Record):
     @property
     def dims(self) -> Dims | None:
         """The sizes of a captured call or of generated inputs."""
-        return self.task.dims if isinstance(self.task, LayerCall | Generated) else None
+        return self.inputs_of.dims if self.inputs_of else None
 
     @property
     def clock(self) -> Clock:
@@ -402,8 +510,8 @@ class Case(Record):
         """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other
         one of its layer.
         """
-        if isinstance(self.task, Generated):
-            return self.task.tokens
+        if isinstance(self.inputs_of, Generated):
+            return self.inputs_of.tokens
         return call_size(self.seqlen, self.batch, self.call)
 
     @property
@@ -550,6 +658,8 @@ class Case(Record):
         """
         if isinstance(self.task, Answers):
             return not self.task.change and self.task.alone is None
+        if isinstance(self.task, DecodedStates):
+            return True
         return self.rated_against is not None and self.kind not in ("library", "served")
 
     @property
@@ -592,10 +702,12 @@ class Case(Record):
         By the rounds that both were timed in; without those the recorded speedup, or the quotient
         of the two times.
         """
-        time, other_time = self.by_clock(clock), other.by_clock(clock) if other else None
+        time = self.by_clock(clock)
+        other_time = other.by_clock(clock) if other else None
         if other is None or other is self or not time or not other_time:
             return None
-        rounds, other_rounds = self._of(clock), other._of(clock)
+        rounds = self._of(clock)
+        other_rounds = other._of(clock)
         ratios = [
             statistics.ratio(other_rounds[process], us)
             for process, us in rounds.items()

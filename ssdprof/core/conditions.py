@@ -14,19 +14,21 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 from pydantic import model_validator
 
-from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text
-from ssdprof.core.case import Answers, Case
+from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text, states_of
+from ssdprof.core.case import Answers, Case, DecodedStates, Prefill
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
 
 OF_SPEED = ("speedup", "time")  # metrics
+KEPT_STEPS = "kept-steps"
 TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
 Measured = Estimate | float
+Speedup = Callable[..., Estimate | None]  # of a case: `Report.speedup`
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:"
 _NUMBER = r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<percent>%?)"
 _GATE = re.compile(_METRIC + _NUMBER)
@@ -69,13 +71,6 @@ class Change:
     text: str
 
 
-class Speedups(Protocol):
-    """A report, as far as the metrics need it."""
-
-    def speedup(self, case: Case, *, over: str = "") -> Estimate | None:
-        """The speedup of a case over its baseline, or over another implementation."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A value of a case that conditions are about.
@@ -86,7 +81,7 @@ class Metric:
     gate, change: examples of limits.
     """
 
-    value: Callable[[Case, str, Speedups], Measured | None]
+    value: Callable[[Case, str, Speedup], Measured | None]
     applies: Callable[[Case], bool]
     gate: str
     change: str
@@ -113,28 +108,37 @@ def is_answers(case: Case) -> bool:
 
 
 def _is_timed(case: Case) -> bool:
-    return not is_answers(case)
+    return case.is_call or isinstance(case.task, Prefill)
 
 
 def _is_call(case: Case) -> bool:
-    return case.dims is not None
+    return case.is_call
 
 
-def _speedup(case: Case, over: str, report: Speedups) -> Estimate | None:
-    return report.speedup(case, over=over)
+def _is_decoded(case: Case) -> bool:
+    return isinstance(case.task, DecodedStates)
 
 
-def _time(case: Case, clock: str, _: Speedups) -> Estimate | None:
+def _kept_steps(case: Case, state_format: str, _: Speedup) -> int | None:
+    of_format = state_format in ("", states_of(case.precision))
+    return case.task.kept_steps if isinstance(case.task, DecodedStates) and of_format else None
+
+
+def _speedup(case: Case, over: str, speedup: Speedup) -> Estimate | None:
+    return speedup(case, over=over)
+
+
+def _time(case: Case, clock: str, _: Speedup) -> Estimate | None:
     if clock == "call":
         return case.call_us
     return case.device_us if clock == "device" else case.time_us
 
 
-def _match(case: Case, tolerance_name: str, _: Speedups) -> float | None:
+def _match(case: Case, tolerance_name: str, _: Speedup) -> float | None:
     return case.match_pct(TOLERANCE_NAMES[tolerance_name])
 
 
-def _rms(case: Case, _at: str, _: Speedups) -> float | None:
+def _rms(case: Case, _at: str, _: Speedup) -> float | None:
     """Over the floor; infinite if the floor is 0 and the error is not."""
     out = case.tensor("out")
     if out is None:
@@ -144,10 +148,10 @@ def _rms(case: Case, _at: str, _: Speedups) -> float | None:
     return math.inf if out.vs_oracle.rms_ratio else 0.0
 
 
-def _of_answers(name: str) -> Callable[[Case, str, Speedups], float | None]:
+def _of_answers(name: str) -> Callable[[Case, str, Speedup], float | None]:
     """A value of the answers' whole prompt."""
 
-    def value(case: Case, _at: str, _: Speedups) -> float | None:
+    def value(case: Case, _at: str, _: Speedup) -> float | None:
         return getattr(case.band, name) if case.band else None
 
     return value
@@ -202,6 +206,15 @@ METRICS: dict[str, Metric] = {
     "launches": Metric(
         value=lambda case, _at, _: case.kernels, applies=_is_call, gate="2", change="base+0"
     ),
+    KEPT_STEPS: Metric(
+        value=_kept_steps,
+        applies=_is_decoded,
+        gate="1000",
+        change="base-0",
+        unit=" steps",
+        more_is_better=True,
+        choices=None,
+    ),
     "kl": Metric(
         value=_of_answers("kl_mean"),
         applies=is_answers,
@@ -232,22 +245,13 @@ METRICS: dict[str, Metric] = {
 
 def parse_gate(text: str) -> Condition:
     """ "match@1e-2:99%" -> the gate.  Raises BadInputError, which says what to write."""
-    name, metric = _metric("gate", text)
-    hint = f"Write {name}:{metric.gate}."
     if re.search(":base[+-]", text):
         raise BadInputError(
             f"The gate {text!r} compares with another report.",
             "Give it to 'ssdprof compare --fail-if'.",
         )
-    parts = _GATE.fullmatch(text)
-    if parts is None:
-        raise BadInputError(f"The gate {text!r} cannot be read.", hint)
-    at = _choice("gate", text, metric, parts)
-    limit = float(parts["number"])
-    largest = 100 if metric.is_percent else math.inf
-    if bool(parts["percent"]) != metric.is_percent or math.isinf(limit) or limit > largest:
-        raise BadInputError(f"The gate {text!r} has a limit that does not fit {name}.", hint)
-    return Condition(metric=name, at=at, limit=limit, text=text)
+    at, limit, parts = _parsed("gate", text)
+    return Condition(metric=parts["metric"], at=at, limit=limit, text=text)
 
 
 def parse_change(text: str) -> Change:
@@ -255,42 +259,47 @@ def parse_change(text: str) -> Change:
 
     Changes of a metric in percent are in percentage points: `match:base-0.1`.
     """
-    name, metric = _metric("change", text)
-    hint = f"Write {name}:{metric.change}."
-    parts = _CHANGE.fullmatch(text)
-    if parts is None:
-        raise BadInputError(f"The change {text!r} cannot be read.", hint)
-    at = _choice("change", text, metric, parts)
-    relative, limit = bool(parts["percent"]), float(parts["number"])
-    worse = parts["sign"] == ("-" if metric.more_is_better else "+")
-    if not worse or (relative and metric.is_percent) or math.isinf(limit):
-        raise BadInputError(f"The change {text!r} has a limit that does not fit {name}.", hint)
-    return Change(
-        metric=name, at=at, limit=limit / 100 if relative else limit, relative=relative, text=text
-    )
+    at, limit, parts = _parsed("change", text)
+    relative = bool(parts["percent"])
+    if relative:
+        limit /= 100
+    return Change(metric=parts["metric"], at=at, limit=limit, relative=relative, text=text)
 
 
 def number(value: Measured) -> float:
     return value.value if isinstance(value, Estimate) else value
 
 
-def _metric(what: str, text: str) -> tuple[str, Metric]:
-    """The metric of a gate or a change, and its name.  Raises BadInputError for an unknown one."""
+def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.Match[str]]:
+    """What follows @ or the default, the number, and all parts of the grammar.
+
+    Raises BadInputError for an unknown metric, another grammar, and what the metric does not take.
+    """
     name = re.split("[@:]", text, maxsplit=1)[0]
-    if name not in METRICS:
+    metric = METRICS.get(name)
+    if metric is None:
         raise BadInputError(f"The {what} {text!r} is of an unknown metric.", nearest(name, METRICS))
-    return name, METRICS[name]
-
-
-def _choice(what: str, text: str, metric: Metric, parts: re.Match[str]) -> str:
-    """What follows @, or the default.  Raises BadInputError for what the metric does not take."""
+    pattern, example = (_GATE, metric.gate) if what == "gate" else (_CHANGE, metric.change)
+    hint = f"Write {name}:{example}."
+    parts = pattern.fullmatch(text)
+    if parts is None:
+        raise BadInputError(f"The {what} {text!r} cannot be read.", hint)
     at = parts["at"] or metric.default
+    limit = float(parts["number"])
+    percent = parts["percent"]
     if not metric.has(at):
         raise BadInputError(
             f"The {what} {text!r} has an unknown place.",
-            f"{parts['metric']} takes {', '.join(metric.choices or ()) or 'no @'}.",
+            f"{name} takes {', '.join(metric.choices or ()) or 'no @'}.",
         )
-    return at
+    if what == "gate":  # in the metric's unit
+        fits = bool(percent) == metric.is_percent and (limit <= 100 or not percent)
+    else:  # to the worse; in points of a metric in percent
+        worse = parts["sign"] == ("-" if metric.more_is_better else "+")
+        fits = worse and not (percent and metric.is_percent)
+    if math.isinf(limit) or not fits:
+        raise BadInputError(f"The {what} {text!r} has a limit that does not fit {name}.", hint)
+    return at, limit, parts
 
 
 def parse_percent(option: str, text: str) -> float:

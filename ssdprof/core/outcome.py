@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from ssdprof.core.base import Record, Text
+from ssdprof.core.base import Record, Text, states_of
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.conditions import METRICS, OF_SPEED, Condition, is_answers, number
+from ssdprof.core.conditions import KEPT_STEPS, METRICS, OF_SPEED, Condition, is_answers, number
 from ssdprof.core.report import Report
 from ssdprof.errors import SsdprofError
 
@@ -40,12 +40,14 @@ class Verdict(Record):
 
 def gated_cases(report: Report) -> tuple[Case, ...]:
     """The cases that conditions apply to."""
-    by_name = report.kind in ("bench", "prefill")
+
+    def by_name(case: Case) -> bool:
+        return isinstance(case.task, Prefill) or (report.kind == "bench" and case.is_call)
+
     return tuple(
         case
         for case in report.cases
-        if case.is_gated
-        and (not (by_name or isinstance(case.task, Prefill)) or case.implementation == GATED)
+        if case.is_gated and (not by_name(case) or case.implementation == GATED)
     )
 
 
@@ -75,6 +77,8 @@ def broken(report: Report) -> tuple[Verdict, ...]:
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
     """The verdicts of one condition: those on cases that passed, then on those without a time."""
     cases = [case for case in gated_cases(report) if METRICS[condition.metric].applies(case)]
+    if condition.metric == KEPT_STEPS and condition.at:
+        cases = [case for case in cases if states_of(case.precision) == condition.at]
     for case in cases:
         if case.result == "passed":
             yield _verdict(condition, case, report)
@@ -101,12 +105,14 @@ def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
     that an answer without a next token has no perplexity.
     """
     metric = METRICS[condition.metric]
-    value = metric.value(case, condition.at, report)
+    value = metric.value(case, condition.at, report.speedup)
     holds: bool | None
     if value is None:
-        holds, actual = None if is_answers(case) else False, metric.if_missing
+        holds = None if is_answers(case) else False
+        actual = metric.if_missing
     else:
-        size, limit = number(value), condition.limit
+        size = number(value)
+        limit = condition.limit
         holds = size >= limit if metric.more_is_better else size <= limit
         actual = "" if holds else metric.shown(size)
     return Verdict(condition=condition.text, case=case.name, holds=holds, actual=actual)
@@ -117,10 +123,10 @@ class Outcome:
     bench.  Libraries fail a run only if the user named them, and never by a refusal.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-        others: number of cases of other libraries on which nothing depends.
-    judged: number of cases that were compared or failed, without those of other libraries and those
-    of answers.
-        failed: the cases among them that did not pass.
+    others: number of cases of other libraries on which nothing depends.
+    compared: number of cases that were compared or failed, without those of other libraries and
+        those of answers.
+    failed: the cases among them that did not pass.
     outside: cases of baselines outside their budget: the verdict is on what is compared with them.
     refused: requested cases that an implementation does not support, except other libraries.
     missing: number of requested cases that are neither in the report nor left out by name.
@@ -133,33 +139,41 @@ class Outcome:
 
     def __init__(self, report: Report) -> None:
         """Sort the report's cases."""
-        counted = [case for case in report.cases if _counts(case, report)]
-        self.others = len(report.cases) - len(counted)
-        calls = [case for case in counted if not is_answers(case)]
-        refused = [case for case in calls if case.result == "refused"]
         baselines = {case.rated_against for case in report.cases}
-        self.outside = [
-            case
-            for case in report.cases
-            if case.outside_budget and (case.case_key, case.implementation) in baselines
-        ]
-        excused = [case for case in self.outside if case.only_outside]
+        counted: list[Case] = []
+        calls: list[Case] = []
+        self.outside: list[Case] = []
+        for case in report.cases:
+            is_baseline = (case.case_key, case.implementation) in baselines
+            if is_baseline and case.outside_budget:
+                self.outside.append(case)
+            if not _counts(case, report):
+                continue
+            counted.append(case)
+            # a baseline that is only outside its budget is neither compared nor a failure
+            if not (is_answers(case) or (is_baseline and case.only_outside)):
+                calls.append(case)
+        self.others = len(report.cases) - len(counted)
+
+        self.failed = tuple(case for case in calls if case.failed)
+        refused = [case for case in calls if case.result == "refused"]
+        self.compared = len(calls) - len(refused)
         requested = {", ".join(parts) for parts in report.requested}
-        self.ended_early = _ended_early(report)
-        self.compared = len([case for case in calls if case not in (*refused, *excused)])
-        self.failed = tuple(case for case in calls if case.failed and case not in excused)
         self.refused = tuple(
             case
             for case in refused
             if not isinstance(case.task, Prefill) and (not requested or case.name in requested)
         )
-        self.missing = len(report.missing)
+
         self.broken = broken(report)
-        self.answers = tuple(case for case in counted if is_answers(case) and case.is_gated)
         offenders = {verdict.case for verdict in self.broken}
+        self.answers = tuple(case for case in counted if is_answers(case) and case.is_gated)
         self.answers_failed = tuple(
             case for case in self.answers if case.result != "passed" or case.name in offenders
         )
+
+        self.ended_early = _ended_early(report)
+        self.missing = len(report.missing)
         self.faulty = (*self.failed, *self.refused, *self.answers_failed)
         unfinished = self.ended_early or self.missing
         compared = self.compared > 0 or bool(self.answers)

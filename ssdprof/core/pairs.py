@@ -175,7 +175,8 @@ def compare(
     smallest_difference: the smallest relative difference of two times that counts.
     Raises BadInputError if the two are of different kinds.
     """
-    base_report, new_report = base[1], new[1]
+    base_report = base[1]
+    new_report = new[1]
     if base_report.kind != new_report.kind:
         raise BadInputError(
             f"BASE is a {base_report.kind} and NEW is a {new_report.kind}.",
@@ -213,7 +214,8 @@ def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
     """What must be the same in both for a comparison of absolute times; empty without a GPU.  case:
     of a prefill.
     """
-    gpu, packages = report.environment.gpu, {"Triton": "triton"}
+    gpu = report.environment.gpu
+    packages = {"Triton": "triton"}
     if gpu is None:
         return {}
     needs = {"GPU": gpu.name, "driver": gpu.driver}
@@ -282,7 +284,7 @@ def _inputs(case: Case, report: Report) -> dict[str, str]:
     """The model and the prompt of a captured call; those of a bench are generated from a fixed
     seed.
     """
-    if isinstance(case.task, Generated):
+    if isinstance(case.inputs_of, Generated):
         return {}
     return {"inputs": f"{target(report)}, prompt {case.inputs[:16]}"}
 
@@ -387,7 +389,9 @@ def _why_none(change: Change, both: Sequence[CasePair]) -> str:
 
 def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Report) -> str | None:
     """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
-    base, new, metric = pair.base, pair.new, METRICS[change.metric]
+    base = pair.base
+    new = pair.new
+    metric = METRICS[change.metric]
     assert base
     assert new
     if not metric.applies(new):
@@ -396,15 +400,16 @@ def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Repo
         return f"timed in BASE; {_status(new)} in NEW"
     if not _comparable(change, pair, base_report, new_report):
         return None
-    before = metric.value(base, change.at, base_report)
+    before = metric.value(base, change.at, base_report.speedup)
     if before is None:
         return None
-    now = metric.value(new, change.at, new_report)
+    now = metric.value(new, change.at, new_report.speedup)
     if now is None:
         return f"{metric.shown(number(before))} in BASE; {_status(new)} in NEW"
     if isinstance(before, Estimate) and isinstance(now, Estimate):
         return _worse_interval(change, before, now, pair)
-    before, now = number(before), number(now)
+    before = number(before)
+    now = number(now)
     step = change.limit * before if change.relative else change.limit
     worsened = now < before - step if metric.more_is_better else now > before + step
     return f"{metric.shown(before)} in BASE, {metric.shown(now)} in NEW" if worsened else ""

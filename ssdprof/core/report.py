@@ -29,7 +29,7 @@ from ssdprof.core.base import (
     states_of,
     unique,
 )
-from ssdprof.core.case import Answers, Case, Generated, Prefill
+from ssdprof.core.case import Answers, Case, DecodedStates, Generated, Prefill
 from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.target import (
@@ -151,13 +151,14 @@ class Report(Record):
             raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
         slices: dict[int, int] = {}
         for case in self.cases:
-            of_out, seqlen = case.tensor("out"), case.dims.seqlen if case.dims else 0
+            of_out = case.tensor("out")
+            seqlen = case.dims.seqlen if case.dims else 0
             for error in (of_out.vs_oracle, of_out.floor) if of_out else ():
                 if error.along and slices.setdefault(seqlen, len(error.along)) != len(error.along):
                     raise ValueError(
                         f"{case.name} has errors along the positions in another number of slices"
                     )
-            if case.status == "ran" and case.dims and not case.tensor("out"):
+            if case.status == "ran" and case.is_call and not case.tensor("out"):
                 raise ValueError(f"{case.name} ran, and nothing says what it computed")
         return self
 
@@ -222,15 +223,16 @@ class Report(Record):
     @property
     def of_calls(self) -> tuple[Case, ...]:
         """Cases of captured calls or generated inputs."""
-        return tuple(case for case in self.cases if case.dims)
+        return tuple(case for case in self.cases if case.is_call)
+
+    @property
+    def of_states(self) -> tuple[Case, ...]:
+        """Cases of states of decoded tokens."""
+        return tuple(case for case in self.cases if isinstance(case.task, DecodedStates))
 
     @property
     def of_answers(self) -> tuple[Case, ...]:
         return tuple(case for case in self.cases if isinstance(case.task, Answers))
-
-    @property
-    def of_prefill(self) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if isinstance(case.task, Prefill))
 
     @cached_property
     def _by_key(self) -> dict[tuple[str, str], list[Case]]:
@@ -249,7 +251,7 @@ class Report(Record):
         if isinstance(case.task, Generated):
             if case.kind == "library" or name == case.implementation:
                 return None
-            return min(filter(_device_time, there), key=_device_time, default=None)
+            return min(filter(device_time, there), key=device_time, default=None)
         exact = exact_precision(case.precision)
         nearest = min(there, key=lambda other: other.precision != exact, default=None)
         return None if nearest is case else nearest
@@ -276,7 +278,8 @@ class Report(Record):
         if not (base and base.call_us and isinstance(case.task, Prefill)):
             return None
         assert isinstance(base.task, Prefill)
-        part, faster = base.task.alone_us, case.task.alone_us
+        part = base.task.alone_us
+        faster = case.task.alone_us
         if part is None or faster is None:
             return None
         whole = base.call_us.value
@@ -289,50 +292,59 @@ class Report(Record):
         """
         if len(self.command) < 3:
             return ()
-        name = next(
-            (
-                word
-                for word in re.split("[ ,]", " ".join(self.command))
-                if word.startswith(f"{case.implementation}=")
-            ),
-            case.implementation,
-        )
-        wanted = {
-            "--impl": name,
-            "--dtypes": intermediates_of(case.precision),
-            "--states": states_of(case.precision),
-        }
-        dropped = {*_NOT_AGAIN}
-        if isinstance(case.task, Generated):
-            wanted |= {"--shape": case.task.shape, "--dtype": case.task.dims.dtype}
-            if not case.task.packed:
-                length = "--verify" if "--verify" in " ".join(self.command) else "--seq"
-                wanted |= {length: str(case.seqlen), "--batch": str(case.batch)}
-                dropped |= {"--cells", "--packed"}
-        else:
-            if case.layer:
-                wanted["--layers"] = str(case.layer.index)
-            # stored captures have their own prompts
-            packed = any(prompt.serving.packed for prompt in self.prompts)
-            if not packed and (isinstance(case.task, Prefill) or self.placement):
-                wanted["--seq"] = str(case.call.prompt_seqlen if case.call else case.seqlen)
-        dropped |= wanted.keys()
-        kept, words = [], iter(self.command)
+        options = self._options_of(case)
+        kept = []
+        words = iter(self.command)
         for word in words:
-            if word.partition("=")[0] not in dropped:
+            if word.partition("=")[0] not in options:
                 kept.append(word)
             elif "=" not in word:
-                next(words, None)
-        for option, value in wanted.items():
-            kept += [option, value]
+                next(words, None)  # its value
+        for option, value in options.items():
+            if value is not None:
+                kept += [option, value]
         return tuple(kept)
+
+    def _options_of(self, case: Case) -> dict[str, str | None]:
+        """The options, each with a value, that a command for this case alone does not share with
+        the report's command; None: it has none.
+
+        {"--out": None, ..., "--impl": "fused", "--dtypes": "exact", "--states": "fp32",
+        "--layers": "3"}
+        """
+        command = " ".join(self.command)
+        as_typed = [
+            word for word in re.split("[ ,]", command) if word.startswith(f"{case.implementation}=")
+        ]
+        options: dict[str, str | None] = dict.fromkeys(_NOT_AGAIN)
+        if isinstance(case.task, DecodedStates):
+            options["--decode-states"] = states_of(case.precision)
+        else:
+            options["--impl"] = as_typed[0] if as_typed else case.implementation
+            options["--dtypes"] = intermediates_of(case.precision)
+            options["--states"] = states_of(case.precision)
+        if isinstance(generated := case.inputs_of, Generated):
+            options |= {"--shape": generated.shape, "--dtype": generated.dims.dtype}
+            if not generated.packed:
+                options |= {"--cells": None, "--packed": None}
+                options["--verify" if "--verify" in command else "--seq"] = str(case.seqlen)
+                options["--batch"] = str(case.batch)
+            return options
+        if case.layer:
+            options["--layers"] = str(case.layer.index)
+        # stored captures have their own prompts
+        packed = any(prompt.serving.packed for prompt in self.prompts)
+        if not packed and (isinstance(case.task, Prefill) or self.placement):
+            options["--seq"] = str(case.call.prompt_seqlen if case.call else case.seqlen)
+        return options
 
     # --- completeness
 
     @cached_property
     def missing(self) -> tuple[Requested, ...]:
         """Requested cases that are neither there nor left out."""
-        there, left = {case.name for case in self.cases}, self.left_out
+        there = {case.name for case in self.cases}
+        left = self.left_out
 
         def is_left_out(case_key: str, name: str) -> bool:
             return any(
@@ -385,6 +397,6 @@ class Report(Record):
         return self.changed(cases=cases, requested=requested)
 
 
-def _device_time(case: Case) -> float:
+def device_time(case: Case) -> float:
     """In microseconds; 0 if it was not timed."""
     return case.device_us.value if case.device_us else 0.0

@@ -5,7 +5,8 @@ Numbers that ncu did not collect are None and their names are in `not_collected`
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Final, Literal, TypeVar
 
 from pydantic import Field
 
@@ -14,10 +15,17 @@ from ssdprof.core.case import Launch
 from ssdprof.core.target import Dims, Environment, LayerRef
 
 STALLS_VERSION: Final = 4
+Number = TypeVar("Number", int, float)
 
 StallSamples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
 CheckResult = tuple[Literal["ok", "failed", "not checked"], Text]  # and details
 SelfChecks = dict[Text, CheckResult]  # a condition for valid tables -> whether it holds
+
+
+def most_first(samples: Mapping[str, Number]) -> dict[str, Number]:
+    """By stall reason, the most frequent one first, without those that have no samples."""
+    by_count = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
+    return {reason: count for reason, count in by_count if count}
 
 
 class Launched(Record):

@@ -120,8 +120,22 @@ def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
 
 def mean(ratios: Sequence[Estimate]) -> Estimate:
     """The geometric mean.  Its bounds are the means of the bounds of all ratios."""
-    log, width = fmean(math.log(ratio.value) for ratio in ratios), fmean(map(_width, ratios))
+    log = fmean(math.log(ratio.value) for ratio in ratios)
+    width = fmean(map(_width, ratios))
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
+
+
+def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
+    """p of values that grow as steps^p: the slope of log value over log step by least squares,
+    with Student's t interval of its residuals.  None for fewer than three points.
+    """
+    if len(steps) < 3:
+        return None
+    x, y = np.log(steps) - np.mean(np.log(steps)), np.log(values)
+    slope, freedom = float(x @ y / (x @ x)), len(steps) - 2
+    residuals = y - np.mean(y) - slope * x
+    width = _T[freedom - 1] * math.sqrt(residuals @ residuals / freedom / (x @ x))
+    return Estimate(slope, slope - width, slope + width)
 
 
 def settled(samples: Iterable[RecordedTimes], smallest_difference: float) -> bool:
@@ -191,13 +205,15 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _estimate(values: NDArray[np.float64], spread: float | None = None) -> Estimate:
-    factor, value = math.exp(_half_width(values, spread)), _mean(values)
+    factor = math.exp(_half_width(values, spread))
+    value = _mean(values)
     return Estimate(value, value / factor, value * factor)
 
 
 def _half_width(values: NDArray[np.float64], spread: float | None = None) -> float:
     """Half the width of the 95 % interval of the mean logarithm; (recordings,), at least two."""
-    freedom, variance = len(values) - 1, float(np.var(np.log(values), ddof=1))
+    freedom = len(values) - 1
+    variance = float(np.var(np.log(values), ddof=1))
     if spread is not None and variance < _BEYOND_EXPECTED * spread**2:
         variance = (freedom * variance + _SPREAD_FREEDOM * spread**2) / (freedom + _SPREAD_FREEDOM)
         freedom += _SPREAD_FREEDOM

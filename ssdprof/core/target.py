@@ -62,7 +62,8 @@ class CallRef(Record):
     """One call of a layer's operator, if a prompt makes several calls or several sequences share
     one.
 
-    kind: "packed": packed sequences; of several forward passes, if a server recorded them.
+    kind: "packed": packed sequences; of several forward passes, if a server recorded them; and then
+        side by side if they are equally many drafted tokens.
         "chunk": a piece of a chunked prefill, which begins with the states of the previous piece.
         "decode": one token of each sequence, after the prompt.  "verify": the last tokens of the
         prompt, as if they had been drafted.
@@ -117,20 +118,19 @@ class Serving(Record):
         in one call.
         """
 
-        def numbered(kind: Literal["chunk", "decode"], count: int) -> list[CallRef]:
+        def numbered(
+            kind: Literal["packed", "chunk", "decode"], count: int, sequences: int = batch
+        ) -> list[CallRef]:
             return [
                 CallRef(
-                    kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=batch
+                    kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=sequences
                 )
                 for number in range(1, count + 1)
             ]
 
         of_prompt: Sequence[CallRef | None] = [None]
         if self.packed:
-            sequences = len(self.packed)
-            of_prompt = [
-                CallRef(kind="packed", number=1, count=1, prompt_seqlen=seqlen, sequences=sequences)
-            ]
+            of_prompt = numbered("packed", 1, len(self.packed))
         elif self.chunk is not None:
             of_prompt = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
         return (*of_prompt, *numbered("decode", self.decode))
@@ -301,14 +301,7 @@ class Prompt(Record):
 class TensorRecord(Record):
     shape: tuple[Count, ...]
     dtype: StoredDType
-    model_strides: tuple[Count, ...]  # as the model passed it; the stored values are token-major
     sha256: Text  # of the stored bytes
-
-    @model_validator(mode="after")
-    def _one_stride_for_each_axis(self) -> TensorRecord:
-        if len(self.model_strides) != len(self.shape):
-            raise ValueError("model_strides and shape differ in length")
-        return self
 
 
 # an infinite one is the string "Infinity" in JSON
@@ -325,6 +318,7 @@ class LayerCapture(Record):
     served: the output that a server recorded, in the same file as "served.out" and
     "served.final_states".
     slots: of the sequences, in the server's pool of states; empty if they are not known.
+    gap: whether calls of the layer may be missing before this one.
     """
 
     layer: LayerRef
@@ -337,6 +331,7 @@ class LayerCapture(Record):
     scalars_sha256: Text
     served: dict[Text, TensorRecord] = Field(default_factory=dict)
     slots: tuple[int, ...] = ()
+    gap: bool = False
 
     @property
     def whole(self) -> bool:

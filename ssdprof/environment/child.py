@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,8 @@ from ssdprof.errors import BadInputError, how_ended
 _LINGER_S = 10  # for a process that has done its work; threads of a user's kernel may keep it
 _SILENT_S = 600.0  # a user's kernel that is at work for so long without a sign of life hangs
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# of environment variables that a process with code of others does not get
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
 
 
 def python(module: str) -> tuple[str, ...]:
@@ -37,6 +39,37 @@ def python(module: str) -> tuple[str, ...]:
 def search_path() -> dict[str, str]:
     """The environment variable that gives the child process the search path of this process."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def run(
+    command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """Run a command in its own process group: its exit code, None if it takes too long, and its
+    output, stdout and stderr together.  No process of the group is left.
+    """
+    code: int | None = None
+    with (
+        tempfile.TemporaryFile() as output,
+        subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            until = time.monotonic() + timeout_s
+            while code is None and time.monotonic() < until:
+                alive()
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(1.0, timeout_s))
+        finally:  # the command may have started others, and any of them may hang
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
 
 
 def started(environment: Mapping[str, str] = os.environ) -> int:
@@ -71,12 +104,6 @@ def sample_again(folder: Path, number: int) -> None:
 
 
 # --- a command in a child process, which may end in any way
-
-
-class Stopped(KeyboardInterrupt):
-    """The user stopped the command: SIGTERM, which a child also gets for Ctrl-C.  A kernel's own
-    interrupt is none.
-    """
 
 
 class Ended(NamedTuple):
@@ -182,7 +209,8 @@ def fork() -> Ended | None:
             os.kill(pid, signal.SIGTERM if stopped == 1 else signal.SIGKILL)
 
     with tempfile.TemporaryFile() as told:
-        parent, pid = os.getpid(), os.fork()
+        parent = os.getpid()
+        pid = os.fork()
         if not pid:
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent

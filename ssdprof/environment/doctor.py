@@ -93,7 +93,8 @@ def _pair(of_torch: str, of_triton: str) -> Check:
     """Whether the tests ran with these versions."""
     minor_torch = ".".join(of_torch.split(".")[:2])
     minor_triton = ".".join(of_triton.split(".")[:2])
-    name, pair = "torch and triton", f"{minor_torch} with {minor_triton}"
+    name = "torch and triton"
+    pair = f"{minor_torch} with {minor_triton}"
     if minor_triton in _TESTED.get(minor_torch, ()):
         return _check(name, "ok", f"{pair}, a tested pair")
     tested = "; ".join(f"{version} with {' or '.join(_TESTED[version])}" for version in _TESTED)
@@ -188,9 +189,16 @@ def _kernels() -> Check:
     return _check("kernels", "missing", "compiled by Triton for a GPU that torch cannot use", hint)
 
 
+WITHOUT_NAMES = (
+    "without a name: attn_gym (not seen to be right: its fused kernels need a GPU and "
+    "cutlass-dsl), kernels of the Hub (not tried: each is a download that runs its own code)"
+)
+
+
 def libraries(names: Mapping[str, Sequence[str]]) -> Check:
     """The packages of libraries that --impl knows, with these names, and the versions here."""
-    there, absent = [], []
+    there = []
+    absent = []
     for package, of_package in names.items():
         known = ", ".join(dict.fromkeys(of_package))
         # a repository's address ends with the package's name
@@ -199,7 +207,7 @@ def libraries(names: Mapping[str, Sequence[str]]) -> Check:
         else:
             absent.append(f"{known} (pip install {package})")
     missing = [f"not installed: {'; '.join(absent)}"] if absent else []
-    return _check("other libraries", "ok", "; ".join([*there, *missing]))
+    return _check("other libraries", "ok", "; ".join([*there, *missing, WITHOUT_NAMES]))
 
 
 def served(words: Mapping[str, str]) -> Iterator[Check]:

@@ -9,10 +9,8 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from operator import or_
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -39,8 +37,8 @@ _PACKAGES = (
     "flashinfer-python",
 )
 # The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner
-# are not among
-# them: an idle GPU is not in the timed region, and the clocks themselves show the limit.
+# are not among them: an idle GPU is not in the timed region, and the clocks themselves show the
+# limit.
 _THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -132,48 +130,28 @@ def _cpu_model() -> str:
 # --- clocks
 
 
-# clocks of SM and memory in MHz, temperature in °C, NVML's mask of reasons
-Reading = tuple[int, int, int, int]
-
-
-def watch_clocks() -> Callable[[], Clocks | None]:
-    """Read the clocks, and return a function that reads them again while the GPU is still warm.
-
-    It returns the first and the last reading, and all throttle reasons of any; None without NVML or
-    a GPU.
-    """
-    readings = [read_clocks()]
-
-    def watched() -> Clocks | None:
-        readings.append(read_clocks())
-        known = [reading for reading in readings if reading is not None]
-        if not known:
-            return None
-        sm, memory, temperature, _ = zip(known[0], known[-1], strict=True)
-        reasons = reduce(or_, (mask for *_, mask in known))
-        words = tuple(words for bit, words in _THROTTLE_REASONS.items() if reasons & bit)
-        return Clocks(
-            sm_mhz=sm, memory_mhz=memory, temperature_c=temperature, throttle_reasons=words
-        )
-
-    return watched
-
-
-def read_clocks() -> Reading | None:
-    """torch's current GPU, now; None without a GPU, without NVML, or if the driver does not report
-    it.
+def read_clocks() -> Clocks | None:
+    """Read the clocks of torch's current GPU: one reading, as the first and as the last.  None
+    without a GPU, without NVML, or if the driver does not report them.
     """
     uuid = current_uuid()
     if uuid is None:
         return None
 
-    def reading(nvml: ModuleType) -> Reading:
+    def reading(nvml: ModuleType) -> Clocks:
+        """As the first and as the last."""
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        return (
-            nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-            nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
-            nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+        sm = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        memory = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)
+        temperature = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        return Clocks(
+            sm_mhz=(sm, sm),
+            memory_mhz=(memory, memory),
+            temperature_c=(temperature, temperature),
+            throttle_reasons=tuple(
+                words for bit, words in _THROTTLE_REASONS.items() if reasons & bit
+            ),
         )
 
     return ask_nvml(reading)

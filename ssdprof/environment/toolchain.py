@@ -36,14 +36,12 @@ _INSTALLERS = {
     "dnf": "dnf install -y",
     "zypper": "zypper install -y",
     "pacman": "pacman -S",
-    "apk": "apk add",
 }
 _C_LIBRARY = {
     "apt-get": "libc6-dev",
     "dnf": "glibc-devel",
     "zypper": "glibc-devel",
     "pacman": "glibc",
-    "apk": "musl-dev",
 }
 
 
@@ -110,7 +108,9 @@ def unusable_gpu() -> str:
     """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there
     is none.
     """
-    version, uuids = (None if torch.cuda.is_available() else ask_nvml(_driver)) or (0, [])
+    if torch.cuda.is_available():
+        return ""
+    version, uuids = ask_nvml(_driver) or (0, [])
     if not uuids:
         return ""
     there = plural(len(uuids), "NVIDIA GPU")
@@ -209,7 +209,8 @@ def _compiler() -> Check:
 
 def _c_library(compiler: str) -> Check:
     """The headers of the C library, which may be missing in a slim image with a compiler."""
-    package, header = _C_LIBRARY[_manager()], "dlfcn.h"
+    package = _C_LIBRARY[_manager()]
+    header = "dlfcn.h"
     try:
         subprocess.run(
             [compiler, "-E", "-xc", "-"],
@@ -240,12 +241,15 @@ def _driver_library() -> Check:
     """The driver's library, as Triton finds it: TRITON_LIBCUDA_PATH, else the linker's cache, then
     LD_LIBRARY_PATH.
     """
-    named, linked = os.environ.get("TRITON_LIBCUDA_PATH"), _linked_folders()
+    named = os.environ.get("TRITON_LIBCUDA_PATH")
+    linked = _linked_folders()
     on_path = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     if named:
-        folders, lacking = [named], f"TRITON_LIBCUDA_PATH={named} does not hold"
+        folders = [named]
+        lacking = f"TRITON_LIBCUDA_PATH={named} does not hold"
     else:
-        folders, lacking = [] if linked is None else linked or on_path, "the linker does not find"
+        folders = [] if linked is None else linked or on_path
+        lacking = "the linker does not find"
     lacking += f" {DRIVER_LIBRARY}, the library of NVIDIA's driver"
     if elsewhere := _loaded_from() or _with_driver_library(on_path):
         command = f"export TRITON_LIBCUDA_PATH={elsewhere}"

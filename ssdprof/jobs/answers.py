@@ -7,20 +7,18 @@ reference -> noise -> every implementation and precision -> every layer alone, i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
+from ssdprof.capture.forward import PromptRun, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.mixers import find_mixers
-from ssdprof.core.base import DType
+from ssdprof.core.base import EXACT_FP32, DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
@@ -28,7 +26,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load, sources
-from ssdprof.jobs.substitute import Compute, by_layer, implemented
+from ssdprof.jobs.substitute import Compute, by_layer, decoded, implemented
 from ssdprof.jobs.target import Target
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
@@ -36,59 +34,43 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
+from ssdprof.operators.decode_states import IMPLEMENTATION
 from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
-from ssdprof.operators.tensors import dtype_name, requested_precisions
+from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
+from ssdprof.store.tuned import use_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Precisions = Callable[[DType], tuple[Precision, ...]]
 
-
-def answers(target: Target, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
+def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
-    target: the whole model, the result of `loaded_as`.  Returns the report's folder and the
-    report.
+    target: the whole model.  Returns the report's folder and the report.
     """
-
-    def precisions(dtype: DType) -> tuple[Precision, ...]:
-        return requested_precisions(
-            "bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states
-        )
-
-    wanted = replace(wanted, weights=_weights(wanted))
-    implementations = check(target, wanted)
+    implementations = check(request, target)
+    if not request.no_tuned:
+        use_saved(watcher.say)
     loaded = load(target, watcher)
     with opened(
-        wanted.out,
+        request.out,
         watcher,
         sources=partial(sources, target, implementations),
         kind="answers",
-        target=target.ref.repo_id,
-        command=wanted.command,
-        model=target.ref,
+        command=request.command,
         environment=collect(),
-        prompts=loaded.prompts,
-        notes=tuple(target.located.caveats),
-        conditions=wanted.conditions,
+        conditions=request.conditions,
         baseline="unfused",
-        segment_length=max(loaded.segment_lengths),
-        placement=loaded.placement,
+        **loaded.header,
     ) as writer:
-        compare_answers(loaded, wanted, precisions, watcher, writer)
+        compare_answers(loaded, request, watcher, writer)
     return load_report(writer.folder)
 
 
-def loaded_as(target: Target, wanted: AnswersOptions) -> Target:
-    """The target in the dtype that its weights are loaded in."""
-    return replace(target, dtype="float32") if _weights(wanted) == "fp32" else target
-
-
-def check(target: Target, wanted: AnswersOptions) -> list[Implementation]:
+def check(request: AnswersOptions, target: Target) -> list[Implementation]:
     """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run`
     calls it too.
     """
@@ -96,45 +78,20 @@ def check(target: Target, wanted: AnswersOptions) -> list[Implementation]:
     limits.check_replay(target.seqlens)
     compared: list[Implementation] = []
     for operator in {layer.operator for layer in target.layers}:
-        compared += [required(resolve_here(operator, name)) for name in wanted.implementations]
+        compared += [required(resolve_here(operator, name)) for name in request.implementations]
     return compared
 
 
-def _weights(wanted: AnswersOptions) -> Literal["own", "fp32"]:
-    """fp32 without a GPU, because no model is served in 16 bit there: only the operators' error
-    remains.
-    """
-    if wanted.weights == "auto":
-        return "own" if limits.device().type == "cuda" else "fp32"
-    return wanted.weights
-
-
 def compare_answers(
-    loaded: Loaded,
-    request: AnswersOptions,
-    precisions: Precisions,
-    watcher: Watcher,
-    writer: Writer,
+    loaded: Loaded, request: AnswersOptions, watcher: Watcher, writer: Writer
 ) -> None:
     """Compare the answers on every prompt of a whole model.
 
-    precisions: of implementations, by the dtype of the model.
-
     Raises the errors of the reference; errors of a case are recorded in the case.
     """
-    mixers, ref = find_mixers(loaded.model), loaded.target.ref
-    with (
-        limits.memory_errors(),
-        np.errstate(invalid="ignore", over="ignore"),  # from masked lanes, in Triton's interpreter
-    ):
-        for ids, segment_length, prompt in zip(
-            loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True
-        ):
-            check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
-            ids, layers = ids.to(loaded.model.device), loaded.target.layers
-            run = PromptRun(loaded.model, ids, segment_length, mixers, ref.model_type, layers)
-            dtype = dtype_name(loaded.whole.dtype)
-            variants = list(_variants(run, dtype, request, precisions, prompt.token_sha256))
+    with limits.memory_errors():
+        for run, prompt in zip(loaded.prompt_runs(), loaded.prompts, strict=True):
+            variants = list(_variants(run, loaded.dtype, request, prompt.token_sha256))
             if all(case.name in writer.earlier for case, *_ in variants):
                 continue
             comparison = _Comparison(run, loaded.whole, request, watcher, variants)
@@ -146,21 +103,17 @@ Variant = tuple[Case, Compute, frozenset[int]]
 
 
 def _variants(
-    prompt: PromptRun, dtype: DType, request: AnswersOptions, precisions: Precisions, inputs: str
+    prompt: PromptRun, dtype: DType, request: AnswersOptions, inputs: str
 ) -> Iterator[Variant]:
     """First noise, then all layers together, then each layer alone.
 
     dtype: of the model.  inputs: of the cases.
     """
-    mixers, layers = prompt.mixers, frozenset(prompt.wanted)
+    mixers = prompt.mixers
+    layers = frozenset(prompt.wanted)
 
     def variant(
-        name: str,
-        precision: Precision,
-        compute: Compute,
-        *,
-        change: str = "",
-        alone: int | None = None,
+        name: str, precision: str, compute: Compute, *, change: str = "", alone: int | None = None
     ) -> Variant:
         """change: in words, of noise.  alone: the layer."""
         task = Answers(
@@ -179,23 +132,27 @@ def _variants(
             seqlen=prompt.ids.shape[1],
             inputs=inputs,
             implementation=name,
-            precision=str(precision),
+            precision=precision,
             status="ran",
         )
         computed = layers if alone is None else frozenset({alone})
         return case, compute, computed
 
     operator = operators.get(mixers[0].operator)  # a model has one kind of operator
+    relaxed = "bf16" if dtype == "fp32" else dtype  # no model is served with fp32 intermediates
+    wanted = requested_precisions(relaxed, request.intermediates, request.states)
     exact = implemented(operator.baseline, Precision(), mixers)
     for change, compute in (
         ("last bit of its inputs moved", with_moved_bits(exact)),
         ("in chunks of half the length", in_other_chunks(exact)),
     ):
-        yield variant(operator.baseline, Precision(), compute, change=change)
-    computes: dict[tuple[str, Precision], Compute] = {}
+        yield variant(operator.baseline, EXACT_FP32, compute, change=change)
+    computes: dict[tuple[str, str], Compute] = {}
     for name in request.implementations:
-        for precision in own_precisions(resolve(operator, name), dtype, precisions(dtype)):
-            computes[name, precision] = implemented(name, precision, mixers)
+        for allowed in own_precisions(resolve(operator, name), dtype, wanted):
+            computes[name, str(allowed)] = implemented(name, allowed, mixers)
+    for state_format in request.decode_states or ():
+        computes[IMPLEMENTATION, f"exact, {state_format.name} states"] = decoded(state_format)
     for (name, precision), compute in computes.items():
         yield variant(name, precision, compute)
     for layer in sorted(layers) if request.per_layer else ():
@@ -218,10 +175,12 @@ class _Comparison:
         variants: Sequence[Variant],
     ) -> None:
         """Runs the reference.  BadInputError if its logits are not finite."""
-        self._prompt, self._whole, self._request = prompt, whole, request
-        self._watcher, self._began = watcher, time.monotonic()
-        if prompt.ids.device.type == "cuda":
-            forget_peak(prompt.ids.device)
+        self._prompt = prompt
+        self._whole = whole
+        self._request = request
+        self._watcher = watcher
+        self._began = time.monotonic()
+        forget_peak(prompt.ids.device)
         # with the reference: its own runs, and for each case the share of the layers that are left
         # to it
         count = len({mixer.layer_index for mixer in prompt.mixers})
@@ -236,7 +195,6 @@ class _Comparison:
 
     def run(self, variants: Sequence[Variant], writer: Writer) -> None:
         """Write every case that an interrupted comparison has not written."""
-        device = self._prompt.ids.device
         with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
             for variant in variants:
                 if variant[0].name not in writer.earlier:
@@ -244,8 +202,7 @@ class _Comparison:
                     now = time.monotonic()
                     writer.update(seconds=writer.report.first.seconds + now - self._began)
                     self._began = now
-                    if device.type == "cuda":
-                        writer.peaked(peak_bytes(device))
+                    writer.peaked(peak_bytes(self._prompt.ids.device))
                 advance(1)
 
     def _compared(self, variant: Variant) -> Case:
@@ -272,11 +229,11 @@ class _Comparison:
         """Fields of the answers: the logits against the reference's, a block of positions at a
         time.
         """
-        prompt, whole = self._prompt, self._whole
+        prompt = self._prompt
+        whole = self._whole
         hidden = hidden_states(prompt, self._handler(compute, layers))
-        blocks, length = [], rows_that_fit(whole.get_input_embeddings().num_embeddings)
-        for start in range(0, hidden.shape[1], length):
-            rows = slice(start, start + length)
+        blocks = []
+        for rows in _blocks(whole, hidden):
             high, low = (logits(whole, states[:, rows])[0] for states in (self._exact, hidden))
             blocks.append(compare_logits(high, low, prompt.ids[0, 1:][rows]))
         divergence = joined(blocks)
@@ -304,19 +261,25 @@ class _Comparison:
         return by_layer(self._prompt.mixers, compute, layers=layers, elsewhere=self._reference)
 
 
+def _blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> Iterator[slice]:
+    """Positions of hidden states, (batch, seqlen, width), whose logits are compared at once."""
+    length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
+    for start in range(0, hidden.shape[1], length):
+        yield slice(start, start + length)
+
+
 def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
     """BadInputError if the model's head gives NaN or infinity on the reference's own hidden states,
     (batch, seqlen, width): then no implementation can be told from another.
     """
-    length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
-    for start in range(0, hidden.shape[1], length):
-        block = hidden[:, start : start + length]
+    for rows in _blocks(whole, hidden):
+        block = hidden[:, rows]
         finite = logits(whole, block)[0].isfinite().all(-1)
         if not bool(finite.all()):
             part = "head, lm_head," if bool(block.isfinite().all()) else "layers"
             raise BadInputError(
                 f"The model's {part} give NaN or infinity at position "
-                f"{start + int((~finite).int().argmax()):,} with the reference itself: it is "
+                f"{rows.start + int((~finite).int().argmax()):,} with the reference itself: it is "
                 "not the implementations.",
                 "Weights of the checkpoint hold NaN or infinity, or overflow; fetch it again.",
             )
@@ -386,9 +349,10 @@ def with_moved_bits(compute: Compute) -> Compute:
         return torch.where(tensor == 0, tensor, (bits ^ 1).view(tensor.dtype))
 
     def run(call: OperatorCall) -> Result:
-        views = call.operator.binding.views
         changed = {
-            name: moved(tensor) for name, tensor in call.inputs.tensors.items() if name in views
+            name: moved(tensor)
+            for name, tensor in call.inputs.tensors.items()
+            if name in call.operator.binding.views
         }
         return compute(replace(call, inputs=replace(call.inputs, **changed)))
 

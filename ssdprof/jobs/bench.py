@@ -18,9 +18,10 @@ from ssdprof import kernels, operators
 from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import Dims
-from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
+from ssdprof.environment.machine import collect, kernels_hash, read_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
+from ssdprof.jobs import limits, states
 from ssdprof.jobs.compare import Comparer, Entry, Verdicts
 from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import BenchOptions
@@ -42,10 +43,12 @@ from ssdprof.operators.implementations import (
     source_files,
 )
 from ssdprof.operators.operator import Operator
+from ssdprof.operators.serving import in_pool
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import Writer, load, opened
+from ssdprof.store.tuned import use_saved
 
 BY_TOKEN = "recurrent"  # runs if sequences have only a few tokens
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
@@ -60,6 +63,22 @@ NEEDS_GPU = (
         "machine."
     ),
 )
+
+
+def find_and_bench(
+    asked: BenchOptions,
+    names: Sequence[str],
+    too_large: Iterable[Tokens],
+    ranks: Ranks | None,
+    watcher: Watcher,
+) -> tuple[Path, Report]:
+    """Resolve the implementations, as `resolved`, then `bench`; or decode states."""
+    if asked.decode_states:
+        return decode_cells(asked, operators.get(asked.operator), watcher, ranks)
+    request = resolved(asked, names, too_large, watcher)
+    if not request.no_tuned:
+        use_saved(watcher.say)
+    return bench(request, operators.get(request.operator), watcher, ranks)
 
 
 def bench(
@@ -97,8 +116,9 @@ def bench(
         absent=tuple(known.absent for known in request.compared if known.absent),
         samplers=request.processes or (1 if ranks else PROCESSES),
     ) as writer:
-        clocks, before = watch_clocks(), writer.report.first.seconds
-        writer.update(ceilings=writer.report.ceilings or measure_ceilings(device))
+        before = writer.report.first.seconds
+        ceilings = writer.report.ceilings or measure_ceilings(device)
+        writer.update(ceilings=ceilings, clocks=read_clocks())
         cells = ranks.share(request.measured) if ranks else request.measured
         end = math.inf if request.budget is None else began + request.budget
         cell_bench = CellBench(request, operator, device, writer, watcher, end)
@@ -109,7 +129,42 @@ def bench(
                         cell, sampling_seconds(end - time.monotonic(), len(cells) - done)
                     )
                     seconds = before + time.monotonic() - began
-                    writer.update(clocks=clocks(), seconds=seconds)
+                    writer.update(clocks=read_clocks(), seconds=seconds)
+                advance(1)
+    return load(writer.folder)
+
+
+def decode_cells(
+    request: BenchOptions, operator: Operator, watcher: Watcher, ranks: Ranks | None
+) -> tuple[Path, Report]:
+    """Decode the inputs of every cell with states in each format.  Returns the report's folder and
+    the report.
+    """
+    device = limits.device()
+    longest = max(cell.tokens.sequences * cell.tokens.seqlen for cell in request.measured)
+    limits.check_replay((longest,))
+    requested: list[Requested] = []
+    for cell in request.measured:
+        where, _, size = _case_key(cell).rpartition(", ")
+        requested += states.requested(where, size, request)
+    with opened(
+        request.out,
+        watcher,
+        ranks,
+        kind="bench",
+        target=operator.name,
+        command=request.command,
+        environment=collect(),
+        requested=tuple(requested),
+        conditions=request.conditions,
+        baseline="",
+    ) as writer:
+        cells = ranks.share(request.measured) if ranks else request.measured
+        with limits.memory_errors(), watcher.step("Decoding", len(cells), unit="cells") as advance:
+            for cell in cells:
+                inputs = operator.generated.draw(cell, device)
+                task = generated_task(cell, None, operator.oracle.dims(inputs))
+                states.decode(operator, inputs, task, request, writer, watcher)
                 advance(1)
     return load(writer.folder)
 
@@ -123,7 +178,8 @@ def resolved(
     Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a
     baseline that is unavailable.
     """
-    operator, resolve = operators.get(asked.operator), resolver(torch.device("cuda"))
+    operator = operators.get(asked.operator)
+    resolve = resolver(torch.device("cuda"))
     requested = [resolve(operator.name, name) for name in names]
     baseline = resolve(operator.name, asked.baseline or "")
     matched = resolve(operator.name, asked.match_with or operator.baseline)
@@ -169,6 +225,9 @@ def compared(
     )
     if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
+    if cell.tokens.pool and cell.tokens.steps:
+        # others than bundled kernels have pools of their own
+        everyone = [in_pool(known) if known.kind == "bundled" else known for known in everyone]
     cases: list[tuple[Implementation, Precision]] = []
     for known in {known.name: known for known in everyone}.values():
         if known.kind != "bundled":
@@ -214,8 +273,10 @@ class CellBench:
         end: float,
     ) -> None:
         """GPU work: `CudaTimer` allocates."""
-        isolated = IsolatedFirstCall(min(request.first_call, FIRST_CALL_S))
-        self._request, self._operator, self._writer = request, operator, writer
+        isolated = IsolatedFirstCall(min(request.first_call_s, FIRST_CALL_S))
+        self._request = request
+        self._operator = operator
+        self._writer = writer
         self._device = device
         self._prober = Prober(isolated, only=TURNING_KEYS)
         self._verdicts: dict[Cell, Verdicts] = {}  # of short checks
@@ -223,7 +284,7 @@ class CellBench:
             timer=CudaTimer(device),
             ceilings=writer.report.ceilings,
             process=writer.process,
-            first_call_s=request.first_call,
+            first_call_s=request.first_call_s,
             until=end,
             isolated=isolated,
             watcher=watcher,
@@ -271,7 +332,8 @@ class CellBench:
         """
         if time.monotonic() >= comparer.until:
             raise TimeIsUp
-        verdicts, checked = None, cell
+        verdicts = None
+        checked = cell
         if self._request.check == "short" and not cell.tokens.packed:
             seqlen = min(cell.tokens.seqlen, CHECKED_SEQLEN)
             checked = replace(cell, tokens=replace(cell.tokens, sequences=1, seqlen=seqlen))
@@ -299,7 +361,8 @@ class CellBench:
         """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
         instead; None: its own.
         """
-        request, operator = self._request, self._operator
+        request = self._request
+        operator = self._operator
         inputs = operator.generated.draw(cell, self._device)
         sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
         inputs = sized[min(sized)] if sized else inputs

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -157,30 +157,29 @@ class Comparer:
         Raises TimeIsUp after `until`, and MissingCapabilityError if a fault made the GPU unusable.
         """
         self._guard(entries)
-        cases: dict[Entry, Case] = {}
         baselines = {entry.case.rated_against for entry in entries}
-        for batch in _batches(entries):
-            for entry, case in self._verified(batch, label, verdicts).items():
-                if entry in cases:  # a baseline runs for every batch that needs it
-                    continue
-                cases[entry] = case
-                if self.timer is None:
-                    yield case
-                elif case.chunk_size is None:
-                    yield _until_timed(case, baselines)
+        cases: dict[Entry, Case] = {}
+        for entry, case in self._verified_once(entries, label, verdicts):
+            cases[entry] = case
+            if self.timer is None:
+                yield case
+            elif case.chunk_size is None:  # else it is one of several trials
+                yield _until_timed(case, baselines)
         if self.timer is None:
             return
+
+        timed: dict[Entry, Case] = {}
         forms = grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision))
         for sizes in forms.values():
-            entry, case = self._fastest({entry: cases.pop(entry) for entry in sizes}, self.timer)
-            cases[entry] = case
+            entry, case = self._fastest({entry: cases[entry] for entry in sizes}, self.timer)
             if case.trials:
                 yield _until_timed(case, baselines)
-        timed = {entry: case for entry, case in cases.items() if _is_timed(case, baselines)}
-        for turns in dict.fromkeys(entry.turns for entry in timed):
+            if _is_timed(case, baselines):
+                timed[entry] = case
+
+        for group in grouped(timed, lambda entry: entry.turns).values():
             with self.watcher.step(f"{label}: timing"):
-                group = {entry: case for entry, case in timed.items() if entry.turns == turns}
-                yield from self._sampled(group, self.timer)
+                yield from self._sampled({entry: timed[entry] for entry in group}, self.timer)
 
     def sample_again(
         self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]
@@ -213,6 +212,19 @@ class Comparer:
                     copies[name] = GuardedInputs(entry.call.inputs)
                 entry.call = self.isolated.guarded(entry.call, copies[name])
 
+    def _verified_once(
+        self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
+    ) -> Iterator[tuple[Entry, Case]]:
+        """Each entry with its verified case, batch by batch: a baseline runs in every batch that
+        needs it.
+        """
+        seen: set[Entry] = set()
+        for batch in _batches(entries):
+            for entry, case in self._verified(batch, label, verdicts).items():
+                if entry not in seen:
+                    seen.add(entry)
+                    yield entry, case
+
     def _verified(
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
     ) -> dict[Entry, Case]:
@@ -241,16 +253,20 @@ class Comparer:
         for entry, case in cases.items():
             if self.on_fault and case.result in ("inaccurate", "nonfinite", "failed"):
                 self.on_fault(entry, "", entry.call.inputs, outputs.get(entry))
-        interpreted = {entry: interpreted for entry, (*_, interpreted) in runs.items()}
+        interpreted = {entry for entry, (*_, by_interpreter) in runs.items() if by_interpreter}
         del outputs, runs  # the laws need memory
+        self._test_laws(cases, interpreted, label)
+        return cases
+
+    def _test_laws(self, cases: dict[Entry, Case], interpreted: Set[Entry], label: str) -> None:
+        """Give the cases that passed their probes.  interpreted: those of Triton's interpreter."""
         with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
             for entry, case in cases.items():
                 with while_it_runs(case):
                     if case.result == "passed" and entry.probes:
-                        probes = (*case.probes, *entry.probes(interpreted[entry]))
+                        probes = (*case.probes, *entry.probes(entry in interpreted))
                         cases[entry] = case.changed(probes=probes)
                 advance(1)
-        return cases
 
     def _first_run(self, entry: Entry) -> FirstRun:
         """Make the first call, within the time for it.  Raises TimeIsUp at the end of the bench."""
@@ -336,8 +352,11 @@ class Comparer:
         calls = [entry.call for entry in group]
         risky = next((case for case in group.values() if case.kind == "own" or case.named), None)
         with while_it_runs(risky), _changeable(calls) as scale:
-            timed = _Timed(entries={entry.call.label: entry for entry in group}, scale=scale)
-            timed.cases = {entry.call.label: case for entry, case in group.items()}
+            timed = _Timed(
+                entries={entry.call.label: entry for entry in group},
+                cases={entry.call.label: case for entry, case in group.items()},
+                scale=scale,
+            )
             fields = time_in_turns(
                 {name: entry.call.run for name, entry in timed.entries.items()},
                 timer,
@@ -360,7 +379,7 @@ class _Timed:
     """
 
     entries: Mapping[str, Entry]
-    cases: dict[str, Case] = field(default_factory=dict)
+    cases: dict[str, Case]
     scale: Callable[[float], None] | None
 
     def check(self, name: str, run: Run) -> str:
@@ -401,7 +420,8 @@ class _Timed:
 
     def _outside(self, name: str, output: Output) -> str:
         """Why an output is worse than the one that was verified."""
-        entry, known = self.entries[name], self.cases[name]
+        entry = self.entries[name]
+        known = self.cases[name]
         (accuracy,) = compare_with_oracle(
             entry.call.inputs, {name: entry.candidate(output)}
         ).values()
@@ -504,7 +524,8 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
     """Fields of a case whose device time is shorter than this GPU can be: its work was not what was
     timed.
     """
-    share, time = case.floor_pct(ceilings), case.device_us
+    share = case.floor_pct(ceilings)
+    time = case.device_us
     if share is None or time is None or share <= 100:
         return {}
     reason = (

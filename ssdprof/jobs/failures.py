@@ -50,6 +50,9 @@ def keeping(folder: Path) -> OnFault:
 
 
 def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
+    """Write a call with all of its tensors, each with the strides that it had.  law: that it broke;
+    empty: it failed.
+    """
     tensors = {f"inputs.{name}": tensor for name, tensor in inputs.tensors.items()}
     outputs = {"expected": oracle_output(inputs)}
     if output is not None:

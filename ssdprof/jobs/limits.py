@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from ssdprof.environment.machine import free_memory
@@ -74,9 +75,13 @@ def check_capture() -> None:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turn out-of-memory errors of the GPU into errors with a hint."""
+    """Turn out-of-memory errors of the GPU into errors with a hint.
+
+    NumPy would warn about masked lanes in Triton's interpreter: outputs are checked for NaN.
+    """
     try:
-        yield
+        with np.errstate(invalid="ignore", over="ignore"):
+            yield
     except torch.OutOfMemoryError as error:
         raise MissingCapabilityError(
             f"{device()} ran out of memory: {first_line(error)}",

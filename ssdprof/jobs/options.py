@@ -26,7 +26,6 @@ from typing import (
 )
 
 import typer
-from typer.models import ArgumentInfo
 
 from ssdprof.errors import BadInputError, unreadable
 from ssdprof.files import regular
@@ -35,12 +34,15 @@ if TYPE_CHECKING:
     from ssdprof.core.base import DType
     from ssdprof.core.conditions import Condition
     from ssdprof.kernels.registry import Implementation
+    from ssdprof.kernels.state_formats import StateFormat
     from ssdprof.operators.generate import Cell, Tokens
 
 Kind = TypeVar("Kind")
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 # importing them takes time
-_LATER = dict.fromkeys(("Cell", "Condition", "DType", "Implementation", "Tokens"), Any)
+_LATER = dict.fromkeys(
+    ("Cell", "Condition", "DType", "Implementation", "StateFormat", "Tokens"), Any
+)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -68,9 +70,9 @@ def existing_file(text: str) -> Path:
 
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
-    """The names among a command's options that are, or may be, kernels of the user."""
+    """The names among a command's options that are, or may be, the user's functions."""
     words: dict[str, None] = {}
-    for name in ("implementations", "impl", "baseline", "match_with"):
+    for name in ("implementations", "impl", "baseline", "match_with", "decode_states"):
         text = given.get(name) or ""
         words |= dict.fromkeys(word.strip() for word in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
@@ -142,32 +144,35 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
     """The options of a class: as a Python name, as it is typed, and as a parameter."""
-    for parameter in parameters(kind):
-        declared = getattr(parameter.annotation, "__metadata__", (None,))[0]
-        if isinstance(declared, ArgumentInfo):
-            continue
-        words = (
-            getattr(declared, "default", None),
-            *(getattr(declared, "param_decls", None) or ()),
-        )
-        typed = [word for word in words if isinstance(word, str) and word.startswith("--")]
-        for word in typed or [f"--{parameter.name.replace('_', '-')}"]:
-            yield word.removeprefix("--").replace("-", "_"), word, parameter
+    declared = {parameter.name: parameter for parameter in parameters(kind)}
+    for option in _alone(kind, lambda **_: None).params:
+        for word in option.opts:
+            if word.startswith("--") and option.name in declared:
+                name = word.removeprefix("--").replace("-", "_")
+                yield name, word, declared[option.name]
+
+
+def command_name(kind: type) -> str:
+    """ "run" of `RunOptions`."""
+    return kind.__name__.removesuffix("Options").lower()
 
 
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
     """The options of a class from the words of a command line.  Raises BadInputError."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-    def create(**settings: object) -> Kind:
-        return kind(**settings)
-
-    app.command()(as_command(kind, create))
     try:
-        options: Kind = typer.main.get_command(app).main(line, standalone_mode=False)
+        options: Kind = _alone(kind, lambda **values: kind(**values)).main(
+            line, standalone_mode=False
+        )
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # of click
         raise BadInputError(error.format_message().replace("Value error, ", "")) from None
     return options
+
+
+def _alone(kind: type, function: Callable[..., Any]) -> Any:
+    """A command with the options of a class, for itself."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(as_command(kind, function))
+    return typer.main.get_command(app)
 
 
 # --- shared by several commands
@@ -184,15 +189,6 @@ _WAYS = (
 )
 
 Baseline = Annotated[str, info("NAME", "The implementation that the others are compared with.")]
-FirstCallOption = Annotated[
-    float,
-    info(
-        "SECONDS",
-        "Longest first call of your own kernel, compilation included.",
-        "--first-call",
-        min=1,
-    ),
-]
 SomeIntermediates = Annotated[
     Literal["exact", "relaxed", "all"],
     info(
@@ -214,9 +210,6 @@ _GATES = (
 )
 GateOption = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
 _SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
-Config = Annotated[
-    Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
-]
 NoTuned = Annotated[
     bool,
     info(
@@ -234,6 +227,9 @@ RunFolder = Annotated[
 ]
 OutputOption = Annotated[
     Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)
+]
+Config = Annotated[
+    Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
 ]
 Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
 _SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
@@ -259,8 +255,22 @@ def _implementations() -> Any:
     )
 
 
-def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
-    return words("D[,D...]", _STATES, shown=shown)
+def _states() -> Any:
+    return words("D[,D...]", _STATES, shown="fp32 with exact, the inputs' or 16 bit with relaxed")
+
+
+def _decode_states() -> Any:
+    how = (
+        "Instead, decode token by token with states in fp32, bf16, fp16, bf16-stochastic, "
+        "fp16-stochastic, fp8, int8, int8-carried, or MODULE:FUNCTION of yours, and tell how long "
+        "each keeps its digits."
+    )
+    return words("F[,F...]", how, "--decode-states", shown=False)
+
+
+def _decode_step() -> Any:
+    how = "Round states after every N tokens, as verification of drafted ones does."
+    return option(1, "N", how, "--decode-step", min=1, max=32)
 
 
 def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
@@ -269,10 +279,6 @@ def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
         "have intervals."
     )
     return option(default, "N", how, min=1, max=9, shown=shown)
-
-
-def _smallest_difference() -> Any:
-    return words("P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%")
 
 
 @options
@@ -303,13 +309,12 @@ class ModelOptions:
         "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
     )
     yes: bool = flag("--yes", "Download more than 10 GB without asking.")
-    placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = derived(None)
+    placement: PlacementOption = derived(None)
     batch: int = derived(1)
     packed: Tokens | None = derived(None)
     chunk: int | None = derived(None)
     decode: int = derived(0)
     command: tuple[str, ...] = derived(())  # as typed
-    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -336,11 +341,34 @@ class ServedModelOptions(ModelOptions):
     )
 
 
+@options
+class TimingOptions:
+    """What is compared, at which speed, and what must hold."""
+
+    implementations: tuple[str, ...] = _implementations()
+    smallest_difference: float = words(
+        "P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%"
+    )
+    first_call_s: float = option(
+        180,
+        "SECONDS",
+        "Longest first call of your own kernel, in a bench of any, compilation included.",
+        "--first-call",
+        min=1,
+    )
+    gate: GateOption = None
+    config: Config = None
+    no_tuned: NoTuned = False
+    json: Json = False
+    command: tuple[str, ...] = derived(())  # as typed
+    conditions: tuple[Condition, ...] = derived(())
+
+
 # --- the commands
 
 
 @options
-class RunOptions(ServedModelOptions):
+class RunOptions(TimingOptions, ServedModelOptions):
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
     layers.
 
@@ -360,14 +388,14 @@ class RunOptions(ServedModelOptions):
         min=0,
         max=32,
     )
+    decode_states: tuple[StateFormat, ...] | None = _decode_states()
+    decode_step: int = _decode_step()
     intermediates: SomeIntermediates = "all"
     states: tuple[DType, ...] | None = _states()
     dtype: Literal["fp16", "bf16", "fp32"] | None = option(
         None, "", "Replay the captured inputs in this dtype.", shown="the model's"
     )
-    implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call_s: FirstCallOption = 180
     laws: Literal["quick", "default", "all"] = option(
         "default", "", "Laws that are tested: quick: causality and cut in two; all: in every case."
     )
@@ -381,14 +409,9 @@ class RunOptions(ServedModelOptions):
     )
     stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
-    smallest_difference: float = _smallest_difference()
     processes: int = _processes()
-    gate: GateOption = None
-    config: Config = None
-    no_tuned: NoTuned = False
     dry_run: DryRunOption = False
     full: bool = flag("--full", "Print every table instead of one screen.")
-    json: Json = False
     sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 
@@ -400,10 +423,10 @@ class CaptureOptions(ServedModelOptions):
     One layer of a large model takes gigabytes at 128k tokens.
     """
 
-    recorded: Literal["flashinfer", "safetensors"] | None = option(
+    recorded: Literal["flashinfer", "flashinfer-bench", "safetensors"] | None = option(
         None,
         "",
-        "MODEL is a folder that a server wrote: see docs/serving.md.",
+        "MODEL is a folder that a server or flashinfer-bench wrote: see docs/from-a-server.md.",
         "--from",
         shown="a model",
     )
@@ -417,6 +440,43 @@ class CaptureOptions(ServedModelOptions):
     force: bool = flag("--force", "Replace a complete capture in DIR.")
     dry_run: DryRunOption = False
     json: Json = False
+
+
+@options
+class RecordOptions:
+    """Run a program, such as a server, and store the calls of SSD, GDN and KDA operators in it, for
+    'ssdprof run DIR'.
+
+    The program runs as without; the exit code is its own.
+    """
+
+    program: list[str] = field(
+        metadata={"typer": typer.Argument(metavar="COMMAND...", help="After --: vllm serve MODEL.")}
+    )
+    operators: str = option("ssd,gdn,kda", "O[,O...]", "Operators that are recorded.")
+    when: Literal["always", "nonfinite", "wrong"] = option(
+        "always",
+        "",
+        "Store every call; those of a layer up to the first with an output that is not finite; or "
+        "those outside the budget, of a sample that is computed again.",
+    )
+    keep: int = option(
+        2, "N", "Calls of the layer to store before the one that went wrong.", min=0, max=1000
+    )
+    max_gb: float = option(
+        20,
+        "G",
+        "Stop recording in a process after so many gigabytes, and keep no more in its memory.",
+        min=0.001,
+    )
+    max_calls: int = option(10_000, "N", "Stop recording in a process after N calls.", min=1)
+    max_delay: float = option(
+        0, "MS", "How long a call may wait for room; without room it is not recorded.", min=0
+    )
+    out: Path = field(
+        metadata={"typer": info("DIR", "Folder of the captures.", "--out", parser=path)}
+    )
+    force: bool = flag("--force", "Overwrite a complete capture in DIR.")
 
 
 @options
@@ -453,8 +513,16 @@ class AnswersOptions(ModelOptions):
 
     placement: PlacementOption = None
     intermediates: SomeIntermediates = "all"
-    states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
+    states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
+    decode_states: tuple[StateFormat, ...] | None = words(
+        "F[,F...]",
+        "Also compute the operators token by token, with states rounded after each one to fp32, "
+        "bf16, fp16, bf16-stochastic, fp16-stochastic, fp8, int8, int8-carried, or "
+        "MODULE:FUNCTION of yours.",
+        "--decode-states",
+        shown=False,
+    )
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
         "",
@@ -480,6 +548,7 @@ class AnswersOptions(ModelOptions):
     no_tuned: NoTuned = False
     dry_run: DryRunOption = False
     json: Json = False
+    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -488,6 +557,7 @@ class ExportOptions:
 
     baseline is short, for compare: a line per case, without samples.  github appends a summary and
     outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.
+    flashinfer-bench writes captures, named or of a run, as workloads into the folder FILE.
 
     The report is written in any case.  Exit code 1 says that not all requested cases were compared
     and passed.
@@ -499,9 +569,12 @@ class ExportOptions:
         "A report's folder, its name under runs/, or what --json printed.",
         shown="the latest report",
     )
-    format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github"] | None = (
-        option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
-    )
+    format: (
+        Literal[
+            "markdown", "html", "json", "baseline", "junit", "csv", "github", "flashinfer-bench"
+        ]
+        | None
+    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
     output: OutputOption = None
     force: Force = False
     json: FormatJson = False
@@ -556,7 +629,7 @@ class CompareOptions:
 
 
 @options
-class PrefillOptions(ModelOptions):
+class PrefillOptions(TimingOptions, ModelOptions):
     """Time a whole model up to its first token, with each implementation of its operators.
 
     Shows the share of each part of the model, and what Amdahl's law predicts from the operator's
@@ -567,9 +640,7 @@ class PrefillOptions(ModelOptions):
     copies: int = option(1, "B", "Copies of the prompt in one batch.", "--batch", min=1)
     intermediates: OneIntermediates = "exact"
     state_dtype: OneState = "fp32"
-    implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call_s: FirstCallOption = 180
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
         "",
@@ -583,11 +654,11 @@ class PrefillOptions(ModelOptions):
         None, "S", "Leave out what does not fit into this time.", shown="no limit", min=1
     )
     out: RunFolder = None
-    gate: GateOption = None
-    config: Config = None
-    smallest_difference: float = _smallest_difference()
-    no_tuned: NoTuned = False
-    json: Json = False
+
+    @property
+    def states(self) -> tuple[DType, ...]:
+        """The same as `RunOptions.states`."""
+        return (self.state_dtype,)
 
 
 @options
@@ -632,13 +703,13 @@ class StallsOptions:
 
 
 @options
-class BenchOptions:
+class BenchOptions(TimingOptions):
     """Time the fused and the unfused kernels on random inputs, and compare them with other
     libraries.
 
-    Needs an NVIDIA GPU.  Outputs are compared with the fp64 oracle first.  Exit code 1 says that
-    one of ssdprof's kernels was wrong or refused a case, that nothing was compared, or that a gate
-    does not hold: gates judge the fused kernel.
+    Needs an NVIDIA GPU, but not for --decode-states.  Outputs are compared with the fp64 oracle
+    first.  Exit code 1 says that one of ssdprof's kernels was wrong or refused a case, that nothing
+    was compared, or that a gate does not hold: gates judge the fused kernel.
     """
 
     operator: str = argument(..., "OPERATOR", "ssd, gdn or kda.")
@@ -653,6 +724,14 @@ class BenchOptions:
     state_every: str = option(
         "", "N[,N...]", "Also return the states after every N tokens, as prefix caches do: 64,2k."
     )
+    pool: int = option(
+        0,
+        "SLOTS",
+        "Sequences begin with slots of a pool; steps and drafted tokens are computed in place.",
+        min=0,
+    )
+    decode_states: tuple[StateFormat, ...] | None = _decode_states()
+    decode_step: int = _decode_step()
     max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
     dtype: str = option("bf16", "D[,D...]", _DTYPES)
     layout: Literal["contiguous", "views", "transposed"] = option(
@@ -667,7 +746,6 @@ class BenchOptions:
     )
     intermediates: SomeIntermediates = "exact"
     states: tuple[DType, ...] | None = _states()
-    implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
     baseline: str | None = option(
         None,
@@ -687,7 +765,6 @@ class BenchOptions:
         "Chunk sizes from which implementations that do not choose their own take the fastest.",
         shown="128,256 for SSD",
     )
-    smallest_difference: float = _smallest_difference()
     processes: int | None = _processes(None, "3, with torchrun 1")
     check: Literal["full", "short"] = option(
         "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
@@ -695,22 +772,13 @@ class BenchOptions:
     budget: float | None = option(
         None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1
     )
-    first_call: float = option(
-        180.0, "SECONDS", "Longest first call of an implementation, compilation included.", min=1
-    )
-    gate: GateOption = None
-    config: Config = None
     out: Path | None = option(
         None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path
     )
-    no_tuned: NoTuned = False
-    json: Json = False
-    conditions: tuple[Condition, ...] = derived(())
     measured: tuple[Cell, ...] = derived(())
     # those that are unavailable are left out, and the report says so
     compared: tuple[Implementation, ...] = derived(())
     sizes: tuple[int, ...] = derived(())  # of chunks, for those that take it from the inputs
-    command: tuple[str, ...] = derived(())
     sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 

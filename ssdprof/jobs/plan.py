@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -22,24 +22,29 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture import memory, store
-from ssdprof.capture.forward import check_ids, logits
+from ssdprof.capture.forward import PromptRun, check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint import devices, transformers
+from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.load import (
-    DType,
+    Device,
+    DeviceMap,
     LocalCheckpoint,
     check_fetch,
+    device_of,
     fetch,
     fetch_tokenizer,
+    infer_devices,
+    largest_streamed,
     load_model,
+    weights_by_device,
 )
 from ssdprof.checkpoint.meta import quiet_transformers
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
-from ssdprof.core.base import PlacementKind
+from ssdprof.core.base import DType, PlacementKind
 from ssdprof.core.target import (
     DECODED_ON_LOAD,
     Allocation,
@@ -60,8 +65,9 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.target import Stored, Target
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import source_files
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_name, dtype_named
 from ssdprof.progress import Watcher
+from ssdprof.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +81,7 @@ _WHOLE = (
 _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_BYTES = 10 * 10**9  # of a download that needs --yes
-TOLD_BYTES = 10**9
+_LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +95,21 @@ class ChosenPlacement:
     """
 
     record: Placement
-    device_map: Mapping[str, devices.Device] | None = None
+    device_map: DeviceMap | None = None
     segment_lengths: tuple[int, ...] = ()
     rewritten_bytes: int = 0
     remark: str = ""
 
     def check_disk(self) -> None:
-        """MissingCapabilityError unless the temporary folder has room for what transformers writes,
-        for each rank.
+        """MissingCapabilityError unless the temporary folder has room for what compilers and
+        transformers write, the latter for each rank.
         """
         free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < _LEAST_TEMPORARY_BYTES:
+            raise MissingCapabilityError(
+                f"The temporary folder has room for {size_words(free)} only.",
+                "Make room there, or set TMPDIR to another folder.",
+            )
         needed = self.rewritten_bytes * started()
         if needed > free:
             raise MissingCapabilityError(
@@ -112,7 +123,8 @@ class ChosenPlacement:
         """The placement with the measured speed of streaming its weights.  weights: a file of them,
         if there is one.
         """
-        record, seconds_per_byte = self.record, 0.0
+        record = self.record
+        seconds_per_byte = 0.0
         if not record.streamed_layer_bytes:
             return record
         if "disk" in record.allocated:
@@ -132,7 +144,8 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
     copies: of each prompt, side by side.  MissingCapabilityError if none fits, BadInputError for a
     checkpoint that does not support the requested one.
     """
-    wanted, only_whole = target.request.placement, ""
+    wanted = target.request.placement
+    only_whole = ""
     if target.located.original:
         only_whole = "its weights are not in transformers' format"
     elif (method := target.ref.quantization) not in (None, *DECODED_ON_LOAD):
@@ -166,14 +179,15 @@ class Chooser:
     """
 
     def __init__(self, target: Target, copies: int = 1) -> None:
-        self._target, self._batch, self.remark = target, target.batch * copies, ""
+        """Builds the model on the meta device, whose shapes say what each placement takes."""
+        self._target = target
+        self._batch = target.batch * copies
+        self.remark = ""
         self._model: PreTrainedModel = target.located.cut_on_meta(
             deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
         )
         self._seqlen = max(target.seqlens)
-        self.main: devices.Device = (
-            limits.device().index if limits.device().type == "cuda" else "cpu"
-        )
+        self.main: Device = limits.device().index if limits.device().type == "cuda" else "cpu"
         self.fixed = target.serving.chunk or target.request.segment_length
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -201,16 +215,14 @@ class Chooser:
         for length in self._lengths(self._seqlen):
             beside = self._predicted(self._seqlen, length)[1]
             if kind == "one-gpu":
-                mapped: devices.DeviceMap | None = {"": self.main} if beside <= free else None
+                mapped: DeviceMap | None = {"": self.main} if beside <= free else None
             else:
-                mapped = devices.infer(self._model, dict(self._room(kind, beside)))
+                mapped = infer_devices(self._model, dict(self._room(kind, beside)))
             if mapped is not None:
                 return self.at(kind, mapped, length, max(beside, free))
         return None
 
-    def at(
-        self, kind: PlacementKind, mapped: devices.DeviceMap, length: int, free: int
-    ) -> ChosenPlacement:
+    def at(self, kind: PlacementKind, mapped: DeviceMap, length: int, free: int) -> ChosenPlacement:
         """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
         of the others.
         """
@@ -229,49 +241,70 @@ class Chooser:
         """The error for a device that has no room for all weights at once, or for one layer and the
         token embedding at a time; else for this kind.
         """
-        target, free, computed = self._target, limits.free_bytes(), self.least_beside()
+        target = self._target
+        free = limits.free_bytes()
+        computed = self.least_beside()
+        takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
+        weights = f"its weights take {size_words(target.weight_bytes)}"
+        layer, embedding = self._streamed_parts()
+        if kind == "one-gpu":
+            least = target.weight_bytes
+            how = ""
+        elif layer + embedding + computed <= free:
+            room = (
+                f"{size_words(size)} on {_device_name(at)}"
+                for at, size in self._room(kind, 0)
+                if at != "disk"
+            )
+            return MissingCapabilityError(
+                f"{target.ref.repo_id} does not fit with --placement {kind}: {weights}, {takes}, "
+                f"and there is room for {' and '.join(room)}.",
+                _FITTING,
+            )
+        else:
+            least = layer + embedding
+            how = " layer by layer"
+            weights = (
+                f"its largest layer has {size_words(layer)} of weights, its token embedding "
+                f"{size_words(embedding)}"
+            )
+        hint = _WHOLE if target.whole else _NOTHING
+        if fits := list(self._what_fits(least, computed, free)):
+            hint = f"What fits: {' or '.join(fits)}."
+        return MissingCapabilityError(
+            f"{target.ref.repo_id} does not fit on {_device_name(self.main)}{how}: {weights}, "
+            f"{takes}, and {size_words(free)} are free.",
+            hint,
+        )
+
+    def _streamed_parts(self) -> tuple[int, int]:
+        """Bytes of the largest decoder layer, and of the token embedding."""
         of_layers: Counter[int | None] = Counter()
         for name, parameter in self._model.named_parameters():
             of_layers[layer_index(name)] += parameter.nbytes
         layer = max(size for index, size in of_layers.items() if index is not None)
-        embedding = self._model.get_input_embeddings().weight.nbytes
-        least = target.weight_bytes
-        how = ""
-        words = f"its weights take {size_words(target.weight_bytes)}"
-        takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
-        if kind != "one-gpu":
-            if layer + embedding + computed <= free:
-                room = (
-                    f"{size_words(size)} on {_name(at)}"
-                    for at, size in self._room(kind, 0)
-                    if at != "disk"
-                )
-                return MissingCapabilityError(
-                    f"{target.ref.repo_id} does not fit with --placement {kind}: {words}, {takes}, "
-                    f"and there is room for {' and '.join(room)}.",
-                    _FITTING,
-                )
-            least, how = layer + embedding, " layer by layer"
-            words = (
-                f"its largest layer has {size_words(layer)} of weights, its token embedding "
-                f"{size_words(embedding)}"
-            )
+        return layer, self._model.get_input_embeddings().weight.nbytes
+
+    def _what_fits(self, weights: int, computed: int, free: int) -> Iterator[str]:
+        """Options and models for this memory: "--seq 8192", "--layers first:3", "org/smaller".
+
+        weights: bytes that must be there at once.  computed: bytes for the longest prompt.
+        """
+        target = self._target
         shorter = () if target.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
-        fits = [f"--seq {1 << n}" for n in shorter if least + self.least_beside(1 << n) <= free][:1]
+        for power in shorter:
+            if weights + self.least_beside(1 << power) <= free:
+                yield f"--seq {1 << power}"
+                break
         if not target.whole:
             sizes = (
-                target.located.weight_bytes(layer_ref.index, dtype=target.dtype)
-                for layer_ref in target.ref.layers
+                target.located.weight_bytes(layer.index, dtype=target.dtype)
+                for layer in target.ref.layers
             )
             number = sum(size + computed <= free for size in sizes)
-            fits += [f"--layers first:{number}"] if number else []
-        fits += [known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed)]
-        hint = _WHOLE if target.whole else _NOTHING
-        return MissingCapabilityError(
-            f"{target.ref.repo_id} does not fit on {_name(self.main)}{how}: {words}, {takes}, and "
-            f"{size_words(free)} are free.",
-            f"What fits: {' or '.join(fits)}." if fits else hint,
-        )
+            if number:
+                yield f"--layers first:{number}"
+        yield from (known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed))
 
     def _lengths(self, seqlen: int) -> tuple[int, ...]:
         """Allowed lengths of segments, the longest first."""
@@ -330,7 +363,7 @@ class Chooser:
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[devices.Device, int]]:
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Device, int]]:
         """Bytes available for weights on each device, after activations."""
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
@@ -351,19 +384,19 @@ class Chooser:
         if kind == "disk-offload":
             yield "disk", 0
 
-    def _record(self, kind: PlacementKind, mapped: devices.DeviceMap, length: int) -> Placement:
+    def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
         """The placement as reports store it.  length: of the longest prompt's segments."""
         serving = self._target.serving
-        by_device = devices.weights_by_device(self._model, mapped)
-        layer, module = devices.largest_streamed(self._model, mapped, self.main)
+        by_device = weights_by_device(self._model, mapped)
+        layer, module = largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
         calls = sum(
             len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
         )
         return Placement(
             kind=kind,
-            device=_name(self.main),
-            allocated={_name(device): part for device, part in by_device.items()},
+            device=_device_name(self.main),
+            allocated={_device_name(device): part for device, part in by_device.items()},
             predicted_peak_bytes=None
             if self.remark
             else by_device.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
@@ -371,26 +404,23 @@ class Chooser:
             forward_calls=calls + serving.decode,
         )
 
-    def _rewritten(self, mapped: devices.DeviceMap) -> int:
+    def _rewritten(self, mapped: DeviceMap) -> int:
         """Bytes that transformers writes to a temporary folder: streamed weights that it assembles
         or decodes.
         """
         located = self._target.located
-        depth = located.depth(self._target.deepest_layer)
-        stored = {
-            tuple(tensor.shape)
-            for tensor in located.weights.tensors(depth, head=self._target.head).values()
-        }
+        weights = located.part(self._target.deepest_layer, head=self._target.head)
+        stored = {tuple(tensor.shape) for tensor in weights.tensors.values()}
         decoded = self._target.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if devices.device_of(name, mapped) == "disk"
+            if device_of(name, mapped) == "disk"
             and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
-def _name(device: devices.Device) -> str:
+def _device_name(device: Device) -> str:
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
@@ -457,14 +487,15 @@ def _placement(target: Target) -> tuple[Placement | None, str]:
         chosen.check_disk()
     except MissingCapabilityError:
         return None, ""
+    return chosen.priced(_weights_file(target)), chosen.remark
+
+
+def _weights_file(target: Target) -> Path | None:
+    """A file of the weights that is on this machine, if there is one."""
     located = target.located
-    depth = located.depth(target.deepest_layer)
-    there = [
-        name
-        for name in located.weights.files(depth, head=target.head)
-        if located.source.cached(name)
-    ]
-    return chosen.priced(located.source.path(there[0]) if there else None), chosen.remark
+    weights = located.part(target.deepest_layer, head=target.head)
+    name = next(filter(located.source.cached, weights.files), None)
+    return located.source.path(name) if name else None
 
 
 def _size(file: Path) -> int:
@@ -515,20 +546,46 @@ class Loaded:
     files: LocalCheckpoint
     whole: Any = None
 
-    def run(self, on_layer: OnLayer) -> None:
-        """Run the model on every prompt; `on_layer` sees each call of each layer."""
+    @property
+    def dtype(self) -> DType:
+        return dtype_name(self.model.dtype)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on it."""
+        located = self.target.located
+        return {
+            "target": located.ref.repo_id,
+            "model": located.ref,
+            "prompts": self.prompts,
+            "segment_length": max(self.segment_lengths),
+            "placement": self.placement,
+            "notes": tuple(located.caveats),
+        }
+
+    def shared(self, ranks: Ranks) -> Loaded:
+        """With the layers of this rank."""
+        layers = ranks.share(self.target.layers)
+        return replace(self, target=replace(self.target, layers=layers))
+
+    def prompt_runs(self) -> Iterator[PromptRun]:
+        """The prompts, in the order of `prompts`, for the model."""
         target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
-            capture_layers(
+            yield PromptRun(
                 self.model,
-                ids,
+                ids.to(self.model.device),
+                target.serving.chunk or segment_length,
+                target.ref.model_type,
                 target.layers,
-                ref=target.ref,
-                segment_length=segment_length,
-                on_layer=on_layer,
-                serving=target.serving,
-                head=partial(logits, self.whole) if target.serving.decode else None,
+                target.serving,
+                partial(logits, self.whole) if target.serving.decode else None,
             )
+
+    def run(self, on_layer: OnLayer) -> None:
+        """Run the model on every prompt; `on_layer` sees each call of each layer."""
+        for prompt in self.prompt_runs():
+            capture_layers(prompt, on_layer)
 
     def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
         return store.CaptureWriter(
@@ -554,12 +611,12 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         watcher.say(note)
     chosen.check_disk()
     built = build_prompts(target)
-    refuse_large_download(target, watcher)
+    refuse_large_download(target)
     local = fetch(
         target.located, deepest_layer=target.deepest_layer, head=target.head, progress=watcher.say
     )
     chosen.check_disk()  # again: the download may have filled the disk
-    record = chosen.priced(weights_file(local))
+    record = chosen.priced(_weights_file(target))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
     with (
@@ -567,9 +624,11 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         watcher.step(f"Loading {target.ref.repo_id}"),
         quiet_transformers(),
     ):
-        dtype: DType = "auto" if target.dtype is None else getattr(torch, target.dtype)
         loaded = load_model(
-            local, device=limits.device(), dtype=dtype, device_map=chosen.device_map
+            local,
+            device=limits.device(),
+            dtype="auto" if target.dtype is None else getattr(torch, target.dtype),
+            device_map=chosen.device_map,
         )
     return Loaded(
         target=target,
@@ -595,10 +654,8 @@ def sources(found: Target | Stored, several: Iterable[Implementation]) -> list[P
     return [*filter(Path.is_file, folder.iterdir()), *files]
 
 
-def refuse_large_download(target: Target, watcher: Watcher) -> None:
-    """Tell the size of a large download.  Raises BadInputError above `MOST_BYTES`, unless --yes is
-    given.
-    """
+def refuse_large_download(target: Target) -> None:
+    """BadInputError for a download above `MOST_BYTES`, unless --yes is given."""
     files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)
     if size > MOST_BYTES and not target.request.yes:
@@ -607,14 +664,6 @@ def refuse_large_download(target: Target, watcher: Watcher) -> None:
             "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
             "the files.",
         )
-    if size > TOLD_BYTES:
-        watcher.say(f"Downloading {size_words(size)} of {target.ref.repo_id}.")
-
-
-def weights_file(local: LocalCheckpoint) -> Path | None:
-    """The largest file of a fetched checkpoint's weights."""
-    files = local.folder.rglob("*.safetensors")
-    return max(files, key=lambda file: file.stat().st_size, default=None)
 
 
 def build_prompts(target: Target) -> list[tuple[torch.Tensor, Prompt]]:

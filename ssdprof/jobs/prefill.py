@@ -7,7 +7,6 @@ turns
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,42 +18,39 @@ from typing import Any
 import torch
 
 from ssdprof.capture.conv_and_norm import ConvAndNorm
-from ssdprof.capture.forward import prefill
+from ssdprof.capture.forward import prefill as model_prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import LayerRef, Prompt, split_prompt
-from ssdprof.environment.machine import collect, installed_version, watch_clocks
+from ssdprof.environment.machine import collect, installed_version, read_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.jobs.options import ModelOptions, PrefillOptions
 from ssdprof.jobs.plan import Loaded, load, sources
-from ssdprof.jobs.run import Resolved, resolve_implementations
+from ssdprof.jobs.replay import Resolved, resolve_implementations
 from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
 from ssdprof.jobs.target import Target, refuse_large
 from ssdprof.jobs.target import find as find_layers
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
-from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.sampling import FIRST_LOOK, SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.measure.trace import Trace, traced, work
-from ssdprof.operators.implementations import own_precisions
-from ssdprof.operators.tensors import dtype_name, requested_precisions
+from ssdprof.operators.implementations import Resolve, own_precisions
+from ssdprof.operators.tensors import dtype_name
 from ssdprof.progress import StepClock, Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
+from ssdprof.store.tuned import use_saved
 
 NEEDS_GPU = (
     "Prefill times need",
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
-)
-ALONE = SamplingPlan(
-    min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
 )
 
 
@@ -63,8 +59,17 @@ def find(request: ModelOptions) -> Target:
     chosen.
     """
     target = find_layers(request, whole=request.layers == "all", head=True)
-    refuse_large(target)
+    refuse_large(target.ref, target.sizes)
     return target
+
+
+def prefill(request: PrefillOptions, watcher: Watcher) -> tuple[Path, Report]:
+    """Find the model, and time its prefills: see `time_prefills`."""
+    require_gpu(*NEEDS_GPU)
+    target = find(request)
+    if not request.no_tuned:
+        use_saved(watcher.say)
+    return time_prefills(request, target, watcher)
 
 
 def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
@@ -74,7 +79,8 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
-    resolved = resolve_implementations(request.implementations, request.baseline, target.layers)
+    names = dict.fromkeys(layer.operator for layer in target.layers)
+    resolved = resolve_implementations(request, tuple(names))
     # Otherwise moving weights or activations would be part of the time.
     on_gpu = replace(target, request=replace(target.request, placement="one-gpu"))
     steps: dict[str, float] = {}
@@ -99,32 +105,28 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
             None,
             files,
             kind="prefill",
-            target=target.ref.repo_id,
             command=request.command,
-            model=target.ref,
             environment=collect(),
-            prompts=loaded.prompts,
-            notes=tuple(target.located.caveats),
             requested=tuple(requested),
             conditions=request.conditions,
             baseline=resolved.baseline,
             smallest_difference=request.smallest_difference,
             absent=resolved.absent,
+            **loaded.header,
         ) as writer,
         limits.memory_errors(),
     ):
-        clocks = watch_clocks()
-        writer.update(steps=dict(steps))
+        writer.update(clocks=read_clocks(), steps=dict(steps))
         for length in lengths:
             if length.is_done(writer.earlier):
                 continue
             begun = clock.left() > 0
             if begun:
                 with watcher.step(f"Prefill of {length.what}"):
-                    length.run(writer, clock.within(length.what))
+                    length.run(writer, clock)
             length.leave_out_unseen(writer, begun)
             if begun:
-                writer.update(clocks=clocks(), steps=dict(steps))
+                writer.update(clocks=read_clocks(), steps=dict(steps))
     return load_report(writer.folder)
 
 
@@ -132,46 +134,45 @@ def _lengths(
     request: PrefillOptions, loaded: Loaded, resolved: Resolved, device: torch.device
 ) -> list[_Length]:
     """Every prompt with every origin of convolution and norm, with its cases."""
-    target, mixers = loaded.target, find_mixers(loaded.whole)
+    target = loaded.target
+    mixers = find_mixers(loaded.whole)
     origins: list[ConvAndNorm | None] = [None]
     if request.conv_and_norm != "model":
         origins.append(ConvAndNorm(mixers))
-    timer, isolated = CudaTimer(device), IsolatedFirstCall(request.first_call_s)
+    timer = CudaTimer(device)
+    isolated = IsolatedFirstCall(request.first_call_s)
     prompts = list(zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True))
     prompts.sort(key=lambda prompt: prompt[1].seqlen)
     lengths: list[_Length] = []
     for bundled, (ids, prompt, segment_length) in product(origins, prompts):
         length = _Length(
             request=request,
+            resolve=resolved.resolve,
             model=loaded.whole,
             ids=ids.to(device).expand(request.copies, -1),
             segment_length=segment_length,
             mixers=mixers,
             layer=target.layers[len(target.layers) // 2],
             bundled=bundled,
-            comparer=Comparer(timer=timer, sampling=ALONE, isolated=isolated),
+            comparer=Comparer(timer=timer, sampling=FIRST_LOOK, isolated=isolated),
             timer=timer,
             profile=partial(traced, device=device),
         )
-        for case, by_operator in _cases(length, target, prompt, resolved):
+        for case in _cases(length, target, prompt, resolved):
             length.cases[case.implementation] = case
-            length.of[case.implementation] = by_operator
         lengths.append(length)
     return lengths
 
 
-def _cases(
-    length: _Length, target: Target, prompt: Prompt, resolved: Resolved
-) -> Iterator[tuple[Case, dict[str, Implementation]]]:
+def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) -> Iterator[Case]:
     """The baseline's case first; other libraries, except a baseline, only with the model's own
     convolution and norm.
-
-    With the implementation, by operator.
     """
-    request, model, config = length.request, length.model, length.model.config.get_text_config()
+    model = length.model
+    config = length.model.config.get_text_config()
     dtype = dtype_name(model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
-    wanted = requested_precisions(dtype, request.intermediates, (request.state_dtype,))
+    wanted = resolved.precisions(dtype)
     convolution = installed_version("causal-conv1d")
     prefill = Prefill(
         kind="prefill",
@@ -189,13 +190,10 @@ def _cases(
         left_to_model=length.bundled.left_to_model if length.bundled else (),
     )
     for name in dict.fromkeys((resolved.baseline, *resolved.present)):
-        by_operator = {
-            mixer.operator: resolved.resolve(mixer.operator, name) for mixer in length.mixers
-        }
-        known = next(iter(by_operator.values()))
+        known = resolved.resolve(length.layer.operator, name)
         if known.kind == "library" and name != resolved.baseline and length.bundled:
             continue
-        case = Case(
+        yield Case(
             task=prefill,
             batch=batch,
             seqlen=seqlen,
@@ -207,7 +205,6 @@ def _cases(
             baseline="" if known.name == resolved.baseline else resolved.baseline,
             status="ran",
         )
-        yield case, by_operator
 
 
 @dataclass(kw_only=True)
@@ -219,12 +216,13 @@ class _Length:
     mixers: all of its.  layer: the one whose operator is timed alone.
     bundled: the convolution and norm of the model that run; None: its own.
     comparer: of the operators.
-    cases: by implementation.  of: the implementation of each operator.  seen: those whose prefill
-    has begun.
+    resolve: gives the implementations.  cases: by implementation.  seen: those whose prefill has
+    begun.
     logits: (b, vocabulary), fp32, on the CPU: the baseline's.
     """
 
     request: PrefillOptions
+    resolve: Resolve
     model: Any
     ids: torch.Tensor
     segment_length: int
@@ -235,7 +233,6 @@ class _Length:
     timer: CudaTimer
     profile: Callable[[Callable[[], object]], Trace]
     cases: dict[str, Case] = field(default_factory=dict)
-    of: dict[str, dict[str, Implementation]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
     logits: torch.Tensor | None = None
 
@@ -272,22 +269,22 @@ class _Length:
         """A step begins only if the budget is not spent.  BadInputError if the model bypasses its
         operator.
         """
-        with clock.step("one layer's operator alone"):
+        with clock.step(f"{self.what}, one layer's operator alone"):
             self._compare_operators()
         for name in self.cases:
             if clock.left() == 0:
                 return
             self.seen.append(name)
             if self.cases[name].result == "passed":
-                with clock.step(f"{name}: a profiled prefill"):
+                with clock.step(f"{self.what}, {name}: a profiled prefill"):
                     self._whole_prefill(name)
             writer.case(self.cases[name])
-        with clock.step("prefills in turns"):
+        with clock.step(f"{self.what}, prefills in turns"):
             self._sample(writer, clock)
 
     def first_token_logits(self) -> torch.Tensor:
         """(b, vocabulary)"""
-        return prefill(self.model, self.ids, self.segment_length)[:, -1]
+        return model_prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
         """The timed work: the first token of each row, (b)."""
@@ -309,7 +306,7 @@ class _Length:
 
     def _compute(self, name: str) -> Compute:
         precision = Precision.named(self.cases[name].precision)
-        return lambda call: self.of[name][call.mixer.operator].run(call.inputs, precision)
+        return lambda call: self.resolve(call.mixer.operator, name).run(call.inputs, precision)
 
     @contextmanager
     def _judging(self, *names: str) -> Iterator[None]:
@@ -358,7 +355,7 @@ class _Length:
         for name, case in self.cases.items():
             bound = Call(
                 operator=call.operator,
-                implementation=self.of[name][call.mixer.operator],
+                implementation=self.resolve(call.mixer.operator, name),
                 inputs=call.inputs,
                 precision=Precision.named(case.precision),
                 label=name,
@@ -381,7 +378,8 @@ class _Length:
 
     def _whole_prefill(self, name: str) -> None:
         """One prefill under the profiler: its answer, the parts of its time, and its memory."""
-        device, latest = self.timer.device, list[torch.Tensor]()
+        device = self.timer.device
+        latest = list[torch.Tensor]()
 
         def run() -> None:
             latest[:] = [self.first_token_logits()]
@@ -392,13 +390,12 @@ class _Length:
                 with self.running(self._compute(name)) as count:
                     run()
                 self._check(count)
-            if device.type == "cuda":
-                forget_peak(device)
+            forget_peak(device)
             with self.running(self._compute(name), marks=True) as count:
                 trace = self.profile(run)
             self._check(count)
             logits = latest[0].float().cpu()
-            peak = peak_bytes(device) if device.type == "cuda" else None
+            peak = peak_bytes(device) or None
             self._change_task(name, parts=part_times(work(trace)), peak_bytes=peak)
             if not torch.isfinite(logits).all():
                 reason = "the first token's logits have NaN or Inf"
@@ -436,7 +433,8 @@ class _Length:
             plan = sampling_plan(
                 round_s, min(self.request.seconds, left), self.request.smallest_difference
             )
-            needed, left = plan.min_recordings * round_s, clock.left()
+            needed = plan.min_recordings * round_s
+            left = clock.left()
             fields: Mapping[str, Mapping[str, Any]]
             if left < needed:
                 reason = f"the turns need {needed:.0f} s, and {left:.0f} s of the budget were left"

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ssdprof.core.base import LONGEST_SEQLEN, DType
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import COMPARED
+from ssdprof.kernels.state_formats import StateFormat
+from ssdprof.operators.decode_states import parse_state_format
 from ssdprof.operators.generate import (
     MOST_STEPS,
     Cell,
@@ -73,7 +75,13 @@ def parse_states(states: str) -> tuple[DType, ...]:
     """ "fp32,bf16" -> ("fp32", "bf16"); "all" is every one."""
     if states == "all":
         return STATE_DTYPES
-    return _known("--states", states.split(","), STATE_DTYPES, ", separated by commas, or all")
+    return _known("--states", states, STATE_DTYPES, ", separated by commas, or all")
+
+
+def parse_state_formats(words: str) -> tuple[StateFormat, ...]:
+    """ "fp32,int8" -> formats, each once.  Raises BadInputError."""
+    names = dict.fromkeys(word.strip() for word in words.split(","))
+    return tuple(map(parse_state_format, names))
 
 
 def parse_implementations(option: str, words: str) -> tuple[str, ...]:
@@ -81,8 +89,8 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
 
     Whether they exist depends on the operator, and is not checked here.
     """
-    names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
-    if "" in names:
+    names = tuple(dict.fromkeys(_words(words)))
+    if not names or "" in names:
         raise BadInputError(
             f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
         )
@@ -138,6 +146,17 @@ def parse_kept(
     )
 
 
+def in_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
+    """Sequences that begin with slots of a pool.  Raises BadInputError for too few slots."""
+    needed = max(cell.sequences for cell in tokens)
+    if slots < needed:
+        raise BadInputError(
+            f"A pool of {slots:,} slots has none for each of {needed:,} sequences.",
+            f"Give --pool {needed} or more.",
+        )
+    return tuple(replace(cell, pool=slots) for cell in tokens)
+
+
 def lengths(words: str) -> tuple[int, ...]:
     """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192)."""
     known: list[int] = []
@@ -174,24 +193,25 @@ def expand(
 
 def parse_dtypes(words: str) -> tuple[InputDType, ...]:
     """ "bf16,fp16" -> ("bf16", "fp16").  Raises BadInputError."""
-    return _known("--dtype", _words(words), INPUT_DTYPES)
+    return _known("--dtype", words, INPUT_DTYPES)
 
 
 def parse_chunk_sizes(words: str) -> tuple[int, ...]:
     """ "64,128" -> (64, 128); "best" -> (): those of the operator.  Raises BadInputError."""
-    return () if words == "best" else _known("--chunk-size", words.split(","), CHUNK_SIZES)
+    return () if words == "best" else _known("--chunk-size", words, CHUNK_SIZES)
 
 
-def _known(option: str, words: Sequence[str], known: Sequence[K], more: str = "") -> tuple[K, ...]:
+def _known(option: str, words: str, known: Sequence[K], more: str = "") -> tuple[K, ...]:
     """The values that the words name, each once."""
     named = {str(value): value for value in known}
-    for word in map(str.strip, words):
+    asked = _words(words)
+    for word in asked or [words]:
         if word not in named:
             raise BadInputError(
                 f"{option} does not know {word!r}.",
                 f"Give one or more of {', '.join(named)}{more}.",
             )
-    return tuple(dict.fromkeys(named[word.strip()] for word in words))
+    return tuple(dict.fromkeys(named[word] for word in asked))
 
 
 def _batches(words: str) -> Iterable[int]:
@@ -216,19 +236,17 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")] if text else []
 
 
-def parse_shapes(known: InputGenerator[Any], words: str | None) -> tuple[Shape, ...]:
+def parse_shapes(known: InputGenerator, words: str | None) -> tuple[Shape, ...]:
     """ "mamba2-2.7b,80x64x128x1" -> shapes, each once; "all" is every model, None the first.
     Raises BadInputError.
     """
     if words is None:
         words = next(iter(known.shapes))
-    names = (
-        tuple(known.shapes) if words == "all" else tuple(word.strip() for word in words.split(","))
-    )
+    names = known.shapes if words == "all" else _words(words) or [words]
     return tuple(dict.fromkeys(_shape(known, name) for name in names))
 
 
-def _shape(known: InputGenerator[Any], name: str) -> Shape:
+def _shape(known: InputGenerator, name: str) -> Shape:
     shape = known.shapes.get(name) or known.parse(name)
     if shape is None:
         raise BadInputError(
@@ -243,7 +261,7 @@ def parse_ways(operator: Operator, words: str) -> tuple[str, ...]:
     BadInputError.
     """
     known = operator.generated.ways
-    wanted = {word.strip() for word in words.split(",") if word.strip()}
+    wanted = {*filter(None, _words(words))}
     for word in sorted(wanted - known.keys()):
         meanings = ", ".join(f"{name} ({meaning})" for name, meaning in known.items())
         raise BadInputError(

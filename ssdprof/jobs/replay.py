@@ -6,32 +6,31 @@ implementation and precision -> compared by `jobs.compare`, unless an interrupte
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.capture.provenance import Provenance
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import MEMORIES, DType
 from ssdprof.core.case import LayerCall
 from ssdprof.core.target import CallRef, LayerRef, drafted_call
-from ssdprof.environment.machine import watch_clocks
+from ssdprof.environment.machine import read_clocks
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry, OnFault
 from ssdprof.jobs.failures import keeping
-from ssdprof.jobs.options import RunOptions
+from ssdprof.jobs.options import PrefillOptions, RunOptions
+from ssdprof.jobs.reading import STEPS
+from ssdprof.jobs.states import decode, head_memories
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import sequences
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
@@ -42,52 +41,160 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.domain import doubts
+from ssdprof.operators.implementations import Resolve, own_precisions, required, resolver
 from ssdprof.operators.operator import Operator, drafted
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_named, requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
 # an implementation at a precision; the precision of the baseline that it is compared with
-# an implementation at a precision; the precision of the baseline that it is compared with
 Planned = tuple[Implementation, Precision, Precision]
+Precisions = Callable[[DType], tuple[Precision, ...]]
 # what is compared on a call of an operator; baselines first
 Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
 
 
-@contextmanager
-def replaying(
-    writer: Writer,
-    options: RunOptions,
-    planner: Planner,
-    cast_to: DType | None,
-    watcher: Watcher,
-    calls: int,
-) -> Iterator[OnLayer]:
-    """The context's value compares implementations on a captured call.
+# --- what is compared on a call
 
-    cast_to: see `cast_inputs`.  calls: expected number.
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The implementations of a job, by name.
+
+    names, baseline_name: as they were typed.
+    requested: of each operator, in the requested order.  baselines: of each operator.
+    precisions: of those that have none of their own, by the dtype of the inputs.
+    decode: whether there are decode steps, for which alone kernels that work in place are then.
     """
-    gpu = limits.device() if limits.device().type == "cuda" else None
-    with (
-        limits.memory_errors(),
-        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in
-        # any case.
-        np.errstate(invalid="ignore", over="ignore"),
-        watcher.step("Replaying", calls, unit="calls") as advance,
-    ):
-        if gpu:
-            writer.update(ceilings=writer.report.ceilings or measure_ceilings(gpu))
-            forget_peak(gpu)
-        replay = _Replay(writer, options, planner, cast_to, watcher, gpu)
 
-        def on_layer(captured: CapturedLayer) -> None:
-            replay.compare(captured)
-            advance(1)
+    resolve: Resolve
+    names: tuple[str, ...]
+    baseline_name: str
+    precisions: Precisions
+    requested: tuple[Implementation, ...]
+    baselines: tuple[Implementation, ...]
+    decode: bool = False
 
-        yield on_layer
+    @property
+    def all(self) -> tuple[Implementation, ...]:
+        return (*self.requested, *self.baselines)
+
+    @property
+    def baseline(self) -> str:
+        """Its name in reports."""
+        return self.baselines[0].name
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """A sentence for each unavailable implementation."""
+        return tuple(dict.fromkeys(filter(None, (known.absent for known in self.all))))
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Names of the available implementations; the baseline only if it was named among them."""
+        return tuple(dict.fromkeys(known.name for known in self.requested if not known.absent))
+
+    def plan(self, operator: Operator, dtype: DType, call: CallRef | None) -> list[Planned]:
+        """`planned` for a call of an operator: decode steps have implementations of their own."""
+        names = self.names
+        baseline = self.baseline_name
+        wanted = self.precisions(dtype)
+        resolve = partial(self.resolve, operator.name)
+        by_name = {name: resolve(name) for name in names}
+        in_place = [
+            name for name, kernel in by_name.items() if kernel.kind != "bundled" and kernel.in_place
+        ]
+        # computed in fp32, whatever the precision of the prompt
+        if call is not None and call.kind == "decode":
+            names = (*STEPS, *in_place)
+            baseline = STEPS[0]
+            wanted = (Precision(),)
+        elif self.decode:
+            names = tuple(name for name in names if name not in in_place)
+        compared = [
+            replace(kernel, named=kernel.kind == "library")
+            for kernel in map(resolve, names)
+            if not kernel.absent
+        ]
+        return planned(compared, resolve(baseline), wanted, dtype)
 
 
-class _Replay:
+def planned(
+    compared: Sequence[Implementation],
+    baseline: Implementation,
+    wanted: Sequence[Precision],
+    dtype: DType,
+) -> list[Planned]:
+    """Every case of a call, baselines first: at each precision of the baseline, the baseline,
+    compared or not, and what is compared with it.  With `unfused` as the baseline of `fused` in
+    "relaxed" and "exact":
+
+        (unfused, exact, exact), (fused, relaxed, exact), (fused, exact, exact)
+
+    wanted: precisions of those that have none of their own.  dtype: of the inputs.
+    """
+    # by the precision of the baseline; in a group by the name and the precision
+    groups: dict[Precision, dict[tuple[str, Precision], Implementation]] = {}
+
+    def group_of(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
+        """The baseline runs at exact intermediates and equal states; if its own precisions lack
+        these, at the first of them.
+        """
+        exact = replace(precision, intermediates="exact")
+        available = own_precisions(baseline, dtype, (exact,))
+        base = exact if exact in available else next(iter(available), exact)
+        return groups.setdefault(base, {(baseline.name, base): baseline})
+
+    for precision in wanted:
+        group = group_of(precision)
+        for known in compared:
+            if known.precisions is None:
+                group[known.name, precision] = known
+    for known in compared:
+        for precision in own_precisions(known, dtype, ()):
+            group_of(precision)[known.name, precision] = known
+    plans: list[Planned] = []
+    for base, members in groups.items():
+        plans += [(known, precision, base) for (_, precision), known in members.items()]
+    return plans
+
+
+def resolve_implementations(
+    options: RunOptions | PrefillOptions, names: Sequence[str], *, decode: bool = False
+) -> Resolved:
+    """Resolve the names of the options for the operators of these names.  decode: see `Resolved`.
+
+    Raises BadInputError for an unknown name and an own kernel that cannot be imported,
+    MissingCapabilityError if the baseline is unavailable, or all that would be compared with it.
+    """
+    resolve = resolver(limits.device())
+    requested: list[Implementation] = []
+    for operator in names:
+        requested += [resolve(operator, name) for name in options.implementations]
+    baselines = [resolve(operator, options.baseline) for operator in names]
+    others = [known for known in requested if known.name != baselines[0].name]
+    for known in baselines:
+        required(known)
+    if all(known.absent for known in others):
+        for known in others:
+            required(known)
+    return Resolved(
+        resolve=resolve,
+        names=options.implementations,
+        baseline_name=options.baseline,
+        precisions=partial(
+            requested_precisions, intermediates=options.intermediates, states=options.states
+        ),
+        requested=tuple(requested),
+        baselines=tuple(baselines),
+        decode=decode,
+    )
+
+
+# --- the replay
+
+
+class Replay:
     """Compares implementations on one captured call after another."""
 
     def __init__(
@@ -97,16 +204,24 @@ class _Replay:
         planner: Planner,
         cast_to: DType | None,
         watcher: Watcher,
-        gpu: torch.device | None,
     ) -> None:
         """planner: which precisions and laws a call gets.  cast_to: the dtype that inputs are cast
-        to; None: as captured.  gpu: None: outputs are compared, and nothing is timed.
+        to; None: as captured.  Without a GPU outputs are compared, and nothing is timed.
         """
-        self._writer, self._options, self._planner = writer, options, planner
-        self._cast_to, self._watcher, self._gpu = cast_to, watcher, gpu
+        self._writer = writer
+        self._options = options
+        self._planner = planner
+        self._cast_to = cast_to
+        self._watcher = watcher
+        self._device = limits.device()
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            with limits.memory_errors():
+                ceilings = writer.report.ceilings or measure_ceilings(self._device)
+            writer.update(ceilings=ceilings, clocks=read_clocks())
+            forget_peak(self._device)
         # that of a run that goes on exists
         self._untraced = options.trace if options.trace and not options.trace.is_file() else None
-        self._clocks = watch_clocks()
         prompts = writer.report.prompts
         several = any(p.serving.chunk or p.serving.decode or p.kind == "recorded" for p in prompts)
         named = all(prompt.kind != "recorded" for prompt in prompts)
@@ -118,7 +233,7 @@ class _Replay:
         self._keep = keeping(writer.folder) if options.model else None
         self._prober = Prober(isolated, laws=options.laws)
         self._comparer = Comparer(
-            timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
+            timer=CudaTimer(self._device) if on_gpu and not INTERPRETED else None,
             ceilings=writer.report.ceilings,
             sampling=SamplingPlan(smallest_difference=options.smallest_difference),
             process=writer.process,
@@ -127,11 +242,38 @@ class _Replay:
             on_fault=self._keep,
         )
 
-    def compare(self, captured: CapturedLayer) -> None:
+    @contextmanager
+    def calls(self, count: int, store: CaptureWriter | None = None) -> Iterator[OnLayer]:
+        """The context's value compares implementations on a captured call.
+
+        count: expected number.  store: where captures are stored too.
+        """
+        with (
+            limits.memory_errors(),
+            self._watcher.step("Replaying", count, unit="calls") as advance,
+        ):
+
+            def on_layer(captured: CapturedLayer) -> None:
+                if store is not None:
+                    store.add(captured)
+                self._compare_on(captured)
+                advance(1)
+
+            yield on_layer
+
+    def _compare_on(self, captured: CapturedLayer) -> None:
         """Compare the implementations on a captured call."""
-        layer, writer = captured.layer, self._writer
+        layer = captured.layer
+        writer = self._writer
         operator = operators.get(layer.operator)
         call, inputs = self._prepared(operator, captured)
+        if self._options.decode_states:
+            dims = operator.oracle.dims(inputs)
+            of = LayerCall(kind="layer", layer=layer, dims=dims)
+            prompt = self._hash_of(dims.seqlen, dims.batch)
+            decode(operator, inputs, of, self._options, writer, self._watcher, prompt)
+            writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
+            return
         entries = self._entries(operator, captured, call, inputs)
         if self._options.sampler:
             for case in self._comparer.sample_again(entries, layer.name, writer.earlier):
@@ -150,7 +292,8 @@ class _Replay:
         self, operator: Operator, captured: CapturedLayer
     ) -> tuple[CallRef | None, Inputs]:
         """The call and its inputs as the options want them; remarks go to the report."""
-        call, verify = captured.call, self._options.verify
+        call = captured.call
+        verify = self._options.verify
         inputs = first_rank(operator, captured.inputs, self._options.tensor_parallel)
         inputs, lost = cast_inputs(operator, inputs, self._cast_to)
         if verify:
@@ -181,17 +324,20 @@ class _Replay:
         prompt = (dims.seqlen, dims.batch)
         if call is not None:
             prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
-        hashes = {
-            (known.seqlen, known.batch): known.token_sha256 for known in self._writer.report.prompts
-        }
         fields = {
             "task": LayerCall(kind="layer", layer=captured.layer, call=call, dims=dims),
             "batch": dims.batch,
             "seqlen": dims.seqlen,
-            "inputs": hashes.get(prompt, ""),
+            "inputs": self._hash_of(*prompt),
             **work,
         }
         return entries_of(operator, inputs, planned, self._prober, fields, self._keep)
+
+    def _hash_of(self, seqlen: int, batch: int) -> str:
+        """That of the prompt of this size; empty if there is none."""
+        prompts = self._writer.report.prompts
+        hashes = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
+        return hashes.get((seqlen, batch), "")
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
         """Whether an interrupted run that goes on has compared all of the call."""
@@ -202,19 +348,18 @@ class _Replay:
         for case in self._comparer.compare(entries, layer.name):
             self._writer.case(case)
             if case.samples:
-                self._writer.update(clocks=self._clocks())
+                self._writer.update(clocks=read_clocks())
         if self._untraced:
             self._trace(entries, self._untraced)
             self._untraced = None
-        if self._gpu:
-            self._writer.peaked(peak_bytes(self._gpu))
+        self._writer.peaked(peak_bytes(self._device))
 
     def _trace(self, entries: Sequence[Entry], file: Path) -> None:
         """Write a trace of one call of each entry that ran."""
         calls = {
             entry.call.label: partial(self._run_once, entry) for entry in entries if entry.bits
         }
-        trace.write(file, calls, limits.device())
+        trace.write(file, calls, self._device)
         case_key = entries[0].case.case_key
         self._watcher.say(f"Wrote {file}: {len(calls)} cases of {case_key}, one call of each.")
 
@@ -252,7 +397,8 @@ def entries_of(
             baseline=baseline if first else "",
             **fields,
         )
-        entry.baseline, entry.turns = first, baseline_precision
+        entry.baseline = first
+        entry.turns = baseline_precision
         if implementation.kind in prober.kinds:
             probe = partial(prober.probe, implementation, inputs, precision)
             entry.probes = partial(probe, keep=partial(keep, entry)) if keep else probe
@@ -280,6 +426,7 @@ def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]
         version=by,
         run=run,
         plan=plan,
+        keeps=lambda _inputs: True,
     )
     return implementation, Precision(state_dtype=final_states.dtype)
 
@@ -326,11 +473,5 @@ def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
     never.
     """
-    every = sequences(len(inputs.values), inputs.length, inputs.cu_seqlens)
-    spans = [span for span in every if span.length]
-    decays = torch.stack(
-        [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
-    ).sum(0)
-    each = decays / sum(span.length for span in spans)
-    within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
-    return tuple(after - before for before, after in itertools.pairwise(within))
+    memories = head_memories(operator, inputs)
+    return tuple(map(memories.count, range(len(MEMORIES) + 1)))

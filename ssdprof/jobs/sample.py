@@ -10,13 +10,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ssdprof import operators
 from ssdprof.environment import child
 from ssdprof.errors import SsdprofError
 from ssdprof.jobs import target
 from ssdprof.jobs.options import BenchOptions, RunOptions, own_kernels, parsed
 from ssdprof.progress import Watcher
-from ssdprof.store import reports, tuned
+from ssdprof.store import reports
 
 
 def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
@@ -26,22 +25,18 @@ def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
     from ssdprof.jobs import bench as bench_job
     from ssdprof.jobs import run as run_job
 
-    watcher = Watcher()
-    if not asked.no_tuned:
-        tuned.use_saved(watcher.say)
     if isinstance(asked, BenchOptions):
-        wanted, names, too_large = target.bench(replace(asked, out=folder, sampler=number))
-        request = bench_job.resolved(wanted, names, too_large, watcher)
-        bench_job.bench(request, operators.get(request.operator), watcher)
+        sampler = replace(asked, out=folder, sampler=number)
+        bench_job.find_and_bench(*target.bench(sampler), Watcher())
     else:
         of_calls = replace(asked, answers=False, prefill=False, stalls=False, trace=None)
-        replay, model_or_captures, _ = target.run(replace(of_calls, out=folder, sampler=number))
-        run_job.run(model_or_captures, replay, watcher)
+        run_job.run(*target.run(replace(of_calls, out=folder, sampler=number)), Watcher())
 
 
 def main() -> None:
     """Kernels of the user run in a child process, as they do in a command."""
-    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    number = int(sys.argv[2])
     _, report = reports.load(folder)
     words = list(report.command[2:])
     of_bench = report.kind == "bench"

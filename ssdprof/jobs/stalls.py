@@ -23,72 +23,54 @@ from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.core.target import LayerCapture
 from ssdprof.environment import machine
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.jobs import limits, stall_files
-from ssdprof.jobs.options import ModelOptions, ServedModelOptions, StallsOptions
+from ssdprof.jobs import stall_files
+from ssdprof.jobs.options import ModelOptions, RunOptions, ServedModelOptions, StallsOptions, parsed
 from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.run import capture
 from ssdprof.jobs.target import find
+from ssdprof.jobs.target import read as read_options
 from ssdprof.operators.implementations import kind_of, knows
 from ssdprof.progress import Advance, Watcher
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, load, new_folder
+from ssdprof.store.tuned import use_saved
+
+NEEDS_GPU = (
+    "Warp stalls need",
+    "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
+)
 
 
 def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport]:
     """Collect stalls for one layer.  Returns the folder with ncu's reports, and the stall report.
 
+    The tensors are those that a run read or stored, else newly captured ones.
     If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
     Raises MissingCapabilityError without a GPU.
     """
-    require_gpu_for_stalls()
-    where, run = request.where, None
+    require_gpu(*NEEDS_GPU)
+    if not request.no_tuned:
+        request = replace(request, tuned=use_saved(watcher.say))
+    where = request.where
+    wanted: Callable[[], ModelOptions]  # of what is captured if no folder holds captures
     if where is None or any((path / HEADER).is_file() for path in (Path(where), RUNS / where)):
-        run = load(where, "run")  # else it names a model or captures
-    out = request.out or (run[0] if run else new_folder(where or "model"))
-    with _made(out / stall_files.FOLDER, overwrite=request.force) as folder:
-        if run is None:
-            stored = Path(where or "").expanduser()
-            return folder, _profile([stored], partial(_of_model, request), request, folder, watcher)
-        _refuse_changed(run[1])
-        return folder, _profile(
-            [run[0] / CAPTURES], partial(_of_run, run[1], request), request, folder, watcher
-        )
-
-
-def profile_run(
-    asked: ModelOptions,
-    folder: Path,
-    report: Report,
-    watcher: Watcher,
-    *,
-    tuned: Path | None = None,
-) -> StallReport:
-    """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the
-    run's folder.
-
-    The tensors are those that the run read or stored, else newly captured ones.
-    asked: the request of the run.  tuned: see `StallsOptions`.  Raises what `profile` raises.
-    """
-    require_gpu_for_stalls()
-    layer = report.captured[len(report.captured) // 2].index
-    longest = max(prompt.seqlen for prompt in report.prompts)
-    # the prompt as one call of every operator, without decode steps; a pack is generated with the
-    # same lengths
-    whole = partial(
-        replace,
-        asked,
-        layers=str(layer),
-        seqlens=None if asked.packed else (longest,),
-        chunk=None,
-        decode=0,
-    )
-    request = StallsOptions(layer=layer, tuned=tuned, command=report.command)
-    folders = [Path(asked.model).expanduser(), folder / CAPTURES]
-    with _made(folder / stall_files.FOLDER, overwrite=False) as out:
-        return _profile(folders, whole, request, out, watcher)
+        run, report = load(where, "run")
+        _refuse_changed(report)
+        request = _of_run(report, request)
+        asked = parsed(RunOptions, list(report.command[2:]))
+        folders = [Path(asked.model).expanduser(), run / CAPTURES]
+        wanted = partial(_captured_again, asked, report, request)
+        out = request.out or run
+    else:  # a model or captures
+        folders = [Path(where).expanduser()]
+        wanted = partial(_of_model, request)
+        out = request.out or new_folder(where)
+    with _new_folder(out / stall_files.FOLDER, overwrite=request.force) as folder:
+        return folder, _profile(folders, wanted, request, folder, watcher)
 
 
 def _profile(
@@ -104,7 +86,8 @@ def _profile(
     with _captured(folders, wanted, request, watcher) as (captures, layer):
         torch.cuda.empty_cache()
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        missing, version = "", ""
+        missing = ""
+        version = ""
         with (
             tempfile.TemporaryDirectory(prefix="ssdprof-") as cache,
             watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,
@@ -196,16 +179,6 @@ def _precision(request: StallsOptions) -> PrecisionName:
     return f"{request.intermediates}, {request.state_dtype} states"
 
 
-def require_gpu_for_stalls() -> None:
-    """MissingCapabilityError without a GPU."""
-    if limits.device().type != "cuda":
-        raise MissingCapabilityError(
-            "Warp stalls need an NVIDIA GPU, and this machine has none.",
-            "Record them on a machine with a GPU, and read them here with: ssdprof stalls "
-            "--from FILE.",
-        )
-
-
 # --- the layer's tensors
 
 
@@ -276,40 +249,39 @@ def _refuse_changed(report: Report) -> None:
         )
 
 
-def _of_run(report: Report, request: StallsOptions) -> ModelOptions:
-    """One layer and prompt of a run, to be captured again."""
-    assert report.model is not None
-    prompts = [prompt for prompt in report.prompts if request.seqlen in (None, prompt.seqlen)]
-    layers = [layer for layer in report.captured if request.layer in (None, layer.index)]
-    if not prompts or not layers:
+def _of_run(report: Report, request: StallsOptions) -> StallsOptions:
+    """The request with its layer, which is the middle one of the run unless it names another."""
+    lengths = [prompt.seqlen for prompt in report.prompts]
+    layers = [layer.index for layer in report.captured if request.layer in (None, layer.index)]
+    if not layers or request.seqlen not in (None, *lengths):
+        there = ", ".join(str(layer.index) for layer in report.captured)
         raise BadInputError(
             "The run has no such layer or prompt.",
-            f"Its prompts have {', '.join(str(prompt.seqlen) for prompt in report.prompts)} "
-            f"tokens, its layers are {', '.join(str(layer.index) for layer in report.captured)}.",
+            f"Its prompts have {', '.join(map(str, lengths))} tokens, its layers are {there}.",
         )
-    prompt = max(prompts, key=lambda one: one.seqlen)
-    if prompt.kind == "file":
+    return replace(request, layer=layers[len(layers) // 2])
+
+
+def _captured_again(asked: RunOptions, report: Report, request: StallsOptions) -> ModelOptions:
+    """The options of a run for the layer and one prompt, the longest unless the request names
+    another: as one call of every operator, without decode steps.
+    """
+    assert report.model
+    changed = asked.prompt_file and asked.prompt_file.stat().st_mtime
+    if changed and changed > datetime.fromisoformat(report.created).timestamp():
         raise BadInputError(
-            "The run's prompt came from a file, which the run does not store.",
-            "Run it with --save-captures, or name the model: its operators are then run on the "
-            "built-in text.",
+            f"{asked.prompt_file} has changed since the run.", "Run it again, or name the model."
         )
-    if prompt.kind == "recorded":
-        raise BadInputError(
-            "The run's calls were recorded by a server.", "Name the folder of their captures."
-        )
-    if prompt.serving.packed:
-        raise BadInputError(
-            "The run's sequences were packed, and the run did not store them.",
-            "Run it with --save-captures.",
-        )
-    return ServedModelOptions(
-        model=report.model.requested,
+    longest = max(prompt.seqlen for prompt in report.prompts)
+    typed = read_options(asked)
+    return replace(
+        typed,
         revision=report.model.revision,
-        prompt=prompt.kind,
-        seqlens=(prompt.seqlen,),
-        batch=prompt.batch,
-        layers=str(layers[len(layers) // 2].index),
+        layers=str(request.layer),
+        # a pack is generated with the same lengths
+        seqlens=None if typed.packed else (request.seqlen or longest,),
+        chunk=None,
+        decode=0,
     )
 
 
@@ -322,7 +294,7 @@ def _of_model(request: StallsOptions) -> ModelOptions:
 
 
 @contextmanager
-def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+def _new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder in one that may be new; both are removed if nothing was written into them."""
     if (folder / stall_files.RECORD).exists() and not overwrite:
         raise BadInputError(

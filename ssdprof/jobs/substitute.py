@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, get_args
+from typing import ParamSpec, TypeVar, get_args
 
 from torch import nn
 
@@ -16,9 +16,13 @@ from ssdprof.checkpoint.mixers import Mixer, is_attention
 from ssdprof.core.base import PartName, grouped
 from ssdprof.environment import child
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.state_formats import StateFormat
 from ssdprof.measure.trace import GpuWork, marked
+from ssdprof.operators.decode_states import stepped_states
 from ssdprof.operators.implementations import required, resolve
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 # out, and final states in fp32, or None if the call does not need them
@@ -40,6 +44,21 @@ def implemented(name: str, precision: Precision, sites: Sequence[Mixer]) -> Comp
         child.alive()
         result: Result = runs[call.mixer.operator](call.inputs, precision)
         return result
+
+    return compute
+
+
+def decoded(state_format: StateFormat) -> Compute:
+    """Every operator token by token, with its states in a format of a pool.  The random numbers of
+    a stochastic one differ from layer to layer; segments of a prompt have the same.
+    """
+
+    def compute(call: OperatorCall) -> Result:
+        child.alive()
+        every = [call.inputs.length]  # steps of a token: the final states
+        seed = call.mixer.layer_index
+        out, (final_states,) = stepped_states(call.inputs, state_format, 1, every, seed)
+        return out.to(call.inputs.values.dtype), final_states
 
     return compute
 
@@ -70,10 +89,10 @@ def by_layer(
 # --- parts of the model
 
 
-def marking(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def marking(part: str, function: Callable[P, T]) -> Callable[P, T]:
     """`function`, whose launches are marked as those of a part."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with marked(part):
             return function(*args, **kwargs)
 
@@ -152,13 +171,13 @@ def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
 
 
 def _mark(module: nn.Module, part: PartName, restore: ExitStack) -> None:
-    opened: list[AbstractContextManager[Any]] = []
+    opened: list[AbstractContextManager[object]] = []
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         opened.append(marked(part))
         opened[-1].__enter__()
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         opened.pop().__exit__(None, None, None)
 
     restore.callback(module.register_forward_pre_hook(enter).remove)

@@ -6,7 +6,7 @@ function raises BadInputError; those that find a model, ModelUnavailableError if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -18,8 +18,15 @@ from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
-from ssdprof.core.conditions import Condition, parse_gate, parse_percent
-from ssdprof.core.target import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
+from ssdprof.core.conditions import KEPT_STEPS, Condition, parse_gate, parse_percent
+from ssdprof.core.target import (
+    CaptureManifest,
+    CheckpointRef,
+    LayerCapture,
+    LayerRef,
+    Prompt,
+    Serving,
+)
 from ssdprof.core.words import words
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
@@ -32,6 +39,8 @@ from ssdprof.store.ranks import Ranks, follows, join
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, check_folder
 
 Options = TypeVar("Options")
+# of the operators of layers, by the operators' names for them
+Sizes = Sequence[tuple[LayerRef, Mapping[str, int]]]
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
     "seqlens": reading.parse_seqs,
     "seqlen": reading.parse_seq,
@@ -39,10 +48,17 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `optio
     "packed": reading.parse_packed,
     "chunk": reading.parse_seq,
     "states": reading.parse_states,
+    "decode_states": reading.parse_state_formats,
     "implementations": partial(reading.parse_implementations, "--impl"),
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
 SEED = 0  # of the lengths of packed sequences
+# options that change nothing where states are decoded
+_NOT_DECODED = {
+    *("implementations", "baseline", "against", "match_with", "intermediates", "states", "check"),
+    *("verify", "decode", "packed", "chunk", "state_every", "pool", "chunk_size", "laws"),
+    *("answers", "prefill", "stalls", "trace", "processes"),
+}
 # of a config's layer_types
 _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")
 
@@ -74,6 +90,11 @@ class Target:
     @property
     def batch(self) -> int:
         return self.request.batch
+
+    @property
+    def sizes(self) -> Sizes:
+        every = zip(self.located.layers, self.located.mixers, strict=True)
+        return [(layer, mixer.sizes) for layer, mixer in every if layer in self.layers]
 
     @property
     def deepest_layer(self) -> int | None:
@@ -127,10 +148,32 @@ class Stored:
         """How each prompt is served; it is the same for all."""
         return self.manifest.prompts[0].serving
 
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return self.manifest.prompts
 
-def captures_of(request: declared.ModelOptions) -> Path | None:
-    """The folder of stored captures, if the request names one, or a run that stored them."""
-    folder = Path(request.model).expanduser()
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on them."""
+        return {
+            "target": self.ref.repo_id,
+            "model": self.ref,
+            "prompts": self.prompts,
+            "segment_length": self.manifest.segment_length,
+            "capture_complete": self.manifest.complete,
+        }
+
+    def shared(self, ranks: Ranks) -> Stored:
+        """With the layers of this rank."""
+        layers = ranks.share(self.layers)
+        return replace(
+            self, chosen=tuple(capture for capture in self.chosen if capture.layer in layers)
+        )
+
+
+def captures_of(where: str) -> Path | None:
+    """The folder of stored captures, if it is named, or a run that stored them."""
+    folder = Path(where).expanduser()
     places = (folder, folder / CAPTURES, RUNS / folder / CAPTURES)
     return next(filter(is_capture, places), None)
 
@@ -184,10 +227,10 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     BadInputError for options that do not apply to stored captures, and for a model whose layers are
     too large for every implementation.
     """
-    folder = captures_of(request)
+    folder = captures_of(request.model)
     if folder is None:
         target = find(request, whole=request.answers)
-        refuse_large(target)
+        refuse_large(target.ref, target.sizes)
         return target
     if request.answers:
         raise BadInputError(
@@ -221,24 +264,18 @@ def _model_options(request: declared.ServedModelOptions) -> set[str]:
     }
 
 
-def refuse_large(target: Target) -> None:
-    """BadInputError for layers that are too large for bundled implementations (`largest` of the
-    operator's outline).
+def refuse_large(ref: CheckpointRef, sizes_of_layers: Sizes) -> None:
+    """BadInputError for a layer with a size above the maximum of the bundled implementations
+    (`largest` of the operator's outline).
     """
-    for layer, mixer in zip(target.located.layers, target.located.mixers, strict=True):
-        if layer in target.layers:
-            refuse_larger(target.ref, layer, mixer.sizes)
-
-
-def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
-    """BadInputError for a layer with a size above the maximum of the bundled implementations."""
-    for name, most in operators.get(layer.operator).generated.largest.items():
-        if sizes[name] > most:
-            raise BadInputError(
-                f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
-                f"take at most {most}.",
-                "Choose a model with smaller layers.",
-            )
+    for layer, sizes in sizes_of_layers:
+        for name, most in operators.get(layer.operator).generated.largest.items():
+            if sizes[name] > most:
+                raise BadInputError(
+                    f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
+                    f"take at most {most}.",
+                    "Choose a model with smaller layers.",
+                )
 
 
 # --- options
@@ -276,6 +313,29 @@ def _conditions(options: Any) -> tuple[Condition, ...]:
     return settings.gates(
         options.config, gates, prefill=isinstance(options, declared.PrefillOptions)
     )
+
+
+def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
+    """The options of a run or a bench that decodes states: with its own gates alone.  Refuses
+    others that would change nothing.
+    """
+    if not options.decode_states:
+        if options.decode_step > 1:
+            raise BadInputError("--decode-step needs --decode-states.", "Give both, or neither.")
+        return options
+    defaults = {option.name: option.default for option in fields(options)}
+    for _, flag, parameter in declared.flags(type(options)):
+        name = parameter.name
+        if name in _NOT_DECODED and getattr(options, name) != defaults[name]:
+            why = "it decodes by 'recurrent', and times nothing"
+            raise reading.both("--decode-states", flag, why, f"Leave out {flag}.")
+    gates = [gate for gate in options.conditions if gate.metric == KEPT_STEPS]
+    for text in options.gate or ():
+        if text not in [gate.text for gate in gates]:
+            raise reading.both(
+                "--decode-states", f"--gate {text}", "", "Write kept-steps@int8:1000."
+            )
+    return replace(options, conditions=tuple(gates))
 
 
 def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
@@ -323,39 +383,11 @@ def refuse_ranks(*what: str) -> None:
 
 def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Stored, Ranks | None]:
     """The request, what is replayed, and the processes that share it."""
-    asked = read(options)
-    also = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
-    if asked.dtype is not None and also:
-        raise reading.both("--dtype", also[0], "--dtype changes the inputs of the replay alone")
-    if asked.stalls and asked.tensor_parallel > 1:
-        raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
-    if asked.verify:  # in fp32, as decode steps; `fused` takes single steps
-        names = (
-            ("fused", "recurrent")
-            if asked.implementations == declared.COMPARED
-            else asked.implementations
-        )
-        baseline = "fused" if asked.baseline == declared.COMPARED[0] else asked.baseline
-        asked = replace(
-            asked, implementations=names, baseline=baseline, intermediates="exact", states=("fp32",)
-        )
-    whole = (asked.packed, asked.chunk, asked.decode) == (None, None, 0)
-    if asked.verify and not whole:
-        raise BadInputError(
-            "--verify is of prompts in one call.",
-            "Leave out --packed, --chunked-prefill and --decode.",
-        )
-    served = not whole or (asked.batch, asked.tensor_parallel, asked.verify) != (1, 1, 0)
-    if served and (asked.answers or asked.prefill):
-        raise BadInputError(
-            f"{also[0]} runs one whole sequence through all heads of the model.",
-            "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
-            "--verify.",
-        )
-    if asked.prefill and (folder := captures_of(asked)) is not None:
-        raise BadInputError(
-            f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
-        )
+    asked = _check_decoded(read(options))
+    if asked.verify:
+        asked = _with_drafted_tokens(asked)
+    parts = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(asked, name)]
+    _refuse_exclusive(asked, parts)
     if asked.trace is not None:
         goes_on = asked.out is not None and (asked.out / HEADER).exists()  # perhaps with its trace
         check_target(asked.trace, replace=goes_on, hint="Name another file.")
@@ -364,11 +396,54 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Sto
         "--processes": asked.processes > 1,
         "--trace": asked.trace,
     }
-    refuse_ranks(*also, *(name for name, wanted in alone.items() if wanted))
+    refuse_ranks(*parts, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
     if (ranks is None or ranks.first) and not asked.sampler:
         check_folder(asked.out)
     return asked, find_to_replay(asked), ranks
+
+
+def _with_drafted_tokens(asked: declared.RunOptions) -> declared.RunOptions:
+    """The options of --verify: in fp32, as decode steps are computed.  `fused`, which takes single
+    steps, is the baseline of `recurrent` unless implementations are named.
+    """
+    step = "fused"
+    names = asked.implementations
+    return replace(
+        asked,
+        implementations=(step, "recurrent") if names == declared.COMPARED else names,
+        baseline=step if asked.baseline == declared.COMPARED[0] else asked.baseline,
+        intermediates="exact",
+        states=("fp32",),
+    )
+
+
+def _refuse_exclusive(asked: declared.RunOptions, parts: Sequence[str]) -> None:
+    """BadInputError for options of a run that exclude each other.
+
+    parts: those of "--answers", "--prefill" and "--stalls" that are asked for.
+    """
+    if asked.dtype is not None and parts:
+        raise reading.both("--dtype", parts[0], "--dtype changes the inputs of the replay alone")
+    if asked.stalls and asked.tensor_parallel > 1:
+        raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
+    in_one_call = asked.packed is None and asked.chunk is None and not asked.decode
+    if asked.verify and not in_one_call:
+        raise BadInputError(
+            "--verify is of prompts in one call.",
+            "Leave out --packed, --chunked-prefill and --decode.",
+        )
+    one_sequence = in_one_call and asked.batch == 1 and not asked.verify
+    if (asked.answers or asked.prefill) and not (one_sequence and asked.tensor_parallel == 1):
+        raise BadInputError(
+            f"{parts[0]} runs one whole sequence through all heads of the model.",
+            "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
+            "--verify.",
+        )
+    if asked.prefill and (folder := captures_of(asked.model)) is not None:
+        raise BadInputError(
+            f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
+        )
 
 
 def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Target | None]:
@@ -386,12 +461,19 @@ def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, 
 
 
 def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Target]:
+    """The request, and the whole model, with its weights in fp32 if they are asked for."""
     refuse_ranks("ssdprof answers")
     asked = read(options)
     check_folder(asked.out)
     target = find(asked, whole=True)
-    refuse_large(target)
-    return asked, target
+    refuse_large(target.ref, target.sizes)
+    from ssdprof.jobs import limits  # imports torch, as in `find`
+
+    if asked.weights == "auto":
+        # no model is served in 16 bit without a GPU: only the operators' error remains
+        on_gpu = limits.device().type == "cuda"
+        asked = replace(asked, weights="own" if on_gpu else "fp32")
+    return asked, replace(target, dtype="float32") if asked.weights == "fp32" else target
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
@@ -405,29 +487,22 @@ def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
 
 def bench(
     options: declared.BenchOptions,
-) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
-    """The request, the names of all implementations, other libraries first, and cells that
-    --max-tokens leaves out.
+) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...], Ranks | None]:
+    """The request, the names of all implementations, other libraries first, cells that --max-tokens
+    leaves out, and the processes that share the others.
     """
     refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
-    asked, operator = read(options), operators.get(options.operator)
-    most = reading.parse_seq(options.max_tokens)
-    tokens, too_large = reading.parse_tokens(
-        options.seq, options.batch, options.cells, options.packed, max_tokens=most
-    )
-    if options.verify or options.state_every:
-        option = "--verify" if options.verify else "--state-every"
-        others = {"--packed": options.packed, "--cells": options.verify and options.cells}
-        if other := next((name for name, typed in others.items() if typed), ""):
-            raise reading.both(option, other)
-        tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
+    asked = _check_decoded(read(options))
+    operator = operators.get(options.operator)
+    tokens, too_large = _tokens_of_bench(options)
     if options.verify:  # `fused` takes single steps
-        asked, too_large = replace(asked, match_with=asked.match_with or "fused"), ()
+        asked = replace(asked, match_with=asked.match_with or "fused")
         if asked.implementations == declared.COMPARED:
             asked = replace(asked, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
+    baseline = "fused" if options.verify else operator.baseline
     sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not (options.sampler or follows()):
         check_folder(options.out)
@@ -442,11 +517,29 @@ def bench(
         measured=reading.expand(
             shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, ways
         ),
-        baseline=options.baseline
-        or next(iter(libraries), "fused" if options.verify else operator.baseline),
+        baseline=options.baseline or next(iter(libraries), baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
-    return request, (*libraries, *asked.implementations), too_large
+    return request, (*libraries, *asked.implementations), too_large, join()
+
+
+def _tokens_of_bench(
+    options: declared.BenchOptions,
+) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
+    """The layouts of tokens that are measured, and those that --max-tokens leaves out."""
+    most = reading.parse_seq(options.max_tokens)
+    tokens, too_large = reading.parse_tokens(
+        options.seq, options.batch, options.cells, options.packed, max_tokens=most
+    )
+    if options.verify or options.state_every:
+        option = "--verify" if options.verify else "--state-every"
+        others = {"--packed": options.packed, "--cells": options.verify and options.cells}
+        if other := next((name for name, typed in others.items() if typed), ""):
+            raise reading.both(option, other)
+        tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
+    if options.pool:
+        tokens = reading.in_pool(options.pool, tokens)
+    return tokens, () if options.verify else too_large
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:

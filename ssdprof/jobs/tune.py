@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ssdprof import operators
 from ssdprof.core import statistics
 from ssdprof.core.base import Intermediates, grouped
 from ssdprof.core.case import Case
@@ -27,11 +28,12 @@ from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.jobs.bench import generated_task
 from ssdprof.jobs.compare import Comparer, Entry
+from ssdprof.jobs.options import TuneOptions
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import Call, first_line
-from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.sampling import FIRST_LOOK, SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator
@@ -44,9 +46,6 @@ from ssdprof.store.reports import Writer
 # a tuned configuration is faster by more than this, with 95 % confidence: times of a GPU vary as
 # much between days
 MARGIN = 0.01
-SCREENING = SamplingPlan(
-    min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
-)
 DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 # the name of this configuration; another one is named by its difference from it
 COMMITTED = "committed"
@@ -91,7 +90,7 @@ def problems(
     operator: Operator, cells: Sequence[Cell], intermediates: Intermediates, device: torch.device
 ) -> Iterator[Problem]:
     """The problems of one layer's cells: one for each, or one for all if they share a tuned
-    configuration configuration configuration.
+    configuration.
     """
     waiting: dict[str, list[tuple[Cell, Inputs]]] = {}
     for cell in cells:
@@ -112,7 +111,7 @@ def _problem(
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
-    """The problem of inputs that share a tuned, the shortest first."""
+    """The problem of inputs that share a tuned configuration, the shortest first."""
     tuning = operator.tunable
     together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
     cell, longest = together[-1]
@@ -153,29 +152,29 @@ def gpu_to_tune() -> torch.device:
 
 
 def tune(
-    operator: Operator,
+    options: TuneOptions,
     cells: Sequence[Cell],
-    intermediates: Sequence[Intermediates],
     device: torch.device,
     watcher: Watcher,
     on_search: Callable[[Report, TunedCalls, TunedConfig | None], object],
-    *,
-    budget: float | None = None,
-    command: tuple[str, ...] = (),
 ) -> Report:
     """Search for every cell.  The report has a case for each candidate on each input, and a note
     for each search that found nothing.
 
     on_search: called after each with the report so far, the calls that it was for, and what it
     found.
-    budget: seconds of wall clock after which no search begins; None: no limit.
     Searches that do not fit in the GPU's memory or in the budget are left out and named.
     """
-    began, timer = time.monotonic(), CudaTimer(device)
+    began = time.monotonic()
+    timer = CudaTimer(device)
+    operator = operators.get(options.operator)
+    intermediates: tuple[Intermediates, ...] = (
+        ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
+    )
     header = draft(
         kind="tune",
         target=operator.name,
-        command=command,
+        command=options.command,
         environment=collect(),
         baseline=COMMITTED,
         smallest_difference=MARGIN,
@@ -187,8 +186,8 @@ def tune(
         try:
             for problem in problems(operator, cells_of_layer, wanted, device):
                 spent = time.monotonic() - began
-                if budget is not None and spent >= budget:
-                    writer.leave_out(str(problem), f"the budget of {budget:g} s was spent")
+                if options.budget is not None and spent >= options.budget:
+                    writer.leave_out(str(problem), f"the budget of {options.budget:g} s was spent")
                     continue
                 with watcher.step(f"Tuning {problem}"):
                     cases, outcome = search(problem, timer)
@@ -233,9 +232,11 @@ def _screened(trials: _Trials) -> Config | None:
     """The fastest in a few rounds, axis by axis; None if the committed configuration cannot be
     timed.
     """
-    problem, committed = trials.problem, trials.committed
+    problem = trials.problem
+    committed = trials.committed
     longest = problem.inputs[-1]
-    best, tried = committed, set[Config]()
+    best = committed
+    tried = set[Config]()
     if not trials.passing([committed]):
         return None
     # the graphs of all that take turns keep their outputs
@@ -246,7 +247,7 @@ def _screened(trials: _Trials) -> Config | None:
         tried |= {committed, *options}
         for start in range(0, len(options), fitting):
             some = options[start : start + fitting]
-            timed = trials.time([committed, best, *some], SCREENING)
+            timed = trials.time([committed, best, *some], FIRST_LOOK)
             if committed not in timed:
                 return None
             fastest = min(timed, key=lambda config: math.prod(_us(timed[config])))
@@ -258,8 +259,9 @@ def _screened(trials: _Trials) -> Config | None:
 
 
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
-    """The tuned, or the reason why the committed configuration stays."""
-    problem, tuning = trials.problem, trials.problem.operator.tunable
+    """The tuned configuration, or the reason why the committed configuration stays."""
+    problem = trials.problem
+    tuning = trials.problem.operator.tunable
     timed = trials.time([trials.committed, best], DECIDING)
     if len(timed) < 2:
         return "the fastest could not be timed again"
@@ -299,7 +301,8 @@ class _Trials:
 
     def __init__(self, problem: Problem, timer: CudaTimer) -> None:
         self.problem = problem
-        self._tuning, self._longest = problem.operator.tunable, problem.inputs[-1]
+        self._tuning = problem.operator.tunable
+        self._longest = problem.inputs[-1]
         self.committed = replace(problem.committed, reason="")
         self.cases: dict[str, Case] = {}
         self._comparer = Comparer(timer=timer, oracle_must_fit=True)
@@ -365,7 +368,8 @@ class _Trials:
     def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
         """committed_case: that of the committed configuration there."""
         problem = self.problem
-        change, kernel = difference(config, self.committed), str(problem.calls["kernel"])
+        change = difference(config, self.committed)
+        kernel = str(problem.calls["kernel"])
         values = self._tuning.settings(config)
         settings = ", ".join(f"{name} {value}" for name, value in values.items())
         label = f"The candidate {change or 'the committed configuration'}"

@@ -9,7 +9,7 @@ fields is that of the arguments in machine code.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 from triton.language.core import _aggregate
 
 STAGES = {"segments": "ticket", "segment_at": "ticket", "chunks": "ticket"}
@@ -76,6 +76,20 @@ def chunks(self):
 def product_layout(columns, warps):
     """Register layout of a product with `columns` columns and 16 rows per warp."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.jit
+def begin_product(a, b, layout: gl.constexpr):
+    """Start a b (rows, columns) with fp32 sums asynchronously.  The caller waits for it."""
+    zero = gl.full([a.shape[0], b.shape[1]], 0.0, gl.float32, layout)
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def tile_indices(ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Indices of the rows and of the columns of a tile with this layout."""
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    return o_row, gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
 
 
 @gluon.jit

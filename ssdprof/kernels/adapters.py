@@ -59,10 +59,10 @@ _UNRUN = (
 T = TypeVar("T")
 
 
-def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
-    """Elements from the first to the last one along `axes`, including those that strides skip."""
-    sizes, strides = tensor.shape[axes], tensor.stride()[axes]
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+def span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one, including those that strides skip."""
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
 
 
 def library_kernel(
@@ -73,7 +73,7 @@ def library_kernel(
     plan: Callable[[Any, Precision], Plan] | Plan,
 ) -> Implementation:
     """A library's kernel.  unsupported: why it does not take inputs; "" if it does."""
-    told = (lambda _inputs, _precision: plan) if isinstance(plan, Plan) else plan
+    plan_of = (lambda _inputs, _precision: plan) if isinstance(plan, Plan) else plan
 
     def checked(then: Callable[[Any, Precision], Any], inputs: Inputs, precision: Precision) -> Any:
         if reason := unsupported(inputs, precision):
@@ -81,7 +81,7 @@ def library_kernel(
         return then(inputs, precision)
 
     return Implementation(
-        operator=operator, name=name, run=partial(checked, call), plan=partial(checked, told)
+        operator=operator, name=name, run=partial(checked, call), plan=partial(checked, plan_of)
     )
 
 
@@ -119,11 +119,10 @@ def prepared_kernel(
             return prepared(inputs)[0]()
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
-        given = {
-            inputs.tensors[name].data_ptr() for name in inputs.LINEAR if name in inputs.tensors
-        }
+        tensors = inputs.tensors
+        addresses = {tensors[name].data_ptr() for name in inputs.LINEAR if name in tensors}
         read = (tensor for tensor in prepared(inputs)[1] if tensor is not None)
-        return [tensor for tensor in read if tensor.data_ptr() not in given]
+        return [tensor for tensor in read if tensor.data_ptr() not in addresses]
 
     return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)
 
@@ -183,13 +182,12 @@ class Tunings:
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
         """Finds the tuners among the modules' names; one that several names hold counts once."""
-        found = [
-            tuner
-            for module in modules
-            for thing in vars(module).values()
-            if (tuner := _tuner(thing)) is not None
-        ]
-        self._tuners = list({id(tuner): tuner for tuner in found}.values())
+        tuners: dict[int, Autotuner] = {}
+        for module in modules:
+            for thing in vars(module).values():
+                if (tuner := _tuner(thing)) is not None:
+                    tuners[id(tuner)] = tuner
+        self._tuners = list(tuners.values())
         self._kind: Hashable = object()
         self._choices = defaultdict[Hashable, list[dict[Any, Any]]](
             lambda: [{} for _ in self._tuners]
@@ -210,14 +208,17 @@ class Tunings:
         is not zero.
         """
 
-        def zero(arguments: dict[str, Any], reset_only: bool = False) -> None:  # noqa: ARG001
+        def zero(
+            arguments: dict[str, torch.Tensor],
+            reset_only: bool = False,  # noqa: ARG001
+        ) -> None:
             arguments[argument].zero_()
 
         for tuner in self._tuners:
             tuner.pre_hook = zero
 
 
-def _tuner(thing: Any) -> Autotuner | None:
+def _tuner(thing: object) -> Autotuner | None:
     """The autotuner around a kernel, possibly inside other wrappers; None if there is none."""
     while thing is not None and not isinstance(thing, Autotuner | type | ModuleType):
         thing = getattr(thing, "fn", None)

@@ -33,6 +33,10 @@ class FusedCall:
     state_v_first: bool = False
 
 
+# of a call: launches, bytes of the workspace, and the reason for the plan
+Work = tuple[int, int, str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A kernel.
@@ -40,14 +44,14 @@ class Variant:
     unsupported: why the kernel does not support a call, or should not run it; "" if it runs
     configure: its configuration for a call, a mapping, or a dataclass with a field `reason`
     prepare: makes the launch, without tensors, of a call with a configuration
-    work: launches, bytes of the workspace, and the plan's reason of a call with a configuration
+    work: of a call with a configuration
     """
 
     name: str
     unsupported: Callable[[FusedCall], str] = lambda _call: ""
     configure: Callable[[FusedCall], Any]
     prepare: Callable[[FusedCall, Any], PreparedLaunch]
-    work: Callable[[FusedCall, Any], tuple[int, int, str]]
+    work: Callable[[FusedCall, Any], Work]
 
     def plan(self, call: FusedCall) -> Plan:
         config = self.configure(call)

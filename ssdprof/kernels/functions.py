@@ -27,13 +27,25 @@ STAGES = {"softplus": "chunk_cumsum"}
 
 @triton.jit
 def ptr_offset(index, strides):
-    """Element offset of `index` in a tensor with `strides` (two tuples of equal length), in
-    int64.
-    """
+    """Element offset of `index`, along the first axes of a tensor with `strides`, in int64."""
     offset = tl.zeros((), tl.int64)
-    for axis in tl.static_range(len(strides)):
+    for axis in tl.static_range(len(index)):
         offset += tl.cast(index[axis], tl.int64) * strides[axis]
     return offset
+
+
+@triton.jit
+def load_at(ptr, strides, index, mask=None):
+    """The elements at `index` of a tensor with `strides`; 0 outside the mask."""
+    p = ptr + ptr_offset(index, strides)
+    return tl.load(p, mask=mask, other=None if mask is None else 0.0)
+
+
+@triton.jit
+def store_at(ptr, strides, index, value, mask=None):
+    """Store `value` at `index` of a tensor with `strides`, in the tensor's dtype."""
+    p = ptr + ptr_offset(index, strides)
+    tl.store(p, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

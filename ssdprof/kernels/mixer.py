@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
+from ssdprof.kernels.functions import TL_DTYPE, load_at, ptr_offset, store_at
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.tensors import strides_of_each
@@ -30,9 +30,7 @@ def _load_positions(
     or 0.
     """
     m_x = m & ((o_s >= 0) & (o_s < length))[:, None]
-    b_x = tl.load(
-        x_ptr + ptr_offset((i_b, o_s[:, None], o_d[None, :]), x_strides), mask=m_x, other=0.0
-    )
+    b_x = load_at(x_ptr, x_strides, (i_b, o_s[:, None], o_d[None, :]), mask=m_x)
     if initial_ptr is not None:
         offset = ptr_offset((i_b, o_d[None, :], (o_s + WIDTH - 1)[:, None]), initial_strides)
         b_x += tl.load(initial_ptr + offset, mask=m & (o_s < 0)[:, None], other=0.0).to(b_x.dtype)
@@ -54,9 +52,7 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
     # --- the sum
     b_y = tl.zeros((S.BLOCK_L, S.BLOCK_D), tl.float32)
     if bias_ptr is not None:
-        b_y += tl.load(bias_ptr + ptr_offset((o_d,), bias_strides), mask=m_d, other=0.0).to(
-            tl.float32
-        )[None, :]
+        b_y += load_at(bias_ptr, bias_strides, (o_d,), mask=m_d).to(tl.float32)[None, :]
     for k in tl.static_range(S.WIDTH):
         b_x = _load_positions(
             x_ptr,
@@ -70,18 +66,13 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
             length,
             S.WIDTH,
         )
-        b_weight = tl.load(
-            weight_ptr + ptr_offset((o_d, k), weight_strides), mask=m_d, other=0.0
-        ).to(tl.float32)
+        b_weight = load_at(weight_ptr, weight_strides, (o_d, k), mask=m_d).to(tl.float32)
         b_y += b_x.to(tl.float32) * b_weight[None, :]
     if S.SILU:
         b_y = b_y * tl.sigmoid(b_y)
     out_offset = ptr_offset((i_b, o_l[:, None], o_d[None, :]), out_strides)
-    tl.store(
-        out_ptr + out_offset,
-        b_y.to(out_ptr.dtype.element_ty),
-        mask=(o_l < length)[:, None] & m_d[None, :],
-    )
+    m_out = (o_l < length)[:, None] & m_d[None, :]
+    tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
 
     # --- final state: the last positions
     if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
@@ -100,8 +91,8 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
                 length,
                 S.WIDTH,
             )
-            final_offset = ptr_offset((i_b, o_d[None, :], o_w[:, None]), final_strides)
-            tl.store(final_ptr + final_offset, b_last, mask=m_w)
+            final_index = (i_b, o_d[None, :], o_w[:, None])
+            store_at(final_ptr, final_strides, final_index, b_last, mask=m_w)
 
 
 def causal_conv1d(
@@ -182,18 +173,16 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
     index = ((i_bl // length)[:, None], (i_bl % length)[:, None], channel)
 
     # [BLOCK_ROWS, BLOCK_G]
-    b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)
-    b_gate = tl.load(gate_ptr + ptr_offset(index, gate_strides), mask=m, other=0.0).to(tl.float32)
-    b_weight = tl.load(weight_ptr + ptr_offset((channel,), weight_strides), mask=m, other=0.0).to(
-        tl.float32
-    )
+    b_x = load_at(x_ptr, x_strides, index, mask=m).to(tl.float32)
+    b_gate = load_at(gate_ptr, gate_strides, index, mask=m).to(tl.float32)
+    b_weight = load_at(weight_ptr, weight_strides, (channel,), mask=m).to(tl.float32)
     b_gate = b_gate * tl.sigmoid(b_gate)
     if not S.NORM_FIRST:
         b_x *= b_gate
     b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1) / S.GROUP_SIZE + eps)[:, None] * b_weight
     if S.NORM_FIRST:
         b_x *= b_gate
-    tl.store(out_ptr + ptr_offset(index, out_strides), b_x.to(out_ptr.dtype.element_ty), mask=m)
+    store_at(out_ptr, out_strides, index, b_x, mask=m)
 
 
 def gated_rms_norm(
@@ -227,16 +216,11 @@ def gated_rms_norm(
         raise UnsupportedError(
             f"gated_rms_norm: groups of at most {MAX_GROUP_SIZE} channels, not {group_size}"
         )
-    if (
-        x.ndim not in (2, 3)
-        or gate.shape != x.shape
-        or weight.shape != (width,)
-        or width % group_size
-    ):
+    fit = x.ndim in (2, 3) and gate.shape == x.shape and weight.shape == (width,)
+    if not fit or width % group_size:
         raise ValueError(
             f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and "
-            f"groups of {group_size} "
-            "do not fit together"
+            f"groups of {group_size} do not fit together"
         )
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     rows = x.numel() // group_size

@@ -49,15 +49,17 @@ Block = tuple[Span, Tensor, Tensor, int | None]
 Evaluate = Callable[[Any, Span, torch.dtype, Tensor], tuple[Tensor, Tensor]]
 
 
-def sequences(batch: int, length: int, cu_seqlens: Tensor | None) -> list[Span]:
-    """The sequences of a (batch, length, ...) tensor, in order.
+def spans_of(inputs: Inputs) -> list[Span]:
+    """The positions of every sequence, in order.
 
     Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... =
     length.
     """
-    if cu_seqlens is None:
-        return [Span(sequence=row, batch=row, start=0, stop=length) for row in range(batch)]
-    bounds: list[int] = cu_seqlens.tolist()
+    length = inputs.length
+    if inputs.cu_seqlens is None:
+        rows = range(inputs.sequences)
+        return [Span(sequence=row, batch=row, start=0, stop=length) for row in rows]
+    bounds: list[int] = inputs.cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to {length}")
     return [
@@ -86,7 +88,7 @@ def blocks_of(
     evaluate: (inputs, span, dtype, the state before it) -> out of the span, and the state after it
     """
     states = initial_states(inputs, dtype)
-    for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+    for span in spans_of(inputs):
         state = states[span.sequence]
         every = inputs.state_every or max(span.length, 1)
         for piece in span.cut(every):

@@ -100,21 +100,24 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     """A call without a pool, or with one that it must not change, as a call on a pool of its own,
     which has memory of one more slot before its first.
 
-    turned: the last two axes change places in the pool's memory.  apart: final states go to other
-    slots than those that are read.
+    turned: the last two axes change places in the pool's memory.  apart: final states go to slots
+    behind those that are read, which are the whole pool of a call with one.
     """
     states, device, count = inputs.initial, inputs.device, inputs.sequences
+    slots = torch.arange(count, dtype=torch.int32, device=device)
+    if apart and inputs.state_indices is not None:
+        states, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices
     if states is None:
         states = torch.zeros(inputs.states_shape, device=device)
-    states = states.float()
-    slots = torch.arange(count, dtype=torch.int32, device=device)
+    states, first = states.float(), len(states)
     room, written = 0, None
     if inputs.state_every:
         room = inputs.final_shape[0]
         positions, exist = token_positions(inputs, inputs.length)
-        written = torch.where(exist, positions + count, -1).int()
+        written = torch.where(exist, positions + first, -1).int()
     elif apart:
-        room, written = count, slots + count
+        room = count
+        written = first + torch.arange(count, dtype=torch.int32, device=device)
     call = replace(
         inputs,
         **{inputs.LINEAR[1]: states},
@@ -125,11 +128,11 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     stored = states.mT.contiguous() if turned else states
 
     def fresh() -> torch.Tensor:
-        pool = stored.new_empty(1 + count + room, *stored.shape[1:])[1:]
-        pool[:count] = stored
+        pool = stored.new_empty(1 + first + room, *stored.shape[1:])[1:]
+        pool[:first] = stored
         return pool
 
-    return call, fresh, stored, slice(count if room else 0, count + room)
+    return call, fresh, stored, slice(first if room else 0, first + room)
 
 
 # (pool) -> out; and the values as the kernel reads them
@@ -171,7 +174,7 @@ def pool_kernel(
             out, states = run(pool), pool[kept]
             return Output(out, states.mT if turned else states)
 
-        return call, (values, first[: inputs.sequences] if apart else stored)
+        return call, (values, first[: len(stored)] if apart else stored)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
         if reason := unsupported(inputs, precision):

@@ -59,6 +59,10 @@ class Implementation:
     pools: whether it reads initial states by `state_indices`; else `run` refuses.
     in_place: (inputs with `state_indices`, precision) -> out, and the pool itself, into whose slots
         it wrote the new states: the call of a server, as `Inputs` describes it.  None: it has none.
+    stepped: (inputs, state format, tokens of a step, marks, seed) -> out (the values' shape, fp32)
+        and the states (marks, sequences, heads, K, V; fp32) that a pool holds after the steps
+        `marks`, with the state rounded to the format after each step: `stored_states.stepped`.  A
+        format that is a function is not for it (`operators/decode_states.py`).  None: it has none.
     turned_pools: whether the last two axes of its pools change places in memory: V before K.
     batch_invariant: whether it promises that the bits of a sequence's results in place do not
         depend on other sequences, nor on its place among them.
@@ -82,6 +86,7 @@ class Implementation:
     keeps: Callable[..., bool] = lambda _inputs: False
     pools: bool = False
     in_place: Callable[..., Output] | None = None
+    stepped: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     turned_pools: bool = False
     batch_invariant: bool = False
     precisions: Callable[..., tuple[Precision, ...]] | None = None

@@ -85,7 +85,7 @@ def compare(
 
     on_progress: called with the number of positions done since the last call; there are b * l.
     Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output;
-    BadInputError for an operator without a oracle.
+    BadInputError for an operator without an oracle.
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
@@ -97,20 +97,13 @@ def compare(
     return comparison.results()
 
 
-def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
-    """For tests of kernels: AssertionError with the reason unless the output passes."""
-    candidate = Candidate(output=output, precision=precision)
-    reasons = [accuracy.reason for accuracy in compare(inputs, {"output": candidate})["output"]]
-    if any(reasons):
-        raise AssertionError("; ".join(filter(None, reasons)))
-
-
 class _Comparison(Generic[K]):
     """Sums over the blocks of the oracle, of all candidates."""
 
     def __init__(self, inputs: Inputs, candidates: Mapping[K, Candidate]) -> None:
         """Rounded forms are shared by candidates of one precision."""
-        self._inputs, self._candidates = inputs, candidates
+        self._inputs = inputs
+        self._candidates = candidates
         self._operator = operators.get(inputs.operator)
         self._oracle = oracle = self._operator.oracle
         self._out = oracle.forms(inputs)[0]
@@ -124,10 +117,8 @@ class _Comparison(Generic[K]):
             for null, cuts in candidate.nulls.items():
                 self._rounded[null] = self._forms(candidate.precision, cuts, count)
         exact = 1 + len(self._shorter)
-        outs = {key: candidate.output[0] for key, candidate in candidates.items()}
-        states = {key: candidate.output[1] for key, candidate in candidates.items()}
-        self._outs = _TensorSums("out", outs, candidates, coarse, exact)
-        self._states = _TensorSums("final_states", states, candidates, coarse, exact)
+        self._outs = _TensorSums("out", candidates, coarse, exact)
+        self._states = _TensorSums("final_states", candidates, coarse, exact)
         self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)
         self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
 
@@ -163,7 +154,8 @@ class _Comparison(Generic[K]):
     def add(self, block: Block) -> None:
         """Blocks in the order of the oracle, since rounded forms go from state to state."""
         span, exact_out, exact_state, row = block
-        inputs, oracle = self._inputs, self._oracle
+        inputs = self._inputs
+        oracle = self._oracle
         if span.sequence != self._origin.sequence:
             self._origin = span
         chunk = oracle.fitting_chunk(inputs, span.length)
@@ -207,22 +199,18 @@ class _TensorSums(Generic[K]):
     """Running comparison of one output tensor of all candidates."""
 
     def __init__(
-        self,
-        name: TensorName,
-        tensors: Mapping[K, Tensor],
-        candidates: Mapping[K, Candidate],
-        coarse: bool,
-        exact: int,
+        self, name: TensorName, candidates: Mapping[K, Candidate], coarse: bool, exact: int
     ) -> None:
         """coarse: of 16-bit inputs, whose errors are tested.  exact: rounded forms without random
         errors.
         """
-        first = next(iter(tensors.values()))
+        place = _NAMES.index(name)
+        self._tensors = {key: candidate.output[place] for key, candidate in candidates.items()}
+        first = next(iter(self._tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
         self.name = name
         self.shape = tuple(first.shape)
         self._dtype = first.dtype
-        self._tensors = tensors
         self._candidates = candidates
 
         scale = _rms(first)  # of all comparisons, so that their shares compare
@@ -289,7 +277,8 @@ class _TensorSums(Generic[K]):
         """Errors of the head that uses most of its budget.  None without a budget: the exact output
         is not finite.
         """
-        deviation, high = self._from_oracle[key], self._floor.other
+        deviation = self._from_oracle[key]
+        high = self._floor.other
         low = self._rounding_tests.norms([*self._candidates[key].nulls])
 
         def size(norms: HeadNorms) -> Tensor:
@@ -356,7 +345,7 @@ def check_output(output: Output, inputs: Inputs) -> None:
             )
 
 
-def block_length(oracle: OracleSpec[Any], inputs: Inputs, device: torch.device) -> int:
+def block_length(oracle: OracleSpec, inputs: Inputs, device: torch.device) -> int:
     """Positions per block: whole chunks, at most `_LONGEST_BLOCK`, within the working memory."""
     chunk = oracle.chunk_size(inputs)
     fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)
@@ -369,7 +358,8 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
     memory of a block, where small operations take the time of their calls: on a GPU, and for short
     sequences.  A rounded form takes a third of a block's memory at most.
     """
-    device, sequences = inputs.device.type, inputs.sequences if inputs.cu_seqlens is not None else 1
+    device = inputs.device.type
+    sequences = inputs.sequences if inputs.cu_seqlens is not None else 1
     if not operator.divided or (device == "cpu" and inputs.length > _SHORT * sequences):
         return 1
     needed = operator.oracle.bytes_per_position(inputs) * min(block, inputs.length)
@@ -447,7 +437,8 @@ class RunningDeviation:
         head = torch.arange(len(ours), device=ours.device)
         distance = (ours - other).abs()
         bad = ~(distance < _LARGEST)
-        error, other_finite = distance.masked_fill(bad, 0.0), other.masked_fill(bad, 0.0).abs()
+        error = distance.masked_fill(bad, 0.0)
+        other_finite = other.masked_fill(bad, 0.0).abs()
 
         block_max, block_argmax = error.flatten(1).max(1)
         worse = (block_max > self.error.max) | (self.elements == 0)
@@ -473,7 +464,8 @@ class RunningDeviation:
 
     def _add_slices(self, rows: tuple[Tensor, ...], start: int, stop: int) -> None:
         """rows: sums of squares (h, rows), of error and other."""
-        slices, device = min(SLICES, self.shape[1]), self._scale.device
+        slices = min(SLICES, self.shape[1])
+        device = self._scale.device
         if self._squares is None:
             self._squares = torch.zeros(2, slices, dtype=torch.float64, device=device)
         index = torch.arange(start, stop, device=device) * slices // self.shape[1]
@@ -566,8 +558,23 @@ def fingerprint(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(_fingerprint(tensor) for tensor in tensors)
 
 
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: _fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def changes(before: Mapping[str, int], inputs: Mapping[str, Tensor]) -> str:
+    """A phrase if bits of a call's inputs are no longer those of `before`; else empty."""
+    changed = [name for name, after in fingerprints(inputs).items() if after != before[name]]
+    return f"it changes its inputs: {', '.join(changed)}" if changed else ""
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """As integers."""
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+
+
 def _fingerprint(tensor: Tensor) -> int:
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+    bits = bits_of(tensor).flatten()
     weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _BLOCK):

@@ -18,11 +18,13 @@ _WORKING_BYTES = 2**30  # of a block of positions
 _FP64_COPIES = 6  # of a block's logits, held at the same time
 
 
-# For each position (n,) on the CPU, "kl", "margin" and losses in fp64 and nats, tokens in int64: kl
-#     KL(reference || candidate) reference_token, token    the most likely ones; the first if
-#     several are equal margin                    log-probability, by the reference, of its own
-#     token less that of the candidate's reference_loss, loss      minus the log-probability of the
-#     prompt's next token; NaN at the last position
+# For each position (n,) on the CPU; "kl", "margin" and losses in fp64 and nats, tokens in int64:
+#     kl                      KL(reference || candidate)
+#     reference_token, token  the most likely ones; the first if several are equal
+#     margin                  log-probability, by the reference, of its own token less that of the
+#                             candidate's
+#     reference_loss, loss    minus the log-probability of the prompt's next token; NaN at the last
+#                             position
 Divergence = dict[str, Tensor]
 
 
@@ -39,7 +41,8 @@ def compare_logits(reference: Tensor, candidate: Tensor, targets: Tensor) -> Div
     """
     high, low = (logits.double().log_softmax(-1) for logits in (reference, candidate))
     kl = torch.nn.functional.kl_div(low, high, log_target=True, reduction="none").sum(-1)
-    tops, others = high.argmax(-1), low.argmax(-1)
+    tops = high.argmax(-1)
+    others = low.argmax(-1)
     margin = _at(high, tops) - _at(high, others)
 
     def loss(log_probabilities: Tensor) -> Tensor:
@@ -139,9 +142,8 @@ def mean_interval(values: NDArray[np.float64]) -> tuple[float, float]:
     """95 % interval of the mean of values (n,), n >= 1, by a circular block bootstrap.
 
     Blocks are sqrt(n) long, because predictions of neighbouring tokens are correlated: resampling
-    single values would
-    make the interval too narrow.  Source: Politis and Romano 1992, "A circular block-resampling
-    procedure for stationary data".
+    single values would make the interval too narrow.  Source: Politis and Romano
+    1992, "A circular block-resampling procedure for stationary data".
     """
     count = len(values)
     length = max(1, round(math.sqrt(count)))

@@ -11,10 +11,10 @@ from torch import Tensor
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy, BudgetUse
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import joined
+from ssdprof.kernels.oracle import joined, spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, block_length, oracle_output
-from ssdprof.measure.sequences import alone, longest_of, rows_of_states, spans_of
+from ssdprof.measure.sequences import alone, longest_of, output_of, rows_of_states
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name
@@ -53,29 +53,38 @@ def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
 
 
 def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> str:
-    """The first place outside the budget of a head, and the border from which on all is wrong."""
-    tensor, exact = (
-        (each[0][:, :, use.head] if is_out else each[1][:, use.head]).double()
-        for each in (output, oracle_output(inputs))
-    )
-    error = (tensor - exact).abs().flatten(1 + is_out)
-    sizes = error.amax(-1) if use.norm == "max" else error.square().mean(-1).sqrt()
+    """The first sequence in which a head is outside its budget, and where in it the error of out
+    begins: "from position 128 of sequence 0 (300 tokens) on, a multiple of 128, all is wrong".
+    """
+    expected = oracle_output(inputs)
     for span in spans_of(inputs):
-        rows = (
-            (span.batch, slice(span.start, span.stop)) if is_out else rows_of_states(inputs, span)
+        actual, exact = (
+            _rows_of_head(output_of(inputs, whole, span), is_out, use.head)
+            for whole in (output, expected)
         )
-        outside = sizes[rows] > use.budget
-        if bool(outside.any()):
-            break
-    else:
-        return ""
-    name = f"sequence {span.sequence} ({span.length:,} tokens)"
-    if not is_out:
-        return f"the first wrong state is that of {name}"
-    first = int(outside.byte().argmax())
-    unit = unit_roundoff(output[0].dtype)
-    wrong = error[rows].square().mean(-1) > (FAR_ABOVE * unit * exact[rows]).square().mean(-1)
-    border = _border(wrong.double(), first)
+        error = actual - exact
+        errors = error.abs().amax(1) if use.norm == "max" else error.square().mean(1).sqrt()
+        outside = errors > use.budget
+        if not bool(outside.any()):
+            continue
+        name = f"sequence {span.sequence} ({span.length:,} tokens)"
+        if not is_out:
+            return f"the first wrong state is that of {name}"
+        smallest = FAR_ABOVE * unit_roundoff(output[0].dtype) * exact
+        is_wrong = error.square().mean(1) > smallest.square().mean(1)
+        first = int(outside.byte().argmax())
+        return _beginning_in(name, first, _border(is_wrong.double(), first))
+    return ""
+
+
+def _rows_of_head(output: Output, is_out: bool, head: int) -> Tensor:
+    """(rows, width) in fp64: the positions of out of a single sequence, or its states, flat."""
+    out, states = output
+    return (out[0, :, head] if is_out else states[:, head].flatten(1)).double()
+
+
+def _beginning_in(name: str, first: int, border: int | None) -> str:
+    """name: of the sequence.  first: its first position outside.  border: see `_border`."""
     if border is None:
         return f"the first position outside is {first} of {name}"
     if border == 0:
@@ -105,11 +114,14 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
 
     The errors of heads are compared, at the beginning of the longest sequence.
     """
-    oracle, span, which = operators.get(inputs.operator).oracle, longest_of(inputs), int(not is_out)
+    oracle = operators.get(inputs.operator).oracle
+    span = longest_of(inputs)
+    which = int(not is_out)
     start = replace(span, stop=min(span.stop, span.start + LONGEST))
     if not is_out and start != span:
         return ""
-    part, out = alone(inputs, start), candidate.output[0][span.batch, start.start : start.stop]
+    part = alone(inputs, start)
+    out = candidate.output[0][span.batch, start.start : start.stop]
     output = out[None], candidate.output[1][rows_of_states(inputs, span)][-1:]
     blocks = oracle.blocks(part, block_length(oracle, part, part.device))
     exact = joined(part, blocks, torch.float64, torch.float64)[which][-1:]
@@ -150,7 +162,8 @@ def _coarser(
 
 def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
     """The outputs of a sequence with the roundings of a precision, in chunks of each length."""
-    oracle, (span,) = operators.get(part.operator).oracle, spans_of(part)
+    oracle = operators.get(part.operator).oracle
+    (span,) = spans_of(part)
     for chunk in (oracle.chunk_size(part), *oracle.shorter_chunks(part)):
         form = oracle.rounded(part, precision)
         out, _ = form.advance(part, span, oracle.gate(part, span, chunk))

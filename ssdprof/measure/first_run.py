@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, UnsupportedError
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
 from ssdprof.operators.operator import Operator, Output, in_pieces, pieces
 
@@ -93,6 +93,21 @@ class Call:
         )
         return free_memory(self.device) // 2 // size
 
+    def _plan(self) -> Plan:
+        """The implementation's, with the calls and copies that are made for it."""
+        inputs = self._inputs[0]
+        if self._copies_states:
+            inputs = inputs.after(self.inputs.initial)
+        plan = self.implementation.plan(inputs, self.precision)
+        reason = plan.reason
+        calls = len(self._inputs)
+        if calls > 1:
+            copies = "one for each state, and copies that join the states"
+            reason = f"{calls:,} calls, {copies}; {reason}"
+        if self._copies_states:
+            reason = f"copies of states out of the pool; {reason}"
+        return replace(plan, reason=reason)
+
     def as_fp32(self, output: Output) -> Output:
         """The output in the form that is compared with the oracle: a library's final states may
         have another dtype.
@@ -123,19 +138,8 @@ class Call:
             recorded_launches() if launches else nullcontext([])
         )
         try:
-            first = (
-                self._inputs[0].after(self.inputs.initial)
-                if self._copies_states
-                else self._inputs[0]
-            )
-            plan = self.implementation.plan(first, self.precision)
-            reason, calls = plan.reason, len(self._inputs)
-            if calls > 1:
-                copies = "one for each state, and copies that join the states"
-                reason = f"{calls:,} calls, {copies}; {reason}"
-            if self._copies_states:
-                reason = f"copies of states out of the pool; {reason}"
-            fields |= {"variant": plan.variant, "plan": reason}
+            plan = self._plan()
+            fields |= {"variant": plan.variant, "plan": plan.reason}
             status, reason = self.precheck()
             if status != "ran":
                 return None, fields | {"status": status, "reason": reason}
@@ -178,7 +182,9 @@ def timed_first_call(
     """
     compiled: dict[str, float] = {}
 
-    def note(*, src: Any, times: triton.knobs.CompileTimes, cache_hit: bool, **_: Any) -> None:
+    def note(
+        *, src: ASTSource, times: triton.knobs.CompileTimes, cache_hit: bool, **_: object
+    ) -> None:
         """Called by Triton for every kernel, in any thread."""
         if not cache_hit:
             compiled[src.name] = max(times.total / 1e6, compiled.get(src.name, 0.0))
@@ -348,9 +354,9 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def counted_launches() -> Iterator[list[Any]]:
+def counted_launches() -> Iterator[list[object]]:
     """The list has one entry for every launch of a Triton kernel in the block."""
-    seen: list[Any] = []
+    seen: list[object] = []
     with _at_launch(seen.append):
         yield seen
 
@@ -370,7 +376,8 @@ def describe(kernel: Any) -> Launch:
     """A compiled kernel: its compile-time arguments and options as `config`, its resources as the
     driver loaded it.
     """
-    metadata, source = kernel.metadata, kernel.src
+    metadata = kernel.metadata
+    source = kernel.src
     config: dict[str, int | str | bool] = {}
     if isinstance(source, ASTSource):
         for path, value in source.constants.items():
@@ -432,7 +439,8 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
     output = run()
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    bits, end = fingerprint(*output), time.monotonic() + _LATEST
+    bits = fingerprint(*output)
+    end = time.monotonic() + _LATEST
     for thread in set(threading.enumerate()).difference(running):
         thread.join(max(0.0, end - time.monotonic()))
     if device.type == "cuda":
@@ -448,15 +456,19 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
 
 def forget_peak(device: torch.device) -> None:
     """Reset `peak_bytes`."""
-    torch.cuda.reset_peak_memory_stats(device)
-    _peaks_before_reset.pop(_index(device), None)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        _peaks_before_reset.pop(_index(device), None)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak of torch's allocations on a GPU since `forget_peak`, or since the process began.
+    """The peak of torch's allocations on a GPU since `forget_peak`, or since the process began; 0
+    on the CPU.
 
     torch's own peak forgets what came before it was last reset, and `run_and_measure` resets it.
     """
+    if device.type != "cuda":
+        return 0
     return max(_peaks_before_reset.get(_index(device), 0), torch.cuda.max_memory_allocated(device))
 
 

@@ -15,12 +15,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -40,28 +37,13 @@ from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.accuracy import fingerprint
+from ssdprof.measure.accuracy import changes, fingerprint, fingerprints
 from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations
 
 GUARD = 1 << 20  # bytes on each side
 _ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
-_ALLOCATIONS = {
-    "empty",
-    "empty_strided",
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-    "zeros",
-    "zeros_like",
-    "new_zeros",
-    "ones",
-    "ones_like",
-    "new_ones",
-    "full",
-    "full_like",
-    "new_full",
-}
+_ALLOCATION = re.compile("(new_)?(empty|zeros|ones|full)(_strided|_like)?")  # torch's functions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +77,7 @@ class _Block:
     def overrun(self) -> str:
         """ "before", "behind" or "around", by which guard has changed; empty if none has."""
         sides = self.memory[: self.start], self.memory[self.stop :]
-        before, behind = (not bool((side == 0xFF).all()) for side in sides)
+        before, behind = (int(side.min()) != 0xFF for side in sides)  # the largest byte
         if before and behind:
             return "around"
         if before:
@@ -116,16 +98,12 @@ class GuardedInputs:
             self._blocks.append((block, block.bits()))
             copies |= of_block
         self.inputs = replace(inputs, **copies)
-        self._elements = {name: fingerprint(tensor) for name, tensor in copies.items()}
+        self._elements = fingerprints(copies)
 
     def out_of_bounds(self) -> str:
         """A phrase on writes to the inputs or next to them; empty if there were none."""
-        now = self.inputs.tensors
-        changed = [
-            name for name, before in self._elements.items() if fingerprint(now[name]) != before
-        ]
-        if changed:
-            return f"it changes its inputs: {', '.join(changed)}"
+        if words := changes(self._elements, self.inputs.tensors):
+            return words
         for block, bits in self._blocks:
             if where := block.overrun() or (
                 "between the elements of" if block.bits() != bits else ""
@@ -141,12 +119,18 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocks: list[_Block] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, in a second, to keep it out of the next method."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """In place of a tensor that torch allocates, one between guards."""
-        tensor, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        tensor = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
         # meta tensors have no memory
         if (
-            name not in _ALLOCATIONS
+            not _ALLOCATION.fullmatch(name)
             or tensor.layout != torch.strided
             or not tensor.numel()
             or tensor.is_meta
@@ -187,7 +171,8 @@ def _copied(given: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, Ten
     for names in groups.values():
         first = min(given[name].data_ptr() for name in names)
         size = max(given[name].data_ptr() + _extent(given[name]) for name in names) - first
-        storage, device = given[names[0]].untyped_storage(), given[names[0]].device
+        storage = given[names[0]].untyped_storage()
+        device = given[names[0]].device
         source = torch.empty(0, dtype=torch.uint8, device=device)
         source.set_(storage, first - storage.data_ptr(), (size,), (1,))
         block = _Block.of(size, first % _ALIGNED, device, tuple(names))
@@ -213,7 +198,9 @@ def while_it_runs(case: Case | None) -> Iterator[None]:
     """If the process ends in the block, its parent knows which case ran.  Restores what a kernel
     may have changed.
     """
-    folder, grad, dtype = Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()
+    folder = Path.cwd()
+    grad = torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
     if case:
         child.tell(f"case {case.model_dump_json(exclude_defaults=True)}")
     try:
@@ -230,9 +217,9 @@ def while_it_runs(case: Case | None) -> Iterator[None]:
 
 FIRST_CALL_S = 180.0
 _START_S = 120.0  # for importing torch and loading the inputs, also on a busy machine
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
-_STOPPED = 124  # exit code of a process that took too long
-_CALL, _VERDICTS, _WORDS = "call.pt", "verdicts.jsonl", "words.txt"
+_STOPPED = 124  # exit code of a process whose call took too long
+_CALL = "call.pt"
+_VERDICTS = "verdicts.jsonl"
 # of a first call, and the reason; "ran": the call may be made here
 CallVerdict = tuple[Status, str]
 
@@ -300,7 +287,14 @@ def _tried(
         if inputs.device.type == "cuda":
             torch.cuda.empty_cache()  # for the other process
         command = [*child.python("ssdprof.measure.isolate"), name, str(os.getpid())]
-        code = _run(command, folder / _WORDS, limit_s * len(several) + _START_S)
+        environ = {
+            name: value for name, value in os.environ.items() if not child.SECRET.search(name)
+        }
+        code, output = child.run(
+            command,
+            timeout_s=limit_s * len(several) + _START_S,
+            environ=environ | child.search_path(),
+        )
         lines = (
             (folder / _VERDICTS).read_text(encoding="utf-8").splitlines()
             if (folder / _VERDICTS).is_file()
@@ -309,42 +303,13 @@ def _tried(
         verdicts: list[CallVerdict] = [tuple(json.loads(line)) for line in lines]
         if verdicts and (code == 0 or len(verdicts) == len(several)):
             return verdicts
-        words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line for line in words[::-1] if line), "")
+    last = next((line for line in output.split("\n")[::-1] if line), "")
     return [*verdicts, ("failed", _death(code, limit_s, last))]
 
 
-def _run(command: list[str], words: Path, timeout_s: float) -> int:
-    """The exit code of a command, or `_STOPPED` if it takes too long.  No process of its group is
-    left.
-    """
-    environment = {
-        name: value for name, value in os.environ.items() if not _SECRET.search(name)
-    } | child.search_path()
-    streams: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stderr": subprocess.STDOUT,
-        "start_new_session": True,
-    }
-    with (
-        words.open("wb") as file,
-        subprocess.Popen(command, env=environment, stdout=file, **streams) as process,
-    ):
-        try:
-            until = time.monotonic() + timeout_s
-            while time.monotonic() < until:
-                child.alive()
-                with suppress(subprocess.TimeoutExpired):
-                    return process.wait(min(1.0, timeout_s))
-            return _STOPPED
-        finally:
-            with suppress(ProcessLookupError):  # no process of the group is left
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _death(code: int, limit_s: float, last_words: str) -> str:
+def _death(code: int | None, limit_s: float, last_words: str) -> str:
     """The reason why a process with this exit code left no verdict."""
-    if code == _STOPPED:
+    if code in (None, _STOPPED):
         return f"its first call was stopped after {limit_s:g} s"
     if code < 0:
         return f"its first call ended its process by {how_ended(code)}"

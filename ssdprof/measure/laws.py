@@ -21,11 +21,20 @@ from torch import Tensor
 
 from ssdprof.core import words
 from ssdprof.core.accuracy import Accuracy
-from ssdprof.core.base import REPEATS
+from ssdprof.core.base import REPEATS, Probe
+from ssdprof.environment import child
 from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
+from ssdprof.measure.accuracy import (
+    Candidate,
+    changes,
+    compare,
+    fingerprints,
+    oracle_output,
+    unravel,
+)
 from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
@@ -38,7 +47,6 @@ from ssdprof.measure.sequences import (
     longest_of,
     output_of,
     rows_of_states,
-    spans_of,
 )
 from ssdprof.operators import generate
 from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
@@ -49,7 +57,8 @@ Form = TypeVar("Form")  # of inputs, of which a kernel may refuse some
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 CALLS = 4  # of which any may differ, if a kernel does not repeat its bits
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
-AMPLIFICATION, AMPLIFIED_SHARE = 2.0**40, 32
+AMPLIFICATION = 2.0**40
+AMPLIFIED_SHARE = 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
@@ -65,6 +74,27 @@ class Broken(Exception):
 
 class NotApplicable(Exception):
     """The message is the reason."""
+
+
+def tested(name: str, law: Callable[[], str | None]) -> Probe:
+    """Whether a law holds, with the limits that it returns.  Raises MissingCapabilityError if a
+    fault made the GPU unusable.
+    """
+    child.alive()
+    try:
+        return Probe(name=name, holds="yes", detail=law() or "")
+    except Broken as error:
+        return Probe(name=name, holds="no", detail=str(error))
+    except NotApplicable as error:
+        why = str(error)
+    except torch.OutOfMemoryError:
+        why = "out of memory"
+    return Probe(name=name, holds="not applicable", detail=why)
+
+
+def untested(_: object) -> None:
+    """In place of a law that takes too long."""
+    raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
 
 
 # --- calls and what is judged
@@ -104,6 +134,8 @@ class Trial:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
         if output is not None:
+            if self.implementation.pools:  # a later call may write the same slots
+                output = output[0], output[1].clone()
             self.latest[:] = [(inputs, output)]
             return output
         reason: str = fields["reason"]
@@ -125,8 +157,9 @@ class Trial:
             raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
 
     def _candidate(self, output: Output) -> Candidate:
-        cuts = self.implementation.cuts_operands
-        return Candidate(output=output, precision=self.precision, cuts=cuts)
+        return Candidate(
+            output=output, precision=self.precision, cuts=self.implementation.cuts_operands
+        )
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
         """The outputs that need more than this many times their budget."""
@@ -181,7 +214,7 @@ class Trial:
 
     @property
     def amplification(self) -> float:
-        """What an implementation declares to neglect of a amplified history stays negligible."""
+        """What an implementation declares to neglect of an amplified history stays negligible."""
         share = self.implementation.neglects
         if not share:
             return AMPLIFICATION
@@ -271,8 +304,8 @@ class Trial:
         yield from islice(self.finer(), 1)
         yield from islice(self.with_states(), 1)
         for histories in self.histories:
-            for history in islice(histories, 1):
-                yield history.inputs
+            for inputs, _ in islice(histories, 1):
+                yield inputs
 
 
 def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], None]) -> None:
@@ -328,12 +361,10 @@ def repeats_bitwise(trial: Trial) -> None:
 
 
 def inputs_unchanged(trial: Trial) -> None:
-    tensors = trial.inputs.tensors
-    before = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    before = fingerprints(trial.inputs.tensors)
     trial.run(trial.inputs)
-    changed = [name for name, tensor in tensors.items() if fingerprint(tensor) != before[name]]
-    if changed:
-        raise Broken(f"it changes its inputs: {', '.join(changed)}")
+    if words := changes(before, trial.inputs.tensors):
+        raise Broken(words)
 
 
 def other_sequences(trial: Trial) -> None:
@@ -354,7 +385,8 @@ def sequence_alone(trial: Trial) -> None:
     inputs = trial.several
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
-    together, output = trial.run(inputs), trial.run(inputs_alone)
+    together = trial.run(inputs)
+    output = trial.run(inputs_alone)
     if difference := first_difference(output_of(inputs, together, last), output):
         context = f"a sequence alone is not as among others: {difference}; "
         trial.judge(inputs_alone, output, context)
@@ -376,7 +408,8 @@ def causality(trial: Trial) -> None:
 
 def _replace_later(trial: Trial, start: int) -> None:
     """Inputs from position `start` of the tensors on must not change earlier outputs."""
-    inputs, spans = trial.inputs, spans_of(trial.inputs)
+    inputs = trial.inputs
+    spans = spans_of(trial.inputs)
     later = [replace(span, start=max(span.start, start)) for span in spans if span.stop > start]
     before = trial.base[0][:, :start]
     after = trial.run(amplified(inputs, later, trial.leak_factor))[0][:, :start]
@@ -432,7 +465,8 @@ def single_steps(trial: Trial) -> None:
 def accepted_tokens(trial: Trial) -> None:
     """The next tokens begin with the state that was kept after any of the drafted ones."""
     inputs = trial.longest
-    (whole,), (out, states) = spans_of(inputs), trial.run(inputs)
+    (whole,) = spans_of(inputs)
+    (out, states) = trial.run(inputs)
     for kept in range(1, whole.length):
         rest = alone(inputs, replace(whole, start=kept))
         more = trial.run(rest.after(states[kept - 1 : kept]))
@@ -504,13 +538,13 @@ def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
     inputs = replace(inputs, **linear)
     out, states = trial.run(inputs)
     for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
-        start = replace(span, stop=min(span.stop, span.start + longest))
-        part = alone(inputs, start)
+        judged = replace(span, stop=min(span.stop, span.start + longest))
+        part = alone(inputs, judged)
         # the states after these positions are known only where the sequence ends there
-        whole = start == span
-        after = states[rows_of_states(inputs, span)] if whole else oracle_output(part)[1]
+        ends = judged == span
+        after = states[rows_of_states(inputs, span)] if ends else oracle_output(part)[1]
         if span.length:
-            trial.judge(part, (out[span.batch, start.start : start.stop][None], after))
+            trial.judge(part, (out[span.batch, judged.start : judged.stop][None], after))
 
 
 def turning_keys(trial: Trial) -> None:
@@ -523,15 +557,17 @@ def turning_keys(trial: Trial) -> None:
 
 def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     """Broken with the largest RMS error of a kind of heads above `DROPPED`."""
-    out, _ = trial.run(history.inputs)
-    errors = [(known, _errors_of(known, out)) for known in history.known if len(known.positions)]
+    inputs, outputs = history
+    out, _ = trial.run(inputs)
+    errors = [(known, _errors_of(known, out)) for known in outputs if len(known.positions)]
     known, relative = max(errors, key=lambda pair: float(pair[1].max()))
-    bad, worst = relative > DROPPED, int(relative.argmax())
+    bad = relative > DROPPED
+    worst = int(relative.argmax())
     if not bool(bad.any()):
         return
     batch, length, heads = out.shape[:3]
     # before the first window, such a call has no history that could be dropped
-    without_history = bool(bad[0]) and history.inputs.initial is None
+    without_history = bool(bad[0]) and inputs.initial is None
     fault = "outputs are wrong" if without_history else "history that matters is dropped"
     raise Broken(
         f"{fault}, with {batch} x {length:,} tokens and {heads} heads: "

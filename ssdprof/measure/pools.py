@@ -16,23 +16,29 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy
-from ssdprof.core.base import BETWEEN_CALLS, Holds, Probe
+from ssdprof.core.base import BETWEEN_CALLS, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.accuracy import Candidate, compare, oracle_output
+from ssdprof.measure.accuracy import (
+    Candidate,
+    bits_of,
+    changes,
+    compare,
+    fingerprints,
+    oracle_output,
+)
 from ssdprof.measure.first_run import status_of
-from ssdprof.measure.laws import Broken, NotApplicable
+from ssdprof.measure.laws import Broken, NotApplicable, tested, untested
 from ssdprof.operators import tensors
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.rounding import unit_roundoff
@@ -42,7 +48,7 @@ SLOTS = 13
 # bits of a NaN that arithmetic changes, so that a guard that is read and written shows too
 SIGNALLING = {torch.float32: 0x7FA00000, torch.bfloat16: 0x7FA0}
 GUARD = 64  # elements before, behind and, where there are gaps, between the slots of a pool
-STREAM = 1024  # tokens that calls take in turn
+STREAM = 256  # tokens that calls take in turn
 NO_SLOT = -(1 << 20)  # in the columns of a wider table that do not belong to the call
 CALLS = 64  # of a chain
 REPLAYS = 10
@@ -112,12 +118,13 @@ class Pool:
 
         before: a copy of `memory`.
         """
-        states, other = self.states, torch.ones_like(self.memory, dtype=torch.bool)
+        states = self.states
+        other = torch.ones_like(self.memory, dtype=torch.bool)
         if not len(other):
             return ""
         form = states.shape, states.stride(), states.storage_offset()
         other.as_strided(*form)[written] = False
-        differs = other & (_bits(self.memory) != _bits(before))
+        differs = other & (bits_of(self.memory) != bits_of(before))
         if not bool(differs.any()):
             return ""
         index = int(differs.byte().argmax()) - int(states.storage_offset())
@@ -133,11 +140,6 @@ class Pool:
         ):
             words += f", {name}" if holds else ""
         return words
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,10 @@ class PoolCall:
         start = sum(row.tokens for row in self.rows[:i])
         return tensor.flatten(0, 1)[start : start + self.rows[i].tokens]
 
+    def tokens_of(self, i: int, count: int | None = None) -> TokenTensors:
+        """The tokens of row i, or its first ones, (count, ...)."""
+        return {name: self.of_row(i, tensor)[:count] for name, tensor in self.parts.items()}
+
     def initial(self, read: int) -> Tensor:
         states = self.pool.states
         return states[read].float() if read >= 0 else torch.zeros_like(states[0]).float()
@@ -183,7 +189,8 @@ class Room:
     def __init__(
         self, implementation: Implementation, run: PoolRun, like: Inputs, precision: Precision
     ) -> None:
-        self.implementation, self.precision = implementation, precision
+        self.implementation = implementation
+        self.precision = precision
         self.pool_run = run
         indices = ("state_indices", "write_indices", "accepted", "cu_seqlens")
         self._states = like.LINEAR[1]
@@ -195,7 +202,8 @@ class Room:
     @cached_property
     def _stream(self) -> TokenTensors:
         """Random tokens of the layer's sizes (1, STREAM, ...), with the captured call's dtypes."""
-        operator, like = operators.get(self._like.operator), self._like
+        operator = operators.get(self._like.operator)
+        like = self._like
         cell = Cell(
             shape=operator.generated.shape("pool", *operator.oracle.sizes(like).values()),
             dtype=tensors.dtype_name(like.values.dtype),  # type: ignore[arg-type]
@@ -249,7 +257,7 @@ class Room:
         strides = (stride, inner[1] * inner[2], inner[2], 1)
         states = memory.as_strided((slots, *inner), strides, before)
         if not far:
-            _bits(memory).fill_(SIGNALLING[dtype])
+            bits_of(memory).fill_(SIGNALLING[dtype])
         generator = torch.Generator(self.device).manual_seed(7)
         states.copy_(torch.randn(slots, *inner, device=self.device, generator=generator))
         return Pool(states=states.mT if turned else states, memory=memory[:0] if far else memory)
@@ -307,36 +315,48 @@ class Room:
 
         run: replaces the implementation.
         """
-        parts = [
-            {name: call.of_row(i, tensor) for name, tensor in call.parts.items()}
-            for i, _ in call.live
-        ]
+        parts = [call.tokens_of(i) for i, _ in call.live]
         every = max(len(row.writes) for _, row in call.live) > 1
         plain = self.alone(parts, [call.initial(row.read) for _, row in call.live], every=every)
         out = self.run(call, run)
         packed = torch.cat([call.of_row(i, out) for i, _ in call.live])[None]
-        states = oracle_output(plain)[1]  # of what is not kept
         tokens: list[str] = []
-        slots: list[str] = []
         for i, row in call.live:
-            where = f"call {self.calls}, row {i}"
-            tokens += [f"{where}, token {token}" for token in range(row.tokens)]
-            for token in range(row.tokens) if every else [row.tokens - 1]:
-                slot = row.kept.get(token, -1)
-                if slot >= 0:
-                    states[len(slots)] = call.pool.states[slot].float()
-                slots.append(f"{where}, slot {slot}")
+            tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
+        states, slots = self._kept_states(call, plain, every)
         output = Output(packed, states)
         self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
         return output
 
+    def _kept_states(self, call: PoolCall, plain: Inputs, every: bool) -> tuple[Tensor, list[str]]:
+        """The states after the live rows, (states, heads, ...), as the pool has them now, and the
+        label of each: "call 3, row 1, slot 11".  A state that no slot keeps is the oracle's.
+
+        plain, every: see `alone`.
+        """
+        states = torch.empty(plain.final_shape, device=self.device)
+        labels: list[str] = []
+        dropped: list[int] = []
+        for i, row in call.live:
+            for token in range(0 if every else row.tokens - 1, row.tokens):
+                slot = row.kept.get(token)
+                if slot is None:
+                    dropped.append(len(labels))
+                else:
+                    states[len(labels)] = call.pool.states[slot].float()
+                labels.append(f"call {self.calls}, row {i}, slot {slot}")
+        if dropped:
+            states[dropped] = oracle_output(plain)[1][dropped]
+        return states, labels
+
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """out of the call, after a look at what it must not change."""
         self.calls += 1
-        pool, before = call.pool, call.pool.memory.clone()
+        pool = call.pool
+        before = call.pool.memory.clone()
         tensors = call.inputs.tensors
         del tensors[self._states]
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        given = fingerprints(tensors)
         child.alive()
         try:
             out, returned = (run or self.pool_run)(call.inputs, self.precision)
@@ -348,15 +368,12 @@ class Room:
                 raise NotApplicable(reason) from None
             raise Broken(f"call {self.calls}: {reason}") from None
         values = call.parts[self._like.LINEAR[0]]
-        changed = [name for name in copies if _differ(copies[name], tensors[name])]
-        wrong = ""
+        wrong = changes(given, tensors)
         if returned is not pool.states:
             wrong = "it returns another tensor than the pool"
         elif (out.shape, out.dtype) != (values.shape, values.dtype):
             wrong = f"out is {out.dtype} of shape {tuple(out.shape)}"
-        elif changed:
-            wrong = f"it changes {', '.join(changed)}"
-        elif place := pool.changed(before, call.written):
+        elif not wrong and (place := pool.changed(before, call.written)):
             wrong = f"it changes {place}, which no row writes"
         if wrong:
             raise Broken(f"call {self.calls}: {wrong}")
@@ -365,7 +382,7 @@ class Room:
 
     def alone(
         self, parts: Sequence[TokenTensors], initial: Sequence[Tensor], *, every: bool = False
-    ) -> Any:
+    ) -> Inputs:
         """Sequences without a pool, packed.  every: with the state after each token."""
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
         packed[self._states] = torch.stack(list(initial))
@@ -386,11 +403,10 @@ class Room:
             precision=replace(self.precision, state_dtype=dtype),
             cuts=self.implementation.cuts_operands,
         )
-        exact = oracle_output(plain)
         for accuracy in compare(plain, {"": candidate})[""]:
             if reason := accuracy.reason:
                 which = 0 if accuracy.tensor == "out" else 1
-                index, head = self._first(accuracy, output[which], exact[which])
+                index, head = self._first(accuracy, output[which], oracle_output(plain)[which])
                 raise Broken(f"{labels[which][index]}, head {head}: {reason}")
 
     @staticmethod
@@ -405,12 +421,13 @@ class Room:
             errors = (ours.float() - exact.float()).abs().flatten(0, int(of_out))[:, use.head]
             beyond = errors.flatten(1).amax(1) > use.budget
             if use.norm == "max" and bool(beyond.any()):
-                index, head = int(beyond.byte().argmax()), use.head
+                index = int(beyond.byte().argmax())
+                head = use.head
         return index, head
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    return not torch.equal(_bits(one), _bits(other))
+    return not torch.equal(bits_of(one), bits_of(other))
 
 
 class Chain:
@@ -421,7 +438,8 @@ class Chain:
     """
 
     def __init__(self, room: Room, count: int, width: int) -> None:
-        self.room, self.chosen = room, random.Random(count)
+        self.room = room
+        self.chosen = random.Random(count)
         slots = self.chosen.sample(range(count * width + 2), count * width)
         self.columns = [tuple(slots[width * i : width * (i + 1)]) for i in range(count)]
         self.pool = room.pool(slots=count * width + 2)
@@ -440,11 +458,14 @@ class Chain:
         """tokens: of each of these sequences; if all have as many, the state after each is kept,
         and a padded row stands among them.  accepted: how many tokens are.
         """
-        packed, rows = len(set(tokens)) > 1, []
+        packed = len(set(tokens)) > 1
+        rows = []
         for i, count in zip(some, tokens, strict=True):
-            columns, current = self.columns[i], self.current[i]
+            columns = self.columns[i]
+            current = self.current[i]
             if current is None:
-                columns, current = (-1, *columns[1:]), 0
+                columns = (-1, *columns[1:])
+                current = 0
             if packed:
                 rows.append(row(count, columns[current], self.columns[i][0]))
             else:
@@ -457,43 +478,45 @@ class Chain:
             if rows[index].live:
                 self.current[i] = column = 0 if packed else count - 1
                 history = self.histories[i]
-                history.taken.append((call, index, count, out, self.room.calls))
+                history.parts.append(call.tokens_of(index, count))
+                history.outs.append(call.of_row(index, out)[:count])
+                history.last = f"call {self.room.calls}, row {index}"
+                history.labels += [f"{history.last}, token {token}" for token in range(count)]
                 history.final = self.pool.states[self.columns[i][column]].clone()
 
     def check(self) -> None:
         """Every sequence must be as it is alone, from its start.  Raises Broken."""
-        histories = [history for history in (*self.ended, *self.histories) if history.taken]
-        parts, labels, outs = [], [], []
+        histories = [history for history in (*self.ended, *self.histories) if history.outs]
+        parts: list[TokenTensors] = []
+        outs: list[Tensor] = []
+        labels: list[str] = []
         for history in histories:
-            pieces: list[TokenTensors] = []
-            for call, index, count, out, number in history.taken:
-                pieces.append(
-                    {
-                        name: call.of_row(index, tensor)[:count]
-                        for name, tensor in call.parts.items()
-                    }
-                )
-                outs.append(call.of_row(index, out)[:count])
-                labels += [f"call {number}, row {index}, token {token}" for token in range(count)]
-            parts.append({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+            first, *_ = history.parts
+            parts.append(
+                {name: torch.cat([part[name] for part in history.parts]) for name in first}
+            )
+            outs += history.outs
+            labels += history.labels
         plain = self.room.alone(parts, [history.initial for history in histories])
         states = torch.stack([history.final for history in histories])
         output = Output(torch.cat(outs)[None], states)
-        last = [
-            f"call {history.taken[-1][-1]}, row {history.taken[-1][1]}" for history in histories
-        ]
+        last = [history.last for history in histories]
         self.room.compare(plain, output, torch.float32, (labels, last))
 
 
 @dataclass
 class PoolHistory:
-    """initial, final: the states before and after what a sequence has taken: of each call, its
-    row, how many tokens of it, out, and its number.
+    """What a sequence has taken: the tokens of each call, and out for them.
+
+    initial, final: the states before and after.  labels: of each token.  last: of the last call.
     """
 
     initial: Tensor
     final: Tensor
-    taken: list[tuple[PoolCall, int, int, Tensor, int]] = field(default_factory=list)
+    parts: list[TokenTensors] = field(default_factory=list)
+    outs: list[Tensor] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    last: str = ""
 
 
 # --- the laws
@@ -519,7 +542,8 @@ def padded_rows(room: Room) -> None:
 
 def without_tokens(room: Room) -> None:
     """A pack of sequences of 0 to 8 tokens."""
-    lengths, slots = (1, 3, 0, 8, 2, 0, 5), (4, 9, 0, 12, 1, 7, 10)
+    lengths = (1, 3, 0, 8, 2, 0, 5)
+    slots = (4, 9, 0, 12, 1, 7, 10)
     rows = [row(tokens, slot) for tokens, slot in zip(lengths, slots, strict=True)]
     room.check(room.call(room.pool(), rows))
 
@@ -557,7 +581,8 @@ def drafted_tokens(room: Room) -> None:
 
 def order_and_number(room: Room) -> None:
     """Sequences among others, in another order, and alone."""
-    pool, rows = room.pool(), rows_of(4, 9, 0, 12, 7)
+    pool = room.pool()
+    rows = rows_of(4, 9, 0, 12, 7)
     before = pool.memory.clone()
     whole = room.call(pool, rows)
     expected = room.check(whole)
@@ -577,7 +602,8 @@ def order_and_number(room: Room) -> None:
 
 def indices(room: Room) -> None:
     """int64, and columns of wider tables."""
-    pool, rows = room.pool(), [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
+    pool = room.pool()
+    rows = [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
     room.check(room.call(pool, rows, index=torch.int64))
     room.check(room.call(pool, rows, wide=True))
 
@@ -590,8 +616,10 @@ def layouts(room: Room) -> None:
 
 def rounded_once(room: Room) -> None:
     """A pool of 16 bits holds what a pool of 32 bits with the same states would hold, rounded."""
-    dtype, rows = torch.bfloat16, rows_of(9, 4, tokens=16)
-    coarse, fine = room.pool(dtype=dtype), room.pool()
+    dtype = torch.bfloat16
+    rows = rows_of(9, 4, tokens=16)
+    coarse = room.pool(dtype=dtype)
+    fine = room.pool()
     fine.states.copy_(coarse.states)
     first = room.call(fine, rows)
     _, exact = room.check(first)
@@ -634,9 +662,9 @@ def mixed_calls(room: Room) -> None:
 
 def replayed_graph(room: Room) -> None:
     """A CUDA graph of a call, replayed with other tokens, slots and numbers of live rows."""
-    if room.device.type != "cuda":
-        raise NotApplicable("it needs a GPU")
-    pool, chosen, graph = room.pool(), random.Random(REPLAYS), torch.cuda.CUDAGraph()
+    pool = room.pool()
+    chosen = random.Random(REPLAYS)
+    graph = torch.cuda.CUDAGraph()
     static = room.call(pool, rows_of(*range(6)))
     before = pool.memory.clone()
     room.run(static)  # compiles
@@ -661,8 +689,6 @@ def replayed_graph(room: Room) -> None:
 
 def beside_another_stream(room: Room) -> None:
     """Calls while another stream keeps the GPU busy."""
-    if room.device.type != "cuda":
-        raise NotApplicable("it needs a GPU")
     pool = room.pool()
     side = torch.cuda.Stream(room.device)  # type: ignore[no-untyped-call]
     busy = torch.randn(4096, 4096, device=room.device)
@@ -713,20 +739,19 @@ def try_laws(
     assert run is not None
     for name, law in LAWS.items():
         room = Room(implementation, run, inputs, precision)
-        holds: Holds = "yes"
-        detail = ""
-        try:
-            if quick and law is mixed_calls:
-                raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
-            law(room)
-        except Broken as error:
-            holds, detail = "no", str(error)
-        except NotApplicable as error:
-            detail = str(error)
-            if room.kept:
-                detail = f"in {room.kept} of its calls: {detail}"
-            else:
-                holds = "not applicable"
-        except torch.OutOfMemoryError:
-            holds, detail = "not applicable", "out of memory"
-        yield Probe(name=BETWEEN_CALLS + name, holds=holds, detail=detail)
+        if quick and law is mixed_calls:
+            law = untested
+        yield tested(BETWEEN_CALLS + name, partial(_in_room, law, room))
+
+
+def _in_room(law: Callable[[Room], None], room: Room) -> str:
+    """Which calls of the law were refused; empty if none was."""
+    if law in (replayed_graph, beside_another_stream) and room.device.type != "cuda":
+        raise NotApplicable("it needs a GPU")
+    try:
+        law(room)
+    except NotApplicable as refusal:
+        if not room.kept:
+            raise
+        return f"in {room.kept} of its calls: {refusal}"
+    return ""

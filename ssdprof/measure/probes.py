@@ -8,29 +8,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-import torch
-
 from ssdprof import operators
-from ssdprof.core.base import Holds, Laws, Probe
-from ssdprof.environment import child
+from ssdprof.core.base import Laws, Probe
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure import pools
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.laws import (
     AMPLIFIED_HISTORY,
+    LAWS,
     LONGEST,
     OF_THE_SAME_FORM,
     TURNING_KEYS,
-    Broken,
-    Law,
-    NotApplicable,
     Trial,
     laws_of,
+    tested,
+    untested,
 )
-from ssdprof.measure.sequences import is_packed, joined, spans_of
+from ssdprof.measure.sequences import is_packed, joined
 from ssdprof.operators.operator import Output
 
 MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
@@ -58,8 +56,10 @@ class Prober:
     def __init__(
         self, isolated: IsolatedFirstCall, *, laws: Laws = "default", only: str = ""
     ) -> None:
-        self._isolated, self._only = isolated, only
-        self._thorough, self._quick = laws == "all", laws == "quick"
+        self._isolated = isolated
+        self._only = only
+        self._thorough = laws == "all"
+        self._quick = laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
         self.kinds: set[str] = (
@@ -83,41 +83,44 @@ class Prober:
         if a fault in the implementation made the GPU unusable.
         """
         kind, shape = self._keys(implementation, inputs)
-        new_kind = self._thorough or kind not in self._done
-        new_shape = self._thorough or shape not in self._done
         latest = self._latest.get(implementation.name)
         same_inputs = latest is not None and latest() is inputs
+        is_new_kind = self._thorough or kind not in self._done
+        is_new_shape = self._thorough or shape not in self._done
         self.probed(implementation, inputs)
-        every = self._thorough or implementation.kind != "bundled"
-        skipped = interpreted and not self._thorough
-        names = set()
-        if new_shape and not skipped:
-            names.add(TURNING_KEYS)
-        if every and not same_inputs and not skipped:
-            names.add(AMPLIFIED_HISTORY)
-        if self._only:
-            names &= {self._only}
-        if self._quick:
-            names.clear()
-        if not names and (self._only or not new_kind):
-            return ()
-        trial = self._trial(implementation, inputs, precision, every, interpreted)
-        laws = laws_of(trial)
-        test = partial(tested, trial, keep=keep)
-        if self._only or not new_kind:
-            return tuple(test(name, law) for name, law in laws.items() if name in names)
-        if skipped:
-            why = "Triton's interpreter runs it; --laws all tests it"
-            probes = [Probe(name=name, holds="not applicable", detail=why) for name in laws]
-        else:
-            if implementation.isolated and not self._quick:
-                self._isolated.prepare(implementation, list(trial.forms()), precision)
-            wanted = set(laws) if every else set(OF_THE_SAME_FORM)
+
+        by_every_law = self._thorough or implementation.kind != "bundled"
+        too_slow = interpreted and not self._thorough
+        tests_kind = is_new_kind and not self._only
+        if tests_kind:
+            names = set(LAWS if by_every_law or too_slow else OF_THE_SAME_FORM)
             if self._quick:
-                wanted &= QUICK
-            probes = [test(name, law) for name, law in laws.items() if name in wanted]
-        if not self._quick and pools.applies(implementation, inputs):
-            probes += pools.try_laws(implementation, inputs, precision, quick=skipped)
+                names &= QUICK
+        else:
+            names = set()
+            if is_new_shape:
+                names.add(TURNING_KEYS)
+            if by_every_law and not same_inputs:
+                names.add(AMPLIFIED_HISTORY)
+            if self._only:
+                names &= {self._only}
+            if self._quick or too_slow:
+                names.clear()
+        if not names:
+            return ()
+
+        trial = self._trial(implementation, inputs, precision, by_every_law, interpreted)
+        if tests_kind and implementation.isolated and not (self._quick or too_slow):
+            self._isolated.prepare(implementation, list(trial.forms()), precision)
+        probes: list[Probe] = []
+        for name, law in laws_of(trial).items():
+            if name not in names:
+                continue
+            probes.append(tested(name, partial(untested if too_slow else law, trial)))
+            if probes[-1].holds == "no" and keep and trial.latest:
+                keep(name, *trial.latest[0])
+        if tests_kind and not self._quick and pools.applies(implementation, inputs):
+            probes += pools.try_laws(implementation, inputs, precision, quick=too_slow)
         return tuple(probes)
 
     def _trial(
@@ -167,21 +170,3 @@ class Prober:
             inputs.state_every,
         )
         return kind, (kind, dims.batch, dims.seqlen, inputs.sequences)
-
-
-def tested(trial: Trial, name: str, law: Law, keep: Keep | None) -> Probe:
-    """Whether the law holds.  Raises MissingCapabilityError if a fault made the GPU unusable."""
-    child.alive()
-    holds: Holds = "not applicable"
-    try:
-        detail = law(trial) or ""
-        holds = "yes"
-    except Broken as error:
-        holds, detail = "no", str(error)
-        if keep and trial.latest:
-            keep(name, *trial.latest[0])
-    except NotApplicable as error:
-        detail = str(error)
-    except torch.OutOfMemoryError:
-        detail = "out of memory"
-    return Probe(name=name, holds=holds, detail=detail)

@@ -19,7 +19,8 @@ from ssdprof.measure.timing import elapsed_us
 
 _COPY_BYTES = 2 << 30
 _MATMUL_SIZE = 8192
-_WARMUP, _REPEATS = 5, 20
+_WARMUP = 5
+_REPEATS = 20
 _REGISTERS = 65_536  # of an SM, from compute capability 8.0 to 12.x
 _REGISTER_UNIT = 256  # per warp
 _SHARED_UNIT = 128

@@ -8,8 +8,7 @@ row (one position of a head, or one row of a state), so that rows of any size co
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from ssdprof.core.base import SLICES
 
 DRAWS = 12
 PERIODS = (16, 32, 64, 128, 256)
-_SIGMAS, _MANY_SIGMAS = 6.0, 18.0
+_SIGMAS = 6.0
+_MANY_SIGMAS = 18.0
 _SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
 
 
@@ -53,16 +53,17 @@ class RoundingTests:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    judged: whether errors are tested; else only their norms are known.  Keys name `kernels`,
+    tested: whether errors are tested; else only their norms are known.  Keys name `kernels`,
     and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
     """
 
     def __init__(self, length: int | None, *, tested: bool = True, exact: int = 1) -> None:
-        self._tested, self._exact = tested, exact
+        self._tested = tested
+        self._exact = exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
-        # slices)
+        # slices); by ("oracle" | "floor" | "ours" | "rounded", the kernel or the form, the draw)
         self._sums: dict[tuple[str, Hashable, int], Tensor] = {}
         self._norms: dict[tuple[str, Hashable, int], HeadNorms] = {}
 
@@ -78,7 +79,7 @@ class RoundingTests:
         self,
         high: Tensor,
         floor: Tensor,
-        kernels: Mapping[Any, Tensor],
+        kernels: Mapping[int, Tensor],
         rounded: Mapping[str, Iterable[Tensor]],
         start: int,
         origin: int,
@@ -89,31 +90,33 @@ class RoundingTests:
         computed as they are taken, so that one is in memory at a time.  start: position of the
         first row; origin: of the first of its sequence.
         """
-        size = high.square().mean(2, keepdim=True).sqrt()
-        weights = torch.where(size > _SMALLEST_ROW, 1 / size.square(), 0.0)  # of squares
+        rms = high.square().mean(2, keepdim=True).sqrt()  # (h, rows, 1)
+        weights = torch.where(rms > _SMALLEST_ROW, 1 / rms.square(), 0.0)  # of squares
         scaled = high * weights
-        weights = weights.mT  # (h, 1, rows)
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def summed(key: tuple[str, Hashable, int], error: Tensor) -> None:
+        def add_error(key: tuple[str, Hashable, int], error: Tensor) -> None:
+            """Add the sums of this block, with rows weighted: see `_sums`."""
             error = finite(error)
-            squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
-                error
-            )
+            norms = self._norms.setdefault(key, HeadNorms(len(high), high.device))
+            squares, of_rows = norms.add(error)
             if not self._tested:
                 return
-            columns = (weights @ squares)[:, 0]
-            sums = (error * scaled).sum((1, 2))[:, None], columns.sum(1, keepdim=True)
-            new = torch.cat([*sums, columns, (rows * weights[:, 0]) @ in_slice], 1)
+            with_high = (error * scaled).sum((1, 2))
+            of_columns = (weights.mT @ squares)[:, 0]
+            of_head = of_columns.sum(1)
+            of_slices = (of_rows * weights[..., 0]) @ in_slice
+            heads = torch.stack([with_high, of_head], 1)
+            new = torch.cat([heads, of_columns, of_slices], 1)
             self._sums[key] = self._sums[key] + new if key in self._sums else new
 
-        summed(("oracle", None, 0), high)
-        summed(("floor", None, 0), floor - high)
+        add_error(("oracle", None, 0), high)
+        add_error(("floor", None, 0), floor - high)
         for name, tensor in kernels.items():
-            summed(("ours", name, 0), tensor - high)
+            add_error(("ours", name, 0), tensor - high)
         for null, several in rounded.items():
             for k, error in enumerate(several):
-                summed(("rounded", null, k), error)
+                add_error(("rounded", null, k), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """(rows, s): 1 where the row is in the slice."""
@@ -139,43 +142,71 @@ class RoundingTests:
         norm, floor, kernel = (
             self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0))
         )
-        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
         forms = [
             torch.stack([self._sums["rounded", null, k] for k in range(self._exact + DRAWS)])
             for null in nulls
         ]
-        draws = [several[self._exact :] for several in forms]
-        gains = [finite(several[..., :1] / norm[:, :1]) for several in forms]
-        gain = finite(kernel[:, :1] / norm[:, :1])
-        # 1/16: for accumulators that truncate
-        tests = [_worst("gain", *self._gain(gain, gains, unit / 16 + room))]
-        if len(norm) > 1:
-            variance = gains[0][self._exact :].var(0)
-            certain = torch.where(variance > 0, 1 / variance, 0.0)
-            share = certain / certain.sum()
-            means = [(several * share).sum(1, keepdim=True) for several in gains]
-            mean, mean_room = (gain * share).sum(0, keepdim=True), (room * share).sum(0)
-            tests.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
-        width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
-        parts: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
-        if self._length is not None:
-            parts += [
-                ("slice", self._slice_count, None),
-                *(("period", period, period) for period in PERIODS),
-            ]
-        begin = 1
-        for test, count, period in parts:
-            part = slice(begin, begin + count)
-            begin += count
-            size = norm[:, part]
-            each = [_limit(floor[:, part], several[..., part], size) for several in draws]
-            limit = torch.stack(each).amax(0) / size + (2 * room).square() + (unit / 16) ** 2
-            tests.append(_worst(test, (kernel[:, part] / size).sqrt(), limit.sqrt(), period))
+        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
+        least = unit / 16  # for accumulators that truncate
+        tests = [
+            *self._tests_of_gains(norm, kernel, forms, room, least),
+            *self._tests_of_sizes(norm, floor, kernel, forms, room, least),
+        ]
         worst: dict[str, ErrorTest] = {}
         for result in filter(None, tests):
             if result.test not in worst or result.used > worst[result.test].used:
                 worst[result.test] = result
         return tuple(worst.values())
+
+    def _tests_of_gains(
+        self, norm: Tensor, kernel: Tensor, forms: Sequence[Tensor], room: Tensor, least: float
+    ) -> Iterator[ErrorTest | None]:
+        """Tests of the part of a head by which it is too large, 0 if it is right; then of its mean,
+        in which heads count by the precision with which roundings let their gains be known.
+
+        norm, kernel: sums, (h, sums); forms: (exact + DRAWS, h, sums).  room: (h, 1).
+        """
+        gain = finite(kernel[:, :1] / norm[:, :1])
+        gains = [finite(form[..., :1] / norm[:, :1]) for form in forms]
+        yield _worst("gain", *self._gain(gain, gains, least + room))
+        if len(norm) > 1:
+            variance = gains[0][self._exact :].var(0)
+            certain = torch.where(variance > 0, 1 / variance, 0.0)
+            share = certain / certain.sum()
+            mean = (gain * share).sum(0, keepdim=True)
+            means = [(form * share).sum(1, keepdim=True) for form in gains]
+            yield _worst("mean gain", *self._gain(mean, means, least + (room * share).sum(0)))
+
+    def _tests_of_sizes(
+        self,
+        norm: Tensor,
+        floor: Tensor,
+        kernel: Tensor,
+        forms: Sequence[Tensor],
+        room: Tensor,
+        least: float,
+    ) -> Iterator[ErrorTest | None]:
+        """Tests of the RMS error of a head, of its columns, and of its slices of positions.
+
+        Tensors are those of `_tests_of_gains`.
+        """
+        slices = 0 if self._length is None else self._slice_count + sum(PERIODS)
+        # the test, its number of sums, its period
+        parts: list[tuple[TestName, int, int | None]] = [
+            ("rms", 1, None),
+            ("column", norm.shape[1] - 2 - slices, None),
+        ]
+        if slices:
+            parts.append(("slice", self._slice_count, None))
+            parts += [("period", period, period) for period in PERIODS]
+        begin = 1
+        for test, count, period in parts:
+            part = slice(begin, begin + count)
+            begin += count
+            size = norm[:, part]
+            limits = [_limit(floor[:, part], form[self._exact :, :, part], size) for form in forms]
+            limit = torch.stack(limits).amax(0) / size + (2 * room).square() + least**2
+            yield _worst(test, (kernel[:, part] / size).sqrt(), limit.sqrt(), period)
 
     def _gain(self, ours: Tensor, forms: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
         """How far a gain is from the middle of what roundings explain, and how far it may be.
@@ -184,14 +215,17 @@ class RoundingTests:
         real roundings are not, where a number of few bits is multiplied by a factor near 1: the
         exact forms show that bias, of which a kernel may have twice as much.
         """
-        least, most = [], []
+        least = []
+        most = []
         for gains in forms:
-            exact, draws = gains[: self._exact], gains[self._exact :]
+            exact = gains[: self._exact]
+            draws = gains[self._exact :]
             bias = 2 * (exact - draws.mean(0))
             spread = room + 2 * _SIGMAS * draws.std(0)
             least.append(draws.mean(0) + bias.amin(0).clamp(max=0) - spread)
             most.append(draws.mean(0) + bias.amax(0).clamp(min=0) + spread)
-        low, high = torch.stack(least).amin(0), torch.stack(most).amax(0)
+        low = torch.stack(least).amin(0)
+        high = torch.stack(most).amax(0)
         return ours - (low + high) / 2, (high - low) / 2
 
 

@@ -9,15 +9,9 @@ from itertools import accumulate
 import torch
 
 from ssdprof import operators
-from ssdprof.kernels import oracle
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import Span
+from ssdprof.kernels.oracle import Span, spans_of
 from ssdprof.operators.operator import Output
-
-
-def spans_of(inputs: Inputs) -> list[Span]:
-    """The positions of every sequence."""
-    return oracle.sequences(inputs.values.shape[0], inputs.values.shape[1], inputs.cu_seqlens)
 
 
 def longest_of(inputs: Inputs) -> Span:
@@ -55,7 +49,8 @@ def joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
     """These spans with the initial states of their sequences: as a pack, or as rows, which have
     equal lengths.
     """
-    binding, tensors = operators.get(inputs.operator).binding, inputs.tensors
+    binding = operators.get(inputs.operator).binding
+    tensors = inputs.tensors
     changes: dict[str, torch.Tensor | None] = {}
     for name, tensor in binding.positional(inputs).items():
         parts = [tensor[span.batch, span.start : span.stop] for span in spans]

@@ -43,8 +43,11 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 _Event = torch.cuda.Event
 _current_stream = torch.cuda.current_stream
 _synchronize = torch.cuda.synchronize
-_record, _wait, _elapsed_ms = _Event.record, _Event.synchronize, _Event.elapsed_time
-_replay, _amax = torch.cuda.CUDAGraph.replay, torch.amax
+_record = _Event.record
+_wait = _Event.synchronize
+_elapsed_ms = _Event.elapsed_time
+_replay = torch.cuda.CUDAGraph.replay
+_amax = torch.amax
 _PAGE = 2 << 20  # bytes, CUDA's unit of allocation
 _MOST_PADDING = 32  # pages
 
@@ -125,7 +128,8 @@ class CudaTimer:
             self._evict_l2()
             _synchronize(self.device)
             traces.append(traced(run, self.device))
-        busy, us = min(map(busy_us, traces)), float(np.median(np.concatenate(samples)))
+        busy = min(map(busy_us, traces))
+        us = float(np.median(np.concatenate(samples)))
         if busy <= 1.05 * us + 2 * len(work(traces[0])):
             return ""
         return (

@@ -33,7 +33,7 @@ Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times i
 GpuWork = tuple[str | None, str, float]
 
 
-def marked(part: str) -> AbstractContextManager[Any]:
+def marked(part: str) -> AbstractContextManager[object]:
     """Marks the launches in the block as those of `part`."""
     return torch.autograd.profiler.record_function(PREFIX + part)
 
@@ -75,11 +75,11 @@ def _interpreted() -> Iterator[None]:
     """Mark every kernel that Triton's interpreter runs in the block."""
     run = GridExecutor.__call__
 
-    def named(self: Any, *args: Any, **options: Any) -> None:
+    def marked_run(self: GridExecutor, *args: object, **options: object) -> None:
         with marked(self.fn.__name__):
             run(self, *args, **options)
 
-    GridExecutor.__call__ = named
+    GridExecutor.__call__ = marked_run
     try:
         yield
     finally:
@@ -98,7 +98,8 @@ def busy_us(trace: Trace) -> float:
         for event in trace
         if event.get("cat") in _ON_THE_GPU
     ]
-    busy, end = 0.0, -math.inf
+    busy = 0.0
+    end = -math.inf
     for begin, us in sorted(spans):
         busy += max(0.0, begin + us - max(begin, end))
         end = max(end, begin + us)
@@ -111,9 +112,11 @@ def work(trace: Trace) -> list[GpuWork]:
     marks: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     launched = {}
     for event in trace:
-        kind, arguments = event.get("cat"), event.get("args", {})
+        kind = event.get("cat")
+        arguments = event.get("args", {})
         if kind == "user_annotation" and event["name"].startswith(PREFIX):
-            begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            begin = float(event["ts"])
+            end = float(event["ts"]) + float(event["dur"])
             marks[event["tid"]].append((begin, -end, event["name"].removeprefix(PREFIX)))
         elif kind in _LAUNCHES and "correlation" in arguments:
             launched[arguments["correlation"]] = event

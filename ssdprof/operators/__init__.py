@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from ssdprof.errors import BadInputError
 from ssdprof.operators import gdn, kda, ssd
 from ssdprof.operators.operator import Operator
+
+if TYPE_CHECKING:
+    from ssdprof.operators.definition import Definition
 
 _OPERATORS: dict[str, Operator] = {
     operator.name: operator for operator in (ssd.OPERATOR, gdn.OPERATOR, kda.OPERATOR)
@@ -36,3 +42,10 @@ def get(name: str) -> Operator:
 def records() -> tuple[Operator, ...]:
     """All operators."""
     return tuple(_OPERATORS.values())
+
+
+def definitions() -> Iterator[tuple[Operator, Definition]]:
+    """What flashinfer-bench defines, each with its operator."""
+    for operator in records():
+        for definition in operator.load_definitions():
+            yield operator, definition

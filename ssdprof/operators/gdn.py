@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import fla, generate
+from ssdprof.operators.definition import rows
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, WORDS
 from ssdprof.operators.generate import Library, installed
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels.gdn import adapters, reference
-    from ssdprof.operators import gdn_tuning
+    from ssdprof.operators import gdn_definitions, gdn_tuning
 else:
     adapters, reference = (
         lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference")
     )
-    gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
+    gdn_definitions, gdn_tuning = (
+        lazy(f"ssdprof.operators.gdn_{part}") for part in ("definitions", "tuning")
+    )
 
 STAGES = Stages.of("gdn")
 
@@ -78,11 +81,7 @@ def recorded(
         raise ValueError("g is not a decay between 0 and 1")
 
     def of_sequences(pool: Tensor) -> Tensor:
-        if slots is None:
-            return pool.mT
-        if not bool(((slots >= 0) & (slots < len(pool))).all()):
-            raise ValueError(f"state_indices names slots outside of a pool of {len(pool)}")
-        return pool[slots.long()].mT
+        return (pool if slots is None else rows(pool, slots)).mT
 
     inputs = kernels.GDNInputs(
         **{name: given[name][None] for name in ("q", "k", "v")},
@@ -207,6 +206,7 @@ OPERATOR: Operator = Operator(
     oracle=ORACLE,
     generated=GENERATOR,
     load_tuning=lambda: gdn_tuning.TUNING,
+    load_definitions=lambda: gdn_definitions.DEFINITIONS,
     refusal=refusal,
     libraries=LIBRARIES,
     divided={"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "initial_state": 1},

@@ -30,7 +30,6 @@ WAYS = {
     QUARTER_UNGATED: "every fourth value head has no gate: g = 0",
     QUARTER_SLOW: "every fourth value head keeps thousands of tokens: g is -1e-4 in the mean",
     SLOW: "every value head does",
-    **generate.POOL,
 }
 
 
@@ -73,12 +72,12 @@ def draw(
     if NORMALISED in cell.ways:
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
-    (pooled,), states, slots = generate.POOL, None, None
-    if cell.tokens.states or pooled in cell.ways:
+    states, slots = None, None
+    if cell.tokens.states:
         states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
-        if pooled in cell.ways:
-            states, slots = generate.pool(states.mT)
-            states = states.mT
+        if cell.tokens.pool:  # V before K, as in servers
+            pool, slots = generate.pool(states.mT, cell.tokens.pool)
+            states = pool.mT
     inputs: GDNInputs = getattr(kernels, kind)(
         q=q,
         k=k,

@@ -60,9 +60,8 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
                                             bfloat16 for fp32 inputs), and fp32 operands, too
 
     k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  No
-    kernel is imitated
-    beyond that and nothing here is fitted: an implementation that rounds at fewer places only gets
-    closer to the oracle.
+    kernel is imitated beyond that and nothing here is fitted: an implementation that rounds at
+    fewer places only gets closer to the oracle.
     """
     operand, intermediate, exp = low.operand, low.intermediate, rounding.gpu_exp
     g = gate.exponents

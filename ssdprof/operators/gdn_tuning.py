@@ -91,14 +91,16 @@ def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, 
 
     def run(inputs: GDNInputs, precision: Precision, config: Any) -> GDNOutput:
         key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-        return kept(launches, key, lambda: prepare(inputs, precision, config, state_v_first=False))(
-            inputs
+        launch = kept(
+            launches, key, lambda: prepare(inputs, precision, config, state_v_first=False)
         )
+        return launch(inputs)
 
     return run
 
 
 def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
+    """At least two segments if the chunks allow it, as the whole sequence may have."""
     chunks = -(-TUNING.short(inputs).length // config.chunk)
     return replace(config, segment=min(config.segment, max(1, chunks // 2)))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias
 
 from typing_extensions import TypeVar
 
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
-POOL = {
-    "pool": (
-        "sequences begin with states of a pool, as in servers: in slots in random order; GDN and "
-        "KDA, V before K"
-    )
-}
 # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
 STEPS = (1e-3, 1e-1)
 I = TypeVar("I", bound="Inputs", default=Any)
@@ -61,13 +55,15 @@ class Shape:
 class Tokens:
     """A batch of sequences of one length, or `packed` sequences of random lengths up to `seqlen`.
 
-    shortest: least length of packed sequences.  state_every: of the inputs.
+    shortest: least length of packed sequences.  state_every: of the inputs.  pool: slots of the
+    pool in which they begin; 0: there is none.
     """
 
     sequences: int
     seqlen: int
     shortest: int | None = None
     state_every: int = 0
+    pool: int = 0
 
     @property
     def packed(self) -> bool:
@@ -81,15 +77,17 @@ class Tokens:
     @property
     def states(self) -> bool:
         """Whether sequences begin with a state, as in packed calls and in decoding."""
-        return self.packed or self.steps
+        return self.packed or self.steps or self.pool > 0
 
     def __str__(self) -> str:
+        slots = f", pool of {self.pool:,}" if self.pool else ""
         if self.shortest is not None:
-            return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"
+            lengths = f"{_brief(self.shortest)}-{_brief(self.seqlen)}"
+            return f"{self.sequences} packed x {lengths}{slots}"
         kept = {0: "", 1: ", every state"}.get(
             self.state_every, f", state every {self.state_every:,}"
         )
-        return f"{self.sequences} x {self.seqlen:,}{kept}"
+        return f"{self.sequences} x {self.seqlen:,}{kept}{slots}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,12 +228,8 @@ class KnownOutputs:
     expected: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class History(Generic[I]):
-    """Inputs whose outputs are known, and consist of history that a bound on decays hides."""
-
-    inputs: I
-    known: Sequence[KnownOutputs]
+# inputs whose outputs are known, and consist of history that a bound on decays hides
+History: TypeAlias = "tuple[I, Sequence[KnownOutputs]]"
 
 
 def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:
@@ -447,17 +441,13 @@ def states(*shape: int, device: torch.device) -> Tensor:
     )
 
 
-def pool(states: Tensor) -> tuple[Tensor, Tensor]:
-    """States in slots, in random order, of a pool of twice as many; the others are NaN.  The pool,
-    and their slots.
+def pool(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """States in a pool of `count` slots, in random order; the other slots are NaN.  The pool, and
+    their slots.
     """
-    slots = torch.randperm(2 * len(states), generator=torch.Generator().manual_seed(SEED))[
-        : len(states)
-    ]
-    slots = slots.to(states.device)
-    pool = states.new_full((2 * len(states), *states.shape[1:]), math.nan).index_copy_(
-        0, slots, states
-    )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED))
+    slots = order[: len(states)].to(states.device)
+    pool = states.new_full((count, *states.shape[1:]), math.nan).index_copy_(0, slots, states)
     return pool, slots.int()
 
 

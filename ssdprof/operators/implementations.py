@@ -30,7 +30,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Library
 from ssdprof.operators.late import torch
 from ssdprof.operators.operator import Operator
-from ssdprof.operators.serving import COPIES, on_copies
+from ssdprof.operators.serving import in_pool
 from ssdprof.operators.tensors import exact_fp32
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def resolve(operator: Operator, word: str) -> Implementation:
     return replace(_resolved(operator, word), word=word)
 
 
-def _resolved(operator: Operator[Any], word: str) -> Implementation:
+def _resolved(operator: Operator, word: str) -> Implementation:
     """`resolve`, without the word."""
     name, _, checkout = word.partition("=")
     libraries = operator.libraries
@@ -310,24 +310,23 @@ def own_implementation(
     in_place = getattr(function, "in_place", False)
     keeps_states = getattr(function, "keeps_states", False)
     run = partial(_run_function, name, function)
-    declarations = ((operands, "declares operands cut to tf32"), (in_place, COPIES))
-    plan = registry.Plan(
-        variant=name, launches=0, reason="; ".join(word for holds, word in declarations if holds)
-    )
-    return registry.Implementation(
+    reason = "declares operands cut to tf32" if operands else ""
+    plan = registry.Plan(variant=name, launches=0, reason=reason)
+    implementation = registry.Implementation(
         operator=operator.name,
         name=name,
-        run=partial(on_copies, run) if in_place else run,
+        run=run,
         plan=lambda _inputs, _precision: plan,
         cuts_operands=operands is not None,
-        keeps=lambda inputs: inputs.state_every == 1 if in_place else keeps_states,
-        pools=getattr(function, "pools", False) and not in_place,
+        keeps=lambda _inputs: keeps_states,
+        pools=getattr(function, "pools", False),
         in_place=run if in_place else None,
         batch_invariant=getattr(function, "batch_invariant", False),
         kind="own",
         version=name,
         precisions=None if "precision" in _parameters(function) else exact_fp32,
     )
+    return in_pool(implementation) if in_place else implementation
 
 
 def _run_function(
@@ -345,7 +344,7 @@ def _run_function(
 
 def _call_function(
     name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
-) -> Any:
+) -> object:
     """On the GPU of the inputs, where Triton launches.  An exit becomes a RuntimeError."""
     index = inputs.device.index
     more = {"precision": precision} if "precision" in _parameters(function) else {}
@@ -373,7 +372,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
         return {}
 
 
-def _type(thing: Any) -> str:
+def _type(thing: object) -> str:
     size = f" of {len(thing)}" if isinstance(thing, tuple | list) else ""
     return f"{type(thing).__name__}{size}"
 

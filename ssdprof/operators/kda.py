@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from ssdprof import kernels
 from ssdprof.operators import gdn, gdn_inputs, generate
 from ssdprof.operators.generate import installed
-from ssdprof.operators.kda_histories import histories
-from ssdprof.operators.kda_inputs import WAYS, draw, edges
+from ssdprof.operators.kda_inputs import WAYS, draw, edges, histories
 from ssdprof.operators.kda_oracle import ORACLE
 from ssdprof.operators.late import deferred, lazy, packages
 from ssdprof.operators.operator import CallBinding, Output, Stages, computed
@@ -98,4 +97,5 @@ OPERATOR = replace(
     generated=GENERATOR,
     libraries=LIBRARIES,
     load_tuning=lambda: kda_tuning.TUNING,
+    load_definitions=tuple,
 )

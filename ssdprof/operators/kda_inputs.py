@@ -1,15 +1,26 @@
-"""Random inputs of KDA, and edge inputs."""
+"""Random inputs of KDA, edge inputs, and inputs whose outputs are known."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from ssdprof import kernels
 from ssdprof.operators import gdn_inputs, generate
-from ssdprof.operators.generate import Cell, EdgeInputs, Trait
-from ssdprof.operators.late import torch
+from ssdprof.operators.generate import Cell, EdgeInputs, History, KnownOutputs, Trait
+from ssdprof.operators.late import lazy, torch
 from ssdprof.operators.tensors import dtype_named
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssdprof.kernels import oracle
+else:
+    oracle = lazy("ssdprof.kernels.oracle")
 
 BOUND = -5.0  # of the bounded gate
 BOUNDED, SATURATED, LOW_GATES = "bounded", "saturated", "low-gates"
@@ -20,7 +31,6 @@ WAYS = {
         "every fourth value head forgets most channels at every token: g is below -50 in the mean"
     ),
     LOW_GATES: "g in the model's dtype, as in bailing_hybrid",
-    **generate.POOL,
 }
 
 
@@ -45,10 +55,13 @@ draw = partial(gdn_inputs.draw, kind="KDAInputs", gates=gates)
 
 
 def edges(like: kernels.GDNInputs) -> list[list[EdgeInputs[kernels.GDNInputs]]]:
-    """As of GDN; the first form of each kind has channels that forget everything, too."""
+    """As of GDN; the first form of each kind has channels that forget everything, too, and that of
+    rows of whole chunks `DECAYED` and `LOW`.
+    """
     kinds = gdn_inputs.edges(like, draw)
-    for forms in kinds:
-        forms[0] = replace(forms[0], traits=(*forms[0].traits, FORGETTING))
+    for lengths, forms in zip_longest(generate.EDGES, kinds):
+        more = (DECAYED, LOW) if lengths == generate.EDGES[-1] else ()
+        forms[0] = replace(forms[0], traits=(*forms[0].traits, FORGETTING, *more))
     return kinds
 
 
@@ -57,6 +70,177 @@ def forgetting_channels(inputs: kernels.GDNInputs) -> None:
     inputs.g[:, ::11, 1:3, ::3] = -torch.inf
 
 
+def decayed_state(inputs: kernels.GDNInputs) -> None:
+    """In one head, by 2^-46 within a chunk, and large beside what is written."""
+    if inputs.initial_state is not None:
+        inputs.initial_state[:, 5] *= 2.0**8
+    inputs.v[:, :, 5] *= 2.0**-8
+    inputs.g[:, :32, 5] = -1
+
+
+def low_gates(inputs: kernels.GDNInputs) -> kernels.GDNInputs:
+    return replace(inputs, g=inputs.g.to(inputs.q.dtype))
+
+
+DECAYED: Trait[kernels.GDNInputs] = Trait(
+    "a state that decays in all channels", decayed_state, "what is left of it is read"
+)
+LOW: Trait[kernels.GDNInputs] = Trait("g in the dtype of q", low_gates, "g is summed in fp32")
 FORGETTING: Trait[kernels.GDNInputs] = Trait(
     "g of -inf in some channels", forgetting_channels, "exp(-inf) is 0, and never NaN"
 )
+
+
+# --- the law of turning keys: outputs that are known in closed form, and consist of history that a
+# bound on decays hides.  docs/measuring.md has the formulas
+
+# tokens of a window -> keys that turn in it
+WINDOWS = {16: 7, 64: 11, 256: 11, 1024: 11}
+KEPT, WRITTEN = 15 / 16, 1 / 16  # by the first token of a window
+LONG = (2779, 1317)  # tokens of long calls: a pack, or a row of as many
+RESOLUTION = 2.0**-60  # of a history's influence
+
+
+def histories(
+    like: kernels.GDNInputs, heads: Sequence[int]
+) -> Iterator[Iterator[History[kernels.GDNInputs]]]:
+    """`turning_keys` in the shape of `like`, if it has two windows; then of 4,096 tokens.
+
+    With fewer heads than kinds of windows there is a call for each kind.  Several heads are first
+    tried as a pack with initial states.
+    """
+    longest = max(span.length for span in oracle.spans_of(like))
+    fitting = [window for window in WINDOWS if 2 * window <= longest]
+    if not fitting:
+        return
+    yield map(turning_keys, [like], [fitting])
+    for count in heads:
+        for start in range(0, len(WINDOWS), count):
+            yield _long_histories(like, count, [*WINDOWS][start : start + count])
+
+
+def _long_histories(
+    like: kernels.GDNInputs, heads: int, windows: Sequence[int]
+) -> Iterator[History[kernels.GDNInputs]]:
+    """`turning_keys` of `LONG` tokens: with several heads as a pack with initial states, then as a
+    row with them; at last as a row without.
+    """
+    key_dim, value_dim, device = like.q.shape[3], like.v.shape[3], like.v.device
+    shape = gdn_inputs.GENERATOR.shape("turning keys", heads, heads, key_dim, value_dim)
+    row = draw(generate.edge_cell(shape, like.v, (sum(LONG),)), device)
+    row = replace(row, use_qk_l2norm=like.use_qk_l2norm, g=row.g.to(like.g.dtype))
+    if heads > 1:
+        states = generate.states(len(LONG), heads, key_dim, value_dim, device=device)
+        bounds = generate.edge_bounds(LONG, device)
+        yield turning_keys(replace(row, cu_seqlens=bounds, initial_state=states), windows)
+        yield turning_keys(replace(row, initial_state=states[:1]), windows)
+    yield turning_keys(row, windows)
+
+
+def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[kernels.GDNInputs]:
+    """Inputs in which every channel's gates sum to -20 in each window, although most of the state
+    is kept: keys turn it from one half of the channels to the other before that half decays.
+
+    like: their shapes, dtypes and scale.  windows: tokens of each kind of heads, in turn.  Unit
+    vectors x and y lie in the two halves, and change places in every window:
+
+        token               key                                     beta    g
+        first               x                                       1/16    0
+        next four           random                                  0       -5 on y's half
+        m-th of n turning   cos(m a) y - sin(m a) x, a = pi/2/(n+1) 1       0
+        last four           random                                  0       -5 on x's half
+        others              random                                  0       0
+
+    With q = y at the last token, v_i of the first one, and v = 0 where keys turn,
+
+        out = scale M_i,   M_i = cos(a)^(n+1) (15/16 M_(i-1) + v_i / 16)
+
+    M_(-1) is 0, or the initial state x M_(-1)^T.
+    """
+    device, key_heads = like.v.device, like.q.shape[2]
+    generator = torch.Generator(device).manual_seed(generate.SEED)
+    normal = partial(torch.randn, device=device, generator=generator)
+    inputs = replace(
+        like,
+        q=torch.zeros_like(like.q),
+        k=torch.zeros_like(like.k),
+        v=torch.empty_like(like.v).normal_(generator=generator),
+        g=torch.zeros_like(like.g),
+        beta=torch.zeros_like(like.beta),
+    )
+    if like.initial is not None:
+        inputs = inputs.after(torch.zeros_like(like.initial, dtype=torch.float32))
+    known: list[KnownOutputs] = []
+    for kind, window in enumerate(windows[:key_heads]):
+        heads = torch.arange(kind, key_heads, len(windows), device=device)
+        known += _turn(inputs, window, heads, normal)
+    return inputs, known
+
+
+def _turn(
+    inputs: kernels.GDNInputs, window: int, key_heads: Tensor, normal: Callable[..., Tensor]
+) -> Iterator[KnownOutputs]:
+    """Write the windows of some heads into the inputs, and give what is known of each sequence.
+
+    The halves of the channels, signs and initial states are random.
+    """
+    per_key, device = inputs.values_per_key, inputs.v.device
+    heads = (key_heads[:, None] * per_key + torch.arange(per_key, device=device)).flatten()
+    sizes = (len(key_heads), inputs.q.shape[3])
+    half = normal(*sizes).argsort(-1) < sizes[1] // 2
+    signs = normal(*sizes).sign()
+    x, y = (torch.nn.functional.normalize(signs * part, dim=-1) for part in (half, ~half))
+    q, k, g, beta = _two_windows(window, x, y, normal)
+    count = WINDOWS[window] + 1
+    turned = math.cos(math.pi / 2 / count) ** count  # what is left of a state
+    for span in oracle.spans_of(inputs):
+        rows = slice(span.start, span.stop)
+        at = torch.arange(span.length, device=device) % (2 * window)
+        for tensor, values in ((inputs.q, q), (inputs.k, k)):
+            tensor[span.batch, rows, key_heads] = values[at].to(tensor.dtype)
+        for tensor, values in ((inputs.g, g), (inputs.beta, beta)):
+            values = values.repeat_interleave(per_key, 1)
+            tensor[span.batch, rows, heads] = values[at].to(tensor.dtype)
+        inputs.v[span.batch, rows, heads] *= (beta[at, :1, None] != 1).to(inputs.v.dtype)
+        first = span.start + window * torch.arange(span.length // window, device=device)
+        terms = turned * WRITTEN * inputs.v[span.batch, first][:, heads].double()
+        if inputs.initial_state is not None:
+            memory = normal(len(heads), inputs.v.shape[3])
+            directions = x.repeat_interleave(per_key, 0)
+            inputs.initial_state[span.sequence, heads] = directions[..., None] * memory[:, None]
+            terms[:1] += turned * KEPT * memory.double()
+        yield KnownOutputs(
+            kind=f"windows of {window:,} tokens",
+            batch=span.batch,
+            positions=first + window - 1,
+            heads=heads,
+            expected=inputs.scale_or_default * decaying_sums(terms, turned * KEPT),
+        )
+
+
+def _two_windows(
+    window: int, x: Tensor, y: Tensor, normal: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
+    """q, k, g (2 window, k, K) and beta (2 window, k) of two windows; x, y (k, K)."""
+    turning = WINDOWS[window]
+    distance = (window - 9) // turning  # from one turning key to the next
+    parts = []
+    for before, after in ((x, y), (y, x)):
+        k = torch.nn.functional.normalize(normal(window, *x.shape), dim=-1)
+        g, beta = torch.zeros_like(k), torch.zeros_like(k[..., 0])
+        k[0], beta[0] = before, WRITTEN
+        for m in range(1, turning + 1):
+            angle, token = m * math.pi / 2 / (turning + 1), 5 + distance * (m - 1)
+            k[token], beta[token] = math.cos(angle) * after - math.sin(angle) * before, 1
+        g[1:5], g[-4:] = BOUND * (after != 0), BOUND * (before != 0)
+        parts.append((after.expand_as(k), k, g, beta))
+    return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
+
+
+def decaying_sums(terms: Tensor, ratio: float) -> Tensor:
+    """sum over j of ratio^j terms_(i-j), of (n, ...): spans that double, until no more counts."""
+    step = 1
+    while step < len(terms) and ratio**step > RESOLUTION:
+        terms = torch.cat([terms[:step], terms[step:] + ratio**step * terms[:-step]])
+        step *= 2
+    return terms

@@ -11,7 +11,7 @@ __all__ = ["deferred", "lazy", "packages", "precision", "rounding", "torch"]
 def lazy(name: str, prepare: Callable[[], object] | None = None) -> Any:
     """Stands for a module until one of its attributes is used.  prepare: is called before."""
 
-    def attribute(wanted: str) -> Any:
+    def attribute(wanted: str) -> object:
         if prepare is not None:
             prepare()
         return getattr(import_module(name), wanted)
@@ -26,7 +26,7 @@ def deferred(reference: str, *arguments: object) -> Callable[..., Any]:
     imported when it is called.
     """
 
-    def call(*more: object) -> Any:
+    def call(*more: object) -> object:
         module, _, function = reference.partition(":")
         return getattr(import_module(f"ssdprof.kernels.{module}"), function)(*arguments, *more)
 

@@ -28,15 +28,19 @@ from ssdprof.core.target import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.operators.generate import InputGenerator, Library
-from ssdprof.operators.late import precision, rounding, torch
+from ssdprof.operators.late import lazy, precision, rounding, torch
 from ssdprof.operators.tensors import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ssdprof.kernels import oracle
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.oracle import Block
+    from ssdprof.operators.definition import Definition
     from ssdprof.operators.tuning import Tuning
+else:
+    oracle = lazy("ssdprof.kernels.oracle")
 
 I = TypeVar("I", bound="Inputs", default=Any)
 Output: TypeAlias = "tuple[Tensor, Tensor]"  # out, final_states
@@ -206,9 +210,12 @@ class OracleSpec(Generic[I]):
         return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 
     def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
-        """A half and a quarter of `chunk_size`, the sizes that kernels take besides."""
+        """A half and a quarter of `chunk_size`, the sizes that kernels take besides; only those
+        that divide a sequence.
+        """
         size = self.chunk_size(inputs)
-        return tuple(part for part in (size // 2, size // 4) if part >= LEAST_CHUNK)
+        longest = self.fitting_chunk(inputs, max(span.length for span in oracle.spans_of(inputs)))
+        return tuple(part for part in (size // 2, size // 4) if LEAST_CHUNK <= part < longest)
 
     def rounded(self, inputs: Inputs, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""
@@ -254,6 +261,7 @@ class Operator(Generic[I]):
     load_inputs: the type that implementations take.
     mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.
     words: of these sizes.
+    load_definitions: the calls that flashinfer-bench defines.
     refusal: (sizes by the names of `Dims`, ranks) -> why tensor-parallel ranks cannot divide the
         heads, in a sentence; empty if they can.
     divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
@@ -273,6 +281,7 @@ class Operator(Generic[I]):
     words: str = ""
     stages: Stages = field(default_factory=Stages)
     load_tuning: Callable[[], Tuning] | None = None
+    load_definitions: Callable[[], Sequence[Definition[I]]] = tuple
     refusal: Callable[[Mapping[str, int], int], str] | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
     baseline: str = "unfused"

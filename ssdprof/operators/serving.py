@@ -1,7 +1,7 @@
 """Calls on a server's pool of states, by implementations that take none, and the reverse.
 
 gathered    an implementation that returns new states, called on a pool
-on_copies   a call without a pool, by a function that writes a pool in place
+in_pool     calls that return new states, made in place on a pool
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels, operators
-from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.late import lazy, torch
+from ssdprof.kernels.registry import Implementation, Plan, keeps_every_state
+from ssdprof.operators.late import lazy, packages, torch
 from ssdprof.operators.operator import in_pieces, pieces
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ else:
 # (inputs, precision) -> out, and the pool itself: `Implementation.in_place`
 PoolRun = Callable[[Any, "Precision"], "kernels.Output"]
 GATHERED = ("fused",)  # what servers call on gathered states
-COPIES = "each call begins with a copy of the states, in its time"
 
 
 def pool_run(implementation: Implementation) -> PoolRun | None:
@@ -67,14 +66,50 @@ def gathered(
     return kernels.Output(out, pool)
 
 
-def on_copies(run: PoolRun, inputs: Inputs, precision: Precision) -> kernels.Output:
-    """The call on a pool of copies of the initial states, or zeros, with a slot for each new state
-    that `state_every` wants.
+def in_pool(implementation: Implementation) -> Implementation:
+    """An implementation that is called on a pool, with calls in place on copies of the inputs'
+    pool, or of their states.  A copy is made once for inputs and a precision, as new states go to
+    slots behind those that are read.  What is not called on a pool stays as it is.
     """
-    call, fresh, _, kept = pools.own_pool(inputs)
-    pool = fresh()
-    out, _ = run(replace(call, **{inputs.LINEAR[1]: pool}), precision)
-    return kernels.Output(out, pool[kept])
+    run = pool_run(implementation)
+    if run is None:
+        return implementation
+
+    @packages.once
+    def calls(_inputs: Inputs) -> dict[Precision, tuple[Inputs, slice]]:
+        return {}
+
+    def prepare(inputs: Inputs) -> tuple[Inputs, slice]:
+        states = getattr(inputs, inputs.LINEAR[1])
+        # a user's kernel gets the layout of the documents, ours that of a server
+        served = implementation.kind == "bundled" and inputs.state_indices is not None
+        turned = served and not states.is_contiguous()
+        in_place, fresh, _, kept = pools.own_pool(inputs, turned=turned, apart=True)
+        pool = fresh().mT if turned else fresh()
+        if inputs.cu_seqlens is not None and inputs.initial is not None and not inputs.state_every:
+            # a sequence without tokens writes no slot
+            empty = inputs.cu_seqlens.diff() == 0
+            pool[kept][empty] = inputs.initial[empty].float()
+        return replace(in_place, **{inputs.LINEAR[1]: pool}), kept
+
+    def call(inputs: Inputs, precision: Precision) -> kernels.Output:
+        prepared = calls(inputs)
+        if precision not in prepared:
+            prepared[precision] = prepare(inputs)
+        in_place, kept = prepared[precision]
+        out, pool = run(in_place, precision)
+        return kernels.Output(out, pool[kept])
+
+    def copies(inputs: Inputs) -> list[torch.Tensor]:
+        return [getattr(in_place, inputs.LINEAR[1]) for in_place, _ in calls(inputs).values()]
+
+    def plan(inputs: Inputs, precision: Precision) -> Plan:
+        plan = implementation.plan(inputs.after(inputs.initial), precision)
+        return replace(plan, reason="; ".join(filter(None, ("in place on a pool", plan.reason))))
+
+    return replace(
+        implementation, run=call, plan=plan, keeps=keeps_every_state, pools=True, copies=copies
+    )
 
 
 def _scatter(

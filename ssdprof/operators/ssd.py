@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import generate
+from ssdprof.operators.definition import Definition, rows
 from ssdprof.operators.generate import InputDType, Library, installed
 from ssdprof.operators.late import deferred, lazy, torch
 from ssdprof.operators.operator import (
@@ -96,8 +97,7 @@ def bind_step(
     repeated over channels.
 
     The state is updated in place, so only the output is returned.  The limits of dt are not among
-    the
-    arguments: a model applies them to prompts only.
+    the arguments: a model applies them to prompts only.
     """
     inputs = kernels.SSDInputs(
         x=x[:, None],
@@ -127,6 +127,34 @@ def _of_heads(name: str, tensor: Tensor, dims: int) -> Tensor:
         if not torch.equal(tensor, repeated):
             raise ValueError(f"{name} differs between the channels of a head")
     return first
+
+
+def read_step(
+    *,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state_batch_indices: Tensor,
+) -> kernels.SSDInputs:
+    """A step of each sequence, with slots of a pool; packed."""
+    initial = rows(state, state_batch_indices)
+    step = bind_step(torch.nn.Identity(), initial, x, dt, A, B, C, D, None, dt_bias, True)
+    inputs: kernels.SSDInputs = step[0]
+    tokens = {name: getattr(inputs, name).flatten(0, 1)[None] for name in ("x", "dt", "B", "C")}
+    return replace(inputs, **tokens, cu_seqlens=torch.arange(len(x) + 1))
+
+
+_DEFINITION = Definition(
+    name="mamba_ssu_decode_h{nheads}_d{head_dim}_s{dstate}_ng{ngroups}",
+    tokens=("batch_size",),
+    sequences="batch_size",
+    read=read_step,
+)
 
 
 def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
@@ -249,6 +277,7 @@ OPERATOR = Operator(
     generated=GENERATOR,
     libraries=LIBRARIES,
     load_tuning=lambda: ssd_tuning.TUNING,
+    load_definitions=lambda: (_DEFINITION,),
     refusal=refusal,
     divided={
         "x": 2,

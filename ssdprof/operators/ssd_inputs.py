@@ -41,9 +41,10 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
     states, slots = None, None
-    if cell.tokens.states or cell.ways:
+    if cell.tokens.states:
         states = normal(cell.tokens.sequences, h, p, n)
-        states, slots = generate.pool(states) if cell.ways else (states, None)
+        if cell.tokens.pool:
+            states, slots = generate.pool(states, cell.tokens.pool)
     return kernels.SSDInputs(
         x=x,
         dt=dt,
@@ -142,7 +143,6 @@ GENERATOR: InputGenerator[SSDInputs] = InputGenerator(
     divides=("ngroups", "nheads"),
     largest={"dstate": 256},
     draw=draw,
-    ways=generate.POOL,
     edges=edges,
     chunk_sizes=CHUNK_SIZES,
     chunks_itself=frozenset({"fused", "recurrent", "recurrent_in_place", "selective_state_update"}),

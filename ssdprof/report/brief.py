@@ -7,29 +7,19 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Group as Renderables
 from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import (
-    PRECISIONS,
-    DType,
-    Intermediates,
-    PrecisionName,
-    grouped,
-    intermediates_of,
-    precisions_for,
-    states_of,
-)
+from ssdprof.core.base import PRECISIONS, PrecisionName, grouped, intermediates_of, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.outcome import ListedRun, Outcome
 from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
-from ssdprof.report import calls, model, terminal
+from ssdprof.report import calls, model, states, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
 from ssdprof.report.groups import Group, Series, groups
@@ -69,7 +59,9 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     prompts = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
-    for shown in (_speed(prompts), _accuracy(prompts), *map(model.answers, model.prompts(report))):
+    decoded = [shown.without("p") for shown in states.overviews(report)]
+    answers = map(model.answers, model.prompts(report))
+    for shown in (_speed(prompts), _accuracy(prompts), *decoded, *answers):
         if shown:
             yield from ("", terminal.SplitTable(shown))
     if prompts:
@@ -101,7 +93,7 @@ def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[Rendera
 # --- its two tables: one row for each series of a compared implementation
 
 
-def _speed(prompts: Sequence[Group]) -> Table | None:
+def _speed(prompts: Sequence[Group]) -> Table:
     timed = [series for series in _compared(prompts) if series.timed]
     rows = list(map(calls.speed, timed))
     for row in rows:
@@ -109,7 +101,7 @@ def _speed(prompts: Sequence[Group]) -> Table | None:
     return _table("Speed", timed, rows)
 
 
-def _accuracy(prompts: Sequence[Group]) -> Table | None:
+def _accuracy(prompts: Sequence[Group]) -> Table:
     pooled = [series for series in _compared(prompts) if series.pooled("vs_oracle")]
     return _table("Accuracy of the output", pooled, list(map(_errors, pooled)))
 
@@ -121,14 +113,14 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 def _errors(series: Series) -> TableRow:
     """The output of all calls."""
-    baseline, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
+    baseline = series.pooled("vs_baseline")
+    oracle = series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)
     return {
         "within\nbudget": "NO" if outside else "yes",
         "equal to\nbaseline": calls.match(baseline, 0.0),
-        "match\n@ 1e-3": calls.match(baseline, 1e-3),
-        "@ 1e-3\nof rms": fmt.percent(baseline and baseline.match_pct(calls.OF_RMS, of_rms=True)),
+        **calls.matches(baseline, 1e-3),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
@@ -136,35 +128,42 @@ def _errors(series: Series) -> TableRow:
     }
 
 
-def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table | None:
+def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table:
     """A row of numbers for each series; equal precisions share a row.
 
     Names that are equal in all rows are in the title, and equal numbers in the note.
     """
     if not every:
-        return None
+        return table(title, (), ())
     named = [{"tokens": series.group.size} | calls.names(series) for series in every]
     names, in_title = split_columns(named, keep=(PRECISION,))
-    layers, *others = {len(series.group.layers) for series in every}
     title = ", ".join([title, *in_title.values()])
+    layers, *others = {len(series.group.layers) for series in every}
     if not others:
         title += f", {fmt.plural(layers, 'layer')}"
+
     keys = tuple(names[0])
+    hidden = _DETAILS if len(keys) > 1 else ()
     rows = []
     for name, row in zip(names, numbers, strict=True):
         if "tokens" in name:
             name["tokens"] = name["tokens"].replace(" tokens", "")
-        shown = {heading: cell for heading, cell in row.items() if heading not in _DETAILS}
-        rows.append(name | (row if len(keys) == 1 else shown))
-    rows, notes = fold_precisions(rows), []
+        shown = {heading: cell for heading, cell in row.items() if heading not in hidden}
+        rows.append(name | shown)
+    rows = fold_precisions(rows)
+    notes = []
     if len(rows) > 1:
         first_number = list(rows[0])[len(keys)]
         rows, in_note = split_columns(rows, keep=(*keys, first_number))
-        cells = ((heading, cell) for heading, cell in in_note.items() if is_filled(cell))
-        if equal := [f"{' '.join(heading.split())} {cell}" for heading, cell in cells]:
+        equal = [
+            f"{' '.join(heading.split())} {cell}"
+            for heading, cell in in_note.items()
+            if is_filled(cell)
+        ]
+        if equal:
             notes.append(f"In all rows: {', '.join(equal)}.")
-    if (hidden := len(rows) - _MOST["row"]) > 0:
-        notes.append(f"{fmt.plural(hidden, 'more row')}: --full, or the exported report.")
+    if (more := len(rows) - _MOST["row"]) > 0:
+        notes.append(f"{fmt.plural(more, 'more row')}: --full, or the exported report.")
     return table(title, rows[: _MOST["row"]], keys, keys=len(keys), note="  ".join(notes))
 
 
@@ -191,21 +190,16 @@ def split_columns(
 
 
 def accuracy_table(
-    report: Report,
-    intermediates: Intermediates | Literal["all"] = "all",
-    state_dtypes: Sequence[DType] = ("fp32", "fp16", "bf16"),
-    *,
-    every_state: bool = False,
+    report: Report, wanted: Sequence[PrecisionName] = PRECISIONS, *, every_state: bool = False
 ) -> RenderableType:
-    """A recommendation, and the match table of the chosen precisions, under a verdict.
+    """A recommendation, and the match table of the wanted precisions, under a verdict.
 
     Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also
-    if it compared nothing at one of the state dtypes.
+    if it compared nothing at one of their state dtypes.
     """
-    wanted = precisions_for("fp32", intermediates, state_dtypes)
     chosen = _compared_at(report, wanted)
     present = {states_of(series.precision) for series in _compared(chosen)}
-    absent = [state for state in state_dtypes if state not in present]
+    absent = [state for state in dict.fromkeys(map(states_of, wanted)) if state not in present]
     if not chosen or (every_state and absent):
         kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
         raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")
@@ -248,6 +242,8 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
     hint = f"It holds {report.baseline} alone."
     if report.of_answers:
         hint = "It holds a model's answers: 'ssdprof export' shows them."
+    elif report.of_states:
+        hint = "It holds states of decoded tokens: 'ssdprof export' shows them."
     elif not report.cases:
         hint = "It ended before its first comparison.  Run again."
     return BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
@@ -256,7 +252,7 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
 # --- ssdprof runs
 
 
-def runs(listed: Sequence[ListedRun]) -> Table | None:
+def runs(listed: Sequence[ListedRun]) -> Table:
     """A row for each report, readable or not."""
     note = "  ".join(f"{run.name}: {run.reason}" for run in listed if run.reason)
     words = ("run", "kind", "started", "model", "GPU", "verdict")
@@ -304,8 +300,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                 }
             )
         title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}"
-        if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
-            yield shown
+        yield table(title, rows, ("commit", "newest run", "started", "verdict"))
 
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:

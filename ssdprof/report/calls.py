@@ -21,16 +21,10 @@ from ssdprof.core.base import (
 from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
-from ssdprof.report.table import (
-    PRECISION,
-    Cells,
-    Table,
-    TableRow,
-    fold_precisions,
-    table,
-    without_empty_columns,
-)
+from ssdprof.report.table import PRECISION, Cells, Table, TableRow, fold_precisions, table
 
+# of a table of errors: the first cells of its rows, a group, and the implementations to show
+ErrorRows = tuple[TableRow, Group, Sequence[str]]
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
@@ -48,7 +42,7 @@ ACCURACY_READING = (
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
 _LEAST_VALUE = 50  # times a tolerance, below which every element is within it
-OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
+_OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
 _MOST_ROWS = 40  # if all cases fail, they have the same reason
 
 # --- speed
@@ -85,12 +79,12 @@ def speed(series: Series) -> TableRow:
 
 def speeds(
     title: str, rows: Sequence[tuple[TableRow, Series]], words: Sequence[str], *notes: str
-) -> Table | None:
-    """The first cells of each row, by which it is identified, and its series; None if nothing was
-    timed.  words: headings of those cells that are texts.
+) -> Table:
+    """The first cells of each row, by which it is identified, and its series; no row if nothing
+    was timed.  words: headings of those cells that are texts.
     """
     if not any(series.timed for _, series in rows):
-        return None
+        return table(title, (), words)
     compared = []
     for _, series in rows:
         compared += [(series.precision, baseline) for baseline in series.baselines]
@@ -101,11 +95,13 @@ def speeds(
     return table(title, cells, words, note=note, keys=keys)
 
 
-def total_speed(group: Group) -> Table | None:
+def total_speed(group: Group) -> Table:
     """Every series, summed over its calls."""
-    every, unit = group.calls, "layers" if group.calls == len(group.layers) else "calls"
+    every = group.calls
+    unit = "layers" if group.calls == len(group.layers) else "calls"
     rows = [(names(series), series) for series in group.series()]
-    title, notes = f"Speed {group.where}, {group.extent}", []
+    title = f"Speed {group.where}, {group.extent}"
+    notes = []
     if every > 1:
         title = f"Speed {group.where}, sum over {group.extent}"
         notes.append(
@@ -121,7 +117,7 @@ def total_speed(group: Group) -> Table | None:
     return speeds(title, rows, NAMES, *notes)
 
 
-def speed_by_layer(group: Group) -> Table | None:
+def speed_by_layer(group: Group) -> Table:
     """Every series, layer by layer."""
     rows = []
     for layer in group.by_layer():
@@ -144,31 +140,29 @@ def baselines(pairs: Iterable[tuple[PrecisionName, str]]) -> str:
 # --- accuracy
 
 
-def accuracies(group: Group) -> Iterator[Table | None]:
-    """A table for each tensor: all calls of the group pooled."""
+def accuracies(group: Group) -> Iterator[Table]:
+    """All calls of the group pooled."""
     extent = f"{group.extent} pooled" if group.calls > 1 else group.extent
     shown = (*group.compared, group.baseline)
+    return _accuracies(f" {group.where}, {extent}", [({}, group, shown)])
+
+
+def errors_by_layer(group: Group) -> Iterator[Table]:
+    layers = list(group.by_layer())
+    parts = [({"layer": str(layer.layers[0])}, layer, group.compared) for layer in layers]
+    return _accuracies(f" of each layer {group.where}", parts)
+
+
+def _accuracies(where: str, parts: Sequence[ErrorRows]) -> Iterator[Table]:
+    """A table for each tensor."""
     for tensor, name in SHOWN.items():
-        yield errors(
-            f"Accuracy of the {name} {group.where}, {extent}", tensor, [({}, group, shown)]
-        )
+        yield errors(f"Accuracy of the {name}{where}", tensor, parts)
 
 
-def errors_by_layer(group: Group) -> Iterator[Table | None]:
-    for tensor, name in SHOWN.items():
-        parts = [
-            ({"layer": str(layer.layers[0])}, layer, group.compared) for layer in group.by_layer()
-        ]
-        yield errors(f"Accuracy of the {name} of each layer {group.where}", tensor, parts)
-
-
-def errors(
-    title: str, tensor: TensorName, parts: Sequence[tuple[TableRow, Group, Sequence[str]]]
-) -> Table | None:
+def errors(title: str, tensor: TensorName, parts: Sequence[ErrorRows]) -> Table:
     """A row for each series against its baseline, one against fp64, and one for the floor;
     precisions with the same numbers share a row.
 
-    parts: the first cells of its rows, a group, and its implementations that are shown.
     """
     rows: list[TableRow] = []
     compared: list[tuple[PrecisionName, str]] = []
@@ -189,16 +183,16 @@ def errors(
     keys = (*parts[0][0], *NAMES, "against")
     note = f"Compared with {baselines(compared)}." if compared else ""
     words = (*keys, "its position")
-    return without_empty_columns(
-        table(title, fold_precisions(rows), words, keys=len(keys), note=note)
-    )
+    whole = table(title, fold_precisions(rows), words, keys=len(keys), note=note)
+    return whole.without_empty_columns()
 
 
 def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "") -> TableRow:
     """Shares, errors, and the place of the largest: "(0, 5, 7, 3)", or "layer 3, chunk 2 (0, 5, 7,
     3)".
     """
-    call, largest = pooled.case.call, pooled.largest
+    call = pooled.case.call
+    largest = pooled.largest
     place = []
     if len(group.layers) > 1:
         place.append(f"layer {layer_of(pooled.case)}")
@@ -209,14 +203,26 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
         "against": against,
         "within\nbudget": within_budget,
         "match,\nequal": match(pooled, 0.0),
-        "match\n@ 1e-3": match(pooled, 1e-3),
-        "match\n@ 1e-2": match(pooled, 1e-2),
-        "@ 1e-3\nof rms": fmt.percent(pooled.match_pct(OF_RMS, of_rms=True)),
+        **matches(pooled, 1e-3, 1e-2),
         "rms\nerror": fmt.small(pooled.rms_ratio),
         "largest\nerror": fmt.small(largest.max_abs),
         "largest\nvalue": fmt.small(largest.scale_max_abs),
         "its position": f"{', '.join(place)} {position}".lstrip(),
     }
+
+
+def matches(pooled: Pooled | None, *tolerances: float) -> TableRow:
+    """The share of elements within each tolerance, and within one relative to the RMS."""
+    return {
+        **{match_heading(tolerance): match(pooled, tolerance) for tolerance in tolerances},
+        f"@ {fmt.tolerance(_OF_RMS)}\nof rms": fmt.percent(
+            pooled and pooled.match_pct(_OF_RMS, of_rms=True)
+        ),
+    }
+
+
+def match_heading(tolerance: float) -> str:
+    return f"match\n@ {fmt.tolerance(tolerance)}"
 
 
 def match(pooled: Pooled | None, tolerance: float) -> str:
@@ -235,7 +241,7 @@ def _within_budget(series: Series, tensor: TensorName) -> str:
     return "NO" if len(errors) == 1 else f"NO: {outside}/{len(errors)}"
 
 
-def laws(report: Report) -> Iterator[Table | None]:
+def laws(report: Report) -> Iterator[Table]:
     """Which laws each implementation and precision obeys, "no" if any case breaks one; then those
     of a pool of states between calls.
     """
@@ -272,7 +278,7 @@ def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
 # --- launches, and what did not pass
 
 
-def launches(report: Report) -> Table | None:
+def launches(report: Report) -> Table:
     """Every kernel as it was launched; equal launches share a row, which lists their precisions and
     sizes.
     """
@@ -297,9 +303,8 @@ def launches(report: Report) -> Table | None:
     note = "Registers and spills are per thread, shared memory per block." if known else ""
     words = ("implementation", "variant", "kernel", "configuration", "used for")
     title = "Kernels as they were launched"
-    return without_empty_columns(
-        table(title, rows, words, keys=3, wraps="configuration", note=note)
-    )
+    shown = table(title, rows, words, keys=3, wraps="configuration", note=note)
+    return shown.without_empty_columns()
 
 
 def resources(launch: Launch) -> TableRow:
@@ -333,7 +338,7 @@ def _place_or_size(case: Case) -> str:
     return case.case_key if isinstance(case.task, Generated) else case.size
 
 
-def reasons(report: Report) -> Table | None:
+def reasons(report: Report) -> Table:
     """Every case that did not pass, or passed with a remark; those with the same reason share a
     row.
     """
@@ -350,15 +355,14 @@ def reasons(report: Report) -> Table | None:
         }
         for (*_, why, first), cases in grouped(remarkable, _trouble).items()
     ]
+    note = ""
     hidden = len(rows) - _MOST_ROWS
-    more = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
+    if hidden > 0:
+        note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
     title = "Failures, refusals, remarks"
     words = ("result", *NAMES, "where", "reason", "first NaN\nor Inf")
-    return without_empty_columns(
-        table(
-            title, rows[:_MOST_ROWS], words, keys=3, wraps="reason", note=more if hidden > 0 else ""
-        )
-    )
+    shown = table(title, rows[:_MOST_ROWS], words, keys=3, wraps="reason", note=note)
+    return shown.without_empty_columns()
 
 
 def _trouble(case: Case) -> Cells:
@@ -383,12 +387,12 @@ def _layers_and_sizes(cases: Sequence[Case]) -> str:
 
 
 def again(report: Report, case: Case) -> str:
-    """A sentence with the command that runs just this case; empty if there is none."""
+    """A sentence with the case's id and the command that runs just it; empty if there is none."""
     words = shlex.join(report.again(case))
-    return words and f".  Again: {words}"
+    return words and f".  Case {case.id}, again: {words}"
 
 
-def repeats(report: Report) -> Table | None:
+def repeats(report: Report) -> Table:
     """The command that runs it again, of every case that did not pass or passed with a remark."""
     rows = [
         {"id": case.id, "case": case.name, "command": shlex.join(report.again(case))}
@@ -418,7 +422,7 @@ def by_shape(report: Report) -> dict[str, list[Group]]:
 _SIZE = "sequences x\ntokens"
 
 
-def speed_of_bench(report: Report) -> Iterator[Table | None]:
+def speed_of_bench(report: Report) -> Iterator[Table]:
     for title, same in by_shape(report).items():
         rows = []
         for group in same:
@@ -439,8 +443,7 @@ def _of_bench(series: Series) -> TableRow:
     }
 
 
-def accuracy_of_bench(report: Report) -> Iterator[Table | None]:
+def accuracy_of_bench(report: Report) -> Iterator[Table]:
     for title, same in by_shape(report).items():
-        for tensor, name in SHOWN.items():
-            parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
-            yield errors(f"Accuracy of the {name}: {title}", tensor, parts)
+        parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
+        yield from _accuracies(f": {title}", parts)

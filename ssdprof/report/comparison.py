@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import distinct, short_precision
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, DecodedStates
 from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
-from ssdprof.report.facts import gpu_name
+from ssdprof.report.calls import match_heading
+from ssdprof.report.facts import versions_of
 from ssdprof.report.table import (
     PRECISION,
     Document,
@@ -51,7 +52,7 @@ def _names(pair: CasePair) -> TableRow:
 def _errors(case: Case) -> TableRow:
     error = case.error
     return {
-        "match @ 1e-3": fmt.percent(case.match_pct(1e-3)),
+        match_heading(1e-3).replace("\n", " "): fmt.percent(case.match_pct(1e-3)),
         "rms error": fmt.small(error.rms_ratio if error else None),
         "largest error": fmt.small(error.max_abs if error else None),
     }
@@ -63,6 +64,16 @@ def _answers(case: Case) -> TableRow:
         "mean KL [nats]": fmt.small(band.kl_mean if band else None),
         "same top token": fmt.percent(band.top1_pct if band else None),
         "perplexity": fmt.small(band.perplexity if band else None),
+    }
+
+
+def _states(case: Case) -> TableRow:
+    if not isinstance(case.task, DecodedStates):
+        return {}
+    return {
+        "steps kept": fmt.count(case.task.kept_steps),
+        "state error": fmt.small(case.task.last(case.task.state_errors)),
+        "output error": fmt.small(case.task.last(case.task.out_errors)),
     }
 
 
@@ -81,6 +92,7 @@ def _resources(case: Case) -> TableRow:
 _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
     "Accuracy of the output": _errors,
     "Answers of the model": _answers,
+    "States of decoded tokens": _states,
     "Kernels and memory": _resources,
 }
 
@@ -89,7 +101,7 @@ _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
 
 
 def compose(
-    comparison: Comparison, stalls: Sequence[Table | None] = (), *, every: bool = False
+    comparison: Comparison, stalls: Sequence[Table] = (), *, every: bool = False
 ) -> Document:
     """every: also cases that did not change."""
     names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
@@ -134,12 +146,14 @@ def _times(comparison: Comparison) -> str:
 
 def _accuracy_change(pair: CasePair) -> str:
     """How the result and the errors of a case changed; "" if neither has an error."""
-    base, new = pair.base, pair.new
+    base = pair.base
+    new = pair.new
     if base is None or new is None:
         return ""
     if base.result != new.result:
         return f"now {new.result}"
-    before, after = _error(base), _error(new)
+    before = _error(base)
+    after = _error(new)
     if before is None or after is None:
         return ""
     if pair.other_inputs:
@@ -150,7 +164,9 @@ def _accuracy_change(pair: CasePair) -> str:
 
 
 def _error(case: Case) -> float | None:
-    """The rms error of an output, the mean KL of answers."""
+    """The rms error of an output, or of a decoded state; the mean KL of answers."""
+    if isinstance(case.task, DecodedStates):
+        return case.task.last(case.task.state_errors)
     if case.band:
         return case.band.kl_mean
     return case.error.rms_ratio if case.error else None
@@ -178,9 +194,7 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
             yield f"Errors cannot be compared: {reason}."
 
 
-def _sections(
-    comparison: Comparison, stalls: Sequence[Table | None], every: bool
-) -> Iterator[Section]:
+def _sections(comparison: Comparison, stalls: Sequence[Table], every: bool) -> Iterator[Section]:
     """Speed, then what else differs side by side, then what was not compared.
 
     every: also cases that did not change.
@@ -204,7 +218,7 @@ def _sections(
     yield section("What ran", _facts(comparison))
 
 
-def _totals(totals: Sequence[Total]) -> Table | None:
+def _totals(totals: Sequence[Total]) -> Table:
     """A row for each mean over cases."""
     rows = [
         {
@@ -245,7 +259,7 @@ def _speedup(side: Side, case: Case) -> str:
 
 def _differences(
     title: str, described: Sequence[tuple[TableRow, TableRow, TableRow]], every: bool
-) -> Table | None:
+) -> Table:
     """The cells of BASE and NEW side by side; without `every` only cases with another cell, and
     columns that differ.
 
@@ -266,11 +280,12 @@ def _differences(
     return table(f"{title}, side by side", rows, _NAMES, keys=3, note=note)
 
 
-def _unpaired(pairs: Sequence[CasePair]) -> Table | None:
+def _unpaired(pairs: Sequence[CasePair]) -> Table:
     """Cases without a verdict, except those that passed in both and were timed in neither."""
     rows = []
     for pair in pairs:
-        results = _results(pair)
+        sides = {"BASE": pair.base, "NEW": pair.new}
+        results = ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
         passed_untimed = (pair.verdict, results) == ("not timed", "BASE passed, NEW passed")
         if pair.verdict.startswith(("only", "not")) and not passed_untimed:
             more = "; ".join(pair.incomparable) or results
@@ -278,13 +293,7 @@ def _unpaired(pairs: Sequence[CasePair]) -> Table | None:
     return table("Cases without a verdict on speed", rows, (*_NAMES, "why", "more"), keys=3)
 
 
-def _results(pair: CasePair) -> str:
-    """ "BASE passed, NEW failed", of the sides that have it."""
-    sides = {"BASE": pair.base, "NEW": pair.new}
-    return ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
-
-
-def _facts(comparison: Comparison) -> Table | None:
+def _facts(comparison: Comparison) -> Table:
     """What both ran, and on which machine."""
     columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
@@ -293,14 +302,9 @@ def _facts(comparison: Comparison) -> Table | None:
 
 
 def _facts_of(report: Report) -> TableRow:
-    gpu, packages = report.environment.gpu, report.environment.packages
-    names = ("triton", "torch", "transformers")
     return {
         "what": f"{report.kind}: {target(report)}",
         "started": report.created,
         "commit": report.commit or fmt.MISSING,
-        "GPU": gpu_name(report.environment),
-        "driver": gpu.driver if gpu else fmt.MISSING,
-        "ssdprof": report.ssdprof_version,
-        **{name: packages.get(name, fmt.MISSING) for name in names},
+        **versions_of(report, ("triton", "torch", "transformers"), fmt.MISSING),
     }

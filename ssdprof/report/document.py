@@ -8,15 +8,17 @@ from itertools import chain
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped, intermediates_of
 from ssdprof.core.case import Case
-from ssdprof.core.report import Report
-from ssdprof.report import calls, model
+from ssdprof.core.report import Report, device_time
+from ssdprof.report import calls, model, states
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import Group, groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, Table, facts, section, table
 
 # titles of the sections to which a page adds pictures, besides `model.PARTS`
-SPEED, ACCURACY, ANSWERS = "Speed", "Accuracy", "Answers"
+SPEED = "Speed"
+ACCURACY = "Accuracy"
+ANSWERS = "Answers"
 _MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
 _TUNING_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "
@@ -50,7 +52,7 @@ def _tokens(report: Report) -> str:
     """The lengths of its prompts: "131,072 and 1,024 tokens"."""
     if prompts := groups(report):
         return tokens_of(prompts)
-    lengths = dict.fromkeys(case.seqlen for case in report.of_answers)
+    lengths = dict.fromkeys(case.seqlen for case in report.cases)
     return f"{fmt.words(map(fmt.count, lengths))} tokens" if lengths else ""
 
 
@@ -64,6 +66,7 @@ def _sections(report: Report) -> Iterator[Section]:
     prompts = () if report.kind == "bench" else groups(report)
     answered = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
+    yield from states.sections(report)
     yield from _of_bench(report) if report.kind == "bench" else _of_prompts(prompts)
     yield section("Laws", *calls.laws(report))
     compared = []
@@ -111,10 +114,10 @@ def of_tuning(report: Report) -> Document:
     )
 
 
-def _search(report: Report, cases: Sequence[Case]) -> Table | None:
+def _search(report: Report, cases: Sequence[Case]) -> Table:
     """The candidates that were timed, the fastest first, then those that failed."""
     committed = next(case for case in cases if case.implementation == report.baseline)
-    timed = sorted((case for case in cases if case.device_us), key=_device_us)
+    timed = sorted((case for case in cases if case.device_us), key=device_time)
     shown = [
         case for place, case in enumerate(timed) if place < _MOST_CANDIDATES or case is committed
     ]
@@ -138,7 +141,3 @@ def _search(report: Report, cases: Sequence[Case]) -> Table | None:
         wraps="verdict",
         note=f"Committed: {committed.plan}.  {len(cases)} tried.",
     )
-
-
-def _device_us(case: Case) -> float:
-    return case.device_us.value if case.device_us else 0.0

@@ -30,7 +30,16 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Generated, Launch, LayerCall, Prefill, Summary
+from ssdprof.core.case import (
+    Answers,
+    Case,
+    DecodedStates,
+    Generated,
+    Launch,
+    LayerCall,
+    Prefill,
+    Summary,
+)
 from ssdprof.core.conditions import METRICS, Metric, number
 from ssdprof.core.outcome import Outcome, gated_cases
 from ssdprof.core.pairs import compared
@@ -41,7 +50,7 @@ from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, target
-from ssdprof.report.facts import gpu_name
+from ssdprof.report.facts import gpu_name, versions_of
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 from ssdprof.report.table import Table
 
@@ -102,7 +111,7 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 def _identity(report: Report, case: Case) -> CsvRow:
     """What was computed, by what, and whether it passed."""
-    generated = case.task if isinstance(case.task, Generated) else None
+    generated = case.inputs_of if isinstance(case.inputs_of, Generated) else None
     baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
         "report": report.id,
@@ -175,7 +184,8 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
 
 
 def _of_model(report: Report, case: Case) -> CsvRow:
-    """Columns of prefills and answers."""
+    """Columns of prefills, decoded states and answers."""
+    states = case.task if isinstance(case.task, DecodedStates) else None
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
     band = case.band
@@ -186,6 +196,12 @@ def _of_model(report: Report, case: Case) -> CsvRow:
         **{f"{name}, GPU time [µs]": part_us.get(name) for name in get_args(PartName)},
         "peak memory [bytes]": prefill and prefill.peak_bytes,
         "logits, rms of difference [relative]": prefill and prefill.logits_rms,
+        "heads": (states and len(states.memories)) or None,
+        "heads lost": states and sum(map(bool, states.lost)),
+        "steps until a head is lost": states and states.kept_steps,
+        "state error, worst head [relative]": states and states.last(states.state_errors),
+        "output error, worst head [relative]": states and states.last(states.out_errors),
+        "state of a sequence [bytes]": states and states.slot_bytes,
         "KL, mean [nats]": band and band.kl_mean,
         "KL, p99 [nats]": band and band.kl_p99,
         "KL, max [nats]": band and band.kl_max,
@@ -317,14 +333,10 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         skipped=_count(tests, "skipped"),
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
     )
-    gpu, packages = report.environment.gpu, report.environment.packages
     values = {
         report.kind: report.id,
         "inputs" if report.kind == "bench" else "model": target(report),
-        "GPU": gpu_name(report.environment),
-        "driver": gpu.driver if gpu else "none",
-        "ssdprof": report.ssdprof_version,
-        **{name: packages.get(name, "none") for name in ("torch", "triton")},
+        **versions_of(report, ("torch", "triton"), "none"),
     }
     properties = SubElement(suite, "properties")
     for key, value in values.items():
@@ -419,7 +431,7 @@ def outputs(report: Report) -> dict[str, str]:
 
 def _worst(metric: Metric, cases: Iterable[Case], report: Report) -> str:
     """The value that fails a gate first; empty if no case has one."""
-    values = (metric.value(case, metric.default, report) for case in cases)
+    values = (metric.value(case, metric.default, report.speedup) for case in cases)
     known = [number(value) for value in values if value is not None]
     most = min if metric.more_is_better else max
     return f"{most(known):.6g}" if known else ""

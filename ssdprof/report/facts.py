@@ -5,12 +5,12 @@ ran".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
-from ssdprof.core.case import Answers, Case, Generated, Prefill
+from ssdprof.core.case import Answers, Case, DecodedStates, Generated, Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.target import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
@@ -67,6 +67,18 @@ def gpu_name(environment: Environment, none: str = "none") -> str:
     return environment.gpu.name if environment.gpu else none
 
 
+def versions_of(report: Report, packages: Iterable[str], missing: str) -> dict[str, str]:
+    """The GPU, its driver, ssdprof and some packages.  missing: the word for what is not there."""
+    gpu = report.environment.gpu
+    installed = report.environment.packages
+    return {
+        "GPU": gpu_name(report.environment),
+        "driver": gpu.driver if gpu else missing,
+        "ssdprof": report.ssdprof_version,
+        **{name: installed.get(name, missing) for name in packages},
+    }
+
+
 def weights(ref: CheckpointRef) -> str:
     """ "random", "from the hub, revision 0123456789ab", "from a local folder, quantised (fp8)"."""
     if ref.random_weights:
@@ -88,7 +100,7 @@ def when(created: str) -> str:
 # --- what ran
 
 
-def what_ran(report: Report) -> Table | None:
+def what_ran(report: Report) -> Table:
     """The model, the prompt, the machine and the settings behind every number."""
     rows = (*_target(report), *_settings(report), *_machine(report))
     return facts("What ran", (report.kind, report.id), rows)
@@ -176,7 +188,8 @@ def _prefill(report: Report) -> Iterator[Fact]:
 def _prompts(report: Report) -> Iterator[Fact]:
     served: dict[str, None] = {}
     for prompt in report.prompts:
-        size, kind = fmt.tokens(prompt.seqlen, prompt.batch), _PROMPTS[prompt.kind]
+        size = fmt.tokens(prompt.seqlen, prompt.batch)
+        kind = _PROMPTS[prompt.kind]
         digest = f"sha256 of the ids {prompt.token_sha256[:16]}"
         yield "prompt", f"{size} of {kind}: {prompt.source}; {digest}"
         words = fmt.serving_words(
@@ -188,7 +201,7 @@ def _prompts(report: Report) -> Iterator[Fact]:
 
 def _settings(report: Report) -> Iterator[Fact]:
     """What was compared with what."""
-    cases = [case for case in report.cases if not isinstance(case.task, Answers)]
+    cases = [case for case in report.cases if not isinstance(case.task, Answers | DecodedStates)]
     precisions = {case.precision for case in cases}
     yield "precisions", "; ".join(sorted(precisions, key=PRECISIONS.index))
     names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0)
@@ -214,10 +227,8 @@ def _settings(report: Report) -> Iterator[Fact]:
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
-    tuned: Counter[str] = Counter()
-    for case in cases:
-        parts = (part for part in case.plan.split("; ") if part.startswith("tuned "))
-        tuned.update(f"{case.implementation}: {part}" for part in parts)
+    parts = [(case.implementation, part) for case in cases for part in case.plan.split("; ")]
+    tuned = Counter(f"{name}: {part}" for name, part in parts if part.startswith("tuned "))
     every = fmt.plural(len(cases), "case")
     yield "tuned", "; ".join(f"{what} ({count} of {every})" for what, count in tuned.items())
 

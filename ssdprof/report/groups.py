@@ -110,7 +110,8 @@ class Series:
         least 95 %.
         """
         # a call's ratio is baseline / own time, so its weight is its own time
-        times, total = self.times(clock), self.us(clock)
+        times = self.times(clock)
+        total = self.us(clock)
         bounds = zip(*self._ratios(clock), strict=True)
         sums = [math.fsum(map(operator.mul, bound, times)) / total for bound in bounds]
         return Estimate(*sums) if sums else None
@@ -124,7 +125,8 @@ class Series:
     @property
     def verdict(self) -> Faster | None:
         """By device time: the verdict that all calls share, else that of the sum."""
-        smallest, total = self.group.report.smallest_difference, self.speedup()
+        smallest = self.group.report.smallest_difference
+        total = self.speedup()
         shared = {ratio.verdict(smallest) for ratio in self._ratios("device")}
         return shared.pop() if len(shared) == 1 else total and total.verdict(smallest)
 
@@ -144,22 +146,27 @@ class Group:
     """Cases that can be compared and added up: all of one kind of call on one prompt, of one size;
     of a bench, those on the same inputs.
 
-    call: one of these calls; None for calls of a whole prompt.  steps: the calls are decode steps,
-    which have their own
-    baseline.  noun: what each of a layer's calls is.  calls: their number, in all layers.  layers:
-    their indices.
+    call: one of these calls; None for calls of a whole prompt.
+    steps: the calls are decode steps, which have their own baseline.
+    noun: what each of a layer's calls is.
+    calls: their number, in all layers.
+    layers: their indices.
     tokens: "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or
-    decode steps.
-    where: "at 131,072 tokens", "in decode steps after 512 tokens"; size: the same without its
-    preposition.
-    implementations: the baseline first, the others in the order in which they ran; compared: the
-    others.
+        decode steps.
+    where: "at 131,072 tokens", "in decode steps after 512 tokens".
+    size: the same without its preposition.
+    implementations: the baseline first, the others in the order in which they ran.
+    compared: the others.
     """
 
     def __init__(self, report: Report, cases: Sequence[Case]) -> None:
         """cases: at least one, in the order in which they ran."""
-        self.report, self.cases, first = report, tuple(cases), cases[0]
-        self.call, self.seqlen, self.tokens = first.call, first.seqlen, first.prompt
+        self.report = report
+        self.cases = tuple(cases)
+        first = cases[0]
+        self.call = first.call
+        self.seqlen = first.seqlen
+        self.tokens = first.prompt
         self.steps = self.call is not None and self.call.kind == "decode"
         self.noun = "step" if self.steps else "chunk"
         self.calls = len({(case.layer, case.call) for case in cases})
@@ -225,7 +232,7 @@ def groups(report: Report) -> tuple[Group, ...]:
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
     generated = (case for case in report.cases if isinstance(case.task, Generated))
-    captured = grouped((case for case in report.cases if case.layer), key)
+    captured = grouped((case for case in report.of_calls if case.layer), key)
     parts = list(grouped(generated, lambda case: case.case_key).values())
     parts += [captured[size] for size in sorted(captured, reverse=True)]
     return tuple(Group(report, cases) for cases in parts)

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
-from ssdprof.report import calls, model, plots
+from ssdprof.report import calls, model, plots, states
 from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, ANSWERS, SPEED, compose
 from ssdprof.report.facts import when
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:
 _INSIDE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 
-Picture = tuple[str, Markup, Table | None]  # title, SVG, its numbers
+Picture = tuple[str, Markup, Table]  # title, SVG, its numbers
 Pictures = dict[str, dict[str, plots.Drawing | None]]
 # title, anchor, pictures, blocks, folded (collapsed under its title), level
 PagePart = dict[str, object]
@@ -43,8 +43,10 @@ def of_document(document: Document, stalls: StallReport | None = None) -> str:
 
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
-    document, numbers = compose(report), count(1)
+    document = compose(report)
+    numbers = count(1)
     pictures = _of_bench(report) if report.kind == "bench" else _of_prompts(report)
+    pictures[states.TITLE] = _of_states(report)
     parts = list(_parts(document, pictures, numbers))
     if stalls:
         profiled = of_stalls.compose(stalls)
@@ -82,6 +84,16 @@ def _of_stalls(report: StallReport) -> Pictures:
     return {of_stalls.STAGES: dict(plots.of_stalls(report).values())}
 
 
+def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
+    """Pictures of the layers that lose the most."""
+    layers = sorted(states.by_layer(report).items(), key=lambda layer: -states.losses(layer[1]))
+    return {
+        f"Error of the {which} by step, {layer}": plots.of_steps(cases, which)
+        for layer, cases in layers[:_LAYERED]
+        for which in ("state", "output")
+    }
+
+
 def _of_bench(report: Report) -> Pictures:
     """Section -> the pictures in it."""
     shapes = calls.by_shape(report)
@@ -90,7 +102,8 @@ def _of_bench(report: Report) -> Pictures:
 
 def _of_prompts(report: Report) -> Pictures:
     """Section -> the pictures in it; none where nothing was measured."""
-    prompts, prefills = groups(report), model.by_length(model.prefills(report))
+    prompts = groups(report)
+    prefills = model.by_length(model.prefills(report))
     return {
         SPEED: {
             "Speedup": plots.speedups(prompts),
@@ -173,5 +186,6 @@ def sort_key(text: str) -> str:
     parts = _NUMBER.fullmatch(text.strip())
     if parts is None:
         return ""
-    number, unit = float(parts[1].replace(",", "")), parts[2] or ""
+    number = float(parts[1].replace(",", ""))
+    unit = parts[2] or ""
     return repr(number * _UNITS.get(unit, 1.0))

@@ -11,16 +11,7 @@ from ssdprof.core.base import distinct, grouped, short_precision
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.report.calls import NAMES, untimed
-from ssdprof.report.table import (
-    PRECISION,
-    Section,
-    Table,
-    TableRow,
-    section,
-    strings,
-    table,
-    without_empty_columns,
-)
+from ssdprof.report.table import PRECISION, Section, Table, TableRow, section, strings, table
 
 _ANSWERS_WORDS = {  # heading -> what it means
     "KL\nmean": (
@@ -79,7 +70,8 @@ def _differences(case: Case, band: AnswerBand | None) -> TableRow:
 
 def _change(band: AnswerBand) -> str:
     """ "+0.0123% [-0.001%, +0.024%]"."""
-    increase, interval = band.perplexity_increase_pct, band.perplexity_interval_pct
+    increase = band.perplexity_increase_pct
+    interval = band.perplexity_interval_pct
     if increase is None or interval is None:
         return fmt.MISSING
     value, low, high = (
@@ -99,7 +91,7 @@ def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Answer]:
     return [(case, task) for case, task in answers if (task.alone is not None) == alone]
 
 
-def answers(cases: Sequence[Case]) -> Table | None:
+def answers(cases: Sequence[Case]) -> Table:
     """Every case of a prompt over all positions; None if there is none."""
     answered = _rows(cases)
     generated = max((task.generated for _, task in answered), default=0)
@@ -117,7 +109,7 @@ def answers(cases: Sequence[Case]) -> Table | None:
         note += (
             f"  The model ran in {task.weights}, {'its own dtype' if task.own_weights else words}."
         )
-    return without_empty_columns(table(title, rows, NAMES, note=note, keys=2))
+    return table(title, rows, NAMES, note=note, keys=2).without_empty_columns()
 
 
 def _first_difference(answers: Answers) -> str:
@@ -129,18 +121,17 @@ def _first_difference(answers: Answers) -> str:
     return fmt.count(answers.first_difference + 1)
 
 
-def answers_reading(tables: Sequence[Table | None]) -> str:
+def answers_reading(tables: Sequence[Table]) -> str:
     """The words that the tables use."""
-    shown = [table for table in tables if table]
-    headings = set(chain.from_iterable(table.headers for table in shown))
+    headings = set(chain.from_iterable(table.headers for table in tables if table))
     words = [meaning for heading, meaning in _ANSWERS_WORDS.items() if heading in headings]
-    names = chain.from_iterable(chain.from_iterable(table.rows) for table in shown)
+    names = chain.from_iterable(chain.from_iterable(table.rows) for table in tables)
     if any(name.startswith("noise: ") for name in names):
         words.append(_NOISE_WORDS)
     return "  ".join(words)
 
 
-def answers_by_position(cases: Sequence[Case]) -> Table | None:
+def answers_by_position(cases: Sequence[Case]) -> Table:
     """Every case in bands of positions; None for a prompt with a single band."""
     rows = []
     for case, task in _rows(cases):
@@ -149,10 +140,10 @@ def answers_by_position(cases: Sequence[Case]) -> Table | None:
             rows.append(_names(case, task) | positions | _differences(case, band))
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
     words = (*NAMES, "positions")
-    return without_empty_columns(table(title, rows, words, note=_reference(cases), keys=3))
+    return table(title, rows, words, note=_reference(cases), keys=3).without_empty_columns()
 
 
-def answers_by_layer(cases: Sequence[Case]) -> Table | None:
+def answers_by_layer(cases: Sequence[Case]) -> Table:
     """Each layer alone, the largest divergence first; None without --per-layer."""
     alone = _rows(cases, alone=True)
     alone.sort(key=lambda row: -row[0].band.kl_mean if row[0].band else 0.0)
@@ -162,7 +153,8 @@ def answers_by_layer(cases: Sequence[Case]) -> Table | None:
     ]
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
-    return without_empty_columns(table(title, rows, ("layer", *NAMES), keys=3, note=note))
+    words = ("layer", *NAMES)
+    return table(title, rows, words, keys=3, note=note).without_empty_columns()
 
 
 def _reference(cases: Sequence[Case]) -> str:
@@ -198,7 +190,7 @@ def by_length(every: Sequence[_Timed]) -> dict[str, list[_Timed]]:
     return grouped(every, lambda row: _size(row[0]))
 
 
-def _times(report: Report, prefills: Sequence[_Timed]) -> Table | None:
+def _times(report: Report, prefills: Sequence[_Timed]) -> Table:
     """One row for each length, convolution and norm, and implementation."""
     rows = []
     for case, task in prefills:
@@ -231,17 +223,17 @@ def operators_share(case: Case, task: Prefill) -> float | None:
     return 100 * task.operator_calls * task.alone_us / case.call_us.value
 
 
-def _parts(prefills: Sequence[_Timed]) -> Table | None:
+def _parts(prefills: Sequence[_Timed]) -> Table:
     """The time of each part of the prefill; a column adds up to its call time."""
     columns = parts_of_prefills(prefills)
-    if not columns:
-        return None
-    headers, cells = ["part"], []
+    headers = ["part"]
+    cells = []
     for name, us in columns.items():
         whole = math.fsum(us.values())
         headers.append(name.replace(", ", ",\n"))
         cells.append([_time_and_share(part_us, whole) for part_us in (*us.values(), whole)])
-    rows = zip((*us, "call"), *cells, strict=True)
+    parts = [*next(iter(columns.values())), "call"] if columns else []
+    rows = zip(parts, *cells, strict=True)
     title = f"Where the time goes at {_size(prefills[0][0])}, {_layers(prefills[0][1])}"
     return strings(title, headers, rows)
 

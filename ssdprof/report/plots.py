@@ -7,6 +7,7 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
-from ssdprof.core.stalls import StallReport
+from ssdprof.core.stalls import StallReport, most_first
 from ssdprof.core.statistics import Estimate
+from ssdprof.report import states
 from ssdprof.report.groups import Against, Group, deviation
-from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, most, summed
+from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, summed
 from ssdprof.report.table import Cells, Table, strings
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ _STROKE = 0.01  # of the height of a plot
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
-Drawing = tuple[str, Table | None]  # the SVG, and its numbers
+Drawing = tuple[str, Table]  # the SVG, and its numbers
 _Points = dict[str, list[tuple[float, float, str]]]  # of each label, in the legend
 
 
@@ -147,7 +149,9 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
     """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
     known.
     """
-    cells, intensities, rates = list[Cells](), list[float](), list[float]()
+    cells = list[Cells]()
+    intensities = list[float]()
+    rates = list[float]()
     for label, labelled in points.items():
         for intensity, rate, which in labelled:
             name = f"{label}, {which}" if which else label
@@ -162,7 +166,8 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
         ridge = ceiling * 1e3 / bandwidth
         cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{ceiling:,.4g}"))
         intensities.append(ridge)
-    low, high = min(intensities) / 3, max(intensities) * 3
+    low = min(intensities) / 3
+    high = max(intensities) * 3
 
     def paint(axes: Axes) -> None:
         """The roof, then the points of each label."""
@@ -179,9 +184,8 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
         axes.set_xlim(low, high)
         _log_ticks(axes)
         axes.set_ylim(min(rates) / 3, ceiling * 2)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set(xlabel=f"floating-point operations\nper {per}", ylabel="TFLOP/s by device time")
 
     numbers = strings("", ("what", f"operations per {per}", "TFLOP/s"), cells)
@@ -202,26 +206,21 @@ def along_positions(group: Group) -> Drawing | None:
     if group.steps or not lines:
         return None
     floor = _worst(group.cases, "floor")
-    distinct: list[tuple[list[float], list[str]]] = []  # a line, and the names of all that coincide
+    distinct: dict[str, list[str]] = {}  # a label -> those whose lines coincide with its line
     for label, line in lines.items():
-        for other, names in distinct:
-            if _coincide(line, other):
-                names.append(label)
-                break
-        else:
-            distinct.append((line, [label]))
+        equal = (first for first in distinct if _coincide(line, lines[first]))
+        distinct.setdefault(next(equal, label), []).append(label)
     slices = len(next(iter(lines.values())))
     middles = [(number + 0.5) * group.seqlen / slices for number in range(slices)]
 
     def paint(axes: Axes) -> None:
         """The lines, then the floor."""
-        for number, (line, names) in enumerate(distinct):
-            label = names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} equal"
-            axes.plot(middles, line, drawstyle="steps-mid", color=_color(number), label=label)
+        draw_line = partial(axes.plot, middles, drawstyle="steps-mid")
+        for number, (first, same) in enumerate(distinct.items()):
+            label = first if len(same) == 1 else f"{first}, and {len(same) - 1} equal"
+            draw_line(lines[first], color=_color(number), label=label)
         if floor:
-            axes.plot(
-                middles, floor, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor"
-            )
+            draw_line(floor, color=GREY, linestyle="--", label="floor")
         axes.set(xlabel="position, tokens", ylabel="rms error against fp64")
         axes.set_xlim(0, group.seqlen)
         axes.set_ylim(bottom=0)
@@ -253,6 +252,27 @@ def _worst(cases: Sequence[Case], which: Against) -> list[float]:
     return [max(rms or 0.0 for rms in slices) for slices in zip(*recorded, strict=True)]
 
 
+def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
+    """The error of a layer's state or output in its worst head, step by step, a line for each
+    format.  None if nothing ran.
+    """
+    numbers, lines = states.steps(cases, which), states.errors_by_step(cases, which)
+    if not numbers:
+        return None
+    marks = [int(step.replace(",", "")) for step, *_ in numbers.rows]
+
+    def paint(axes: Axes) -> None:
+        """Errors of 0 and infinite ones are no points."""
+        axes.loglog()
+        for number, (name, line) in enumerate(lines.items()):
+            marker = _MARKERS[number % len(_MARKERS)]
+            axes.plot(marks, line, f"{marker}-", color=_color(number), fillstyle="none", label=name)
+        axes.set(xlabel="step, tokens", ylabel=f"relative error of the {which},\nworst head")
+        _log_ticks(axes)
+
+    return draw(paint, (_NARROW[0], 2.9 + 0.1 * len(lines))), numbers
+
+
 # --- stalls
 
 
@@ -260,7 +280,7 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     """Name -> (title, drawing): a picture of each group that was sampled, and the roofline."""
     pictures: dict[str, tuple[str, Drawing]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
-    reasons = [reason for reason, _ in most(summed(group.all for group in sampled))]
+    reasons = list(most_first(summed(group.all for group in sampled)))
     shares = chain.from_iterable(group.stages.values() for group in sampled)
     longest = max((sum(share.values()) for share in shares), default=0.0)
     for group in sampled:
@@ -384,7 +404,6 @@ def _points(
         axes.set_yticks(heights, [textwrap.fill(name, 24) for name in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         _log_ticks(axes)
-        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(xlabel)
 
     cells = [
@@ -396,12 +415,13 @@ def _points(
 
 
 def _log_ticks(axes: Axes) -> None:
-    """The powers of ten alone may be one tick."""
+    """Plain numbers along x, where the powers of ten alone may be one tick."""
     from matplotlib.ticker import LogLocator
 
     low, high = axes.get_xlim()
     if high < _WIDE * low:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
 
 

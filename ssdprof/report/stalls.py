@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped
-from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport
+from ssdprof.core.base import distinct, grouped
+from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport, most_first
 from ssdprof.report.calls import resources
 from ssdprof.report.facts import Fact, gpu, software, when
 from ssdprof.report.table import (
@@ -64,11 +64,6 @@ _MOST_REASONS = 7
 Share = Mapping[str, float]
 
 
-def most(share: Share) -> list[tuple[str, float]]:
-    """Reasons, the largest first."""
-    return sorted(share.items(), key=lambda item: (-item[1], item[0]))
-
-
 def summed(shares: Iterable[Share]) -> Share:
     total: dict[str, float] = {}
     for share in shares:
@@ -92,7 +87,9 @@ class KernelGroup:
         self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]
     ) -> None:
         """kernels: in the order of their launches.  words: stage.part -> its name."""
-        self.name, self.kernels, self.words = name, kernels, words
+        self.name = name
+        self.kernels = kernels
+        self.words = words
         self.stages: dict[str, Share] = {}
         self.idle: dict[str, float] = defaultdict(float)
         lines: list[tuple[float, Line]] = []
@@ -144,7 +141,8 @@ def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
 
 def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
     """Hints on stages with enough of the group's time, then hints on kernels with much of it."""
-    of_stages, of_kernels = [], []
+    of_stages = []
+    of_kernels = []
     for kernel, weight in weights:
         for hint, pct in kernel.hints.items():
             if pct is None and 100 * weight >= _KERNEL_PCT:
@@ -166,20 +164,15 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table | None]:
+def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table]:
     """A table of the stages of each implementation that was profiled in both."""
     if base is None or new is None:
         return
     before = {group.name: group for group in kernel_groups(base)}
     for group in kernel_groups(new):
-        if group.name in before:
-            sides = {"BASE": before[group.name], "NEW": group}
-            yield side_by_side(
-                [
-                    KernelGroup(f"{group.name} in {side}", each.kernels, each.words)
-                    for side, each in sides.items()
-                ]
-            )
+        name = group.name
+        if name in before:
+            yield side_by_side({f"{name} in BASE": before[name], f"{name} in NEW": group})
 
 
 # --- the document
@@ -216,15 +209,15 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     """Kernels, their stages and hints, then what a page folds."""
     yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
-    stages = (side_by_side(profiled), *map(by_stage, profiled))
+    stages = (side_by_side({group.name: group for group in profiled}), *map(by_stage, profiled))
     yield section(STAGES, *stages, reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
     headers = ("kernel", "evidence, and what may help")
     yield section("Hints", facts("What the numbers point to", headers, hints))
     yield section("Hottest lines", *map(_hottest_lines, profiled))
-    reasons = chain.from_iterable(most(group.all) for group in profiled)
-    meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason, _ in reasons}
+    reasons = distinct(most_first(group.all) for group in profiled)
+    meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason in reasons}
     headers = ("reason", "what the warp does")
     words = facts("Stall reasons", headers, meanings.items())
     ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
@@ -261,7 +254,7 @@ def _caveats(report: StallReport) -> Iterator[str]:
 # --- tables
 
 
-def _resources(report: StallReport) -> Table | None:
+def _resources(report: StallReport) -> Table:
     """What Triton says of the kernels, where ncu measured nothing."""
     rows = []
     for launched in report.launched if report.missing else ():
@@ -282,7 +275,7 @@ def _resources(report: StallReport) -> Table | None:
     return table(title, rows, ("implementation", "variant", "kernel"), keys=3, note=note)
 
 
-def _kernels(report: StallReport) -> Table | None:
+def _kernels(report: StallReport) -> Table:
     note = (
         "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler "
         "issued.  Registers: at launch, per thread; spills: loads and stores of spilled registers, "
@@ -326,12 +319,13 @@ def _grid(kernel: KernelStalls) -> str:
     return "x".join(map(fmt.count, sizes)) or fmt.MISSING
 
 
-def by_stage(group: KernelGroup) -> Table | None:
+def by_stage(group: KernelGroup) -> Table:
     """Stage x reason for one group, with the parts of a stage under their sum."""
-    shown = [reason for reason, _ in most(group.all)[:_MOST_REASONS]]
+    shown = list(most_first(group.all))[:_MOST_REASONS]
 
     def row(title: str, share: Share) -> tuple[str, ...]:
-        pcts, whole = [share.get(reason, 0.0) for reason in shown], sum(share.values())
+        pcts = [share.get(reason, 0.0) for reason in shown]
+        whole = sum(share.values())
         other = whole - sum(pcts)
         cells = (f"{pct:.1f}" if pct >= 0.05 else "" for pct in (*pcts, other))
         return title, fmt.share(whole, 1), fmt.duration(group.us(whole)), *cells
@@ -353,28 +347,32 @@ def by_stage(group: KernelGroup) -> Table | None:
     return strings(f"{group.name}: stages and stall reasons", headers, rows, note=note)
 
 
-def side_by_side(profiled: Sequence[KernelGroup]) -> Table | None:
-    """The time of each stage in each group."""
-    sampled = [group for group in profiled if group.is_sampled and group.duration_us is not None]
+def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
+    """The time of each stage in each group, by the names of the groups."""
+    sampled = {
+        name: group
+        for name, group in profiled.items()
+        if group.is_sampled and group.duration_us is not None
+    }
     if len(sampled) < 2:
-        return None
+        return table("", (), ())
     order: dict[str, int] = {}  # of the stages in any group: the last place
-    for group in sampled:
+    for group in sampled.values():
         for place, stage in enumerate((*group.whole, "all")):
             order[stage] = max(place, order.get(stage, 0))
     rows = []
     for stage in sorted(order, key=order.__getitem__):
         row = {"stage": stage}
-        for group in sampled:
+        for name, group in sampled.items():
             pct = group.pct(stage)
-            row[f"{group.name},\ntime"] = fmt.duration(group.us(pct))
-            row[f"{group.name},\nshare"] = fmt.share(pct, 1)
+            row[f"{name},\ntime"] = fmt.duration(group.us(pct))
+            row[f"{name},\nshare"] = fmt.share(pct, 1)
         rows.append(row)
-    title = f"Stage by stage: {fmt.words(group.name for group in sampled)}"
+    title = f"Stage by stage: {fmt.words(sampled)}"
     return table(title, rows, ("stage",))
 
 
-def _averages(report: StallReport) -> Table | None:
+def _averages(report: StallReport) -> Table:
     """Reason x kernel, where ncu counted warps and took no samples."""
     kernels = [kernel for kernel in report.kernels if kernel.average]
     averages = [kernel.average for kernel in kernels]
@@ -394,7 +392,7 @@ def _averages(report: StallReport) -> Table | None:
     return strings(title, headers, rows, (0, last), wraps=last, note=note)
 
 
-def _hottest_lines(group: KernelGroup) -> Table | None:
+def _hottest_lines(group: KernelGroup) -> Table:
     """The lines with the most samples, and what their warps wait for."""
     rows = [
         {
@@ -418,7 +416,9 @@ def _waits(line: Line) -> str:
 
 def _facts(report: StallReport) -> Iterator[Fact]:
     """The profiled layer, the machine and the command; for a report made elsewhere, its files."""
-    layer, dims, environment = report.layer, report.dims, report.environment
+    layer = report.layer
+    dims = report.dims
+    environment = report.environment
     if layer is not None and dims is not None:
         yield "model", report.model
         yield "layer", f"{layer.name} (layer {layer.index})"
@@ -446,7 +446,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
     )
 
 
-def _self_checks(report: StallReport) -> Table | None:
+def _self_checks(report: StallReport) -> Table:
     """Those of the report, then of each kernel; the checks with the same result share a row."""
     rows = _checks("report", report.checks)
     for kernel in report.kernels:

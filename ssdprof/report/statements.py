@@ -23,6 +23,7 @@ from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.pairs import unfinished
 from ssdprof.core.report import Report
+from ssdprof.report import states
 from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
 from ssdprof.report.model import prefills
@@ -156,6 +157,8 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     how = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
     if report.kind == "prefill":
         how = "ran"
+    if report.of_states:
+        how = "ran; a format that loses heads fails no case"
     if any(case.variant == "interpreter" for case in report.of_calls):
         how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
     if report.laws == "quick":
@@ -229,10 +232,7 @@ def _doubt(series: Series, every: Sequence[Series]) -> str:
         return ""
     divergence, noise = _divergence(series)
     if divergence and noise:
-        if divergence <= _NOISE * noise:
-            return ""
-        times = divergence / noise
-        return f"its answers diverge {times:,.0f} times as far as by the model's own noise"
+        return _beyond_noise(divergence, noise)
     errors = [other.pooled("vs_oracle") for other in (series, *exact)]
     rms, *others = [error.rms_ratio if error else math.inf for error in errors]
     least = min(others)
@@ -249,7 +249,7 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
     stay, and what to use; on a prefill the gain of the whole model.
     """
     longest = next(iter(groups(report)), None)
-    decision = None
+    decision = states.advice(report)
     if report.kind == "run" and longest and longest.compared:
         decision = _decision(report, longest)
     elif report.kind == "prefill":
@@ -264,7 +264,8 @@ def _of_prefill(report: Report) -> VerdictLine | None:
     speedup = case and report.speedup(case)
     if not (case and speedup):
         return None
-    size, gpu = fmt.tokens(case.seqlen, case.batch), gpu_name(report.environment)
+    size = fmt.tokens(case.seqlen, case.batch)
+    gpu = gpu_name(report.environment)
     times = f"{fmt.ratio(speedup.value)} as fast as with {report.baseline}"
     whole = f"a whole prefill of {size} with {case.implementation}"
     return VerdictLine(f"on this {gpu}, {whole} is {times}")
@@ -285,24 +286,30 @@ def _decision(report: Report, group: Group) -> VerdictLine:
     if not (faulty or outcome.broken or outcome.passed):
         return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
     words = []
-    for name, same in grouped(faulty, lambda names: names[0]).items():
-        precisions = [precision for _, precision in same]
+    for (name, fault), same in grouped(faulty, lambda fault: fault[:2]).items():
+        precisions = [precision for *_, precision in same]
         every = {case.precision for case in report.cases if case.implementation == name}
         where = f" at {fmt.words(precisions)}" if set(precisions) < every else ""
-        words.append(f"{name} did not pass{where}")
+        words.append(f"{name} {fault}{where}")
     for verdict in outcome.broken:
         if not verdict.case:
             words.append(f"{verdict.condition} could judge no case")
-    advised, good = _recommendation(group, set(faulty))
+    unusable = {(name, precision) for name, _, precision in faulty}
+    advised, good = _recommendation(group, unusable)
     return VerdictLine("; ".join([*words, advised]), good and outcome.passed)
 
 
-def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, PrecisionName]]:
-    """Each implementation and precision that failed, was refused or misses a limit."""
-    offenders = {verdict.case for verdict in outcome.broken}
+def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, str, PrecisionName]]:
+    """Each implementation that failed, was refused or misses a limit, which of these, and the
+    precision.
+    """
+    broken = grouped(outcome.broken, lambda verdict: verdict.case)
     for case in report.cases:
-        if case in outcome.faulty or case.name in offenders:
-            yield case.implementation, case.precision
+        if case in outcome.faulty:
+            yield case.implementation, "did not pass", case.precision
+        elif case.name in broken:
+            missed = fmt.words(verdict.condition for verdict in broken[case.name])
+            yield case.implementation, f"misses {missed}", case.precision
 
 
 def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
@@ -358,8 +365,13 @@ def _answers_words(series: Series) -> str:
         return "the model's answers were not compared"
     if not noise:
         return f"its answers diverge by {fmt.small(divergence)} nats"
+    return _beyond_noise(divergence, noise) or "its answers stay within the model's own noise"
+
+
+def _beyond_noise(divergence: float, noise: float) -> str:
+    """How far the answers are beyond the model's noise; empty if they are within it."""
     if divergence <= _NOISE * noise:
-        return "its answers stay within the model's own noise"
+        return ""
     times = f"{divergence / noise:,.1f} times"
     return f"its answers diverge {times} as far as by the model's own noise"
 
@@ -427,27 +439,35 @@ def weaknesses(report: Report) -> list[str]:
 
 
 def _single_chunks(report: Report) -> Iterator[str]:
-    """A caveat on each group whose longest sequence is no longer than a chunk."""
+    """A caveat on each group whose longest sequence is no longer than a chunk: "40 tokens are no
+    more than one chunk of 64 or 128: no state is passed on, so the dtype of the states is not
+    tested."
+    """
     for group in groups(report):
-        call, longest = group.call, group.seqlen
-        if call and call.kind == "packed":
-            longest = _longest_packed(report)
-        elif isinstance(group.cases[0].task, Generated) or (
-            call and not (call.kind == "chunk" and call.count == 1)
-        ):
-            continue  # of a bench, or it begins with a state
+        longest = _longest_from_zeros(group, report)
         sizes = {case.dims.chunk_size for case in group.cases if case.dims}
         chunks = sorted(size for size in sizes if size is not None)
-        if chunks and longest <= chunks[0]:
-            what = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
-            are = "are" if call is None and longest > 1 else "is"
-            chunk = f"one chunk of {fmt.words(map(str, chunks), 'or')}"
-            untested = "no state is passed on, so the dtype of the states is not tested"
-            yield f"{what} {are} no more than {chunk}: {untested}."
+        if longest is None or not chunks or longest > chunks[0]:
+            continue
+        if group.call:
+            subject = f"A sequence of at most {fmt.tokens(longest)} is"
+        else:
+            subject = f"{group.tokens} {'is' if longest == 1 else 'are'}"
+        chunk = f"one chunk of {fmt.words(map(str, chunks), 'or')}"
+        untested = "no state is passed on, so the dtype of the states is not tested"
+        yield f"{subject} no more than {chunk}: {untested}."
 
 
-def _longest_packed(report: Report) -> int:
-    """A recording without lengths may begin with states."""
+def _longest_from_zeros(group: Group, report: Report) -> int | None:
+    """Tokens of the longest sequence of a group; None in a bench, and if it begins with a state."""
+    call = group.call
+    if isinstance(group.cases[0].task, Generated):
+        return None
+    if call is None or (call.kind == "chunk" and call.count == 1):
+        return group.seqlen
+    if call.kind != "packed":
+        return None
+    # without lengths the most there can be: sequences of such a recording may begin with states
     lengths = [max(prompt.serving.packed, default=0) for prompt in report.prompts]
     return max(lengths, default=0) or LONGEST_SEQLEN
 
@@ -458,9 +478,11 @@ def _of_baselines(report: Report) -> Iterator[str]:
     """
     for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
         worst = max(cases, key=_rms)
-        pair = worst.case_key, worst.implementation
-        rated = [case for case in report.cases if case.rated_against == pair and case.accuracy]
-        # where there is one, the same precision is shown
+        baseline_key = worst.case_key, worst.implementation
+        rated = [
+            case for case in report.cases if case.rated_against == baseline_key and case.accuracy
+        ]
+        # the last case of an implementation stays in `errors`: those of this precision come last
         rated.sort(key=lambda case: case.precision == worst.precision)
         errors = {case.implementation: fmt.small(_rms(case)) for case in rated}
         rated_at = "".join(f", of {name} {error}" for name, error in errors.items())
@@ -475,11 +497,6 @@ def _rms(case: Case) -> float:
     return case.error.rms_ratio
 
 
-def _fails(case: Case) -> bool:
-    """Whether a library fails the run, and so is among its failures."""
-    return case.named and case.failed
-
-
 def _of_libraries(report: Report) -> Iterator[str]:
     """Libraries that were not compared, not timed, or timed although they are inaccurate."""
     yield from (f"Not compared: {reason}" for reason in report.absent)
@@ -488,7 +505,10 @@ def _of_libraries(report: Report) -> Iterator[str]:
         for case in report.cases
         if case.kind == "library" and (case.baseline or isinstance(case.task, Generated))
     ]
-    troubles = (case for case in libraries if case.result != "passed" and not _fails(case))
+    # named ones that failed are among the failures of the run
+    troubles = (
+        case for case in libraries if case.result != "passed" and not (case.named and case.failed)
+    )
     by_reason = grouped(troubles, lambda case: (case.implementation, case.why))
     for (_, reason), cases in by_reason.items():
         yield f"Without a time: {case_words(cases)}: {reason.rstrip('.')}."

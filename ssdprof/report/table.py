@@ -37,6 +37,10 @@ class Table:
     keys: int = 1
     wraps: int | None = None
 
+    def __bool__(self) -> bool:
+        """Whether it has rows: sections leave out a table without any."""
+        return bool(self.rows)
+
     def only(self, columns: Iterable[int]) -> Table:
         """With some of its columns."""
         kept = tuple(columns)
@@ -46,6 +50,12 @@ class Table:
         align = tuple(self.align[column] for column in kept)
         wraps = kept.index(self.wraps) if self.wraps in kept else None
         return replace(self, headers=headers, rows=tuple(rows), align=align, wraps=wraps)
+
+    def without(self, header: str) -> Table:
+        return self.only(column for column, own in enumerate(self.headers) if own != header)
+
+    def without_empty_columns(self) -> Table:
+        return self.only(self.full())
 
     def full(self) -> list[int]:
         """The columns that are not empty."""
@@ -65,8 +75,8 @@ def table(
     keys: int = 1,
     wraps: str = "",
     note: str = "",
-) -> Table | None:
-    """A table of rows; None without rows.
+) -> Table:
+    """A table of rows.
 
     The row with the most cells has all headings in their order; a dash is where another row lacks
     one.  words: headings of columns of text, which begin at the left; numbers end at the right.
@@ -87,20 +97,15 @@ def strings(
     rows: Iterable[Cells],
     texts: Container[int] = (0,),
     **fields: Any,
-) -> Table | None:
-    """A table of columns whose headers may be equal; None without rows.
+) -> Table:
+    """A table of columns whose headers may be equal.
 
     texts: the numbers of the columns of text.  fields: others of a table.
     """
     align: list[Align] = ["left" if column in texts else "right" for column in range(len(headers))]
-    shown = Table(
+    return Table(
         title=title, headers=tuple(headers), rows=tuple(rows), align=tuple(align), **fields
     )
-    return shown if shown.rows else None
-
-
-def without_empty_columns(whole: Table | None) -> Table | None:
-    return whole and whole.only(whole.full())
 
 
 def tone(cell: str) -> str:
@@ -146,7 +151,7 @@ def _precision_words(precisions: Iterable[str]) -> str:
     return "; ".join(f"{kind}, {'/'.join(dtypes)}" for kind, dtypes in states.items())
 
 
-def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table | None:
+def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
     """Names and values; those without a value are left out."""
     return strings(title, headers, (row for row in rows if row[1]), (0, 1), wraps=1)
 
@@ -171,9 +176,7 @@ class Section:
     folded: bool = False
 
 
-def section(
-    title: str, *blocks: Content | None, reading: str = "", folded: bool = False
-) -> Section:
+def section(title: str, *blocks: Content, reading: str = "", folded: bool = False) -> Section:
     """reading: explains the blocks, if there are any."""
     contents = tuple(block for block in blocks if block)
     if contents and reading:

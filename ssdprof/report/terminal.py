@@ -101,7 +101,8 @@ def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
     """Columns of each part that fits, the keys first.  A split table loses empty columns."""
-    widths, keys = _widths(table), range(table.keys)
+    widths = _widths(table)
+    keys = range(table.keys)
     if _taken(widths) <= width:
         return [tuple(range(len(widths)))]
     room = width - sum(widths[key] + _GAP for key in keys)

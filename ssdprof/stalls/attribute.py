@@ -25,14 +25,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ssdprof import operators
-from ssdprof.core.stalls import Line, StallSamples
+from ssdprof.core.stalls import Line, StallSamples, most_first
 from ssdprof.operators.operator import AHEAD, Stages
 from ssdprof.stalls.read import RawKernel, base_name
 
-Number = TypeVar("Number", int, float)
 CALLER = "caller"
 IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
 UNKNOWN = "unknown"
@@ -87,19 +86,14 @@ def attribute(
     return {name: most_first(by_stage[name]) for name in stages}, tuple(lines), from_neighbours
 
 
-def most_first(samples: Mapping[str, Number]) -> dict[str, Number]:
-    """By stall reason, the most frequent one first, without those that have no samples."""
-    by_count = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
-    return {reason: count for reason, count in by_count if count}
-
-
 def is_idle(stage: str) -> bool:
     return stage in (IDLE_WARPS, AHEAD)
 
 
 def _stages(line_stages: Sequence[LineStage]) -> list[str]:
     """The stage of each line: its own, or its neighbour's if it has none."""
-    stages, before = [], ""
+    stages = []
+    before = ""
     for line_stage in line_stages:
         before = line_stage.stage or before
         stages.append(before)
@@ -199,20 +193,6 @@ class LineStage:
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Which lines of a file belong to which stage.
-
-    functions: the stage of each function; None: unknown, then each is a stage of its own name.
-    starts: lines from which on another stage begins, inside their function.
-    waits: lines that wait, with their stage.
-    """
-
-    functions: Mapping[str, str] | None
-    starts: Mapping[int, str] = field(default_factory=dict)
-    waits: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class SourceFile:
     """lines: of every line of a @jit function.  specialized: functions in which some warps have no
     role.
@@ -244,51 +224,61 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list))
     ]
+    stages, starts, waits = _labels(tree, lines, functions)
     if known:
-        labels = Labels(known["stages"], known["starts"])
-    else:
-        labels = _labels_of_file(tree, lines, functions)
+        stages, starts, waits = known["stages"], known["starts"], {}
     line_stages: dict[int, LineStage] = {}
     for node in functions:  # those inside of others come later
-        line_stages |= _line_stages(node, labels, lines)
+        line_stages |= _line_stages(node, lines, stages, starts, waits)
     return SourceFile(
         text=lines,
         lines=line_stages,
         specialized=frozenset(node.name for node in functions if _specializes(node)),
-        labelled=labels.functions is not None or not functions,
+        labelled=stages is not None or not functions,
     )
 
 
-def _labels_of_file(
+def _labels(
     tree: ast.Module, lines: Sequence[str], functions: Sequence[ast.FunctionDef]
-) -> Labels:
-    """From its STAGES, WAITS and marks; a function that STAGES lacks belongs to its caller."""
+) -> tuple[dict[str, str] | None, dict[int, str], dict[int, str]]:
+    """What a file's STAGES, marks and WAITS say: see `_line_stages`.  A function that STAGES lacks
+    belongs to its caller.
+    """
     stages = _table(tree, "STAGES")
     if stages is not None:
         stages = dict.fromkeys((node.name for node in functions), CALLER) | stages
     marks = ((number, _MARK.match(line)) for number, line in enumerate(lines, start=1))
     starts = {number: mark[1] for number, mark in marks if mark}
-    return Labels(stages, starts, _waits(tree, _table(tree, "WAITS") or {}))
+    return stages, starts, _waits(tree, _table(tree, "WAITS") or {})
 
 
 def _line_stages(
-    node: ast.FunctionDef, labels: Labels, lines: Sequence[str]
+    node: ast.FunctionDef,
+    lines: Sequence[str],
+    stages: Mapping[str, str] | None,
+    starts: Mapping[int, str],
+    waits: Mapping[int, str],
 ) -> Iterator[tuple[int, LineStage]]:
-    """The lines of a function with their stages, from its first decorator on."""
+    """The lines of a function with their stages, from its first decorator on.
+
+    stages: of the functions; None: unknown, then each is a stage of its own name.  starts: lines
+    from which on another stage begins, inside their function.  waits: lines that wait, with their
+    stage.
+    """
     body = node.body[0].lineno
     # a mark may stand between the header and the first statement
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
         body -= 1
     stage = node.name
-    if labels.functions is not None:
-        stage = labels.functions.get(node.name, UNKNOWN)
+    if stages is not None:
+        stage = stages.get(node.name, UNKNOWN)
     of_caller = stage == CALLER
     first = min(decorator.lineno for decorator in node.decorator_list)
     for number in range(first, body):
         yield number, LineStage(node.name, header=True)
     for number in _lines(node, start=body):
-        stage = labels.starts.get(number, stage)
-        of_line = None if of_caller else labels.waits.get(number, stage)
+        stage = starts.get(number, stage)
+        of_line = None if of_caller else waits.get(number, stage)
         yield number, LineStage(node.name, of_line)
 
 

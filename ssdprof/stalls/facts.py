@@ -12,9 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ssdprof import __version__, operators
-from ssdprof.core.stalls import CheckResult, KernelStalls, Launched, SelfChecks, StallReport
+from ssdprof.core.stalls import (
+    CheckResult,
+    KernelStalls,
+    Launched,
+    SelfChecks,
+    StallReport,
+    most_first,
+)
 from ssdprof.operators.operator import Stages
-from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle, most_first
+from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
 # field of KernelStalls -> metrics with its value, best first
@@ -111,9 +118,11 @@ def analyse(
 
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     """One launch.  implementation: "": inferred from the kernel's name."""
-    sources, known = SourceFiles(kernel.sources), _stages(kernel)
+    sources = SourceFiles(kernel.sources)
+    known = _stages(kernel)
     stages, lines, from_neighbours = attribute(kernel, sources, known)
-    facts, averages = numbers(kernel), {} if kernel.totals else average(kernel)
+    facts = numbers(kernel)
+    averages = {} if kernel.totals else average(kernel)
     absent = [name for name, value in facts.items() if value in (None, ())]
     if facts["tensor_flops"] == 0:  # then the type of its operands is unknown
         absent.remove("tensor_peak_tflops")
@@ -121,7 +130,8 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         absent.append("stall reasons")
     if not kernel.points:
         absent.append("source lines")
-    count, name = kernel.number(_SAMPLE_COUNT), kernel.function
+    count = kernel.number(_SAMPLE_COUNT)
+    name = kernel.function
     stalls = KernelStalls(
         kernel=name,
         implementation=implementation
@@ -213,7 +223,8 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
     }
     if not kinds:
         return None, None
-    flops, most = sum(kinds.values()), max(kinds, key=kinds.__getitem__)
+    flops = sum(kinds.values())
+    most = max(kinds, key=kinds.__getitem__)
     peak = kernel.number(f"{most}.sum.peak_sustained_elapsed.per_second")
     if peak is None:
         per_cycle = kernel.number(f"{most}.sum.peak_sustained")
@@ -226,7 +237,8 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
 
 def _fp32(kernel: RawKernel) -> float | None:
     """Additions, multiplications and twice the fused ones, by ordinary threads."""
-    cycles, total = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg"), 0.0
+    cycles = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg")
+    total = 0.0
     if cycles is None:
         per_ns = _product(kernel.number("smsp__cycles_elapsed.avg.per_second"), 1e-9)
         cycles = _product(per_ns, kernel.number(*_DURATION))
@@ -246,7 +258,8 @@ def average(kernel: RawKernel) -> dict[str, float]:
     """
     waiting: dict[str, float] = {}
     for name in kernel.metrics:
-        match, value = _AVERAGE.fullmatch(name), kernel.number(name)
+        match = _AVERAGE.fullmatch(name)
+        value = kernel.number(name)
         if match and value:
             reason = CANONICAL.get(match[1], match[1])
             waiting[reason] = waiting.get(reason, 0.0) + value
@@ -271,7 +284,8 @@ def _checks_of_kernel(
     kernel: RawKernel, stalls: KernelStalls, not_recorded: set[str]
 ) -> SelfChecks:
     """What the counters of one kernel say of it, one check after another."""
-    count, dropped = kernel.number(_SAMPLE_COUNT), kernel.number("smsp__pcsamp_dropped_bytes")
+    count = kernel.number(_SAMPLE_COUNT)
+    dropped = kernel.number("smsp__pcsamp_dropped_bytes")
     counted = None if count is None or not kernel.totals else round(count)
     total = sum(kernel.totals.values()) if kernel.points else None
     no_bytes_dropped = None if dropped is None else not dropped
@@ -356,14 +370,11 @@ _FULL_WAVE = 0.8
 # reason -> remedy.  Reasons whose remedy depends on more are in `_advice`.
 ADVICE = {
     "short_scoreboard": "Shared memory, exponentials or shuffles answer too late: issue them "
-    "earlier, have fewer of "
-    "them in the chain, or compute them once for several uses.",
+    "earlier, have fewer of them in the chain, or compute them once for several uses.",
     "barrier": "Warps wait for the slowest of their block: give them equal work, put fewer "
-    "barriers into the loop, or "
-    "let only the warps that share data wait for each other.",
+    "barriers into the loop, or let only the warps that share data wait for each other.",
     "wait": "The chain of dependent instructions is the limit, at a fixed latency each: more "
-    "independent work per warp "
-    "or more warps hide it.",
+    "independent work per warp or more warps hide it.",
     "math_pipe_throttle": "A compute pipe is full here: this is work, and only less work helps.",
     "mio_throttle": (
         "Too many shared-memory, exponential or shuffle instructions at once: wider accesses, or "
@@ -381,8 +392,7 @@ ADVICE = {
     ),
     "sleeping": "Warps sleep while they poll a flag: the warps that set it are late.",
     "dispatch_stall": "The dispatcher holds instructions back, mostly for register-file "
-    "conflicts: this is rarely in a "
-    "kernel's hand.",
+    "conflicts: this is rarely in a kernel's hand.",
     "branch_resolving": "Short loops and branches: unroll, or use predicates.",
     "imc_miss": "Constants miss their cache: fewer kernel arguments in the inner loop.",
     "drain": "Programs end while their stores are still under way: fewer, larger programs.",
@@ -466,7 +476,9 @@ def _global_load(kernel: KernelStalls) -> str:
 
 def _whole(kernel: KernelStalls) -> Iterator[str]:
     """Hints about the whole kernel: spilled registers, occupancy, the last wave of blocks."""
-    waves, occupancy, issue = kernel.waves, kernel.occupancy_pct, kernel.issue_pct
+    waves = kernel.waves
+    occupancy = kernel.occupancy_pct
+    issue = kernel.issue_pct
     if kernel.spill_requests:
         yield (
             f"{kernel.spill_requests:,} loads and stores of spilled registers, at "

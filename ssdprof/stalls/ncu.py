@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ssdprof.core.base import PrecisionName, Record, Text
@@ -42,11 +39,9 @@ _REMEDIES = (
 # tokens are not passed.
 _PASSED = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|LANG|TZ|TERM|CC|CXX|CPATH|VIRTUAL_ENV|LIBRARY_PATH|"
-    r"LD_LIBRARY_PATH|"
-    r"C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|TORCHINDUCTOR|"
-    r"TRITON)_\w*|PYTHON[A-Z]+)"
+    r"LD_LIBRARY_PATH|C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|"
+    r"TORCHINDUCTOR|TRITON)_\w*|PYTHON[A-Z]+)"
 )
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
 
 
 # a pattern in ncu's output -> the message and the hint for the user
@@ -106,8 +101,7 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
     """Run the job without ncu: its launches, and the resources that Triton reports.
 
     It also compiles every kernel, so that this does not happen under ncu.  Raises SsdprofError with
-    the
-    exit code of the failure: BAD_INPUT if the implementation refuses the layer.
+    the exit code of the failure: BAD_INPUT if the implementation refuses the layer.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         launched = Path(folder) / "launched.json"
@@ -131,7 +125,13 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
 
 
 def profile(
-    job: Job, launched: Launched, program: str, report: Path, *, timeout_s: float = TIMEOUT_S
+    job: Job,
+    launched: Launched,
+    program: str,
+    report: Path,
+    *,
+    sections: Sequence[str] = SECTIONS,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Let ncu profile the job's launches into `report`.
 
@@ -140,7 +140,7 @@ def profile(
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         names = [launch.kernel for launch in launched.launches]
         inner = target(job, Path(folder) / "launched.json")
-        words = command(program, report, names, launched.launch_count, inner)
+        words = command(program, report, names, launched.launch_count, inner, sections)
         output = run(words, timeout_s=timeout_s, environ=_environment(job))
     if not report.is_file():
         raise explain(output, 0)
@@ -173,7 +173,12 @@ def find() -> tuple[str, str]:
 
 
 def command(
-    ncu: str, report: Path, kernels: Sequence[str], launches: int, target: Sequence[str]
+    ncu: str,
+    report: Path,
+    kernels: Sequence[str],
+    launches: int,
+    target: Sequence[str],
+    sections: Sequence[str] = SECTIONS,
 ) -> tuple[str, ...]:
     """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into
     `report`.
@@ -183,7 +188,7 @@ def command(
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     options: list[str] = []
-    for section in SECTIONS:
+    for section in sections:
         options += ["--section", section]
     return (
         ncu,
@@ -223,7 +228,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     passed = {
         name: value
         for name, value in environ.items()
-        if _PASSED.fullmatch(name) and not _SECRET.search(name)
+        if _PASSED.fullmatch(name) and not child.SECRET.search(name)
     }
     return passed | {
         "CUDA_INJECTION64_PATH": "none",
@@ -233,34 +238,19 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> str:
-    """Run a command in its own process group; its output, stdout and stderr together.
+    """The output of a command: see `child.run`.
 
     Raises MissingCapabilityError if it fails, with the meaning of its output, or if it takes too
-    long.  In any case, no process of the group is left.
+    long.
     """
-    with subprocess.Popen(
-        command,
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise MissingCapabilityError(
-                f"Profiling took longer than {timeout_s:.0f} s and was stopped.",
-                "Use a shorter --seq, or give it more time with --timeout.",
-            ) from None
-        finally:  # ncu starts the target, and either of them may hang
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if process.returncode != 0 or "==ERROR==" in output:
-        raise explain(output, process.returncode)
+    code, output = child.run(command, timeout_s=timeout_s, environ=environ)
+    if code is None:
+        raise MissingCapabilityError(
+            f"Profiling took longer than {timeout_s:.0f} s and was stopped.",
+            "Use a shorter --seq, or give it more time with --timeout.",
+        )
+    if code != 0 or "==ERROR==" in output:
+        raise explain(output, code)
     return output
 
 

@@ -7,9 +7,9 @@ passes.  FILE gets, as JSON, a `Launched` with the launches of the call, or the 
 exit code of an error.
 
 It also makes the compiler record, for an inlined instruction, the line that has its stage.  An
-instruction has one line
-in a report: that of the innermost function that was inlined there, a helper's or a library's.
-Triton writes the chain of calls into its PTX as a comment, which ptxas drops:
+instruction has one line in a report: that of the innermost function that was inlined there, a
+helper's or a library's.  Triton writes the chain of calls into its PTX as a comment, which ptxas
+drops:
 
     .loc 3 382 10    // role_scores.py:82:10 @[ role_scores.py:64:17 @[ hopper_kernel.py:161:45 ] ]
 
@@ -52,7 +52,8 @@ DEVICE = "cuda"
 
 def main() -> None:
     """Make the call of the job twice: to compile and tune everything, and for ncu."""
-    job, out = ncu.Job.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+    job = ncu.Job.model_validate_json(sys.argv[1])
+    out = Path(sys.argv[2])
     install()
     if job.tuned:
         use_file(job.tuned)

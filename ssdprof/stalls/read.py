@@ -14,7 +14,6 @@ import json
 import math
 import os
 import struct
-import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -145,25 +144,16 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
         out = Path(folder) / "kernels.json"
         command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
         environ = os.environ | child.search_path()
-        try:
-            ended = subprocess.run(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN) from error
-        if ended.returncode == _NOT_INSTALLED:
+        code, output = child.run(command, timeout_s=_TIMEOUT_S, environ=environ)
+        if code is None:
+            raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN)
+        if code == _NOT_INSTALLED:
             raise MissingCapabilityError(
                 "The ncu-report package, which reads ncu's files, is not installed.",
                 "pip install ncu-report",
             )
-        if ended.returncode != 0:
-            words = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            how = how_ended(ended.returncode) if ended.returncode < 0 else "".join(words)
+        if code != 0:
+            how = how_ended(code) if code < 0 else "".join(output.strip().splitlines()[-1:])
             raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
         return KERNELS.validate_json(out.read_bytes())
 
@@ -196,7 +186,8 @@ def _header(content: bytes, at: int) -> tuple[bytes, int]:
 
 def _payload_size(header: bytes) -> int:
     """Field 5 of the block header, a protocol buffer."""
-    at, size = 0, 0
+    at = 0
+    size = 0
     while at < len(header):
         key, at = _varint(header, at)
         value, at = _varint(header, at)  # a number, or the length of the following bytes
@@ -212,7 +203,8 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
     while True:
         byte = content[at]
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        at += 1
+        shift += 7
         if byte < 0x80:
             return value, at
 

@@ -85,7 +85,6 @@ class Writer:
         lines, line = _lines(Path(file.name)) if file else ([], None)
         self.folder, self.earlier = folder, _joined(lines)
         line = line or ProcessLine(process=uuid4().hex[:8])
-        self._clocks = line.clocks
         cases = tuple(self.earlier.values())
         self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
         self._file = file
@@ -125,11 +124,11 @@ class Writer:
             self.update(captured=(*self.report.first.captured, layer))
 
     def update(self, **fields: Any) -> None:
-        """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds,
-        steps, left_out.
+        """Fields of the process's line (`ProcessLine`): ceilings, peak_bytes, seconds, steps,
+        left_out; clocks: the latest reading.
         """
-        if (clocks := fields.get("clocks")) and self._clocks:
-            fields["clocks"] = self._clocks.until(clocks)
+        if (before := self.report.first.clocks) and "clocks" in fields:
+            fields["clocks"] = before.until(fields["clocks"] or before)
         line = ProcessLine(**(self.report.first.own | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:
@@ -161,8 +160,9 @@ class Writer:
             self.update(doubts=doubts)
 
     def peaked(self, size: int) -> None:
-        """The peak of this process's GPU memory so far is `size` bytes."""
-        self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
+        """The peak of this process's GPU memory so far is `size` bytes; 0: no GPU is used."""
+        if size:
+            self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
     def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
         """Heads of a layer by how long they remember, unless they are known."""
@@ -189,14 +189,17 @@ def check_folder(out: Path | None) -> None:
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
         with locked(file, *_TAKEN):
             pass
-    if out and (out / HEADER).exists():
+    if out and header_of(out).exists():
         _refuse_complete(out)
 
 
 def _refuse_complete(folder: Path) -> Report:
-    """The interrupted report.  Raises BadInputError for one that is complete."""
-    report = _folder(folder)
-    if report.complete or _document(folder / HEADER).cases:
+    """The interrupted report.  Raises BadInputError for one that is complete, and for a document,
+    which would be read instead of what is written.
+    """
+    header = header_of(folder)
+    is_document = header.name == DOCUMENT or _document(header).cases
+    if is_document or (report := _folder(folder)).complete:
         raise BadInputError(f"{folder} holds a run already.", "Name another folder with --out.")
     return report
 
@@ -298,7 +301,7 @@ def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
 
 def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
     """Write the header.  Raises BadInputError if there is one of another request."""
-    if (path / HEADER).exists():
+    if header_of(path).exists():
         _refuse_another(path, header, sources())
         return
     for stale in path.glob("cases.[0-9]*.jsonl"):
@@ -400,7 +403,8 @@ def _note_end(writer: Writer, error: BaseException) -> str:
     report = writer.report
     if not (writer.folder / HEADER).is_file():
         return "What was done could not be kept."
-    cases, answers = len(report.of_calls) + len(report.of_prefill), len(report.of_answers)
+    answers = len(report.of_answers)
+    cases = len(report.cases) - answers
     of = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
     parts = [plural(cases, "case") + of] if cases or not answers else []
     parts += [f"{plural(answers, 'case')} of answers"] if answers else []

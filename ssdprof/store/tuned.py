@@ -15,6 +15,9 @@ from ssdprof.core.tuned import TUNED_VERSION, TunedCalls, TunedConfig, TunedConf
 from ssdprof.core.words import plural
 from ssdprof.environment import machine
 from ssdprof.environment.machine import installed_version, kernels_hash
+from ssdprof.errors import SsdprofError
+
+_AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
 
 
 def folder() -> Path:
@@ -36,19 +39,19 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        document = files.read_json(file)
-        version = document.get("version") if isinstance(document, dict) else None
-        if version not in (None, TUNED_VERSION):
-            return None, f"{file} has version {version}; this ssdprof reads {TUNED_VERSION}"
-        saved = TunedConfigs.model_validate(document)
-        for config in saved.configs:
-            operators.get(config.operator).tunable.config(
-                str(config.calls["kernel"]), config.settings
-            )
-    except (OSError, ValueError) as error:
-        return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
+        saved = files.read_stored(file, _checked, TUNED_VERSION, _AGAIN)
+    except SsdprofError as error:
+        return None, error.message.rstrip(".")
     why = _why_stale(saved, gpu)
     return (None, why) if why else (saved, "")
+
+
+def _checked(document: object) -> TunedConfigs:
+    """Raises ValueError unless each configuration is one of its kernel."""
+    saved = TunedConfigs.model_validate(document)
+    for config in saved.configs:
+        operators.get(config.operator).tunable.config(str(config.calls["kernel"]), config.settings)
+    return saved
 
 
 def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) -> Path:
@@ -105,8 +108,6 @@ def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
 
 
 # --- in use
-
-_AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
 
 
 def use_saved(say: Callable[[str], None]) -> Path | None:

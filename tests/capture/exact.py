@@ -2,11 +2,14 @@
 results.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tiny_models
 import torch
+from torch import Tensor
 
+from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.layers import CapturedLayer, capture_layers
 from ssdprof.core.target import LayerRef, Serving
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -18,31 +21,32 @@ FP32_ROUNDING = 5e-5  # of the largest value: a few hundred roundings through th
 
 def capture(
     name: str,
-    ids: torch.Tensor,
+    ids: Tensor,
     serving: Serving = Serving(),  # noqa: B008
     segment_length: int | None = None,
     *,
     model: Any = None,
     layers: tuple[LayerRef, ...] | None = None,
-    **options: Any,
+    on_layer: Callable[[CapturedLayer], object] | None = None,
+    host_budget_bytes: int | None = None,
 ) -> tuple[list[CapturedLayer], int]:
-    """The captured calls, and how often the operators were called.
+    """The captured calls, unless on_layer takes them, and how often the operators were called.
 
     model: with its head; None: the shared one.  layers, segment_length: None: all.
     """
-    found: list[CapturedLayer] = []
+    captured = []
     model = tiny_models.shared(name) if model is None else model
-    layers = tiny_models.layer_refs(name) if layers is None else layers
-    options = {
-        "on_layer": found.append,
-        "head": lambda hidden: hidden @ model.get_output_embeddings().weight.T,
-    } | options
-    length = segment_length or ids.shape[1]
-    ref = tiny_models.checkpoint_ref(name)
-    calls = capture_layers(
-        model.base_model, ids, layers, ref=ref, segment_length=length, serving=serving, **options
+    prompt = PromptRun(
+        model.base_model,
+        ids.to(model.device),
+        serving.chunk or segment_length or ids.shape[1],
+        name,
+        tiny_models.layer_refs(name) if layers is None else layers,
+        serving,
+        lambda hidden: hidden @ model.get_output_embeddings().weight.T,
     )
-    return found, calls
+    calls = capture_layers(prompt, on_layer or captured.append, host_budget_bytes=host_budget_bytes)
+    return captured, calls
 
 
 def oracle(inputs: Any) -> Any:
@@ -52,6 +56,7 @@ def oracle(inputs: Any) -> Any:
     return recurrence(inputs, torch.float64)
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Largest deviation, relative to the largest value."""
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+    deviation = (actual.double() - expected.double()).abs().max()
+    return float(deviation / expected.double().abs().max())

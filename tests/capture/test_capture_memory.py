@@ -17,12 +17,12 @@ from ssdprof.environment.machine import free_memory, host_memory
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_capture_bytes_are_those_of_the_captured_tensors(name: str) -> None:
     model = tiny_models.shared(name).base_model
-    found, _ = capture(name, tiny_models.prompt(50), model=model)
+    captured, _ = capture(name, tiny_models.prompt(50), model=model)
     sizes = [
-        sum(t.numel() * t.element_size() for t in one.inputs.tensors.values() if t.ndim > 2) // 50
-        for one in found
+        sum(t.numel() * t.element_size() for t in layer.inputs.tensors.values() if t.ndim > 2) // 50
+        for layer in captured
     ]
-    assert sizes == [capture_bytes_per_token(site) for site in find_mixers(model)]
+    assert sizes == [capture_bytes_per_token(mixer) for mixer in find_mixers(model)]
 
 
 def test_free_memory_of_the_host() -> None:

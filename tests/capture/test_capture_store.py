@@ -97,7 +97,6 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
     for layer, record in zip(layers, manifest.layers, strict=True):
         again = read(record)
         assert (again.layer, again.remark) == (layer.layer, layer.remark)
-        assert again.model_strides == layer.model_strides
         assert type(again.inputs) is type(layer.inputs)
         for argument, tensor in layer.inputs.tensors.items():
             other = again.inputs.tensors[argument]
@@ -163,8 +162,8 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
     count = itertools.count(1)
 
     def dies(change: Any) -> Any:
-        return lambda *given, **options: (
-            os._exit(9) if next(count) == at else change(*given, **options)
+        return lambda *arguments, **options: (
+            os._exit(9) if next(count) == at else change(*arguments, **options)
         )
 
     if (child := os.fork()) == 0:
@@ -187,7 +186,8 @@ def flip(at: int, of: str = "") -> Callable[[Path], object]:
     """A bit of a byte, or of one in the middle of a tensor."""
 
     def change(file: Path) -> None:
-        content, place = bytearray(file.read_bytes()), at
+        content = bytearray(file.read_bytes())
+        place = at
         if of:
             header = 8 + int.from_bytes(content[:8], "little")
             place = header + sum(json.loads(content[8:header])[of]["data_offsets"]) // 2
@@ -244,11 +244,7 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: s
             lambda layer: layer.update(seqlen=1),
             r"manifest\.json is damaged: .*: it does not have 1 tokens",
         ),
-        (
-            lambda layer: layer["tensors"]["x"].update(model_strides=[-1] * 4),
-            "is damaged at .*model_strides",
-        ),
-        (lambda layer: layer["tensors"]["x"].update(model_strides=[1]), "is damaged at .*x"),
+        (lambda layer: layer["tensors"]["x"].update(shape=[-1] * 4), "is damaged at .*shape"),
         (
             lambda layer: layer["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]),
             "x does not have the shape or dtype",
@@ -277,8 +273,8 @@ def test_a_changed_entry_of_the_manifest(
     ("content", "words"),
     [
         *(
-            (json.dumps({"version": one, "checkpoint": 1}).encode(), f"has version {one}; this")
-            for one in (0, 5, None, "1")
+            (json.dumps({"version": v, "checkpoint": 1}).encode(), f"has version {v}; this")
+            for v in (0, 5, None, "1")
         ),
         (b"[]", "holds no JSON object"),
         (b"{", "is not valid JSON"),
@@ -313,17 +309,17 @@ def denied(*_: object) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_a_folder_is_judged_before_a_model_is_loaded(
+def test_a_folder_is_refused_before_a_model_is_loaded(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BadInputError, match="holds a complete capture"):
         check_folder(stored, overwrite=False)
     check_folder(stored, overwrite=True)
-    (stored / "theirs").mkdir()
-    (stored / "theirs" / MANIFEST).write_text('{"name": "an app"}')
+    (stored / "another_program").mkdir()
+    (stored / "another_program" / MANIFEST).write_text('{"name": "an app"}')
     for overwrite in (False, True):
         with pytest.raises(BadInputError, match="is not the manifest of a capture"):
-            check_folder(stored / "theirs", overwrite=overwrite)
+            check_folder(stored / "another_program", overwrite=overwrite)
     check_folder(stored / "new" / "folder", overwrite=False)
     (stored / "file").write_text("")
     with pytest.raises(BadInputError, match="file/inside cannot be made: a file is in its place"):
@@ -369,7 +365,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]) 
     ]
 
 
-def _write_until_told(folder: Path, connection: Any) -> None:
+def _write_until_stopped(folder: Path, connection: Any) -> None:
     with writer(folder):
         connection.send("writing")
         connection.recv()
@@ -377,18 +373,18 @@ def _write_until_told(folder: Path, connection: Any) -> None:
 
 def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    other = context.Process(target=_write_until_told, args=(tmp_path, theirs))
+    connection, of_writer = context.Pipe()
+    other = context.Process(target=_write_until_stopped, args=(tmp_path, of_writer))
     other.start()
     try:
-        assert ours.recv() == "writing"
+        assert connection.recv() == "writing"
         with (
             pytest.raises(BadInputError, match="Another capture is being written to"),
             writer(tmp_path),
         ):
             pass
     finally:
-        ours.send("stop")
+        connection.send("stop")
         other.join()
     with writer(tmp_path, overwrite=True) as out:  # the lock ended with its process
         out.add(mamba2[0])
@@ -399,7 +395,8 @@ def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
-    ref, refs = tiny_models.checkpoint_ref("mamba2"), tiny_models.layer_refs("mamba2")
+    ref = tiny_models.checkpoint_ref("mamba2")
+    refs = tiny_models.layer_refs("mamba2")
     ref = ref.model_copy(update={"repo_id": "org/name", "revision": "a" * 40})
     folder = default_folder(ref, [prompt()], refs)
     assert folder == default_folder(ref, [prompt()], refs)

@@ -2,14 +2,12 @@
 restored.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, gated_norms, norm_form
 from ssdprof.capture.forward import prefill
@@ -17,21 +15,21 @@ from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.kernels import UnsupportedError
 
 
-def logits(model: Any, segment: int = 40) -> torch.Tensor:
+def logits(model: Any, segment: int = 40) -> Tensor:
     return prefill(model, tiny_models.prompt(40), segment)
 
 
 @pytest.mark.parametrize("name", [*tiny_models.SSD, *tiny_models.GDN])
 @pytest.mark.parametrize("segment", [pytest.param(40, marks=pytest.mark.slow), 16])
-def test_every_family_answers_alike(name: str, segment: int) -> None:
+def test_logits_of_every_family_stay_the_same(name: str, segment: int) -> None:
     model = tiny_models.shared(name)
     bundled = ConvAndNorm(find_mixers(model))
     assert bundled.left_to_model == ()
     before = logits(model, segment)
     with bundled.installed():
-        ours = logits(model, segment)
-    assert not torch.equal(ours, before)  # sums in another order: our kernels ran
-    assert float((ours - before).abs().max() / before.abs().max()) < 1e-4
+        replaced = logits(model, segment)
+    assert not torch.equal(replaced, before)  # sums in another order: our kernels ran
+    assert float((replaced - before).abs().max() / before.abs().max()) < 1e-4
     assert torch.equal(logits(model, segment), before)
 
 
@@ -45,9 +43,9 @@ def test_every_family_answers_alike(name: str, segment: int) -> None:
 )
 def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]) -> None:
     (norm,) = gated_norms(find_mixers(tiny_models.shared(name))[0])
-    found = norm_form(norm)
-    assert found is not None
-    assert (found["group_size"], found["norm_first"]) == form
+    options = norm_form(norm)
+    assert options is not None
+    assert (options["group_size"], options["norm_first"]) == form
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
@@ -65,7 +63,7 @@ class Sigmoid(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(128))
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         return nn.functional.rms_norm(hidden_states, (128,)) * torch.sigmoid(gate)
 
 
@@ -86,19 +84,20 @@ def test_another_norm_is_left_to_the_model_and_named() -> None:
 def test_the_model_is_restored_whatever_ends_the_context() -> None:
     model = tiny_models.shared("mamba2")
     sites = find_mixers(model)
-    own = sites[0].namespace[CONVOLUTION]
+    before = sites[0].namespace[CONVOLUTION]
     installed = ConvAndNorm(sites).installed()
     installed.__enter__()
-    assert sites[0].namespace[CONVOLUTION] is not own
+    assert sites[0].namespace[CONVOLUTION] is not before
     error = KeyboardInterrupt()
     assert not installed.__exit__(KeyboardInterrupt, error, None)
-    assert sites[0].namespace[CONVOLUTION] is own
+    assert sites[0].namespace[CONVOLUTION] is before
     assert "forward" not in vars(sites[0].module.norm)
 
 
 def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
     sites = find_mixers(tiny_models.shared("mamba2"))
-    x, weight = torch.zeros(1, 8, 4), torch.zeros(8, 4)
+    x = torch.zeros(1, 8, 4)
+    weight = torch.zeros(8, 4)
     with ConvAndNorm(sites).installed():
         convolve = sites[0].namespace[CONVOLUTION]
         with pytest.raises(UnsupportedError, match="no gelu"):
@@ -108,9 +107,9 @@ def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
         assert convolve(x, weight, None, activation="silu", seq_idx=None).shape == x.shape
 
 
-def test_a_form_is_no_guess() -> None:
+def test_the_form_comes_from_a_probe_and_not_from_a_name() -> None:
     """The group width of a norm comes from probing the module, not from its name."""
     (norm,) = gated_norms(find_mixers(tiny_models.build("mamba2"))[0])
     norm.group_size = 32  # this also changes the module's output
-    found = norm_form(norm)
-    assert found == {"group_size": 32, "norm_first": False, "eps": norm.variance_epsilon}
+    form = norm_form(norm)
+    assert form == {"group_size": 32, "norm_first": False, "eps": norm.variance_epsilon}

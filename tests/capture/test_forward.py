@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from torch import Tensor
 
 from ssdprof.capture import forward
 from ssdprof.capture.forward import (
@@ -41,7 +42,7 @@ def test_split(seqlen: int, segment_length: int, segments: list[tuple[int, int]]
     assert split_prompt(seqlen, segment_length) == segments
 
 
-def run(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
+def run(model: Any, ids: Tensor, segment_length: int) -> Tensor:
     with intercept(find_mixers(model), lambda call: call.replacement()):
         return prefill(model, ids, segment_length)
 
@@ -51,7 +52,8 @@ def test_the_last_segment_ends_as_the_whole_prompt_does(name: str) -> None:
     model = tiny_models.shared(name).base_model
     ids = tiny_models.prompt(90, batch=2)
     implementation = model.config._attn_implementation
-    whole, last = run(model, ids, 90), run(model, ids, 40)
+    whole = run(model, ids, 90)
+    last = run(model, ids, 40)
     assert last.shape[1] == 10
     assert float((whole[:, -10:] - last).abs().max() / whole.abs().max()) < FP32_ROUNDING
     assert model.config._attn_implementation == implementation
@@ -91,10 +93,8 @@ def test_a_model_with_attention_makes_its_own_cache() -> None:
 LENGTH = 70
 
 
-def hidden(model: Any, segment_length: int) -> torch.Tensor:
-    prompt = PromptRun(
-        model.base_model, tiny_models.prompt(LENGTH), segment_length, find_mixers(model), "tiny"
-    )
+def hidden(model: Any, segment_length: int) -> Tensor:
+    prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, "tiny")
     return hidden_states(
         prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original()
     )
@@ -107,8 +107,8 @@ def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
         assert model.config.logits_scaling == 1.0
     with torch.no_grad():
         whole = model(tiny_models.prompt(LENGTH), use_cache=False).logits
-    found = hidden(model, LENGTH)
-    blocks = torch.cat([logits(model, block) for block in found.split(32, dim=1)], dim=1)
+    states = hidden(model, LENGTH)
+    blocks = torch.cat([logits(model, block) for block in states.split(32, dim=1)], dim=1)
     torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-5)
     assert "forward" not in vars(model.base_model)
     with torch.no_grad():
@@ -118,23 +118,24 @@ def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
 def test_scaled_logits_are_scaled() -> None:
     scaled = tiny_models.build("granitemoehybrid")
     scaled.config.logits_scaling = 6.0
-    found = hidden(scaled, LENGTH)
-    plain, shapes = tiny_models.shared("granitemoehybrid"), list[Any]()
+    states = hidden(scaled, LENGTH)
+    plain = tiny_models.shared("granitemoehybrid")
+    shapes = []
     scaled.register_forward_pre_hook(
-        lambda *given: shapes.append(given[2]["input_ids"].shape), with_kwargs=True
+        lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
     )
-    torch.testing.assert_close(6 * logits(scaled, found), logits(plain, found))
+    torch.testing.assert_close(6 * logits(scaled, states), logits(plain, states))
     assert shapes == [(1, LENGTH)]
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 @pytest.mark.parametrize("segment_length", [40, 32])
 def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int) -> None:
-    model: Any = tiny_models.shared(name)
+    model = tiny_models.shared(name)
     ids = tiny_models.prompt(40)
     tokens = greedy(model, ids, 4, segment_length)
     text = torch.cat([ids, torch.tensor([tokens])], dim=1)
     with torch.no_grad():
-        found = model(text, use_cache=False).logits[0, 39:-1]
-    margins = found.max(-1).values - found.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        scores = model(text, use_cache=False).logits[0, 39:-1]
+    margins = scores.max(-1).values - scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert float(margins.max()) < 1e-4

@@ -261,7 +261,7 @@ def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(
     [
         {
             "tokenizer_class": "OurTokenizer",
-            "auto_map": {"AutoTokenizer": ["ours.OurTokenizer", None]},
+            "auto_map": {"AutoTokenizer": ["custom.OurTokenizer", None]},
         },
         None,
     ],
@@ -270,7 +270,7 @@ def test_tokenizer_json_alone_is_enough_and_no_remote_code_runs(
     tokenizer_folder: Path, tmp_path: Path, settings: dict[str, object] | None
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
-    (tmp_path / "ours.py").write_text("raise SystemExit('remote code ran')\n")
+    (tmp_path / "custom.py").write_text("raise SystemExit('remote code ran')\n")
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert build_prompt(tmp_path, 100)[0].equal(build_prompt(tokenizer_folder, 100)[0])
@@ -315,6 +315,12 @@ def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_p
     ids, prompt = build_prompt(tokenizer_folder, 60, kind="file", file=file, batch=5)
     assert len({tuple(row) for row in ids.tolist()}) == 5
     assert "5 pieces of it that overlap" in prompt.source
+
+
+def test_random_tokens_take_no_room_for_their_vocabulary() -> None:
+    ids, _ = build_prompt(None, 100, kind="random", vocab_size=10**12)
+    assert int(ids.max()) < 10**12
+    assert len(set(ids[0].tolist())) == 100
 
 
 def test_a_batch_of_random_tokens(tokenizer_folder: Path) -> None:

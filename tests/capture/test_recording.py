@@ -9,13 +9,14 @@ uses the last and the first.
 import json
 import math
 import shutil
-import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from capture.recordings import gdn_call, record
 from command_line import Answer, ending, passing
 from safetensors.torch import save_file
 
@@ -38,8 +39,7 @@ PREFILL = "chunk_gated_delta_rule"
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
-    with tarfile.open(Path(__file__).parent / "flashinfer.tar.xz") as archive:
-        archive.extractall(tmp_path / "dump", filter="data")
+    shutil.unpack_archive(Path(__file__).parent / "flashinfer.tar.xz", tmp_path / "dump")
     return tmp_path / "dump"
 
 
@@ -50,15 +50,26 @@ def call(dump: Path, number: int) -> Path:
 def edit(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file = place / "metadata.jsonl"
     first, last = file.read_text().splitlines()
-    said = json.loads(last)
-    change(said)
-    file.write_text(f"{first}\n{json.dumps(said)}\n")
+    metadata = json.loads(last)
+    change(metadata)
+    file.write_text(f"{first}\n{json.dumps(metadata)}\n")
 
 
 def repack(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    found = torch.load(file, weights_only=True)
-    change(found)
-    torch.save(found, file)
+    tensors = torch.load(file, weights_only=True)
+    change(tensors)
+    torch.save(tensors, file)
+
+
+def ssd_call(length: int) -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.randn(1, length, 4, 8),
+        "dt": torch.rand(1, length, 4),
+        "A": -torch.rand(4),
+        "B": torch.randn(1, length, 1, 16),
+        "C": torch.randn(1, length, 1, 16),
+        "D": torch.rand(4),
+    }
 
 
 def close(layer: CapturedLayer) -> bool:
@@ -66,17 +77,17 @@ def close(layer: CapturedLayer) -> bool:
     assert layer.served
     exact = gdn_recurrence(layer.inputs)
     return all(
-        float((one - other).norm() / other.norm()) < 5e-3
-        for one, other in zip(layer.served, exact, strict=True)
+        float((actual - expected).norm() / expected.norm()) < 5e-3
+        for actual, expected in zip(layer.served, exact, strict=True)
     )
 
 
 def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump: Path) -> None:
-    found = open_recording(dump, "flashinfer")
-    assert found.left_out == "Left out: 2 calls of a warm-up."
-    assert [len(one) for one in found.passes] == [2, 1]
-    layers = list(found.layers())
-    assert [(one.layer.index, str(one.call), one.inputs.length) for one in layers] == [
+    recorded = open_recording(dump, "flashinfer")
+    assert recorded.left_out == "Left out: 2 calls of a warm-up."
+    assert [len(calls) for calls in recorded.passes] == [2, 1]
+    layers = list(recorded.layers())
+    assert [(layer.layer.index, str(layer.call), layer.inputs.length) for layer in layers] == [
         (0, "in 1 packed sequence, pass 1 of 2", 40),
         (1, "in 1 packed sequence, pass 1 of 2", 40),
         (0, "in 2 packed sequences, pass 2 of 2", 33),
@@ -89,8 +100,8 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     assert layers[-1].served
     for sequence, slot in enumerate(slots):
         assert torch.equal(layers[-1].served[1][sequence], pool[slot].mT)
-    given = torch.load(call(dump, 3) / "inputs.pt", weights_only=True)
-    assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), given["kwarg_g"].log().exp())
+    stored_inputs = torch.load(call(dump, 3) / "inputs.pt", weights_only=True)
+    assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), stored_inputs["kwarg_g"].log().exp())
     assert not layers[0].inputs.scalars["use_qk_l2norm"]
     # stored and read again, bit for bit
     answer = passing("capture", "--from", "flashinfer", str(dump), "--out", "captures")
@@ -100,8 +111,8 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     for layer, stored in zip(layers, manifest.layers, strict=True):
         again = read_layer(Path("captures"), stored)
         assert all(
-            torch.equal(one, again.inputs.tensors[name])
-            for name, one in layer.inputs.tensors.items()
+            torch.equal(tensor, again.inputs.tensors[name])
+            for name, tensor in layer.inputs.tensors.items()
         )
         assert again.served
         assert layer.served
@@ -123,31 +134,26 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
 def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]) -> None:
     *_, last = open_recording(dump, "flashinfer").layers()
     assert last.served
-    found = {}
-    for name, output in (("right", last.served), ("wrong", plant(*last.served, last.inputs))):
-        candidate = Candidate(output=output, precision=Precision(), name=name)
-        found[name] = "; ".join(
-            one.reason for one in compare(last.inputs, {name: candidate})[name] if one.reason
-        )
-    assert not found["right"]
-    assert found["wrong"]
+    outputs = {"right": last.served, "wrong": plant(*last.served, last.inputs)}
+    candidates = {
+        name: Candidate(output=output, precision=Precision(), name=name)
+        for name, output in outputs.items()
+    }
+    compared = compare(last.inputs, candidates)
+    assert not any(accuracy.reason for accuracy in compared["right"])
+    assert any(accuracy.reason for accuracy in compared["wrong"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
-def test_what_a_server_computed_is_judged(dump: Path, wrong: bool) -> None:
+def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong: bool) -> None:
     """A pool that is read with V and K exchanged is one of the faults that servers had."""
     if wrong:
         repack(
             call(dump, 7) / "outputs.pt",
-            lambda found: found.update(result_1=found["result_1"].mT.contiguous()),
+            lambda tensors: tensors.update(result_1=tensors["result_1"].mT.contiguous()),
         )
-    assert (
-        Answer(
-            "capture", "--from", "flashinfer", str(dump), "--out", "captures", "--layers", "0"
-        ).code
-        == 0
-    )
+    passing("capture", "--from", "flashinfer", str(dump), "--out", "captures", "--layers", "0")
     answer = Answer("run", "captures", "--dtypes", "exact", "--out", "run")
     _, report = reports.load("run")
     served = {case.seqlen: case.result for case in report.cases if case.implementation == "served"}
@@ -160,39 +166,38 @@ def test_what_a_server_computed_is_judged(dump: Path, wrong: bool) -> None:
 
 
 def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Path) -> None:
-    def renamed(said: dict[str, Any]) -> None:
-        said["input_metadata"]["arg_5"] = 0.5  # scale, positional
-        said["input_metadata"]["kwarg_use_qk_l2norm_in_kernel"] = True
+    def renamed(metadata: dict[str, Any]) -> None:
+        metadata["input_metadata"]["arg_5"] = 0.5  # scale, positional
+        metadata["input_metadata"]["kwarg_use_qk_l2norm_in_kernel"] = True
 
     edit(call(dump, 3), renamed)
+    scalars = next(open_recording(dump, "flashinfer").layers()).inputs.scalars
+    assert (scalars["scale"], scalars["use_qk_l2norm"]) == (0.5, True)
+
+
+@pytest.mark.parametrize(("decay", "logarithm"), [(0.0, -math.inf), (1.0, 0.0)])
+def test_decays_become_logarithms(dump: Path, decay: float, logarithm: float) -> None:
+    repack(call(dump, 3) / "inputs.pt", lambda tensors: tensors["kwarg_g"].fill_(decay))
     layer = next(open_recording(dump, "flashinfer").layers())
-    given = layer.inputs.scalars
-    assert (given["scale"], given["use_qk_l2norm"]) == (0.5, True)
+    assert set(layer.inputs.tensors["g"].flatten().tolist()) == {logarithm}
 
 
-@pytest.mark.parametrize("numbers", [(0.0, -math.inf), (1.0, 0.0)])
-def test_decays_become_logarithms(dump: Path, numbers: tuple[float, float]) -> None:
-    repack(call(dump, 3) / "inputs.pt", lambda found: found["kwarg_g"].fill_(numbers[0]))
-    layer = next(open_recording(dump, "flashinfer").layers())
-    assert set(layer.inputs.tensors["g"].flatten().tolist()) == {numbers[1]}
-
-
-def test_calls_of_other_functions_in_graphs_and_without_outputs_are_told(dump: Path) -> None:
+def test_calls_of_other_functions_in_graphs_and_without_outputs_are_counted(dump: Path) -> None:
     for number, (name, graph) in enumerate([("trtllm_attention", False), (PREFILL, True)], 8):
         place = dump / f"20261127_000000_000_pid609_{name}_call{number:04d}"
         shutil.copytree(call(dump, 7), place)
         edit(
             place,
-            lambda said, name=name, graph=graph: said.update(
+            lambda metadata, name=name, graph=graph: metadata.update(
                 function_name=name, graph_capture=graph
             ),
         )
     (call(dump, 7) / "outputs.pt").unlink()
-    found = open_recording(dump, "flashinfer")
-    assert found.left_out == (
+    recorded = open_recording(dump, "flashinfer")
+    assert recorded.left_out == (
         "Left out: 1 call inside CUDA graphs, 1 call of trtllm_attention and 2 calls of a warm-up."
     )
-    *_, last = found.layers()
+    *_, last = recorded.layers()
     assert last.served is None
     assert last.remark == "No output of recorded layer 0 was recorded in pass 2."
 
@@ -201,14 +206,14 @@ def test_every_process_has_its_own_passes(dump: Path) -> None:
     for number in (1, 2, 3, 4):
         place = dump / f"other_call{number:04d}"
         shutil.copytree(call(dump, number), place)
-        edit(place, lambda said: said.update(process_id=610))
-    found = open_recording(dump, "flashinfer")
-    assert [[one.process for one in each] for each in found.passes] == [
+        edit(place, lambda metadata: metadata.update(process_id=610))
+    recorded = open_recording(dump, "flashinfer")
+    assert [[call.process for _, call in calls] for calls in recorded.passes] == [
         ["609"] * 2,
         ["609"],
         ["610"] * 2,
     ]
-    assert found.left_out == "Left out: 4 calls of a warm-up."
+    assert recorded.left_out == "Left out: 4 calls of a warm-up."
 
 
 def truncated(file: Path) -> None:
@@ -226,7 +231,7 @@ def with_code(file: Path) -> None:
 
 
 def states_of_another_slot(file: Path) -> None:
-    repack(file, lambda found: found["kwarg_state_indices"].fill_(3))
+    repack(file, lambda tensors: tensors["kwarg_state_indices"].fill_(3))
 
 
 @pytest.mark.parametrize(
@@ -236,36 +241,40 @@ def states_of_another_slot(file: Path) -> None:
         (flipped, "call0007 cannot be used: the checksum of"),
         (with_code, "call0007 cannot be used"),
         (Path.unlink, "call0007 cannot be used: it has no inputs.pt"),
-        (states_of_another_slot, "state_indices names slots outside of a pool of 3"),
+        (states_of_another_slot, "slots are named outside of a pool of 3"),
         (
-            lambda file: repack(file, lambda found: found.pop("kwarg_cu_seqlens")),
+            lambda file: repack(file, lambda tensors: tensors.pop("kwarg_cu_seqlens")),
             "cannot be used: KeyError: 'cu_seq",
         ),
         (
-            lambda file: repack(file, lambda found: found["kwarg_cu_seqlens"].fill_(34)),
+            lambda file: repack(file, lambda tensors: tensors["kwarg_cu_seqlens"].fill_(34)),
             "cu_seqlens must rise from 0",
         ),
         (
-            lambda file: repack(file, lambda found: found["kwarg_g"].neg_()),
+            lambda file: repack(file, lambda tensors: tensors["kwarg_g"].neg_()),
             "g is not a decay between 0 and 1",
         ),
         (
-            lambda file: repack(file, lambda found: found.update(arg_1=found["arg_1"][:, :, 1:])),
+            lambda file: repack(
+                file, lambda tensors: tensors.update(arg_1=tensors["arg_1"][:, :, 1:])
+            ),
             "k must have shape",
         ),
         (lambda file: torch.save([1], file), "inputs.pt holds no table of tensors"),
         (lambda file: truncated(file.parent / "outputs.pt"), "call0007 cannot be used"),
         (
-            lambda file: edit(file.parent, lambda said: said.pop("tensor_details")),
-            "is not what FlashInfer's recorder",
+            lambda file: edit(file.parent, lambda metadata: metadata.pop("tensor_details")),
+            "metadata.jsonl cannot be used: KeyError: 'tensor_details'",
         ),
         (
-            lambda file: edit(file.parent, lambda said: said.update(function_signature="(q)")),
-            "is not what FlashInfer",
+            lambda file: edit(
+                file.parent, lambda metadata: metadata.update(function_signature="(q)")
+            ),
+            "metadata.jsonl cannot be used",
         ),
         (
             lambda file: (file.parent / "metadata.jsonl").write_text("{"),
-            "is not what FlashInfer's recorder writes",
+            "metadata.jsonl cannot be used",
         ),
     ],
 )
@@ -275,7 +284,7 @@ def test_a_damaged_recording_is_refused(
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
-    assert "docs/serving.md" in answer.err
+    assert "docs/from-a-server.md" in answer.err
     assert "internal" not in answer.err
 
 
@@ -290,77 +299,86 @@ def test_huge_foreign_and_empty_recordings_are_refused(
             open_recording(Path(name), "flashinfer")
         assert Answer("capture", "--from", "safetensors", name).code == 2
     for number in (1, 2, 3, 4, 7):
-        edit(call(dump, number), lambda said: said.update(graph_capture=True))
+        edit(call(dump, number), lambda metadata: metadata.update(graph_capture=True))
     with pytest.raises(
         BadInputError, match=r"no call that can be replayed.  Left out: 5 calls inside CUDA graphs"
     ):
         open_recording(dump, "flashinfer")
-    answer = Answer("capture", "--from", "flashinfer", str(dump), "--seq", "16")
-    assert (answer.code, "seqlens cannot be given" in answer.err) == (2, True)
+    answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--seq", "16")
+    assert "seqlens cannot be given" in answer.err
     for number in (1, 2, 3, 4, 7):
-        edit(call(dump, number), lambda said: said.update(graph_capture=False))
+        edit(call(dump, number), lambda metadata: metadata.update(graph_capture=False))
     monkeypatch.setattr(recording, "host_memory", lambda: 1 << 17)
     with pytest.raises(MissingCapabilityError, match=r"which main memory of .* cannot hold twice"):
         list(open_recording(dump, "flashinfer").layers())
-    answer = ending(3, "capture", "--from", "flashinfer", str(dump), "--out", "huge")
-
-
-def record(folder: Path, operator: str, *calls: dict[str, torch.Tensor], **arguments: Any) -> Path:
-    """A folder in the generic form, of two processes."""
-    folder.mkdir()
-    (folder / MANIFEST).write_text(
-        json.dumps({"operator": operator, "source": "mine", "arguments": arguments})
-    )
-    for process in (10, 9):
-        for number, one in enumerate(calls):
-            save_file(
-                {name: tensor.contiguous() for name, tensor in one.items()},
-                folder / f"{process}_{number:06d}.safetensors",
-            )
-    return folder
-
-
-def gdn(length: int, *bounds: int) -> dict[str, torch.Tensor]:
-    packed = {"cu_seqlens": torch.tensor(bounds)} if bounds else {}
-    count = max(1, len(bounds) - 1)
-    given = {
-        "q": torch.randn(1, length, 1, 16),
-        "k": torch.randn(1, length, 1, 16),
-        "v": torch.randn(1, length, 2, 8),
-        "g": -torch.rand(1, length, 2),
-        "beta": torch.rand(1, length, 2),
-        "initial_state": torch.randn(count, 2, 16, 8),
-        **packed,
-    }
-    out, final_states = gdn_recurrence(GDNInputs(**given, use_qk_l2norm=True))
-    return {**given, "out": out.float(), "final_states": final_states.float()}
+    ending(3, "capture", "--from", "flashinfer", str(dump), "--out", "huge")
 
 
 def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
-    passes = [gdn(70), gdn(70), gdn(12, 0, 5, 5, 12), gdn(12, 0, 5, 5, 12), gdn(9), gdn(9)]
-    found = open_recording(
-        record(tmp_path / "r", "gdn", *passes, use_qk_l2norm=True), "safetensors"
-    )
-    assert (found.ref.model_type, len(found.ref.layers), len(found.passes)) == (
-        "recorded by mine",
-        2,
-        6,
-    )
-    assert all(map(close, found.layers()))
-    assert [one.inputs.sequences for one in found.layers("1")] == [1, 3, 1] * 2
-    ssd = {
-        "x": torch.randn(1, 7, 4, 8),
-        "dt": torch.rand(1, 7, 4),
-        "A": -torch.rand(4),
-        "B": torch.randn(1, 7, 1, 16),
-        "C": torch.randn(1, 7, 1, 16),
-        "D": torch.rand(4),
-    }
-    folder = record(tmp_path / "s", "ssd", ssd, chunk_size=64, dt_softplus=True)
-    one, _ = open_recording(folder, "safetensors").layers()
+    states = torch.randn(3, 2, 16, 8)
+    shapes: list[tuple[int, tuple[int, ...]]] = [(70, ()), (12, (0, 5, 5, 12)), (9, ())]
+    passes = [
+        gdn_call(length, bounds, states[: max(1, len(bounds) - 1)])
+        for length, bounds in shapes
+        for _ in range(2)
+    ]
+    recorded = open_recording(record(tmp_path / "r", "gdn", passes), "safetensors")
+    assert recorded.ref.model_type == "recorded by mine"
+    assert (len(recorded.ref.layers), len(recorded.passes)) == (2, 6)
+    assert all(map(close, recorded.layers()))
+    assert [layer.inputs.sequences for layer in recorded.layers("1")] == [1, 3, 1] * 2
+    ssd = ssd_call(7)
+    folder = record(tmp_path / "s", "ssd", [ssd], chunk_size=64, dt_softplus=True)
+    first, _ = open_recording(folder, "safetensors").layers()
     expected = SSDInputs(**ssd, chunk_size=64, dt_softplus=True)
-    assert torch.equal(ssd_recurrence(one.inputs)[0], ssd_recurrence(expected)[0])
-    assert one.served is None
+    assert torch.equal(ssd_recurrence(first.inputs)[0], ssd_recurrence(expected)[0])
+    assert first.served is None
+
+
+def test_layers_without_names_are_counted_for_each_operator(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    for number, operator in enumerate(("gdn", "ssd", "gdn") * 2):
+        length = 9 + number // 3
+        call = {"operator": operator, "source": "mine"}
+        tensors = gdn_call(length) if operator == "gdn" else ssd_call(length)
+        file = folder / f"1_{number:06d}.safetensors"
+        save_file(tensors, file, {"call": json.dumps(call)})
+    recorded = open_recording(folder, "safetensors")
+    layers = [(layer.index, layer.operator) for layer in recorded.ref.layers]
+    assert layers == [(0, "gdn"), (1, "gdn"), (2, "ssd")]
+    for layer in recorded.layers():
+        assert layer.inputs.operator == layer.layer.operator
+
+
+def verification(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Drafted tokens of sequences, and the state after each."""
+    bounds = [0, *accumulate(lengths)]
+    call = gdn_call(bounds[-1], bounds, torch.randn(len(lengths), 2, 16, 8))
+    states = []
+    for row, (start, end) in enumerate(pairwise(bounds)):
+        for stop in range(start + 1, end + 1):
+            tokens = {name: call[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")}
+            initial = call["initial_state"][row : row + 1]
+            states.append(gdn_recurrence(GDNInputs(**tokens, initial_state=initial))[1].float())
+    return call | {"final_states": torch.cat(states)}
+
+
+def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path: Path) -> None:
+    """Kernels that return final states alone are refused for others only, in a sentence."""
+    calls = [verification((3, 3, 3)), verification((1, 2))]
+    record(tmp_path / "r", "gdn", calls, (1,), state_every=1)
+    passing("capture", "--from", "safetensors", "r", "--out", "captures")
+    chosen = ("--impl", "fused,recurrent", "--dtypes", "exact")
+    answer = ending(1, "run", "captures", *chosen, "--out", "run")
+    _, report = reports.load("run")
+    sizes = {(case.batch, case.seqlen) for case in report.cases}
+    assert sizes == {(3, 3), (1, 3)}
+    refused = [case for case in report.cases if case.result != "passed"]
+    assert {(case.batch, case.status) for case in refused} == {(1, "refused")}
+    names = {case.implementation for case in report.cases}
+    assert names == {"unfused", "fused", "recurrent", "served"}
+    assert "sequences have different numbers" in answer.shown
 
 
 @pytest.mark.parametrize(
@@ -378,6 +396,12 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
             "'chunk'",
         ),
         (
+            lambda folder: (folder / MANIFEST).write_text(
+                '{"operator": "gdn", "arguments": {"scale": NaN}}'
+            ),
+            "scale is nan",
+        ),
+        (
             lambda folder: truncated(folder / "9_000001.safetensors"),
             "9_000001.safetensors cannot be used",
         ),
@@ -387,18 +411,18 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
         ),
         (
             lambda folder: save_file(
-                {**gdn(9), "gate": torch.ones(1)}, folder / "9_000001.safetensors"
+                {**gdn_call(9), "gate": torch.ones(1)}, folder / "9_000001.safetensors"
             ),
             "'gate'",
         ),
         (
             lambda folder: save_file(
-                {**gdn(9), "out": torch.ones(1, 9, 2, 7)}, folder / "9_000001.safetensors"
+                {**gdn_call(9), "out": torch.ones(1, 9, 2, 7)}, folder / "9_000001.safetensors"
             ),
             "out is (1, 9, 2, 7), not (1, 9, 2, 8)",
         ),
         (
-            lambda folder: [one.unlink() for one in folder.glob("*.safetensors")],
+            lambda folder: [file.unlink() for file in folder.glob("*.safetensors")],
             "holds no call that can be replayed",
         ),
     ],
@@ -406,7 +430,7 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_refused(
     tmp_path: Path, damage: Callable[[Path], object], words: str
 ) -> None:
-    folder = record(tmp_path / "r", "gdn", gdn(9), gdn(9))
+    folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
     answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")
     assert words in answer.err

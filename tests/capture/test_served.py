@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -15,22 +14,14 @@ from ssdprof.capture import store
 from ssdprof.capture.layers import packed
 from ssdprof.core.target import Prompt, Serving
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.gdn.inputs import GDNInputs
 
 LENGTH = 50
 NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
 
 
-def state_of(inputs: Any) -> torch.Tensor | None:
-    state: torch.Tensor | None = (
-        inputs.initial_state if isinstance(inputs, GDNInputs) else inputs.initial_states
-    )
-    return state
-
-
-def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
-    assert one.shape == other.shape
-    assert difference(one, other) < FP32_ROUNDING
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert difference(actual, expected) < FP32_ROUNDING
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,28 +32,23 @@ def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
     layers = tiny_models.layer_refs(name)
     assert calls == 4 * len(layers)
     assert len(chunks) == 4 * len(layers)
-    for one in whole:
-        own = [chunk for chunk in chunks if chunk.layer == one.layer]
-        assert [chunk.call.number for chunk in own if chunk.call] == [1, 2, 3, 4]
-        assert {chunk.call.count for chunk in own if chunk.call} == {4}
-        assert [next(iter(chunk.inputs.tensors.values())).shape[1] for chunk in own] == [
-            16,
-            16,
-            16,
-            2,
-        ]
-        assert state_of(own[0].inputs) is None
-        out, state = oracle(one.inputs)
-        together, last = [], None
-        for chunk in own:
-            if last is not None:
-                began = state_of(chunk.inputs)
-                assert began is not None
-                assert_close(began, last)
-            piece, last = oracle(chunk.inputs)
-            together.append(piece)
-        assert_close(torch.cat(together, 1), out)
-        assert_close(last, state)
+    for captured in whole:
+        pieces = []
+        state = None
+        of_layer = [chunk for chunk in chunks if chunk.layer == captured.layer]
+        assert [chunk.inputs.length for chunk in of_layer] == [16, 16, 16, 2]
+        for number, chunk in enumerate(of_layer, 1):
+            assert chunk.call
+            assert (chunk.call.number, chunk.call.count) == (number, 4)
+            if state is None:
+                assert chunk.inputs.initial is None
+            else:
+                assert_close(chunk.inputs.initial, state)
+            out, state = oracle(chunk.inputs)
+            pieces.append(out)
+        expected, final_state = oracle(captured.inputs)
+        assert_close(torch.cat(pieces, 1), expected)
+        assert_close(state, final_state)
 
 
 def test_a_last_chunk_of_one_token_joins_the_one_before() -> None:
@@ -77,25 +63,24 @@ def test_a_last_chunk_of_one_token_joins_the_one_before() -> None:
 def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
     lengths = (20, 1, 29)
     ids = tiny_models.prompt(LENGTH)
-    found, calls = capture(name, ids, Serving(packed=lengths), segment_length)
+    packs, calls = capture(name, ids, Serving(packed=lengths), segment_length)
     assert calls == (3 if segment_length == LENGTH else 3 + 1 + 4) * len(
         tiny_models.layer_refs(name)
     )
-    alone = [capture(name, one, Serving(), segment_length)[0] for one in ids.split(lengths, 1)]
-    for number, one in enumerate(found):
-        assert one.inputs.cu_seqlens.tolist() == [0, 20, 21, 50]
-        assert one.call is not None
-        assert (one.call.kind, one.call.sequences, one.call.prompt_seqlen) == ("packed", 3, LENGTH)
-        assert "went through the model one by one" in one.remark
-        binding = operators.get(one.inputs.operator).binding
-        for argument in (*binding.views, *binding.per_position):
-            if argument in one.inputs.tensors:
-                together = torch.cat(
-                    [layers[number].inputs.tensors[argument] for layers in alone], 1
-                )
-                assert torch.equal(one.inputs.tensors[argument], together)
-        outs = torch.cat([oracle(layers[number].inputs)[0] for layers in alone], 1)
-        assert_close(oracle(one.inputs)[0], outs)
+    alone = [capture(name, row, Serving(), segment_length)[0] for row in ids.split(lengths, 1)]
+    for number, pack in enumerate(packs):
+        assert pack.inputs.cu_seqlens.tolist() == [0, 20, 21, 50]
+        assert pack.call is not None
+        call = pack.call
+        assert (call.kind, call.sequences, call.prompt_seqlen) == ("packed", 3, LENGTH)
+        assert "went through the model one by one" in pack.remark
+        binding = operators.get(pack.inputs.operator).binding
+        sequences = [layers[number].inputs for layers in alone]
+        for argument in pack.inputs.tensors.keys() & {*binding.views, *binding.per_position}:
+            together = torch.cat([inputs.tensors[argument] for inputs in sequences], 1)
+            assert torch.equal(pack.inputs.tensors[argument], together)
+        outs = torch.cat([oracle(inputs)[0] for inputs in sequences], 1)
+        assert_close(oracle(pack.inputs)[0], outs)
 
 
 @pytest.mark.usefixtures("registries_of_its_own")
@@ -107,12 +92,7 @@ def test_inputs_without_sequence_bounds_cannot_be_packed() -> None:
     assert "--batch" in raised.value.hint
 
 
-@pytest.mark.parametrize(
-    "serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"]
-)
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path) -> None:
-    found, _ = capture(name, tiny_models.prompt(LENGTH), serving)
+def writer_of(folder: Path, name: str, serving: Serving) -> store.CaptureWriter:
     prompt = Prompt(
         kind="random",
         source="ids",
@@ -122,17 +102,24 @@ def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: 
         serving=serving,
     )
     ref = tiny_models.checkpoint_ref(name)
-    with store.CaptureWriter(
-        tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH
-    ) as writer:
-        for captured in found:
+    return store.CaptureWriter(folder, checkpoint=ref, prompts=[prompt], segment_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    "serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"]
+)
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path) -> None:
+    calls, _ = capture(name, tiny_models.prompt(LENGTH), serving)
+    with writer_of(tmp_path, name, serving) as writer:
+        for captured in calls:
             writer.add(captured)
         with pytest.raises(ValueError, match="is in the manifest already"):
-            writer.add(found[0])
+            writer.add(calls[0])
     manifest, load = store.load(tmp_path)
-    assert manifest.prompts == (prompt,)
-    assert len({stored.file for stored in manifest.layers}) == len(found)
-    for stored, captured in zip(manifest.layers, found, strict=True):
+    assert manifest.prompts == writer.manifest.prompts
+    assert len({stored.file for stored in manifest.layers}) == len(calls)
+    for stored, captured in zip(manifest.layers, calls, strict=True):
         read = load(stored)
         assert (read.layer, read.call, read.remark) == (
             captured.layer,
@@ -150,13 +137,10 @@ def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: 
 def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
     name: str, bounds: list[int], tmp_path: Path
 ) -> None:
-    (first, *_), _ = capture(name, tiny_models.prompt(LENGTH), Serving(packed=(20, 30)))
-    prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=LENGTH, token_sha256="")
+    serving = Serving(packed=(20, 30))
+    (first, *_), _ = capture(name, tiny_models.prompt(LENGTH), serving)
     wrong = replace(first, inputs=replace(first.inputs, cu_seqlens=torch.tensor(bounds)))
-    ref = tiny_models.checkpoint_ref(name)
-    with store.CaptureWriter(
-        tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH
-    ) as writer:
+    with writer_of(tmp_path, name, serving) as writer:
         stored = writer.add(wrong)
     with pytest.raises(BadInputError, match=f"cu_seqlens must rise from 0 to {LENGTH}"):
         store.load(tmp_path)[1](stored)
@@ -186,9 +170,9 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
         # with an initial state, as for a chunk
         inputs = replace(inputs, **dict.fromkeys(state_field, states))
         out, states = oracle(inputs)
-    own = operator.first_rank(inputs, ranks)
+    of_rank = operator.first_rank(inputs, ranks)
     heads = out.shape[2] // ranks
-    rank_out, rank_states = oracle(own)
+    rank_out, rank_states = oracle(of_rank)
     assert torch.equal(rank_out, out[:, :, :heads])
     assert torch.equal(rank_states, states[:, :heads])
 

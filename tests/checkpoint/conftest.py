@@ -1,7 +1,6 @@
 """A hub on localhost with a fresh cache, and tiny checkpoints to publish on it."""
 
-from __future__ import annotations
-
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,15 @@ from minihub import MiniHub
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ssdprof.checkpoint import meta
+
 SaveTiny = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def _patient_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused field is found however busy the machine is."""
+    monkeypatch.setattr(meta, "SEARCH_S", math.inf)
 
 
 @pytest.fixture

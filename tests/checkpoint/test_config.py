@@ -1,7 +1,5 @@
 """config.json -> layers and sizes, or a refusal with its reason; and the config of a cut model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -87,8 +85,8 @@ def opened(tmp_path: Path) -> Open:
 
 def refusal(opened: Open, config: dict[str, Any]) -> str:
     with pytest.raises(BadInputError) as caught:
-        found = opened(config)
-        found.sizes(found.layers[0])
+        model = opened(config)
+        model.sizes(model.layers[0])
     assert caught.value.exit_code == ExitCode.BAD_INPUT
     assert caught.value.hint
     return f"{caught.value.message} {caught.value.hint}"
@@ -97,11 +95,11 @@ def refusal(opened: Open, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> None:
     model = tiny_models.shared(name)
-    found = opened(model.config.to_dict())
-    assert tuple(layer.index for layer in found.layers) == tiny_models.OPERATOR_LAYERS[name]
-    assert found.layer_count == model.config.num_hidden_layers
-    for layer in found.layers:
-        sizes = found.sizes(layer)
+    checkpoint = opened(model.config.to_dict())
+    assert tuple(layer.index for layer in checkpoint.layers) == tiny_models.OPERATOR_LAYERS[name]
+    assert checkpoint.layer_count == model.config.num_hidden_layers
+    for layer in checkpoint.layers:
+        sizes = checkpoint.sizes(layer)
         assert (
             gates(model.get_submodule(layer.name))
             == sizes["nheads" if layer.operator == "ssd" else "value_heads"]
@@ -123,10 +121,10 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> Non
 def test_published_configs(
     opened: Open, config: dict[str, Any], layers: int, of: int, words: str
 ) -> None:
-    found = opened(config)
+    model = opened(config)
     # a known type needs no remote code
-    assert found.ref.model_type in ("mamba2", config.get("model_type"))
-    assert (len(found.layers), found.layer_count, found.size_words(found.layers[-1])) == (
+    assert model.ref.model_type in ("mamba2", config.get("model_type"))
+    assert (len(model.layers), model.layer_count, model.size_words(model.layers[-1])) == (
         layers,
         of,
         words,
@@ -167,15 +165,15 @@ def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, 
     text = tiny_models.shared(inner).config.to_dict()
     tower = {"model_type": "vit", "num_hidden_layers": 2}
     config = {"model_type": outer, "vision_config": tower, key: text, "audio_config": tower}
-    found = opened({"model_type": outer, "outer_config": config} if outer == "unheard" else config)
-    assert tuple(layer.index for layer in found.layers) == tiny_models.OPERATOR_LAYERS[inner]
-    assert found.layers[0].name.startswith("model.language_model.layers.0.")
-    assert found.ref.model_type == outer
+    model = opened({"model_type": outer, "outer_config": config} if outer == "unheard" else config)
+    assert tuple(layer.index for layer in model.layers) == tiny_models.OPERATOR_LAYERS[inner]
+    assert model.layers[0].name.startswith("model.language_model.layers.0.")
+    assert model.ref.model_type == outer
 
 
 def test_a_type_of_transformers_outside_of_the_table(opened: Open) -> None:
-    found = opened(CONFIG_MAPPING["lara_mini"](num_hidden_layers=3).to_dict())
-    assert {layer.operator for layer in found.layers} == {"gdn"}
+    model = opened(CONFIG_MAPPING["lara_mini"](num_hidden_layers=3).to_dict())
+    assert {layer.operator for layer in model.layers} == {"gdn"}
 
 
 # --- refusals
@@ -295,7 +293,7 @@ NEMOTRON = {
     "time_step_limit": None,
 }
 BAMBA_6 = {**BAMBA, "num_hidden_layers": 6, "attn_layer_indices": [1, 3, 4]}
-ZAMBA2: dict[str, Any] = {"model_type": "zamba2", "hybrid_layer_ids": [6, 12, 18]}
+ZAMBA2 = {"model_type": "zamba2", "hybrid_layer_ids": [6, 12, 18]}
 QWEN3_5_FP8 = {
     "model_type": "qwen3_5",
     "dtype": "bfloat16",
@@ -343,13 +341,12 @@ QWEN3_5_FP8 = {
 def test_every_key_that_counts_layers_is_cut(
     opened: Open, config: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    found = opened(config).cut_config(3)
-    assert {key: found[key] for key in expected} == expected
-    found.pop("quantization_config", None)  # there are no weights
-    assert opened(found).layer_count == 3
+    cut = opened(config).cut_config(3)
+    assert {key: cut[key] for key in expected} == expected
+    assert opened(cut).layer_count == 3
 
 
-def test_what_is_left_out_and_what_is_added(opened: Open) -> None:
+def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path: Path) -> None:
     text = QWEN3_5_FP8["text_config"]
     assert "vision_config" not in opened(
         {**QWEN3_5_FP8, "text_config": {**text, "vision_config": {}}}
@@ -357,11 +354,13 @@ def test_what_is_left_out_and_what_is_added(opened: Open) -> None:
     nemotron = opened(NEMOTRON).cut_config(2)
     assert "auto_map" not in nemotron
     assert "time_step_limit" not in nemotron  # no limit on dt is said by leaving it out
-    found = opened(QWEN3_5_FP8).cut_config(2)  # FP8 weights are decoded on every machine
-    assert found["quantization_config"] == {
+    codes = torch.ones(8, dtype=torch.uint8)
+    save_file({"model.layers.0.in_proj.weight": codes}, tmp_path / "model.safetensors")
+    config = opened(QWEN3_5_FP8).load_config(2, "bfloat16")
+    assert config["quantization_config"] == {  # is decoded on every machine
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
         "dequantize": True,
     }
-    assert found["dtype"] == "bfloat16"
+    assert config["dtype"] == "bfloat16"
     assert "dequantize" not in QWEN3_5_FP8["quantization_config"]

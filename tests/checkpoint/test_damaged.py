@@ -2,8 +2,6 @@
 random.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint.folders import edit_json
 
+from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint.load import fetch, fetch_tokenizer, load_model
@@ -26,12 +26,11 @@ def error_of(folder: Path) -> BadInputError:
     """What a user sees, up to the first operator's inputs."""
     with pytest.raises(BadInputError) as caught:
         located = open_model(str(folder))
-        layers, tokenizer = located.ref.layers[:1], fetch_tokenizer(located)
+        layers = located.ref.layers[:1]
+        tokenizer = fetch_tokenizer(located)
         ids, _ = build_prompt(tokenizer and tokenizer.folder, 8)
         model = load_model(fetch(located, deepest_layer=layers[0].index), device="cpu")
-        capture_layers(
-            model, ids, layers, ref=located.ref, segment_length=8, on_layer=lambda _: None
-        )
+        capture_layers(PromptRun(model, ids, 8, located.model_type, layers), lambda _: None)
     return caught.value
 
 
@@ -42,8 +41,7 @@ def demo(tmp_path: Path) -> Path:
 
 def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
     """The error for a model with some keys of a file changed."""
-    content = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(content | changes))
+    edit_json(folder / file, **changes)
     return error_of(folder)
 
 
@@ -57,7 +55,11 @@ def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
             "'model.layers.0.mamba.conv1d.weight' is (512, 1, 4) in the file and (512, 1, 3)",
         ),
         ({"layer_types": ["mamba"]}, "must be equal to the number of `layer_types` (1)"),
-        ({"mamba_d_head": None}, "Class validation error for validator 'validate_architecture'"),
+        ({"mamba_d_head": None}, "the config of demo: unsupported operand type(s) for *"),
+        (
+            {"layer_types": ["mamba"] * 4 + ["x"]},
+            "the config of demo: The `layer_types` entries must be in the known ones but got [",
+        ),
         ({"dtype": 7}, "'int' object has no attribute"),
         ({"model_type": "unheard"}, "of type 'unheard'"),
         ({"model_type": []}, "of type []"),

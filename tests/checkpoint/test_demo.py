@@ -142,12 +142,12 @@ def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
     demo: str, loaded: tuple[Any, dict[str, Any]]
 ) -> None:
     held_out = text.held_out()[:SLICE]
-    ours = bits_per_byte.model_bits_per_byte(loaded[0], held_out)
+    bits = bits_per_byte.model_bits_per_byte(loaded[0], held_out)
     bigram = bits_per_byte.best_bigram_bits_per_byte(text.training(), held_out)
-    assert ours < bigram - 1
+    assert bits < bigram - 1
     for document, row in documents(demo):
         assert stated(document, f"{row}first 16,384 bytes") == pytest.approx(
-            [ours, bigram], abs=0.002
+            [bits, bigram], abs=0.002
         )
 
 
@@ -166,17 +166,15 @@ def test_the_operator_used_in_training_is_that_of_transformers() -> None:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    x, dt, B, C = (
-        normal(2, 192, 4, 8),
-        normal(2, 192, 4),
-        normal(2, 192, 1, 16),
-        normal(2, 192, 1, 16),
-    )
+    x = normal(2, 192, 4, 8)
+    dt = normal(2, 192, 4)
+    B = normal(2, 192, 1, 16)
+    C = normal(2, 192, 1, 16)
     parameters = {"D": normal(4), "dt_bias": normal(4)}
     A = -normal(4).exp()
-    theirs = modeling.mamba2_chunk_scan(
+    expected = modeling.mamba2_chunk_scan(
         x, dt, A, B, C, chunk_size=32, dt_softplus=True, **parameters
     )
     torch.testing.assert_close(
-        train_demo.ssd(x, dt, A, B, C, **parameters), theirs, rtol=1e-4, atol=1e-4
+        train_demo.ssd(x, dt, A, B, C, **parameters), expected, rtol=1e-4, atol=1e-4
     )

@@ -1,7 +1,5 @@
 """The model without weights: its mixers, and a place for each part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,19 @@ import tiny_models
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
+from capture.exact import capture
 from torch import nn
 
-from ssdprof.capture.forward import PromptRun, cache_name, logits
-from ssdprof.capture.layers import CapturedLayer, capture_layers
-from ssdprof.checkpoint.devices import DeviceMap, infer, largest_streamed, weights_by_device
-from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.capture.forward import PromptRun, cache_name
+from ssdprof.capture.layers import CapturedLayer
+from ssdprof.checkpoint.load import (
+    DeviceMap,
+    fetch,
+    infer_devices,
+    largest_streamed,
+    load_model,
+    weights_by_device,
+)
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.core.target import LayerRef, Serving
@@ -35,7 +40,7 @@ def test_every_mixer_is_found(name: str) -> None:
 
 
 def test_mixers_that_no_capture_can_name_are_refused() -> None:
-    first, second, _ = (one.module for one in find_mixers(tiny_models.shared("mamba2")))
+    first, second, _ = (mixer.module for mixer in find_mixers(tiny_models.shared("mamba2")))
     layer = nn.ModuleDict({"first": first, "second": second})
     for model, words in (
         (
@@ -50,15 +55,15 @@ def test_mixers_that_no_capture_can_name_are_refused() -> None:
 
 
 def test_a_layer_of_another_operator_is_refused() -> None:
-    sites = find_mixers(tiny_models.shared("granitemoehybrid"))
-    attention = LayerRef(index=2, name="model.layers.2.mamba", operator="ssd")
-    with pytest.raises(
-        BadInputError, match=r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"
+    model = tiny_models.shared("granitemoehybrid")
+    ids = tiny_models.prompt(2)
+    for index, operator, words in (
+        (2, "ssd", r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"),
+        (1, "gdn", "Layer 1 .* has ssd, not gdn"),
     ):
-        PromptRun(None, None, 1, sites, "granitemoehybrid", (attention,)).wanted  # noqa: B018
-    gdn = LayerRef(index=1, name="model.layers.1.linear_attn", operator="gdn")
-    with pytest.raises(BadInputError, match=r"Layer 1 .* has ssd, not gdn"):
-        PromptRun(None, None, 1, sites, "granitemoehybrid", (gdn,)).wanted  # noqa: B018
+        layer = LayerRef(index=index, name="layer", operator=operator)
+        with pytest.raises(BadInputError, match=words):
+            PromptRun(model, ids, 2, "granitemoehybrid", (layer,)).wanted  # noqa: B018
 
 
 # --- places: the place of each weight, and the same bits in the model's output
@@ -69,31 +74,12 @@ CPU = torch.device("cpu")
 MIXTURES = ("granitemoehybrid", "qwen3_next", "nemotron_h")
 
 
-def captured(
-    model: Any, name: str, segment_length: int, **options: Any
-) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    found: list[tuple[str, dict[str, torch.Tensor]]] = []
-
-    def keep(layer: CapturedLayer) -> None:
-        found.append((f"{layer.layer.index} {layer.call}", layer.inputs.tensors))
-
-    capture_layers(
-        model.base_model,
-        tiny_models.prompt(70),
-        tiny_models.layer_refs(name),
-        ref=tiny_models.checkpoint_ref(name),
-        segment_length=segment_length,
-        on_layer=keep,
-        **options,
-    )
-    return found
-
-
-def check_same(found: list[tuple[str, dict[str, torch.Tensor]]], expected: list[Any]) -> None:
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+def check_same(actual: list[CapturedLayer], expected: list[CapturedLayer]) -> None:
+    for layer, other in zip(actual, expected, strict=True):
+        assert (layer.layer, layer.call) == (other.layer, other.call)
+        assert layer.inputs.tensors.keys() == other.inputs.tensors.keys()
+        for name, tensor in other.inputs.tensors.items():
+            assert torch.equal(layer.inputs.tensors[name], tensor)
 
 
 def some_room(located: Model) -> tuple[Any, DeviceMap]:
@@ -103,7 +89,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
     model = located.cut_on_meta()
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
-    mapped = infer(model, {"cpu": room, "disk": 0})
+    mapped = infer_devices(model, {"cpu": room, "disk": 0})
     assert mapped is not None
     return model, mapped
 
@@ -119,7 +105,12 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     whole = load_model(local, device="cpu")
     streamed = load_model(local, device="cpu", device_map=mapped)
     assert any(parameter.is_meta for parameter in streamed.parameters())
-    check_same(captured(streamed, name, segment_length), captured(whole, name, segment_length))
+    ids = tiny_models.prompt(70)
+    on_disk, in_memory = (
+        capture(name, ids, segment_length=segment_length, model=model)[0]
+        for model in (streamed, whole)
+    )
+    check_same(on_disk, in_memory)
     assert any(parameter.is_meta for parameter in streamed.parameters())
 
 
@@ -139,23 +130,17 @@ def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(
         if child != "layers"
     }
     places |= {child: CPU for child, _ in offloaded.named_children() if child != base}
-    places |= {f"{base}.layers.{index}": "cpu" for index in range(local.depth)}
+    places |= {f"{base}.layers.{index}": "cpu" for index in range(len(offloaded.base_model.layers))}
     dispatch_model(
         offloaded, places, main_device=CPU, skip_keys=offloaded._skip_keys_device_placement
     )
     assert any(parameter.is_meta for parameter in offloaded.parameters())
-    found, expected = (
-        captured(
-            model,
-            name,
-            70,
-            serving=Serving(decode=2),
-            head=lambda hidden, model=model: logits(model, hidden),
-        )
+    streamed, expected = (
+        capture(name, tiny_models.prompt(70), Serving(decode=2), model=model)[0]
         for model in (offloaded, whole)
     )
-    assert len(found) == 3 * len(tiny_models.layer_refs(name))
-    check_same(found, expected)
+    assert len(streamed) == 3 * len(tiny_models.layer_refs(name))
+    check_same(streamed, expected)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
@@ -172,12 +157,17 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
     assert sent[0]["another_name"] is sent[1] is cache
 
 
-def test_what_lies_where(saved: Saved) -> None:
+def layers_of(model: Any, mapped: DeviceMap | None) -> dict[int | str, int]:
+    assert mapped is not None
+    return {device: held.layers for device, held in weights_by_device(model, mapped).items()}
+
+
+def test_what_each_device_holds(saved: Saved) -> None:
     located = open_model(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
-    found = weights_by_device(model, mapped)
-    assert {place: held.layers for place, held in found.items()} == {"cpu": 2, "disk": 2}
-    assert sum(held.bytes for held in found.values()) == located.weight_bytes()
+    by_device = weights_by_device(model, mapped)
+    assert layers_of(model, mapped) == {"cpu": 2, "disk": 2}
+    assert sum(held.bytes for held in by_device.values()) == located.weight_bytes()
     layer, module = largest_streamed(model, mapped, "cpu")
     assert layer == max(sum(p.nbytes for p in model.layers[index].parameters()) for index in (2, 3))
     experts = model.layers[3].block_sparse_moe.experts
@@ -189,19 +179,11 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     model, _ = some_room(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
-    both = infer(model, {0: first, 1: 2**30})
-    assert both is not None
-    assert {place: held.layers for place, held in weights_by_device(model, both).items()} == {
-        0: 1,
-        1: 3,
-    }
+    both = infer_devices(model, {0: first, 1: 2**30})
+    assert layers_of(model, both) == {0: 1, 1: 3}
     assert largest_streamed(model, both, 0) == (0, 0)
-    memory = infer(model, {0: first, "cpu": 2**30})
-    assert memory is not None
-    assert {place: held.layers for place, held in weights_by_device(model, memory).items()} == {
-        0: 1,
-        "cpu": 3,
-    }
+    memory = infer_devices(model, {0: first, "cpu": 2**30})
+    assert layers_of(model, memory) == {0: 1, "cpu": 3}
     assert largest_streamed(model, memory, 0)[0] == max(sizes[1:])
 
 
@@ -210,4 +192,4 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
 )
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
     model = open_model(str(saved("granitemoehybrid"))).cut_on_meta()
-    assert infer(model, room) is None
+    assert infer_devices(model, room) is None

@@ -1,20 +1,20 @@
 """Damaged weights and malicious indices are refused before any value is read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint.folders import edit_json
 from safetensors.torch import save_file
 
 from ssdprof.checkpoint.hub import Source
 from ssdprof.checkpoint.load import fetch
 from ssdprof.checkpoint.model import open_model
-from ssdprof.checkpoint.weights import INDEX, is_needed, stays_inside
+from ssdprof.checkpoint.weights import INDEX, SINGLE, Weights, stays_inside
 from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError, SsdprofError
 
 Save = Callable[[str], Path]
@@ -94,35 +94,15 @@ def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save) ->
     ("key", "place", "kind", "words"),
     [
         ("backbone.layers.0.mixer.invented", None, ModelUnavailableError, "invented"),
-        (
-            "backbone.norm_f.weight",
-            "../secret.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "/etc/secret.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "a/../../b.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "C:\\b.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "..\\b.safetensors",
-            BadInputError,
-            "no safetensors file inside",
+        *(
+            ("backbone.norm_f.weight", place, BadInputError, "no safetensors file inside")
+            for place in (
+                "../secret.safetensors",
+                "/etc/secret.safetensors",
+                "a/../../b.safetensors",
+                "C:\\b.safetensors",
+                "..\\b.safetensors",
+            )
         ),
     ],
 )
@@ -132,9 +112,8 @@ def test_an_index_that_is_wrong_or_leaves_its_folder(
     folder = copied("mamba2")
     shard = min(folder.glob("model-*.safetensors"))
     (folder.parent / "secret.safetensors").write_bytes(shard.read_bytes())
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"][key] = place or shard.name
-    (folder / INDEX).write_text(json.dumps(index))
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    edit_json(folder / INDEX, weight_map={**places, key: place or shard.name})
     error = failure(folder)
     assert isinstance(error, kind)
     assert words in error.message
@@ -163,9 +142,9 @@ def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]) 
     (folder / INDEX).write_bytes(
         content if isinstance(content, bytes) else json.dumps(content).encode()
     )
-    found = failure(folder)
-    assert type(found) is error
-    assert not any(word in found.message for word in ("object", "indices", "KeyError"))
+    refused = failure(folder)
+    assert type(refused) is error
+    assert not any(word in refused.message for word in ("object", "indices", "KeyError"))
 
 
 def test_which_weights_three_layers_need() -> None:
@@ -181,9 +160,11 @@ def test_which_weights_three_layers_need() -> None:
         "mtp.layers.0.mlp.weight",
     )
     towers = ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight")
-    assert all(is_needed(key, depth=3) for key in needed)
-    assert not any(is_needed(key, depth=3) for key in (*others, *towers))
-    assert is_needed("lm_head.weight", depth=3, head=True)
+    source = None
+    weights = Weights(source, None, SINGLE, depth=3)
+    assert all(map(weights.needs, needed))
+    assert not any(map(weights.needs, (*others, *towers)))
+    assert replace(weights, head=True).needs("lm_head.weight")
 
 
 def test_a_folder_without_safetensors_is_refused(copied: Save) -> None:

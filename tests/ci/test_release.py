@@ -1,7 +1,5 @@
 """The workflow of a release, whose steps that need no network run here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tomllib
@@ -32,7 +30,7 @@ def test_a_tag_that_is_not_the_version_is_refused(tag: str, fits: bool) -> None:
 
 def test_documents_name_this_versions_wheel_and_promise_no_registry() -> None:
     for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text()
         assert "pip install ssdprof\n" not in text, file
         assert text.count("ssdprof-") >= text.count("-py3-none-any.whl"), file
         for wheel in text.split("-py3-none-any.whl")[:-1]:

@@ -1,7 +1,5 @@
 """The workflow docs/ssdprof.yml and the action that it uses, run on this machine."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -36,7 +34,7 @@ class Played(NamedTuple):
 
 
 def yaml_of(file: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    loaded = yaml.safe_load((ROOT / file).read_text())
     return loaded
 
 
@@ -69,7 +67,9 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
         | with_
         | {"options": options}
     )
-    reports, artifact, summary = folder / inputs["reports"], folder / "artifact", folder / "summary"
+    reports = folder / inputs["reports"]
+    artifact = folder / "artifact"
+    summary = folder / "summary"
     for old in (reports, artifact):
         shutil.rmtree(old, ignore_errors=True)
     summary.write_text("")
@@ -80,8 +80,9 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
         "PATH": path,
         "PYTHONPATH": str(ROOT),
     }
-    outputs: dict[str, dict[str, str]] = {}
-    failed, log = False, ""
+    outputs = {}
+    failed = False
+    log = ""
     for step in action["runs"]["steps"]:
         if failed and step.get("if") != "always()":
             continue
@@ -98,14 +99,14 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            check=False,
             env=os.environ
             | github
             | own
             | environment
             | {"GITHUB_OUTPUT": str(output), "NO_COLOR": "1"},
         )
-        log, failed = log + ended.stdout, failed or ended.returncode != 0
+        log += ended.stdout
+        failed = failed or ended.returncode != 0
         outputs[step.get("id", "")] = dict(
             line.split("=", 1) for line in output.read_text().splitlines()
         )
@@ -172,7 +173,7 @@ def test_a_regression_fails_the_job_and_nothing_else_does(job: str, tmp_path: Pa
 @pytest.mark.slow
 def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path) -> None:
     """With a wheel, in an environment that sees this one's libraries but not this package."""
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "ci.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S)
     lines = [line for language, block in blocks if not language for line in block.splitlines()]
     assert lines[0].startswith("pip install ")
@@ -190,7 +191,7 @@ def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path) -> N
             for what in ("NAME", "EMAIL")
         }
         ended = subprocess.run(
-            line, shell=True, cwd=folder, env=found, capture_output=True, text=True, check=False
+            line, shell=True, cwd=folder, env=found, capture_output=True, text=True
         )
         assert ended.returncode == 0, f"{line}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
@@ -223,7 +224,8 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "verdicts-h100.json").read_text())[
         "same"
     ]
-    rng, shares = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    shares = []
     for spread in SPREADS:
         alarms = []
         for one in stored * 30:
@@ -239,7 +241,7 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
             ratio = statistics.quotient(base, new)
             alarms.append([ratio.verdict(limit / 100) == "slower" for limit in PERCENT])
         shares.append([100 * fmean(column) for column in zip(*alarms, strict=True)])
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "ci.md").read_text()
     rows = re.findall(r"^\| .*? % \| ([\d.]+) % \| ([\d.]+) % \|$", page, re.M)
     for said, found in zip(zip(*rows, strict=True), zip(*shares, strict=True), strict=True):
         assert max(found[:2]) < 0.1

@@ -2,8 +2,6 @@
 tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

@@ -1,7 +1,5 @@
 """Results against the bars of the kernels."""
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -68,7 +66,8 @@ def check(*reports: Report) -> dict[tuple[str, str], Any]:
 
 def test_what_holds_and_what_does_not() -> None:
     found = check(timed())
-    device, call = found["exact", "as mamba_ssm, device"], found["exact", "as mamba_ssm, call"]
+    device = found["exact", "as mamba_ssm, device"]
+    call = found["exact", "as mamba_ssm, call"]
     assert (device.least.ratio, device.holds, device.at_goal) == (3.0, True, 0)
     assert call.least.ratio == pytest.approx(310 / 110)
     assert (call.holds, len(call.missed)) == (False, 1)
@@ -85,7 +84,8 @@ def test_what_was_not_measured_does_not_hold() -> None:
 
 
 def test_of_several_results_that_have_both_the_least_counts() -> None:
-    less, more = timed(200.0), timed(100.0, created="2026-01-02T00:00:00+00:00")
+    less = timed(200.0)
+    more = timed(100.0, created="2026-01-02T00:00:00+00:00")
     alone = report(measured("fused", 1.0), created="2026-01-03T00:00:00+00:00")
     for order in ((less, more, alone), (alone, more, less)):
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 1.5
@@ -106,7 +106,8 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
 def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
     status: str, *, library: bool
 ) -> None:
-    good, new = timed(), timed(created="2026-01-02T00:00:00+00:00")
+    good = timed()
+    new = timed(created="2026-01-02T00:00:00+00:00")
     made = tuple(
         cases.failed(case, status) if case.label.startswith("fused, exact") else case
         for case in new.cases
@@ -123,7 +124,8 @@ def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
 
 
 def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed() -> None:
-    good, new = timed(), timed(fused_us=1.0)
+    good = timed()
+    new = timed(fused_us=1.0)
     made = (
         cases.failed(one, "failed") if one.implementation == "mamba_ssm" else one
         for one in new.cases

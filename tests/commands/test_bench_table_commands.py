@@ -2,15 +2,12 @@
 of the bar.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -27,7 +24,7 @@ BENCH = get_command(app).commands["bench"]  # type: ignore[attr-defined]
 
 def block(operator: str) -> list[str]:
     """The lines of the script for the operator's results, without comments."""
-    text = (ROOT / "benchmarks" / f"bars-{operator}.sh").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks" / f"bars-{operator}.sh").read_text()
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
@@ -81,7 +78,7 @@ def is_measured(words: str, cases: set[str]) -> bool:
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
 def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
-    cases: dict[Any, set[str]] = {}
+    cases = {}
     for *place, case in measured(operator):
         cases.setdefault(tuple(place), set()).add(case)
     for bar in tomllib.loads((ROOT / "benchmarks" / f"bars-{operator}.toml").read_text())["bar"]:

@@ -1,7 +1,5 @@
 """Nothing is cut in a terminal of 80 columns: words of the help, and counters of the progress."""
 
-from __future__ import annotations
-
 import io
 import re
 
@@ -38,7 +36,8 @@ def test_counters_of_progress_are_whole(width: int) -> None:
         ("Layer 38, 131,072 tokens, published=~/mamba, relaxed, bf16 states", 1024, "cases"),
         ("model-00001-of-00012.safetensors", 12_345_678, "bytes"),
     ]
-    watcher, screen = TerminalWatcher(), io.StringIO()
+    watcher = TerminalWatcher()
+    screen = io.StringIO()
     watcher._console = Console(file=screen, width=width, force_terminal=True, color_system=None)
     with (
         watcher.step(steps[0][0], steps[0][1], unit=steps[0][2]) as first,

@@ -1,7 +1,5 @@
 """Every option reaches the request, and what does not go together is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +100,7 @@ def test_the_conditions_of_every_command() -> None:
 
 
 def test_the_cells_and_names_of_a_bench() -> None:
-    request, names, too_large = target.bench(
+    request, names, too_large, _ = target.bench(
         BenchOptions(
             operator="ssd",
             shape="4x16x16x1",

@@ -1,7 +1,5 @@
 """The grammar of conditions, and what they judge."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -53,7 +51,8 @@ def test_every_change_to_the_worse_is_read(data: st.DataObject, limit: float, na
     at = data.draw(st.sampled_from(["", *places(name)]))
     relative = not metric.is_percent and data.draw(st.booleans())
     limit = float(f"{limit:g}")
-    sign, unit = "-" if metric.more_is_better else "+", "%" if relative else ""
+    sign = "-" if metric.more_is_better else "+"
+    unit = "%" if relative else ""
     text = f"{name}{f'@{at}' if at else ''}:base{sign}{limit:g}{unit}"
     found = parse_change(text)
     assert (found.metric, found.text, found.relative) == (name, text, relative)
@@ -235,7 +234,8 @@ def test_the_fused_implementation_has_to_reach_the_speedup_of_a_prefill_in_each_
 
 
 def test_a_prefill_that_was_not_timed_does_not_hold() -> None:
-    base, late = of_prefill("unfused", 2000.0), of_prefill(call_us=None)
+    base = of_prefill("unfused", 2000.0)
+    late = of_prefill(call_us=None)
     assert said(prefill(base, late), "speedup:1")[0].endswith(
         "fused, exact, fp32 states: it or its baseline was not timed"
     )

@@ -1,7 +1,5 @@
 """When a report passes, and the reasons why it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases
@@ -18,15 +16,11 @@ from cases import (
     of_prefill,
     prefill,
 )
+from cases import two_layers as report
 
 from ssdprof.core.conditions import parse_gate
 from ssdprof.core.outcome import Outcome, exact_answer_is_finite
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
-
-
-def report(**fields: Any) -> Report:
-    """A run of two layers at two precisions with all requested cases."""
-    return cases.report(**({"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)} | fields))
 
 
 def with_result(result: str, *names: str) -> Any:
@@ -49,12 +43,11 @@ def libraries(result: str, **fields: Any) -> Report:
     return bench(*made, **({"requested": tuple(map(cases.requested, made))} if fields else {}))
 
 
-WHOLE, GATE = report(), (parse_gate("kl:0.01"),)
+WHOLE = report()
+GATE = (parse_gate("kl:0.01"),)
 OUTSIDE = report(change=with_result("inaccurate", "unfused"))
-NO_BASELINE, NO_FUSED = (
-    report(change=with_result("refused", "unfused")),
-    report(change=with_result("refused", "fused")),
-)
+NO_BASELINE = report(change=with_result("refused", "unfused"))
+NO_FUSED = report(change=with_result("refused", "fused"))
 NOTHING = report(change=with_result("refused", "fused", "unfused"))
 LATER = report(
     change=lambda one: one if one.baseline else one.changed(samples=(), later_fault="drifts")
@@ -65,8 +58,10 @@ COARSE = report(
 CELLS = (*cell(), *cell(2048))
 PART = {"requested": tuple(map(cases.requested, CELLS))}
 SPENT = LeftOut(case_key=CELLS[-1].case_key, reason="spent")
-BASE, PARTIAL = of_prefill("unfused", 2000.0), (ProcessLine(process="p"),)
-GOOD, NOISE = of_answers(), of_answers(change="x", bands=(band(kl_mean=9.0),))
+BASE = of_prefill("unfused", 2000.0)
+PARTIAL = (ProcessLine(process="p"),)
+GOOD = of_answers()
+NOISE = of_answers(change="x", bands=(band(kl_mean=9.0),))
 RUN = "this run did not reach its end"
 # report -> whether it passes, and other fields of the outcome: of tuples of cases their
 # implementations

@@ -2,8 +2,6 @@
 hand.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +19,7 @@ from cases import (
     of_answers,
     of_prefill,
 )
+from cases import two_layers as run
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change
@@ -31,10 +30,6 @@ from ssdprof.errors import BadInputError
 
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 ROW = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"
-
-
-def run(**fields: Any) -> Report:
-    return cases.report(**({"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)} | fields))
 
 
 def with_inputs(report: Report, digest: str) -> Report:
@@ -50,24 +45,24 @@ def compared(base: Report, new: Report, *fail_if: str, smallest: float = 0.01) -
     return compare(("base", base), ("new", new), smallest_difference=smallest, allowed=allowed)
 
 
-def pair_of(found: Comparison, name: str = FUSED) -> CasePair:
-    (pair,) = (pair for pair in found.pairs if pair.case.name == name)
+def pair_of(comparison: Comparison, name: str = FUSED) -> CasePair:
+    (pair,) = (pair for pair in comparison.pairs if pair.case.name == name)
     return pair
 
 
-def near(found: Estimate | None, value: float) -> bool:
-    return found is not None and found.value == pytest.approx(value)
+def near(estimate: Estimate | None, value: float) -> bool:
+    return estimate is not None and estimate.value == pytest.approx(value)
 
 
-def offences(found: Comparison) -> dict[str, list[str]]:
+def offences(comparison: Comparison) -> dict[str, list[str]]:
     return {
         change: [f"{each.case}: {each.actual}" for each in offenders]
-        for change, offenders in found.verdicts.items()
+        for change, offenders in comparison.verdicts.items()
     }
 
 
 def test_a_report_does_not_differ_from_itself() -> None:
-    found = compared(
+    comparison = compared(
         run(),
         run(),
         "time:base+0%",
@@ -77,10 +72,10 @@ def test_a_report_does_not_differ_from_itself() -> None:
         "memory:base+0%",
         "launches:base+0",
     )
-    assert found.passed, offences(found)
-    assert {pair.verdict for pair in found.pairs} == {"no difference"}
-    assert not any(pair.other_inputs or pair.incomparable for pair in found.pairs)
-    assert {total.cases for total in found.totals} == {2}
+    assert comparison.passed, offences(comparison)
+    assert {pair.verdict for pair in comparison.pairs} == {"no difference"}
+    assert not any(pair.other_inputs or pair.incomparable for pair in comparison.pairs)
+    assert {total.cases for total in comparison.totals} == {2}
 
 
 def test_every_chunk_of_a_prompt_is_compared() -> None:
@@ -89,21 +84,22 @@ def test_every_chunk_of_a_prompt_is_compared() -> None:
     first = cases.slowed(
         1.5, lambda case: fused(case) and case.call is not None and case.call.number == 1
     )
-    found = compared(base, base.changed(cases=tuple(map(first, base.cases))), "time:base+3%")
-    assert len(found.pairs) == len(base.cases)
-    assert sorted(one.partition(": ")[0] for one in offences(found)["time:base+3%"]) == sorted(
+    comparison = compared(base, base.changed(cases=tuple(map(first, base.cases))), "time:base+3%")
+    assert len(comparison.pairs) == len(base.cases)
+    assert sorted(one.partition(": ")[0] for one in offences(comparison)["time:base+3%"]) == sorted(
         f"layer {layer}, 8 tokens, chunk 1 of 3 of 24 tokens, fused, {precision}"
         for layer in (0, 9)
         for precision in ("exact, fp32 states", "relaxed, fp32 states")
     )
-    total = found.totals[-1]
+    total = comparison.totals[-1]
     assert (total.where, total.over, total.cases) == ("chunks of 8 tokens of 24 tokens", "call", 6)
 
 
 def test_a_ratio_and_its_interval() -> None:
-    base, new = run(), run(change=cases.slowed(1.05, fused))
-    found = compared(base, new)
-    pair = pair_of(found)
+    base = run()
+    new = run(change=cases.slowed(1.05, fused))
+    comparison = compared(base, new)
+    pair = pair_of(comparison)
     assert near(pair.time, 1 / 1.05)
     own = next(case for case in base.cases if case.name == FUSED).device_us
     assert own is not None
@@ -112,11 +108,13 @@ def test_a_ratio_and_its_interval() -> None:
     assert pair.time.high == pytest.approx(math.exp(width) / 1.05)
     assert pair.verdict == pair.time.verdict(0.01) == "slower"
     assert near(pair.over_baseline, 1 / 1.05)
-    assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "no difference"
+    assert pair_of(comparison, FUSED.replace("fused", "unfused")).verdict == "no difference"
     assert pair_of(compared(new, base)).verdict == "faster"
     assert pair_of(compared(base, new, smallest=0.06)).verdict == "no difference"
     (total,) = (
-        one for one in found.totals if (one.implementation, one.precision) == ("fused", EXACT_FP32)
+        one
+        for one in comparison.totals
+        if (one.implementation, one.precision) == ("fused", EXACT_FP32)
     )
     assert (total.where, total.by, total.verdict) == ("131,072 tokens", "device time", "slower")
     assert total.change.value == pytest.approx(1 / 1.05)
@@ -131,16 +129,18 @@ def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -
     }[what]
     here = environment(**other)  # type: ignore[arg-type]
     new = run(environment=here, change=cases.slowed(2.0, fused))
-    found = compared(run(), new, "speedup:base-3%", "time:base+3%", "time@call:base+3%")
-    assert [one.split(":")[0] for one in found.machine] == [f"other {what}"]
-    pair = pair_of(found)
-    assert (pair.time, pair.call, pair.incomparable) == (None, None, found.machine)
+    comparison = compared(run(), new, "speedup:base-3%", "time:base+3%", "time@call:base+3%")
+    assert [one.split(":")[0] for one in comparison.machine] == [f"other {what}"]
+    pair = pair_of(comparison)
+    assert (pair.time, pair.call, pair.incomparable) == (None, None, comparison.machine)
     assert near(pair.over_baseline, 0.5)
-    assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "not comparable"
-    assert {total.by for total in found.totals} == {"speedup"}
-    assert f"{FUSED}: 0.5 times BASE's speedup [0.4" in offences(found)["speedup:base-3%"][0]
+    assert pair_of(comparison, FUSED.replace("fused", "unfused")).verdict == "not comparable"
+    assert {total.by for total in comparison.totals} == {"speedup"}
+    assert f"{FUSED}: 0.5 times BASE's speedup [0.4" in offences(comparison)["speedup:base-3%"][0]
     for change in ("time:base+3%", "time@call:base+3%"):
-        assert offences(found)[change] == [f": no case could be judged: {found.machine[0]}"]
+        assert offences(comparison)[change] == [
+            f": no case could be judged: {comparison.machine[0]}"
+        ]
 
 
 def test_another_shape_does_not_compare() -> None:
@@ -148,15 +148,14 @@ def test_another_shape_does_not_compare() -> None:
         dims = case.dims and case.dims.changed(words="64 heads x 64, state 128")
         return cases.with_task(case, dims=dims)
 
-    found = compared(run(), run(change=smaller), "time:base+3%", "match:base-0.1")
-    assert {pair.verdict for pair in found.pairs} == {"not comparable"}
-    for said in offences(found).values():
+    comparison = compared(run(), run(change=smaller), "time:base+3%", "match:base-0.1")
+    assert {pair.verdict for pair in comparison.pairs} == {"not comparable"}
+    for said in offences(comparison).values():
         assert said == [
             ": no case could be judged: other shape: ssd, 128 heads x 64, state 128, chunk 256, "
-            "bf16, now "
-            "ssd, 64 heads x 64, state 128, chunk 256, bf16"
+            "bf16, now ssd, 64 heads x 64, state 128, chunk 256, bf16"
         ]
-    assert not found.passed
+    assert not comparison.passed
 
 
 @pytest.mark.parametrize(
@@ -170,14 +169,16 @@ def test_another_shape_does_not_compare() -> None:
     ids=["prompt", "revision", "model", "prompt of chunks"],
 )
 def test_errors_on_other_inputs_do_not_compare(new: Report) -> None:
-    found = compared(
+    comparison = compared(
         in_calls(run()) if new.cases[0].call else run(), new, "time:base+3%", "rms:base+5%"
     )
-    assert all(pair.other_inputs.startswith("other inputs: ibm-granite") for pair in found.pairs)
+    assert all(
+        pair.other_inputs.startswith("other inputs: ibm-granite") for pair in comparison.pairs
+    )
     # times depend only on shapes
-    assert {pair.verdict for pair in found.pairs} == {"no difference"}
-    assert offences(found)["time:base+3%"] == []
-    assert "no case could be judged: other inputs" in offences(found)["rms:base+5%"][0]
+    assert {pair.verdict for pair in comparison.pairs} == {"no difference"}
+    assert offences(comparison)["time:base+3%"] == []
+    assert "no case could be judged: other inputs" in offences(comparison)["rms:base+5%"][0]
 
 
 def less_exact(case: Case) -> Case:
@@ -211,16 +212,16 @@ def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
     return cases.answers(of_answers(bands=(of,)), of_answers(alone=9), of_answers(change="noise"))
 
 
-BASE, UNTIMED = run(), run(gpu=False)
-LESS_EXACT, REFUSED, SLOW = (
-    run(change=less_exact),
-    run(change=broken("refused")),
-    run(change=cases.slowed(1.04, fused)),
-)
+BASE = run()
+UNTIMED = run(gpu=False)
+LESS_EXACT = run(change=less_exact)
+REFUSED = run(change=broken("refused"))
+SLOW = run(change=cases.slowed(1.04, fused))
 WORSE = answered(kl_mean=3e-3, top1_pct=99.2, perplexity=8.1)
 LAYER_9 = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
-PREFILL, PREFILL_BASE = cases.prefill(), of_prefill("unfused", 2000.0)
+PREFILL = cases.prefill()
+PREFILL_BASE = of_prefill("unfused", 2000.0)
 LATE = cases.prefill(PREFILL_BASE, of_prefill(call_us=None))
 LOST = LeftOut(case_key="prefill, model convolution and norm, 131,072 tokens", reason="spent")
 OTHER_SHAPE = [": no case could be judged: other shape"]
@@ -310,13 +311,13 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("condition", "base", "new", "found"), OFFENCES)
+@pytest.mark.parametrize(("condition", "base", "new", "offenders"), OFFENCES)
 def test_a_condition_names_what_violates_it(
-    condition: str, base: Report, new: Report, found: list[str]
+    condition: str, base: Report, new: Report, offenders: list[str]
 ) -> None:
     said = offences(compared(base, new, condition))[condition]
-    assert len(said) == len(found), said
-    assert all(one.startswith(begins) for one, begins in zip(said, found, strict=True)), said
+    assert len(said) == len(offenders), said
+    assert all(one.startswith(begins) for one, begins in zip(said, offenders, strict=True)), said
 
 
 def test_where_nothing_was_compared_nothing_passed() -> None:
@@ -367,8 +368,8 @@ def test_prefills_are_compared_by_their_call_times() -> None:
 
 
 def versions(**packages: str) -> dict[str, Any]:
-    found = environment()
-    return {"environment": found.changed(packages=found.packages | packages)}
+    here = environment()
+    return {"environment": here.changed(packages=here.packages | packages)}
 
 
 @pytest.mark.parametrize(
@@ -390,13 +391,13 @@ def versions(**packages: str) -> dict[str, Any]:
 def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
     fields: dict[str, Any], own: dict[str, Any], reason: str
 ) -> None:
-    found = compared(cases.prefill(), slow_prefill(**own).changed(**fields), "speedup:base-3%")
-    pair = pair_of(found, ROW)
+    comparison = compared(cases.prefill(), slow_prefill(**own).changed(**fields), "speedup:base-3%")
+    pair = pair_of(comparison, ROW)
     assert (pair.time, pair.call, len(pair.incomparable)) == (None, None, 1)
     assert pair.incomparable[0].startswith(reason)
     assert near(pair.over_baseline, 1 / 1.05)
-    assert "0.9524 times BASE's speedup" in offences(found)["speedup:base-3%"][0]
-    assert pair_of(found, ROW.replace("fused", "unfused")).verdict == "not comparable"
+    assert "0.9524 times BASE's speedup" in offences(comparison)["speedup:base-3%"][0]
+    assert pair_of(comparison, ROW.replace("fused", "unfused")).verdict == "not comparable"
 
 
 def test_the_models_own_convolution_counts_only_where_it_ran() -> None:
@@ -421,9 +422,10 @@ def test_the_models_own_convolution_counts_only_where_it_ran() -> None:
     ids=["model", "layers"],
 )
 def test_another_model_or_fewer_layers_do_not_compare_at_all(new: Report) -> None:
-    found = compared(cases.prefill(), new, "time:base+3%")
-    pair = pair_of(found, ROW)
+    comparison = compared(cases.prefill(), new, "time:base+3%")
+    pair = pair_of(comparison, ROW)
     assert (pair.time, pair.over_baseline, pair.verdict) == (None, None, "not comparable")
     assert (
-        "no case could be judged: other model: ibm-granite/" in offences(found)["time:base+3%"][0]
+        "no case could be judged: other model: ibm-granite/"
+        in offences(comparison)["time:base+3%"][0]
     )

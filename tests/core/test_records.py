@@ -1,7 +1,5 @@
 """What records refuse, what follows from them, and that a document is read back as it was."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -259,7 +257,7 @@ def test_precisions_follow_the_dtype_of_the_inputs() -> None:
 
 
 def over(norm: str = "max") -> Any:
-    fields: Any = dict(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
+    fields = dict(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
     use = BudgetUse(**fields)
     return accuracy(budget=(use,))
 
@@ -369,7 +367,8 @@ def test_times_are_of_all_processes_and_each_clock() -> None:
 
 
 def test_a_speedup_is_of_times_in_the_same_rounds() -> None:
-    slow, fast = case("unfused", samples=timed(100.0, 150.0)), case(samples=timed(50.0, 75.0))
+    slow = case("unfused", samples=timed(100.0, 150.0))
+    fast = case(samples=timed(50.0, 75.0))
     found = fast.over(slow)
     assert found == pytest.approx((2, 2, 2))
     assert fast.over(slow, "call") == pytest.approx((2, 2, 2))
@@ -434,7 +433,8 @@ def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, spee
 
 
 def test_nothing_is_predicted_of_a_part_that_is_longer_than_the_whole() -> None:
-    base, own = of_prefill("unfused", 100.0, alone_us=150.0 / 60), of_prefill(alone_us=20.0 / 60)
+    base = of_prefill("unfused", 100.0, alone_us=150.0 / 60)
+    own = of_prefill(alone_us=20.0 / 60)
     assert prefill(base, own).predicted(own) is None
 
 

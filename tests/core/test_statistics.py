@@ -50,7 +50,8 @@ def test_95_of_100_intervals_of_three_processes_hold_the_truth_where_processes_d
     clock: str,
 ) -> None:
     """Student's t with two degrees of freedom would be twice as wide, and often useless."""
-    draw, spread = np.random.default_rng(0), statistics.SPREAD[clock]
+    draw = np.random.default_rng(0)
+    spread = statistics.SPREAD[clock]
     found = [
         [Estimate(x, x, x) for x in np.exp(spread * draw.standard_normal(3))] for _ in range(400)
     ]
@@ -83,7 +84,8 @@ def test_the_median_of_rounds_ignores_an_interrupted_one() -> None:
 
 
 def test_the_ratio_is_the_baseline_over_the_other() -> None:
-    baseline, other = noisy(200, 0.002, 1), noisy(100, 0.002, 2)
+    baseline = noisy(200, 0.002, 1)
+    other = noisy(100, 0.002, 2)
     interval = ratio(baseline, other)
     assert interval.low < 2 < interval.high
     assert interval.high - interval.low < 0.02
@@ -125,7 +127,8 @@ def test_without_a_smallest_difference_any_proven_one_counts() -> None:
 
 
 def test_settled_asks_every_pair() -> None:
-    steady_one, shaky = noisy(100, 0.001, 1), noisy(100, 0.1, 2)
+    steady_one = noisy(100, 0.001, 1)
+    shaky = noisy(100, 0.1, 2)
     assert settled([steady_one, noisy(300, 0.001, 3)], 0.01)
     assert not settled([steady_one, noisy(300, 0.001, 3), shaky], 0.01)
 

@@ -1,7 +1,5 @@
 """A timer and a profiler without a GPU: the operators and the rest of a model have given times."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`answers` as a job: its reference, and the noise below which nothing can be told apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +17,9 @@ from ssdprof.core.outcome import broken
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
 from ssdprof.jobs.options import AnswersOptions
-from ssdprof.jobs.target import find
+from ssdprof.jobs.target import answers
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.decode_states import parse_state_format
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
@@ -37,8 +36,7 @@ def answered(seqlen: int = 24, **wanted: Any) -> Report:
         states=("fp32",),
         **({"weights": "fp32"} | wanted),
     )
-    target = job.loaded_as(find(asked, whole=True), asked)
-    folder, report = job.answers(target, asked, Watcher())
+    folder, report = job.answers(*answers(asked), Watcher())
     assert load(folder)[1] == report
     return report
 
@@ -91,8 +89,8 @@ def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_lo
 
 def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
     """The inputs that an operator gets."""
-    seen: list[SSDInputs] = []
-    mixer: Any = SimpleNamespace(operator="ssd")
+    seen = []
+    mixer = SimpleNamespace(operator="ssd")
     call = OperatorCall(
         mixer=mixer,
         operator=operators.get("ssd"),
@@ -115,7 +113,8 @@ def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros() -> None:
     given.x[0, 3] = 0
     found = seen_by(job.with_moved_bits, given)
     for name in ("x", "B", "C"):
-        before, after = getattr(given, name).float(), getattr(found, name).float()
+        before = getattr(given, name).float()
+        after = getattr(found, name).float()
         changed = before != 0
         assert torch.equal(after != before, changed)
         # a unit in the last place of bf16
@@ -123,3 +122,20 @@ def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros() -> None:
         assert 0.4 < (after > before)[changed].float().mean() < 0.6
     assert found.dt is given.dt
     assert found.A is given.A
+
+
+def halved(states: torch.Tensor) -> torch.Tensor:
+    return states / 2
+
+
+def test_formats_of_states_are_rows_after_the_implementations() -> None:
+    """int8 with its error is within the noise, and what keeps less is farther away."""
+    names = ("fp32", "int8-carried", "int8", "test_answers_job:halved")
+    formats = tuple(map(parse_state_format, names))
+    report = answered(64, implementations=("fused",), decode_states=formats)
+    decoded = [case for case in report.cases if case.implementation == "recurrent"]
+    assert [case.precision for case in decoded] == [f"exact, {name} states" for name in names]
+    assert report.cases[-4:] == tuple(decoded)
+    noise, *divergences = (case.band.kl_mean for case in (report.cases[0], *decoded) if case.band)
+    assert divergences == sorted(divergences)
+    assert divergences[1] < 3 * noise < divergences[2]

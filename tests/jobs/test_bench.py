@@ -2,10 +2,8 @@
 invented numbers.
 """
 
-from __future__ import annotations
-
 import math
-import time
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from cases import task_of, value
 from command_line import passing
 from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
+from generated_inputs import cell_of, generated
 
 from ssdprof import kernels, operators
 from ssdprof.core.case import Generated
@@ -64,7 +63,7 @@ def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
 
 def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: Any) -> Report:
     operator = fields.pop("operator", SSD)
-    request: dict[str, Any] = {
+    request = {
         "operator": operator.name,
         "measured": of,
         "compared": tuple(resolve(operator, name) for name in names),
@@ -116,7 +115,7 @@ def test_short_checks_are_shared_and_named(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
-    compared: list[Any] = []
+    compared = []
     whole = job.Comparer.compare
 
     def counting(self: Any, entries: Any, label: str, verdicts: Any = None) -> Any:
@@ -146,7 +145,7 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
         benched(*cells(36, 40), out=Path("result"))
     report = load("result")[1]
     assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
-    again: list[int] = []
+    again = []
 
     def noted(bench: Any, cell: Cell, *rest: Any) -> Any:
         again.append(cell.tokens.seqlen)
@@ -157,30 +156,33 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert (again, whole.complete, whole.missing, whole.cases[:2]) == ([40], True, (), report.cases)
 
 
-def test_a_further_process_repeats_the_command_of_the_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further processes are calls in this one."""
+
     def sample_again(folder: Path, number: int) -> None:
         monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
         sample.main()
 
     monkeypatch.setattr(reports, "sample_again", sample_again)
+
+
+@pytest.mark.usefixtures("sampled_here")
+def test_a_further_process_repeats_the_command_of_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ("bench", "ssd", "--shape", "4x16x16x1", "--seq", "36", "--dtype", "fp32")
-    passing(*words, "--processes", "2", "--out", "kept")
+    words = "bench ssd --shape 4x16x16x1 --seq 36 --dtype fp32"
+    passing(f"{words} --processes 2 --out kept")
     report = load("kept")[1]
     assert (report.complete, len(report.processes), report.missing) == (True, 2, ())
     assert all(len({one.process for one in case.samples}) == 2 for case in report.cases)
 
 
+@pytest.mark.usefixtures("sampled_here")
 def test_a_further_process_that_fails_leaves_the_report_incomplete(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def sample_again(folder: Path, number: int) -> None:
-        monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
-        sample.main()
-
-    monkeypatch.setattr(reports, "sample_again", sample_again)
     command = ("ssdprof", "bench", "ssd", "--shape", "4x16x16x1", "--seq", "nothing")
     report = benched(*cells(36), processes=2, command=command)
     assert "error: 'nothing' is not a number of tokens" in capsys.readouterr().err
@@ -191,7 +193,8 @@ def test_a_further_process_that_fails_leaves_the_report_incomplete(
 def test_further_processes_only_add_samples_and_say_nothing(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verified, whole = list[str](), compare.Comparer._accuracies
+    verified = []
+    whole = compare.Comparer._accuracies
 
     def noted(self: Any, outputs: Any, label: str) -> Any:
         verified.append(label)
@@ -210,7 +213,7 @@ def test_further_processes_only_add_samples_and_say_nothing(
             bench(BenchOptions(**request, out=folder, sampler=number), SSD, Watcher())
         assert len(verified) == 2
 
-    request: dict[str, Any] = {
+    request = {
         "operator": "ssd",
         "measured": cells(36, 40),
         "compared": tuple(resolve(SSD, one) for one in NAMES),
@@ -246,7 +249,8 @@ def test_further_processes_only_add_samples_and_say_nothing(
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the oracle alone lacks memory, and if an output was compared before."""
-    whole, passes = compare.compare_with_oracle, list[None]()
+    whole = compare.compare_with_oracle
+    passes = []
 
     def full(*given: Any, **rest: Any) -> Any:
         passes.append(None)
@@ -280,24 +284,25 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.missing == ()
 
 
-def compiling(*_: object) -> None:
-    time.sleep(30)
-    raise AssertionError("the call was stopped")
-
-
 def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = [0.0]
+
+    def compiling(*_: object) -> None:
+        clock[0] += 200
+        signal.raise_signal(signal.SIGALRM)  # the end of its time
+
+    monkeypatch.setattr(job.time, "monotonic", lambda: clock[0])
     slow = replace(kernels.get("ssd", "fused"), run=compiling)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), slow)
-    report = benched(*cells(40), first_call=4)
+    report = benched(*cells(40), first_call_s=100)
     assert results(report) == [("unfused", "passed"), ("fused", "failed")]
-    assert report.cases[1].why == "its first call was stopped after 4 s"
-    (one,) = benched(
-        *cells(36), names=("fused",), baseline="fused", match_with="fused", budget=0.5
-    ).left_out
+    assert report.cases[1].why == "its first call was stopped after 100 s"
+    alone = dict.fromkeys(("baseline", "match_with"), "fused")
+    (cell,) = benched(*cells(36), names=("fused",), **alone, budget=150).left_out
     assert (
-        one.reason == "the budget of 0.5 s was spent in the first call of fused exact, fp32 states"
+        cell.reason == "the budget of 150 s was spent in the first call of fused exact, fp32 states"
     )
 
 
@@ -331,10 +336,7 @@ def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
     )
 
 
-def shape_of(operator: str) -> Any:
-    gdn = operators.get("gdn").generated.parse("1/2x16x16")
-    assert gdn
-    return CELL.shape if operator == "ssd" else gdn
+SIZES = {"ssd": "2x16x16x1", "gdn": "1/2x16x16"}
 
 
 def library(operator: str) -> Implementation:
@@ -363,12 +365,8 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
     operator = operators.get(name)
-    short, longer = (
-        replace(CELL, shape=shape_of(name), tokens=Tokens(sequences=3, seqlen=seqlen))
-        for seqlen in (1, 33)
-    )
-    inputs: Any = operator.generated.draw(short, torch.device("cpu"))
-    states = inputs.initial_states if name == "ssd" else inputs.initial_state
+    short, longer = (cell_of(name, SIZES[name], seqlen, sequences=3) for seqlen in (1, 33))
+    states = generated(name, SIZES[name], 1, sequences=3).initial
     assert states.abs().sum() > 0, "a step begins with a state"
     of = (library(name), *(resolve(operator, one) for one in ("unfused", "fused")))
     report = benched(short, longer, operator=operator, compared=of, baseline="library")
@@ -394,7 +392,7 @@ def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatc
     operator = operators.get("gdn")
     for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
         monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))
-    cell = replace(CELL, shape=shape_of("gdn"), ways=("normalised", "quarter-ungated"))
+    cell = cell_of("gdn", SIZES["gdn"], 40, ways=("normalised", "quarter-ungated"))
     report = benched(cell, names=("unfused", "fused_portable"), operator=operator)
     assert results(report) == [("unfused", "passed"), ("fused_portable", "passed")]
     assert all(task_of(case, Generated).ways == cell.ways for case in report.cases)

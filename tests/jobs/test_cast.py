@@ -1,7 +1,5 @@
 """`run --dtype`: which tensors change their dtype, and what the reports say about it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,9 @@ from ssdprof.jobs.replay import cast_inputs
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.store.reports import load
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 def dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
@@ -28,7 +28,8 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None
     inputs = SSDCase(dtype=BF16, gate=True, initial_states=True).inputs()
     inputs = token_major(replace(inputs, dt=inputs.tensors["dt"].to(BF16)))
     found, remark = cast_inputs(operators.get(inputs.operator), inputs, "fp16")
-    before, after = dtypes(inputs), dtypes(found)
+    before = dtypes(inputs)
+    after = dtypes(found)
     assert {name for name in after if after[name] != before[name]} == {"x", "B", "C", "z", "dt"}
     assert {after[name] for name in ("x", "B", "C", "z", "dt")} == {FP16}
     for name, tensor in found.tensors.items():
@@ -66,16 +67,16 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     assert found.values[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
-FAST = ("--seq", "24", "--layers", "first:1", "--dtypes", "relaxed")
+FAST = "--seq 24 --layers first:1 --dtypes relaxed"
 
 
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
-    plain = passing("run", "demo", *FAST, "--out", "plain", "--save-captures", "--states", "fp16")
+    plain = passing(f"run demo {FAST} --out plain --save-captures --states fp16")
     source = load("plain")[1].cases[0].dims.dtype
     assert load("plain")[1].cast is None
     assert "cast from" not in plain.out
-    cast = passing("run", "demo", *FAST, "--out", "cast", "--dtype", "fp16", "--full")
+    cast = passing(f"run demo {FAST} --out cast --dtype fp16 --full")
     _, report = load("cast")
     assert report.cast == (source, "fp16")
     assert {case.dims.dtype for case in report.cases} == {"fp16"}
@@ -92,9 +93,9 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     assert {pair.case.implementation for pair in pairs} == {"unfused", "fused"}
     assert not [pair for pair in pairs if not (pair.incomparable and pair.other_inputs)]
 
-    passing("run", "demo", *FAST, "--out", "again", "--dtype", source)
+    passing(f"run demo {FAST} --out again --dtype {source}")
     assert load("again")[1].cast is None, "nothing was cast"
-    passing("run", "plain/captures", "--dtype", "fp16", "--dtypes", "relaxed", "--out", "stored")
+    passing("run plain/captures --dtype fp16 --dtypes relaxed --out stored")
     _, replayed = load("stored")
     assert replayed.cast == report.cast
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]

@@ -5,8 +5,6 @@ kernel that calls the library that it replaces is shown by its launches.  Reads 
 are not found.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +41,7 @@ def cheats(entry: Entry, run: Callable[[], SSDOutput]) -> None:
 
 def cached(entry: Entry, *, copied: bool) -> Callable[[], SSDOutput]:
     """Computes once, and later returns what it has stored."""
-    stored: list[SSDOutput] = []
+    stored = []
 
     def run() -> SSDOutput:
         RAN.append(("cheat", 1.0))
@@ -55,7 +53,7 @@ def cached(entry: Entry, *, copied: bool) -> Callable[[], SSDOutput]:
 
 def stale(entry: Entry) -> Callable[[], SSDOutput]:
     """Hopes that new memory still holds the answer of an earlier call."""
-    calls: list[None] = []
+    calls = []
 
     def run() -> SSDOutput:
         RAN.append(("cheat", 1.0))
@@ -100,8 +98,8 @@ def test_what_a_thread_computes_after_the_call_is_no_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The threads write after the output has been read once, and before it is read again."""
-    threads: list[threading.Thread] = []
-    calls: list[None] = []
+    threads = []
+    calls = []
     was_read = threading.Event()
 
     def read(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -153,6 +151,7 @@ def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
 
 KERNELS = """
 import threading
+import time
 
 import torch
 from ssdprof.kernels import get
@@ -288,7 +287,8 @@ def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str) -> N
 @pytest.mark.parametrize("function", ["right", "by_content", "patching_the_clock"])
 def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: str) -> None:
     code, found = run(function)
-    cheat, honest = found["cheat"], found["unfused"]
+    cheat = found["cheat"]
+    honest = found["unfused"]
     assert code == 0, cheat.why
     # in the same rounds: others may use the GPU, too
     assert us(cheat.over(honest)) == pytest.approx(1, rel=0.05)

@@ -1,11 +1,10 @@
 """The largest mixtures of experts: the memory of one layer, and the error if it does not fit."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +92,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def write_without_values(config: Any, folder: Path) -> Any:
-    """A checkpoint whose weights are a hole in a sparse file, and its model without values."""
+@cache
+def without_values(name: str) -> Any:
+    config = CONFIGS[name]()
     config.dtype = "bfloat16"
-    config.save_pretrained(folder)
     with torch.device("meta"):
-        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    header, size = {}, 0
+        return tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def write_without_values(name: str, folder: Path) -> Any:
+    """A checkpoint whose weights are a hole in a sparse file, and its model without values."""
+    model = without_values(name)
+    model.config.save_pretrained(folder)
+    header = {}
+    size = 0
     for name, tensor in model.state_dict().items():
         span = [size, size + tensor.nbytes]
         header[name] = {
@@ -127,7 +133,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer is in memory at a time, so the number of layers does not matter."""
-    model = write_without_values(CONFIGS[name](), tmp_path)
+    model = write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
     target = find(request)
     gpu_with(monkeypatch, 0)
@@ -143,7 +149,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     assert choose(target).record.kind == "disk-offload"
     gpu_with(monkeypatch, least - 1, host=target.weight_bytes * 2)
     kinds: tuple[PlacementKind | None, ...] = (None, "cpu-offload", "disk-offload")
-    for kind in kinds:
+    for kind in kinds if name == "Granite-4.0-h-small" else kinds[:1]:
         with pytest.raises(
             MissingCapabilityError, match="does not fit on cuda:0 layer by layer"
         ) as caught:
@@ -160,7 +166,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
 def test_a_smaller_model_of_the_family_is_advised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_without_values(CONFIGS["Granite-4.0-h-small"](), tmp_path)
+    write_without_values("Granite-4.0-h-small", tmp_path)
     target = find(
         ServedModelOptions(
             model=str(tmp_path), prompt="random", seqlens=(4096,), placement="one-gpu"
@@ -192,7 +198,7 @@ def test_what_would_fit_is_advised(
     name: str, free: float, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In addition to the memory for the computation."""
-    write_without_values(CONFIGS[name](), tmp_path)
+    write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
     gpu_with(monkeypatch, int(free * 2**30))
     with pytest.raises(MissingCapabilityError, match="layer by layer") as caught:

@@ -1,11 +1,9 @@
 """Which placement a machine's memory allows, its predicted cost, and the memory that it needs."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,9 @@ import torch.nn.attention.bias
 import transformers as tf
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_bytes_per_token, capture_layers
 from ssdprof.capture.memory import LiveBytes, predict_memory
@@ -112,7 +112,8 @@ def test_the_fastest_placement_that_fits(
 ) -> None:
     """Memory in units of the weights, in addition to the memory for the computation."""
     target = asked(granite)
-    weights, more = target.weight_bytes, beside(granite)
+    weights = target.weight_bytes
+    more = beside(granite)
     memory(
         monkeypatch,
         [max(int(gpu * weights) + more, 0) for gpu in gpus],
@@ -136,7 +137,8 @@ def test_the_fastest_placement_that_fits(
 def test_what_a_user_names_is_taken_or_refused(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite).weight_bytes, beside(granite)
+    weights = asked(granite).weight_bytes
+    more = beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
     assert choose(asked(granite, "disk-offload")).record.kind == "disk-offload"
     refused: list[tuple[list[int], int, PlacementKind, str]] = [
@@ -164,7 +166,8 @@ def test_what_a_user_names_is_taken_or_refused(
 def test_a_second_gpu_that_another_process_has_alone_is_left_out(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite).weight_bytes, beside(granite)
+    weights = asked(granite).weight_bytes
+    more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
 
     def refuse(_device: torch.device) -> int:
@@ -183,7 +186,8 @@ def test_a_second_gpu_that_another_process_has_alone_is_left_out(
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite).weight_bytes, beside(granite)
+    weights = asked(granite).weight_bytes
+    more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, 4 * weights + more], 2 * weights + INPUTS)
     assert choose(asked(granite)).record.kind == "all-gpus"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -259,17 +263,23 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
         with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
             refuse()
     target = asked(granite)
-    chosen = replace(choose(target), rewritten_bytes=11_000)
-    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
+    chosen = replace(choose(target), rewritten_bytes=11 << 20)
+    monkeypatch.setattr(
+        placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11 << 20)
+    )
     chosen.check_disk()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(placement, "choose", lambda *_: chosen)
     planned = plan(target)
     assert planned.placement is None
     for refuse in (lambda: load(target, Watcher()), lambda: check_start(planned, target)):
-        with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
+        with pytest.raises(MissingCapabilityError, match=r"write 22\.0 MiB") as caught:
             refuse()
         assert "TMPDIR" in caught.value.hint
+    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=4096))
+    with pytest.raises(MissingCapabilityError, match="folder has room for 4") as caught:
+        load(target, Watcher())
+    assert "TMPDIR" in caught.value.hint
 
 
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
@@ -301,7 +311,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         forward_calls=4,
     )
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
-    copied: list[int] = []
+    copied = []
 
     def copy_bytes_per_s(_: object, most: int) -> float:
         copied.append(most)
@@ -330,7 +340,8 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, fetch = list[bool](), placement.fetch
+    hidden = []
+    fetch = placement.fetch
 
     def noted(*given: Any, **rest: Any) -> Any:
         hidden.append(bool(are_progress_bars_disabled()))
@@ -347,7 +358,7 @@ def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:
     file.write_bytes(b"x" * 1_000_000)
     speed = placement.read_bytes_per_s(file)
     assert speed is not None
-    assert 1e6 < speed < 1e12
+    assert 1e3 < speed < 1e12  # also where a busy machine reads for seconds
     (tmp_path / "empty").touch()
     assert placement.read_bytes_per_s(tmp_path / "empty") is None
 
@@ -359,7 +370,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
 
     Streamed weights are part of the predicted peak, together with the weights that stay in memory.
     """
-    found: list[list[dict[str, torch.Tensor]]] = []
+    found = []
     for share in (2.0, 0.6):
         target = asked(granite)
         memory(monkeypatch, [], int(share * target.weight_bytes) + beside(granite))
@@ -434,17 +445,24 @@ def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: S
     """Bytes of all tensors that are alive at once while the model's operators are captured."""
     for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
         with LiveBytes("cpu") as counted:
-            capture_layers(
+            prompt = PromptRun(
                 model,
                 tiny_models.prompt(seqlen),
+                serving.chunk or segment_length,
+                name,
                 layers_of(model, name),
-                ref=tiny_models.checkpoint_ref(name),
-                segment_length=segment_length,
-                on_layer=lambda _: None,
-                serving=serving,
-                head=lambda hidden: torch.zeros(*hidden.shape[:2], 128),
+                serving,
+                lambda hidden: torch.zeros(*hidden.shape[:2], 128),
             )
+            capture_layers(prompt, lambda _: None)
     return counted.peak
+
+
+def shapes_of(name: str) -> tuple[Any, set[int]]:
+    """A wide model without memory, and the layers with an operator."""
+    with torch.device("meta"):
+        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
+    return shapes, {site.layer_index for site in find_mixers(shapes)}
 
 
 def layers_of(model: Any, name: str) -> Any:
@@ -452,7 +470,7 @@ def layers_of(model: Any, name: str) -> Any:
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
 
 
-def lower_right(queries: int, keys: int) -> torch.Tensor:
+def lower_right(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
@@ -482,9 +500,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
     # torch's CausalBias cannot be constructed under a dispatch mode.
     monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
     model = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    with torch.device("meta"):
-        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    wanted = {site.layer_index for site in find_mixers(shapes)}
+    shapes, wanted = shapes_of(name)
     predicted, _ = predict_memory(
         shapes,
         wanted,
@@ -519,10 +535,8 @@ def test_operator_calls_of_one_form_are_tried_once(
     name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The predicted peak is the same as if every call were tried."""
-    with torch.device("meta"):
-        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    wanted = {site.layer_index for site in find_mixers(shapes)}
-    tried: list[int] = []  # not the calls, because a call holds its tensors
+    shapes, wanted = shapes_of(name)
+    tried = []  # not the calls, because a call holds its tensors
     stand_in = OperatorCall.replacement
 
     def counting(call: OperatorCall) -> Result:
@@ -548,8 +562,7 @@ def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> N
     """At the call, or after the prompt if its segments are collected.  A GPU's memory has
     fragments, too.
     """
-    with torch.device("meta"):
-        shapes = tf.AutoModel.from_config(wide("mamba2"), dtype=torch.bfloat16).eval()
+    shapes, _ = shapes_of("mamba2")
     layer = 1024 * capture_bytes_per_token(find_mixers(shapes)[0])
 
     def peaks(segment_length: int) -> tuple[int, int]:
@@ -580,8 +593,8 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
         "The memory that is needed besides the weights is not known, because of an error: "
         "not on meta."
     )
-    said: list[str] = []
-    watcher: Any = SimpleNamespace(say=said.append, step=Watcher().step)
+    said = []
+    watcher = SimpleNamespace(say=said.append, step=Watcher().step)
     assert load(target, watcher).segment_lengths == (96,)
     assert planned.notes[-1] == said[-1] == words
 
@@ -692,12 +705,12 @@ def test_the_predicted_peak_of_a_gpu(
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
     """The cache of every layer is on the layer's GPU."""
-    found: list[list[dict[str, torch.Tensor]]] = []
+    found = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
         target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
         more = placement.Chooser(target).least_beside()
-        kept: list[dict[str, torch.Tensor]] = []
+        kept = []
         with capped(None if kind == "one-gpu" else more + target.weight_bytes * 3 // 4):
             loaded = load(target, Watcher())
             loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
@@ -709,34 +722,28 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def on_host(inputs: Any) -> dict[str, torch.Tensor]:
+def on_host(inputs: Any) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
 
 
 @pytest.mark.parametrize(
-    ("size", "cached", "yes", "told"),
+    ("size", "cached", "yes", "is_refused"),
     [
-        (64 * 10**9, False, False, None),
-        (64 * 10**9, False, True, "Downloading 59.6 GiB of org/model."),
-        (64 * 10**9, True, False, ""),
-        (2 * 10**9, False, False, "Downloading 1.86 GiB of org/model."),
-        (10**8, False, False, ""),
+        (64 * 10**9, False, False, True),
+        (64 * 10**9, False, True, False),
+        (64 * 10**9, True, False, False),
+        (2 * 10**9, False, False, False),
     ],
 )
-def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, told: str | None) -> None:
+def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, is_refused: bool) -> None:
     found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
-    target: Any = SimpleNamespace(
+    target = SimpleNamespace(
         located=SimpleNamespace(files=lambda *_, **__: found),
         deepest_layer=None,
         head=False,
         ref=SimpleNamespace(repo_id="org/model"),
         request=SimpleNamespace(yes=yes),
     )
-    said: list[str] = []
-    watcher: Any = SimpleNamespace(say=said.append)
-    if told is None:
-        with pytest.raises(BadInputError, match="a download of 59"):
-            placement.refuse_large_download(target, watcher)
-    else:
-        placement.refuse_large_download(target, watcher)
-    assert said == ([told] if told else [])
+    refused = pytest.raises(BadInputError, match="a download of 59")
+    with refused if is_refused else nullcontext():
+        placement.refuse_large_download(target)

@@ -2,8 +2,6 @@
 interruption.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,7 +61,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(registry._implementations, (operator, name), reference)
     monkeypatch.setattr(job, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(job, "CudaTimer", EqualTimes)
-    monkeypatch.setattr(job, "ALONE", ONCE)
+    monkeypatch.setattr(job, "FIRST_LOOK", ONCE)
     monkeypatch.setattr(job, "traced", lambda run, device: (run(), [])[1])  # noqa: ARG005
 
 

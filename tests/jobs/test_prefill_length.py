@@ -2,8 +2,6 @@
 refusals.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +33,8 @@ from ssdprof.store.header import draft
 from ssdprof.store.reports import Writer
 
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
-LAYERS, LENGTH = 3, 12
+LAYERS = 3
+LENGTH = 12
 
 
 def contender(name: str, run: Any = None, kind: Any = "bundled") -> Implementation:
@@ -79,10 +78,13 @@ def length(
     seconds: float = 0.01,
 ) -> tuple[_Length, FakeTimer]:
     RAN.clear()
-    timer, model = FakeTimer(), tiny_models.shared("mamba2")
+    by_name = {each.name: each for each in contenders}
+    timer = FakeTimer()
+    model = tiny_models.shared("mamba2")
     mixers = find_mixers(model)
     one = _Length(
         request=PrefillOptions(model="tiny", seconds=seconds),
+        resolve=lambda _, name: by_name[name],
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
@@ -106,7 +108,6 @@ def length(
         convolution="torch",
     )
     for each in contenders:
-        one.of[each.name] = {"ssd": each}
         one.cases[each.name] = Case(
             task=prefill,
             batch=1,
@@ -177,7 +178,7 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_w
     """Later segments have initial states, and may compile or tune kernels that the first call did
     not need.
     """
-    ran: list[int] = []
+    ran = []
 
     def profile(run: Callable[[], object]) -> Trace:
         ran.append(RAN[-3 * LAYERS :].count(("unfused", 100.0)))
@@ -216,7 +217,8 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
 def test_while_a_users_kernel_runs_the_parent_knows_its_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told, known = list[str](), set[str]()
+    told = []
+    known = set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
     monkeypatch.setattr(IsolatedFirstCall, "verdict", lambda *_: ("ran", ""))
 
@@ -294,16 +296,16 @@ def test_a_model_that_bypasses_its_operator_is_refused() -> None:
 
 
 def test_every_step_is_told_with_its_seconds() -> None:
-    steps: list[tuple[str, float]] = []
+    steps = []
     ticking = Ticking()
-    clock = StepClock(on_step=lambda *step: steps.append(step), now=ticking.now).within("12 tokens")
+    clock = StepClock(on_step=lambda *step: steps.append(step), now=ticking.now)
     one, _ = length(contender("unfused"), contender("fused"), profile=ticking.profile)
     timed(one, clock)
     assert steps == [
-        ("12 tokens, one layer's operator alone", 0),
-        ("12 tokens, unfused: a profiled prefill", 1),
-        ("12 tokens, fused: a profiled prefill", 1),
-        ("12 tokens, prefills in turns", 0),
+        (f"{one.what}, one layer's operator alone", 0),
+        (f"{one.what}, unfused: a profiled prefill", 1),
+        (f"{one.what}, fused: a profiled prefill", 1),
+        (f"{one.what}, prefills in turns", 0),
     ]
 
 

@@ -2,11 +2,8 @@
 kept.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +27,6 @@ from ssdprof.jobs.target import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.trace import PREFIX
-from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
@@ -52,7 +48,7 @@ def captured(*chosen: int) -> RunOptions:
 
 def replayed(*layers: int, **wanted: Any) -> Report:
     request = replace(captured(*layers), **wanted, out=Path("kept"), command=("ssdprof", "run"))
-    folder, report = job.run(find_to_replay(request), request, Watcher())
+    folder, report = job.run(request, find_to_replay(request), None, Watcher())
     assert load(folder)[1] == report
     return report
 
@@ -109,7 +105,8 @@ def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_k
 
 @needs_interpreter
 def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, left = kernels.get("ssd", "fused"), [1]
+    fused = kernels.get("ssd", "fused")
+    left = [1]
 
     def once(*given: Any) -> Any:
         left.pop()
@@ -146,19 +143,17 @@ def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
 def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timers: list[Any] = []
+    timers = []
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(replay, "INTERPRETED", True)
     for name in ("measure_ceilings", "forget_peak"):
         monkeypatch.setattr(replay, name, lambda _: None)
-    monkeypatch.setattr(replay, "watch_clocks", lambda: lambda: None)
+    monkeypatch.setattr(replay, "read_clocks", lambda: None)
     monkeypatch.setattr(replay, "Comparer", lambda **own: timers.append(own["timer"]))
     report = SimpleNamespace(prompts=(), ceilings=None)
-    writer: Any = SimpleNamespace(
-        report=report, process="one", folder=Path(), update=lambda **_: None
-    )
-    with replay.replaying(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), 1):
-        assert timers == [None]
+    writer = SimpleNamespace(report=report, process="one", folder=Path(), update=lambda **_: None)
+    replay.Replay(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher())
+    assert timers == [None]
 
 
 @needs_interpreter
@@ -166,7 +161,8 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
 def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
     stop_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, began = replay.Comparer, list[str]()
+    plain = replay.Comparer
+    began = []
 
     class Noted(plain):  # type: ignore[misc, valid-type]
         def compare(self, entries: Any, label: str, *rest: Any) -> Any:
@@ -178,10 +174,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
         monkeypatch.setattr(
             replay, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK}))
         )
-        place: Any = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
+        place = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
         target.run(RunOptions(**place))
         request = RunOptions(**place, intermediates="exact", states=("fp32",))
-        return job.run(find_to_replay(request), request, Watcher())[1]
+        return job.run(request, find_to_replay(request), None, Watcher())[1]
 
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
@@ -206,18 +202,18 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
 
 
 def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
-    resolved = job.resolve_implementations(("fused",), "unfused", LAYERS[:1])
+    asked = RunOptions(
+        model="", implementations=("fused",), intermediates="exact", states=("fp32", "bf16")
+    )
+    resolved = replay.resolve_implementations(asked, ("ssd",))
     of = prompt(50, serving=Serving(chunk=40, decode=1))
-    precisions = partial(requested_precisions, intermediates="exact", states=("fp32", "bf16"))
-    pairs = partial(resolved.plan, precisions)
-    found: Any = SimpleNamespace(layers=LAYERS[:1])
-    requested = [", ".join(one) for one in job._requested(found, [of], pairs, "bf16", 0)]
+    found = SimpleNamespace(layers=LAYERS[:1])
+    requested = [", ".join(one) for one in job._requested(found, [of], resolved, "bf16", asked)]
     assert requested == [
         *(
             (
                 f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, "
-                f"{states} "
-                "states"
+                f"{states} states"
             )
             for number, size in ((1, 40), (2, 10))
             for states in ("fp32", "bf16")

@@ -2,8 +2,6 @@
 every family.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -54,7 +52,8 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
 def test_only_the_named_layers_are_replaced(name: str) -> None:
     model = tiny_models.shared(name)
     sites = find_mixers(model)
-    replaced, left = [], []
+    replaced = []
+    left = []
 
     def compute(call: OperatorCall) -> Result:
         replaced.append(call.mixer.layer_index)

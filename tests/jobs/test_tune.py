@@ -1,10 +1,9 @@
 """`ssdprof tune`: candidates, searches, the stored configurations, and the command."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, product, repeat
 from operator import attrgetter
 from pathlib import Path
@@ -14,25 +13,24 @@ import numpy as np
 import pytest
 import torch
 from command_line import Answer, ending, passing
+from generated_inputs import cell_of, generated
 from tuning_fakes import (
     COMMITTED_SEGMENT,
     GPU,
     FakeTimer,
-    cell,
     environment,
     kept,
     ssd_inputs,
     ssd_problem,
 )
 
-from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.tuned import TunedConfig, TunedConfigs
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import tune as job
-from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, difference, search
+from ssdprof.jobs.tune import DECIDING, Problem, difference, search
 from ssdprof.kernels import device, registry
 from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.device import INTERPRETED
@@ -52,8 +50,8 @@ from ssdprof.kernels.ssd.hopper.config import (
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.first_run import Call
+from ssdprof.measure.sampling import FIRST_LOOK
 from ssdprof.operators.gdn_tuning import TUNING as GDN
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.kda_tuning import TUNING as KDA
 from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
@@ -61,6 +59,7 @@ from ssdprof.stalls import ncu
 from ssdprof.store import tuned as store
 
 CPU = torch.device("cpu")
+SMALL_GDN = "1/2x16x16"
 EXACT = Precision()
 needs_interpreter = pytest.mark.skipif(
     not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
@@ -81,19 +80,7 @@ def cache(
         registry.use_overrides(operator, {})
 
 
-def gdn_inputs(
-    length: int,
-    *,
-    shape: str = "1/2x16x16",
-    sequences: int = 1,
-    packed: bool = False,
-    operator: str = "gdn",
-) -> Any:
-    generator = operators.get(operator).generated
-    found = generator.parse(shape)
-    assert found is not None
-    tokens = Tokens(sequences=sequences, seqlen=length, shortest=length if packed else None)
-    return generator.draw(Cell(shape=found, dtype="bf16", layout="contiguous", tokens=tokens), CPU)
+gdn_inputs = partial(generated, "gdn", SMALL_GDN, layout="contiguous")
 
 
 # --- candidates
@@ -148,18 +135,12 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
         (
             GDN,
             None,
-            gdn_inputs(8192, shape=LONG_GDN),
+            generated("gdn", LONG_GDN, 8192),
             "block_v v_rows",
             set(product((16, 32, 64, 128), (True, False))),
         ),
-        (KDA, None, gdn_inputs(64, operator="kda"), "block_v block_k", {(16, 16)}),
-        (
-            KDA,
-            KDA_HOPPER,
-            gdn_inputs(8192, shape=LONG_GDN, operator="kda"),
-            "slab",
-            {4, 8, 16, 32, 64},
-        ),
+        (KDA, None, generated("kda", SMALL_GDN, 64), "block_v block_k", {(16, 16)}),
+        (KDA, KDA_HOPPER, generated("kda", LONG_GDN, 8192), "slab", {4, 8, 16, 32, 64}),
     ],
 )
 def test_what_the_candidates_vary(
@@ -179,7 +160,7 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() 
         SSD, SSDHopperConfig(segment=10, long_count=2, long_segment=100), ssd_inputs(240 * 64)
     )
     assert {92, 96, 104, 108} <= {config.long_segment for config in nearby}
-    inputs = gdn_inputs(4096, shape=LONG_GDN)
+    inputs = generated("gdn", LONG_GDN, 4096)
     committed = replace(GDN.committed(inputs, "portable"), segment=16)
     chunks = next(axis for axis in GDN.axes(committed) if axis.__name__ == "_chunks")
     assert {one.segment * one.chunk for one in chunks(committed, inputs)} == {1024}, "in positions"
@@ -219,7 +200,7 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
 
 
 def made(intermediates: Any = "exact") -> list[Problem]:
-    cells = (cell(100), cell(40, sequences=2))
+    cells = (cell_of("ssd", "2x16x16x1", 100), cell_of("ssd", "2x16x16x1", 40, sequences=2))
     return list(job.problems(OPERATOR, cells, intermediates, CPU))
 
 
@@ -296,7 +277,8 @@ def test_it_goes_to_the_fastest_axis_by_axis(
         by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01
     )
     assert find.device_interval[0] > 1.01
-    committed, best = of(cases, "committed"), of(cases, "segment 4, ring 2")
+    committed = of(cases, "committed")
+    best = of(cases, "segment 4, ring 2")
     assert committed.plan.startswith(f"segment {COMMITTED_SEGMENT}, ")
     assert (len(committed.samples), {one.process for one in best.samples}) == (
         2 * turns,
@@ -320,7 +302,8 @@ class PlacedTimer(FakeTimer):
     factors: dict[object, float]
 
     def reallocate(self, generator: np.random.Generator) -> None:
-        self.generator, self.factors = generator, {}
+        self.generator = generator
+        self.factors = {}
         self.recordings += 1
 
     def device_us(self, graph: Any) -> float:
@@ -374,7 +357,7 @@ def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str) -
     assert isinstance(outcome[1], str)
     assert why in outcome[1]
     if isinstance(fake, PlacedTimer):
-        assert fake.recordings >= SCREENING.min_recordings + DECIDING.min_recordings >= 8
+        assert fake.recordings >= FIRST_LOOK.min_recordings + DECIDING.min_recordings >= 8
         faster = PlacedTimer(cost=lambda config, _: 70.0 if config.segment == 4 else 100.0)
         assert value(found(faster), "segment") == 4
     if "1%" in why:
@@ -428,7 +411,8 @@ def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_
 
 
 def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_sequences() -> None:
-    problem, both = ssd_problem("portable", 128, 192), by_warps((128, 192))
+    problem = ssd_problem("portable", 128, 192)
+    both = by_warps((128, 192))
     outcome = found(both, problem)
     assert value(outcome, "num_warps") == 8
     assert isinstance(outcome[1], TunedConfig)
@@ -447,7 +431,7 @@ def used() -> list[str]:
     """The message of a command, and the configurations that the kernels then use, as "segment
     N".
     """
-    said: list[str] = []
+    said = []
     store.use_saved(said.append)
     return [
         *said,
@@ -522,9 +506,9 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
-        ("{", "", "is not what 'ssdprof tune' writes"),
-        ('"segment": 4', '"segment": 0', "is not what 'ssdprof tune' writes"),
-        ('"long_count": 0', '"long_count": 1', "is not what 'ssdprof tune' writes"),
+        ("{", "", "is not valid JSON: "),
+        ('"segment": 4', '"segment": 0', "is damaged at "),
+        ('"long_count": 0', '"long_count": 1', "is damaged at "),
         ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )
@@ -568,8 +552,8 @@ def test_a_find_is_for_its_own_calls_only() -> None:
     assert chosen(batch, batch_invariant=True) == config
     for other in (
         gdn_inputs(300),
-        gdn_inputs(200, shape="2/2x16x16"),
-        gdn_inputs(200, packed=True),
+        generated("gdn", "2/2x16x16", 200),
+        gdn_inputs(200, shortest=200),
     ):
         assert chosen(other) != config
     assert chosen(inputs, Precision(intermediates="relaxed")) != config
@@ -581,9 +565,9 @@ def test_a_find_is_for_its_own_calls_only() -> None:
 
 def test_clear_needs_no_gpu() -> None:
     file = kept()
-    assert "Removed" in passing("tune", "--clear").err
+    assert "Removed" in passing("tune --clear").err
     assert not file.exists()
-    assert "There is nothing in" in passing("tune", "--clear").err
+    assert "There is nothing in" in passing("tune --clear").err
 
 
 @pytest.fixture
@@ -625,7 +609,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             "kda --shape 1/2x16x16 --seq 70",
             ("1/2x16x16, bf16, 1 x 70",),
-            lambda: kda_fused.plan(gdn_inputs(70, operator="kda")),
+            lambda: kda_fused.plan(generated("kda", SMALL_GDN, 70, layout="contiguous")),
             marks=pytest.mark.slow,
         ),
     ],
@@ -636,7 +620,7 @@ def test_from_words_to_kernels_that_take_the_find(
     """The file is real: the next command reads it and says so, and its kernels use the
     configuration.
     """
-    answer = passing("tune", *words.split(), "--json")
+    answer = passing(f"tune {words} --json")
     report = Report.model_validate_json(answer.out)
     assert {case.case_key for case in report.cases} == set(places)
     assert all(case.samples for case in report.cases)
@@ -650,15 +634,15 @@ def test_from_words_to_kernels_that_take_the_find(
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
 def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    words = ("tune", "ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40")
+    words = "tune ssd --shape 2x16x16x1,4x16x16x1 --seq 40"
     with monkeypatch.context() as patch:
         seconds = count(0, 100)
         patch.setattr(job.time, "monotonic", lambda: next(seconds))
-        report = Report.model_validate_json(Answer(*words, "--budget", "150", "--json").out)
+        report = Report.model_validate_json(Answer(words, "--budget 150 --json").out)
     assert {case.case_key for case in report.cases} == {"2x16x16x1, bf16, 1 x 40"}
     ((place, _, reason),) = (tuple(dict(one).values()) for one in report.left_out)
     assert (place, reason) == ("4x16x16x1, bf16, 1 x 40, exact", "the budget of 150 s was spent")
-    passing("tune", "--clear")
+    passing("tune --clear")
 
     def interrupted(problem: Problem, timer: Any) -> Any:
         if str(problem).startswith("4x16x16x1"):
@@ -666,7 +650,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
         return search(problem, timer)
 
     monkeypatch.setattr(job, "search", interrupted)
-    ending(130, *words)
+    ending(130, words)
     (file,) = cache.glob("*.json")
     assert len(TunedConfigs.model_validate_json(file.read_text()).configs) == 1
 
@@ -674,14 +658,14 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
 @pytest.mark.gpu
 def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     """Two tunings, one for each kernel.  Every find has a right output and is used."""
-    shapes = ("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
-    tuned = passing("tune", *shapes)
+    shapes = "ssd --shape 16x64x128x1,3x64x64x1 --seq 1k,4k --json"
+    tuned = passing(f"tune {shapes}")
     report = Report.model_validate_json(tuned.out)
     assert "portable" in {case.variant for case in report.cases}
     assert all(case.samples for case in report.cases if case.implementation == "committed")
     assert not [case.name for case in report.cases if case.result == "inaccurate"]
     found = "What was found is kept" in tuned.err
-    answer = passing("bench", *shapes, "--chunk-size", "128")
+    answer = passing(f"bench {shapes} --chunk-size 128")
     assert ("tuned on this GPU" in answer.err, "tuned on this GPU, " in answer.out) == (
         found,
         found,

@@ -1,7 +1,5 @@
 """Problems of `ssdprof tune` on the CPU, and a kernel and a timer with invented times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -11,6 +9,7 @@ from typing import Any
 import fakes
 import torch
 from cases import layer
+from generated_inputs import generated
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case, LayerCall
@@ -25,9 +24,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.timing import CaptureError
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.operators.ssd_inputs import GENERATOR, draw
 from ssdprof.operators.tuning import Config
 from ssdprof.store import tuned as store
 
@@ -47,19 +44,8 @@ COMMITTED = {
 }
 
 
-def cell(seqlen: int, shape: str = "2x16x16x1", sequences: int = 1) -> Cell:
-    found = GENERATOR.parse(shape)
-    assert found is not None
-    return Cell(
-        shape=found,
-        dtype="bf16",
-        layout="contiguous",
-        tokens=Tokens(sequences=sequences, seqlen=seqlen),
-    )
-
-
-def ssd_inputs(seqlen: int, shape: str = "2x16x16x1") -> SSDInputs:
-    return draw(cell(seqlen, shape), torch.device("cpu"))
+def ssd_inputs(seqlen: int, sizes: str = "2x16x16x1") -> Any:
+    return generated("ssd", sizes, seqlen, layout="contiguous")
 
 
 def ssd_problem(kernel: str, *seqlens: int) -> Problem:
@@ -115,7 +101,8 @@ class FakeTimer(fakes.FakeTimer):
         )
 
     def record(self, run: Run) -> tuple[Any, Any]:
-        output, (config, tokens) = run(), self.ran[-1]
+        output = run()
+        config, tokens = self.ran[-1]
         if self.unrecorded(config):
             raise CaptureError("it synchronises")
         return (config, self.cost(config, tokens), run, output), output

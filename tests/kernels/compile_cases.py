@@ -2,8 +2,6 @@
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +12,7 @@ import triton
 from compile_target import on_meta
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
 from targets import GDN_ON_HOPPER
+from torch import Tensor
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
@@ -36,7 +35,9 @@ from ssdprof.kernels.ssd.hopper.launch import hopper_launch as ssd_hopper_launch
 from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
 from ssdprof.kernels.ssd.unfused import five_stages
+from ssdprof.kernels.stored_states import Stepping
 from ssdprof.kernels.tensors import contiguous_copy
+from ssdprof.operators.decode_states import parse_state_format
 
 Launches = dict[str, Callable[[], Any]]
 
@@ -157,11 +158,14 @@ SSD_PORTABLE = each(
 )
 COMMON = {"mamba2 bf16 exact": SSD_PORTABLE["mamba2 bf16 exact"]}
 
-CUT, ALONE = Cut(segment=4), Cut(segment=3, long_count=1, long_segment=9, recompute=True)
-WHOLE, SHARES = Cut(segment=16), Cut(segment=16, shares=4)
+CUT = Cut(segment=4)
+ALONE = Cut(segment=3, long_count=1, long_segment=9, recompute=True)
+WHOLE = Cut(segment=16)
+SHARES = Cut(segment=16, shares=4)
 FOUR = MAMBA2.but(heads=4)
 HYBRID = FOUR.but(headdim=80, lengths=(600, 9), initial_states=True)
-BATCH, WIDE = FOUR.but(batch=3), dict(heads=3, dstate=256)
+BATCH = FOUR.but(batch=3)
+WIDE = dict(heads=3, dstate=256)
 SSD_HOPPER = each(
     ssd_hopper,
     {
@@ -192,36 +196,34 @@ PLAIN_TOKEN = TOKEN.but(dtype=FP32, initial_states=False, gate=False, skip="(h, 
 
 
 def convolution(
-    x: torch.Tensor,
+    x: Tensor,
     *,
     bias: bool = True,
     state: bool = False,
     channels: int = 256,
     dtype: torch.dtype = BF16,
 ) -> None:
-    def meta(*shape: int) -> torch.Tensor:
+    def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    one, initial = (
-        meta(channels) if bias else None,
-        meta(x.shape[0], channels, 3) if state else None,
-    )
+    one = meta(channels) if bias else None
+    initial = meta(x.shape[0], channels, 3) if state else None
     causal_conv1d(x, meta(channels, 4), one, initial_state=initial, wants_final_state=state)
 
 
-def norm(x: torch.Tensor, gate: torch.Tensor, group_size: int, *, norm_first: bool = False) -> None:
+def norm(x: Tensor, gate: Tensor, group_size: int, *, norm_first: bool = False) -> None:
     weight = torch.empty(x.shape[2], dtype=BF16, device="meta")
     gated_rms_norm(x, gate, weight, eps=1e-5, group_size=group_size, norm_first=norm_first)
 
 
-def view(width: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+def view(width: int, dtype: torch.dtype = BF16) -> Tensor:
     """Columns of a projection."""
     return torch.empty_strided(
         (1, 1024, width), (1024 * 10576, 10576, 1), dtype=dtype, device="meta"
     )
 
 
-def plain(*shape: int) -> torch.Tensor:
+def plain(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=BF16, device="meta")
 
 
@@ -275,6 +277,17 @@ def gdn_in_place(case: GDNCase) -> None:
     gdn_recurrent_launch(inputs, blocks_of(inputs), in_place=True)(inputs)
 
 
+def stepped(case: GDNCase | SSDCase, name: str) -> None:
+    """Token by token, with states in a format."""
+    stepping = Stepping(parse_state_format(name), 1, 0)
+    inputs = drafted_in_place(on_meta(case.inputs()))
+    if isinstance(case, SSDCase):
+        recurrent_launch(inputs, in_place=True, stepping=stepping)(inputs)
+    else:
+        blocks = blocks_of(inputs, stepping=stepping)
+        gdn_recurrent_launch(inputs, blocks, in_place=True, stepping=stepping)(inputs)
+
+
 def gdn_step(case: GDNCase) -> None:
     three_stages(on_meta(case.inputs()))
 
@@ -303,7 +316,8 @@ GDN_UNFUSED = each(
 )
 
 LAB = QWEN.but(key_heads=16)
-LONG, PAIR = dict(lengths=(4500,), initial_states=True), dict(lengths=(600, 9), initial_states=True)
+LONG = dict(lengths=(4500,), initial_states=True)
+PAIR = dict(lengths=(600, 9), initial_states=True)
 GDN_PORTABLE = each(
     gdn_portable,
     {
@@ -372,6 +386,15 @@ SMALL_LIMITS: Launches = {
     "ssd step largest": partial(
         ssd_step, TOKEN.but(batch=1, heads=2, headdim=128, dstate=256, dtype=FP32)
     ),
+    **{
+        f"{case.__class__.__name__} {name} states": partial(stepped, case, name)
+        for case in (
+            DELTA.but(seqlen=64, initial_states=True),
+            KDACase(key_dim=128, value_dim=128, seqlen=64, dtype=BF16, initial_states=True),
+            TOKEN.but(seqlen=64),
+        )
+        for name in ("fp16-stochastic", "fp8", "int8-carried", "int8-carried:head")
+    },
     "convolution of a prompt": partial(convolution, view(5376), channels=5376),
     "convolution of a segment": partial(
         convolution, view(5376), channels=5376, bias=False, state=True

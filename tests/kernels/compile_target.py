@@ -8,8 +8,6 @@ and a launch ends after the compilation.  Products are not fused with
 sums unless a launcher requests it: this will be the default of later Triton versions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -71,7 +69,7 @@ def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[s
     """Label -> its kernels, in the order of the launches, for every entry of `module.launches`."""
     command = [sys.executable, __file__, module, launches, str(capability)]
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     by_label = json.loads(result.stdout)
     return {
@@ -107,8 +105,7 @@ def recorded_form(table: str, capability: int) -> dict[str, str]:
     """
     return {
         f"{table} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} "
-        f"{one.shared_bytes} "
-        f"{one.num_warps} {one.code}"
+        f"{one.shared_bytes} {one.num_warps} {one.code}"
         for label, kernels in compiled("compile_cases", capability, table).items()
         for index, one in enumerate(kernels)
     }
@@ -179,8 +176,8 @@ def _lost_addresses(code: str) -> int:
     (benchmarks/log/ssd.md#row-57).  Spilled addresses are not followed.
     """
     instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([^\s;]+)\s*([^;]*);", code)
-    written: dict[str, int] = {}  # register -> the last instruction so far that writes it
-    sources: list[list[int]] = []  # instruction -> the instructions that wrote its operands
+    written = {}  # register -> the last instruction so far that writes it
+    sources = []  # instruction -> the instructions that wrote its operands
     lost = 0
 
     def from_shared_memory(at: int) -> bool:
@@ -243,7 +240,7 @@ def _compile_all(
     launches: dict[str, Callable[[], object]], capability: int
 ) -> dict[str, list[Compiled]]:
     triton.runtime.driver.set_active(_AbsentGpu(capability))
-    kernels: list[Compiled] = []
+    kernels = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._device
+from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory holds NaN (or -1) until a kernel writes it."""
 
-    def poison(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
             tensor = allocate(*args, **kwargs)
             tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
             return tensor
@@ -26,7 +27,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch, "empty_strided", poison(torch.empty_strided))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+    monkeypatch.setattr(Tensor, "new_empty", poison(Tensor.new_empty))
 
 
 def emulate_on(monkeypatch: pytest.MonkeyPatch, device: str, *operators: str) -> None:

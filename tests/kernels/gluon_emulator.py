@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import ptx
 import pytest
 import torch
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
@@ -206,12 +207,14 @@ class Barrier:
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
         assert self.pending >= count, "more arrivals than the barrier was made for"
-        self.pending, self.bytes = self.pending - count, self.bytes + expected
+        self.pending -= count
+        self.bytes += expected
         self.end_phase()
 
     def end_phase(self) -> None:
         if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
+            self.phase += 1
+            self.pending = self.count
 
 
 class Shared:
@@ -264,10 +267,10 @@ class Shared:
         assert shape in (halves, pairs, [1, rows, *columns], [2, rows // 2, *columns])
         return Shared(self.content.view(shape))
 
-    def load(self, _layout: Any) -> torch.Tensor:
+    def load(self, _layout: Any) -> Tensor:
         return self.content.clone()
 
-    def store(self, value: torch.Tensor) -> None:
+    def store(self, value: Tensor) -> None:
         assert value.shape == self.content.shape
         self.content.copy_(value)
 
@@ -275,12 +278,13 @@ class Shared:
 class Pointer:
     """Elements of a tensor's memory, by offset.  Access outside of that memory is an error."""
 
-    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
-        self.memory, self.offset = memory, offset
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory = memory
+        self.offset = offset
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     @classmethod
-    def to(cls, tensor: torch.Tensor | Part) -> Pointer:
+    def to(cls, tensor: Tensor | Part) -> Pointer:
         if isinstance(tensor, Part):
             return cls(tensor.tensor())
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -295,7 +299,7 @@ class Pointer:
     def __getitem__(self, index: Any) -> Pointer:
         return Pointer(self.memory, self.offset[index])
 
-    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         offset = torch.as_tensor(self.offset)
         mask = torch.as_tensor(True if mask is None else mask)
         offset, mask = torch.broadcast_tensors(offset, mask)
@@ -309,9 +313,12 @@ class Descriptor:
     """A TMA descriptor: an address, sizes, strides.  Reads outside of those sizes give zeros."""
 
     def __init__(self, host: Any) -> None:
-        self.shape, self.strides = host.shape, host.strides
+        self.shape = host.shape
+        self.strides = host.strides
         base = host.base
-        self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
+        self.block = tuple(host.block_shape)
+        self.dtype = base.dtype
+        self.layout = None
         ahead = isinstance(base, Part) and base.begin < 0
         self.start = (
             Pointer.to(base.memory) + base.begin // base.dtype.itemsize
@@ -319,14 +326,16 @@ class Descriptor:
             else Pointer.to(base)
         )
 
-    def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
+    def tile(self, start: list[Any]) -> tuple[Pointer, Tensor]:
         """Pointers to a tile's elements, and a mask of those that TMA reads or writes."""
-        places, inside = torch.tensor(0), torch.tensor(True)
+        places = torch.tensor(0)
+        inside = torch.tensor(True)
         of_dimensions = zip(start, self.shape, self.strides, self.block, strict=True)
         for k, (first, size, stride, length) in enumerate(of_dimensions):
             assert 0 <= int(first) < 2**31
             along = (int(first) + torch.arange(length)).view([-1] + [1] * (len(self.block) - 1 - k))
-            places, inside = places + along * stride, inside & (along < size)
+            places = places + along * stride
+            inside = inside & (along < size)
         return self.start + places, inside
 
 
@@ -334,10 +343,12 @@ class Product:
     """A matrix product that may not have been computed yet."""
 
     def __init__(self, a: Any, b: Shared, accumulator: Any) -> None:
-        self.a, self.b, self.accumulator = a, b, accumulator
-        self.result: torch.Tensor | None = None
+        self.a = a
+        self.b = b
+        self.accumulator = accumulator
+        self.result: Tensor | None = None
 
-    def value(self) -> torch.Tensor:
+    def value(self) -> Tensor:
         if self.result is None:
             a = self.a.content if isinstance(self.a, Shared) else self.a
             assert a.dtype == self.b.dtype
@@ -350,7 +361,7 @@ class Product:
         return self.result
 
 
-def _bitcast(value: torch.Tensor | int, dtype: torch.dtype, *, bitcast: bool) -> torch.Tensor:
+def _bitcast(value: Tensor | int, dtype: torch.dtype, *, bitcast: bool) -> Tensor:
     assert bitcast
     return (torch.tensor(value, dtype=torch.int32) if isinstance(value, int) else value).view(dtype)
 
@@ -359,7 +370,9 @@ class Machine:
     """A GPU with room for `resident` programs, and the parts of Gluon that they use."""
 
     def __init__(self, source: Source, seed: int, resident: int) -> None:
-        self.source, self.random, self.resident = source, random.Random(seed), resident
+        self.source = source
+        self.random = random.Random(seed)
+        self.resident = resident
         self.turns = Turns(self.random)
 
     def start(self, programs: Iterator[Callable[[], None]]) -> None:
@@ -409,7 +422,7 @@ class Machine:
     # --- the language
 
     def language(self) -> SimpleNamespace:
-        def either(of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def either(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda *values: of(*torch.broadcast_tensors(*map(torch.as_tensor, values)))
 
         def layout(*_args: Any, **_kwargs: Any) -> None:
@@ -479,21 +492,22 @@ class Machine:
         lanes.
         """
         if getattr(self.turns.local, "lane", None) is not None:
-            meeting, phase = self.turns.local.meeting, self.turns.local.meeting.phase
+            meeting = self.turns.local.meeting
+            phase = self.turns.local.meeting.phase
             meeting.arrive()
             self.turns.wait(lambda: meeting.phase != phase)
 
     @staticmethod
     def load(
         pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = ""
-    ) -> torch.Tensor:
+    ) -> Tensor:
         del cache_modifier
         places, mask = pointer.places(mask)
         read = pointer.memory[places]
         return torch.where(mask, read, torch.as_tensor(other, dtype=read.dtype))
 
     @staticmethod
-    def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
+    def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
         places, mask = pointer.places(mask)
         pointer.memory[places[mask]] = value[mask].to(pointer.memory.dtype)
 
@@ -506,7 +520,7 @@ class Machine:
         dtype: torch.dtype,
         is_pure: bool,
         pack: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if code == "ld.acquire.gpu.global.b32 $0, [$1];":
             return self.atomic_add(args[0], 0, "acquire")
         if "fence.proxy.async" in code or "prefetch" in code:
@@ -521,7 +535,7 @@ class Machine:
         ]
         return ptx.run(code, constraints, args, dtype, pack)
 
-    def load_bits(self, code: str, pointer: Pointer, inside: torch.Tensor) -> torch.Tensor:
+    def load_bits(self, code: str, pointer: Pointer, inside: Tensor) -> Tensor:
         """Loads 16-bit or 32-bit numbers, if `inside`, into the low bits of 32."""
         bits = {2: torch.int16, 4: torch.int32}[pointer.memory.element_size()]
         predicated = [
@@ -537,7 +551,7 @@ class Machine:
             & (1 << 8 * bits.itemsize) - 1
         )
 
-    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:
+    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> Tensor:
         del sem
         self.turns.wait()
         place = int(pointer.offset)
@@ -545,7 +559,7 @@ class Machine:
         pointer.memory[place] += value
         return old
 
-    def atomic_xchg(self, pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+    def atomic_xchg(self, pointer: Pointer, value: Tensor, sem: str) -> None:
         del sem
         pointer.memory[int(pointer.offset)] = value
         self.turns.wait()
@@ -659,7 +673,7 @@ class Machine:
         vars(fakes["triton.experimental.gluon"])["language"] = fakes[
             "triton.experimental.gluon.language"
         ]
-        functions: dict[str, Callable[..., None]] = {}
+        functions = {}
         with _modules(fakes, self.source.modules):
             for full in self.source.modules:
                 file = Path(str(importlib.util.find_spec(full).origin))  # type: ignore[union-attr]
@@ -712,7 +726,7 @@ class Machine:
         return make
 
 
-def _scan(value: torch.Tensor, axis: int, function: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _scan(value: Tensor, axis: int, function: Callable[..., Tensor]) -> Tensor:
     """The inclusive scan of `function`, from the first element."""
     parts = list(value.unbind(axis))
     for i in range(1, len(parts)):
@@ -750,7 +764,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _argument(value: Any) -> Any:
-    if isinstance(value, torch.Tensor | Part):
+    if isinstance(value, Tensor | Part):
         return Pointer.to(value)
     return value if value is None else Descriptor(value)
 

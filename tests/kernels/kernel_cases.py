@@ -2,13 +2,12 @@
 comparisons.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.kda.inputs import KDAInputs
@@ -16,10 +15,11 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EXACT, RELAXED_FP32 = Precision(), Precision(intermediates="relaxed")
+EXACT = Precision()
+RELAXED_FP32 = Precision(intermediates="relaxed")
 RELAXED = replace(RELAXED_FP32, state_dtype=FP16)
 PRECISIONS = tuple(
-    replace(one, state_dtype=dtype) for one in (EXACT, RELAXED_FP32) for dtype in DTYPES
+    replace(precision, state_dtype=dtype) for precision in (EXACT, RELAXED_FP32) for dtype in DTYPES
 )
 TOKENS = {SSDInputs: ("x", "dt", "B", "C", "z"), GDNInputs: ("q", "k", "v", "g", "beta")}
 TOKENS[KDAInputs] = TOKENS[GDNInputs]
@@ -59,7 +59,7 @@ class Case:
         return len(self.lengths) or self.batch
 
     @property
-    def bounds(self) -> torch.Tensor | None:
+    def bounds(self) -> Tensor | None:
         return bounds(self.lengths, self.device) if self.lengths else None
 
 
@@ -80,9 +80,10 @@ class SSDCase(Case):
 
     def inputs(self, **overrides: Any) -> SSDInputs:
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        tokens, (h, p, g, n) = self.tokens, (self.heads, self.headdim, self.groups, self.dstate)
+        tokens = self.tokens
+        h, p, g, n = self.heads, self.headdim, self.groups, self.dstate
 
-        def normal(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
         # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output,
@@ -124,19 +125,19 @@ class GDNCase(Case):
 
     def inputs(self, **overrides: Any) -> GDNInputs:
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        tokens, keys, heads = self.tokens, self.key_heads, self.key_heads * self.values_per_key
+        tokens = self.tokens
+        keys = self.key_heads
+        heads = self.key_heads * self.values_per_key
 
-        def normal(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
-        key, q, k = (
-            normal(keys, self.key_dim),
-            normal(*tokens, keys, self.key_dim),
-            normal(*tokens, keys, self.key_dim),
-        )
+        key = normal(keys, self.key_dim)
+        q = normal(*tokens, keys, self.key_dim)
+        k = normal(*tokens, keys, self.key_dim)
         k = self.collinear * key + (1 - self.collinear) * k
         if not self.l2norm:
-            q, k = (one / one.norm(dim=-1, keepdim=True) for one in (q, k))
+            q, k = (torch.nn.functional.normalize(tensor, dim=-1) for tensor in (q, k))
         state = (
             normal(self.sequences, heads, self.key_dim, self.value_dim)
             if self.initial_states
@@ -184,7 +185,7 @@ class KDACase(GDNCase):
         return KDAInputs(**vars(plain) | dict(g=g) | overrides)
 
 
-def bounds(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
+def bounds(lengths: tuple[int, ...], device: str = "cpu") -> Tensor:
     """cu_seqlens."""
     return torch.tensor([0, *accumulate(lengths)], device=device, dtype=torch.int32)
 
@@ -192,8 +193,8 @@ def bounds(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
 # --- the same operation on both operators' inputs
 
 
-def tensors_of(inputs: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+def tensors_of(inputs: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
 
 
 def tokens_of(inputs: Any) -> tuple[str, ...]:
@@ -201,7 +202,7 @@ def tokens_of(inputs: Any) -> tuple[str, ...]:
     return tuple(name for name in TOKENS[type(inputs)] if getattr(inputs, name) is not None)
 
 
-def with_state(inputs: Any, state: torch.Tensor | None) -> Any:
+def with_state(inputs: Any, state: Tensor | None) -> Any:
     return replace(inputs, **{inputs.LINEAR[1]: state})
 
 
@@ -232,19 +233,20 @@ def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
     """Number -> a packed sequence that is not empty, as a call of its own; `packed`: as a pack of
     one sequence.
     """
-    state, alone = inputs.initial, {}
+    state = inputs.initial
+    alone = {}
     for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
         if start < stop:
-            one = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
-            own = {} if state is None else {inputs.LINEAR[1]: state[i : i + 1]}
-            alone[i] = cut(inputs, start, stop, cu_seqlens=one, **own)
+            pack = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
+            initial = {} if state is None else {inputs.LINEAR[1]: state[i : i + 1]}
+            alone[i] = cut(inputs, start, stop, cu_seqlens=pack, **initial)
     return alone
 
 
 def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
     """With `value` at this place of these tensors, or of all tensors of tokens."""
 
-    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+    def spoil(tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
         tensor[place] = value
         return tensor
@@ -252,36 +254,41 @@ def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
     return changed(inputs, spoil, *names)
 
 
-def with_steps(inputs: SSDInputs, step: float | torch.Tensor, A: float | None = None) -> SSDInputs:
+def with_steps(inputs: SSDInputs, step: float | Tensor, A: float | None = None) -> SSDInputs:
     """These steps, a number in fp32, without softplus and bias."""
     dt = torch.full_like(inputs.dt, step, dtype=FP32) if isinstance(step, float) else step
-    found = replace(inputs, dt=dt, dt_bias=None, dt_softplus=False)
-    return found if A is None else replace(found, A=torch.full_like(inputs.A, A))
+    A_of_heads = inputs.A if A is None else torch.full_like(inputs.A, A)
+    return replace(inputs, dt=dt, A=A_of_heads, dt_bias=None, dt_softplus=False)
 
 
 # --- comparisons
 
 
-def assert_bitwise(ours: Any, theirs: Any) -> None:
-    for name, a, b in zip(("out", "final_states"), ours, theirs, strict=True):
+def assert_bitwise(output: Any, expected: Any) -> None:
+    for name, a, b in zip(("out", "final_states"), output, expected, strict=True):
         assert torch.isfinite(a).all(), f"{name} is not finite"
         assert torch.equal(a, b), name
 
 
-def head_errors(ours: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def head_errors(output: Any, exact: Any) -> tuple[Tensor, Tensor]:
     """RMS error of each head's output and final states, relative to its RMS."""
-    found = []
-    for a, b, head in zip(ours, exact, (2, 1), strict=True):
+    of_tensors = []
+    for a, b, head in zip(output, exact, (2, 1), strict=True):
         over = [axis for axis in range(4) if axis != head]
-        error, b = (
-            (a.double() - b).square().mean(over).sqrt(),
-            b.double().square().mean(over).sqrt(),
-        )
-        found.append(error / b.clamp_min(1e-30))
-    return found[0], found[1]
+        error = (a.double() - b).square().mean(over).sqrt()
+        b = b.double().square().mean(over).sqrt()
+        of_tensors.append(error / b.clamp_min(1e-30))
+    return of_tensors[0], of_tensors[1]
 
 
-def assert_close(ours: Any, exact: Any, limit: float) -> None:
+def assert_no_less_exact(output: Any, other: Any, exact: Any) -> None:
+    """No head has an error that is more than 1 % larger than the other output's."""
+    both = (head_errors(each, exact) for each in (output, other))
+    for name, errors, others in zip(("out", "final_states"), *both, strict=True):
+        assert (errors <= 1.01 * others).all(), f"{name}: {(errors / others).tolist()}"
+
+
+def assert_close(output: Any, exact: Any, limit: float) -> None:
     """The error of every head."""
-    for name, errors in zip(("out", "final_states"), head_errors(ours, exact), strict=True):
+    for name, errors in zip(("out", "final_states"), head_errors(output, exact), strict=True):
         assert (errors <= limit).all(), f"{name}: {errors.tolist()}"

@@ -10,8 +10,6 @@ results name; with a later Triton, only the resources of the shipped configurati
 renamed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -13,8 +13,6 @@ N` completes all but the N newest ones.  A predicated wait does not count, a pre
 and one under @!PT never executes.
 """
 
-from __future__ import annotations
-
 import heapq
 import re
 from collections.abc import Iterator
@@ -109,12 +107,13 @@ FUNCTION = re.compile(r"^\s*(?:Function : (\S+)|\.text\.(\S+?):)\s*$")
 
 def functions(text: str) -> Iterator[list[Instruction]]:
     """The linked instructions of every function in a disassembly."""
-    code: list[Instruction] = []
-    labels: dict[str, int] = {}
+    code = []
+    labels = {}
     for line in text.splitlines():
         if FUNCTION.match(line):
             yield _linked(code, labels)
-            code, labels = [], {}
+            code = []
+            labels = {}
         elif found := LABEL.match(line):
             labels[found[1]] = len(code)
         elif found := LINE.match(line):
@@ -151,10 +150,8 @@ def _linked(code: list[Instruction], labels: dict[str, int]) -> list[Instruction
         if one.never:
             continue
         if one.base in ("BRA", "JMP", "CALL"):
-            to, goes_on = (
-                target(one.operands[-1]),
-                one.base == "CALL" or not one.always or len(one.operands) > 1,
-            )
+            to = target(one.operands[-1])
+            goes_on = one.base == "CALL" or not one.always or len(one.operands) > 1
             one.follows = to + (following if goes_on or not to else [])
         elif one.base == "RET":
             one.follows = after_calls + ([] if one.always else following)
@@ -186,7 +183,8 @@ def in_flight(code: list[Instruction]) -> list[State | None]:
     leads to it.
     """
     before: list[State | None] = [{}, *[None] * (len(code) - 1)]
-    work, waiting = [0], {0}
+    work = [0]
+    waiting = {0}
     while work:
         # in the order of the code: few instructions are then visited often
         place = heapq.heappop(work)

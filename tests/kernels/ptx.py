@@ -1,21 +1,18 @@
 """The PTX instructions of the kernels' inline assembly, each run in torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-Registers = dict[str, torch.Tensor]  # 32 bits each, as int32
+Registers = dict[str, Tensor]  # 32 bits each, as int32
 
 HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 IMMEDIATE = re.compile(r"-?(0x[0-9a-f]+|\d+)")
 
 
-def run(
-    code: str, constraints: str, args: list[torch.Tensor], dtype: torch.dtype, pack: int
-) -> torch.Tensor:
+def run(code: str, constraints: str, args: list[Tensor], dtype: torch.dtype, pack: int) -> Tensor:
     """`gl.inline_asm_elementwise`: `pack` elements at a time, with two 16-bit elements per
     register.
     """
@@ -32,7 +29,7 @@ def run(
     return _elements(results, dtype).reshape(shape)
 
 
-def _registers(arg: torch.Tensor, pack: int) -> list[torch.Tensor]:
+def _registers(arg: Tensor, pack: int) -> list[Tensor]:
     """The registers that hold each group of `pack` adjacent elements."""
     flat = arg.contiguous().reshape(-1, pack)
     if arg.element_size() == 2:
@@ -40,7 +37,7 @@ def _registers(arg: torch.Tensor, pack: int) -> list[torch.Tensor]:
     return [flat[:, i].contiguous().view(torch.int32) for i in range(pack)]
 
 
-def _elements(registers: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _elements(registers: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(registers, -1).contiguous().view(dtype)
 
 
@@ -65,17 +62,17 @@ def _names(braced: str) -> list[str]:
     return [name.strip() for name in braced.strip("{}").split(",")]
 
 
-def _value(operand: str, registers: Registers) -> torch.Tensor:
+def _value(operand: str, registers: Registers) -> Tensor:
     if IMMEDIATE.fullmatch(operand):
         return _wrapped(int(operand, 0))
     return registers[operand]
 
 
-def _wrapped(number: int) -> torch.Tensor:
+def _wrapped(number: int) -> Tensor:
     return torch.tensor((number + (1 << 31)) % (1 << 32) - (1 << 31), dtype=torch.int32)
 
 
-def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+def _compute(name: str, values: list[Tensor]) -> Tensor:
     operation, *modifiers = name.split(".")
     if operation == "cvt":
         to, of = (one for one in modifiers if one not in ("rn", "rna"))
@@ -91,7 +88,8 @@ def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
     assert operation != "setp" or modifiers[0] == "ne"
     if operation in BITWISE:
         return BITWISE[operation](*values)
-    compute, kind = ARITHMETIC[operation], modifiers[-1]
+    compute = ARITHMETIC[operation]
+    kind = modifiers[-1]
     if kind == "f32":
         return _bits(compute(*(_float(value).double() for value in values)).float())
     half = HALVES[kind.removesuffix("x2")]
@@ -102,24 +100,24 @@ def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack((low, high), -1).view(torch.int32).squeeze(-1)
 
 
-def _float(bits: torch.Tensor) -> torch.Tensor:
+def _float(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.float32)
 
 
-def _bits(value: torch.Tensor) -> torch.Tensor:
+def _bits(value: Tensor) -> Tensor:
     return value.contiguous().view(torch.int32)
 
 
-def _half(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _half(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """The number in the low 16 bits."""
     return bits.to(torch.int16).view(dtype)
 
 
-def _of_half(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _of_half(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def _permuted(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+def _permuted(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
     """Four bytes of the eight of a and b."""
     result = torch.zeros_like(a)
     for place in range(4):
@@ -128,7 +126,7 @@ def _permuted(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch
     return result
 
 
-ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
+ARITHMETIC: dict[str, Callable[..., Tensor]] = {
     "mul": torch.mul,
     "sub": torch.sub,
     "neg": torch.neg,
@@ -139,7 +137,7 @@ ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-BITWISE: dict[str, Callable[..., torch.Tensor]] = {
+BITWISE: dict[str, Callable[..., Tensor]] = {
     "and": torch.bitwise_and,
     "xor": torch.bitwise_xor,
     "shl": torch.bitwise_left_shift,

@@ -4,8 +4,6 @@ a GPU.
 `targets(...)` gives them to a test as the fixture `kernel` of `conftest.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, GDNCase, KDACase, SSDCase, assert_close
+from verdict import assert_passes
 
 from ssdprof.kernels import get
 from ssdprof.kernels.device import capability, sm_count
@@ -41,7 +40,6 @@ from ssdprof.kernels.ssd.hopper.launch import passing as passing
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.reference import ssd_chunked, ssd_recurrence
-from ssdprof.measure.accuracy import assert_passes
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
@@ -143,11 +141,9 @@ def ssd_hopper(cut: Cut | Callable[[SSDInputs], Cut]) -> Run:
 
     def run(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         assert not inputs.x.is_cuda or unsupported(inputs) == ""
-        given, free = (
-            cut(inputs) if callable(cut) else cut,
-            SSDHopperConfig.choose(inputs, H200, batch_invariant=False),
-        )
-        return ssd_hopper_launch(inputs, precision, replace(free, **asdict(given)))(inputs)
+        segments = cut(inputs) if callable(cut) else cut
+        free = SSDHopperConfig.choose(inputs, H200, batch_invariant=False)
+        return ssd_hopper_launch(inputs, precision, replace(free, **asdict(segments)))(inputs)
 
     return run
 
@@ -190,7 +186,7 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
         refused = gdn_hopper.unsupported_otherwise if sliced else gdn_hopper.unsupported
         assert not inputs.q.is_cuda or refused(inputs) == ""
         taken = config or GDNHopperConfig.choose(inputs, H200, batch_invariant=False)
-        launch: Any = (sliced_launch if sliced else gdn_hopper_launch)(
+        launch = (sliced_launch if sliced else gdn_hopper_launch)(
             inputs, taken, state_v_first=state_v_first
         )
         return launch(inputs)
@@ -216,7 +212,8 @@ def kda_hopper(config: KDAHopperConfig) -> Run:
 
 # --- all of them
 
-GDN_LIMITS, HOPPER_LIMITS = {FP32: 5e-6, FP16: 2e-3, BF16: 1.2e-2}, {FP16: 6e-4, BF16: 4.5e-3}
+GDN_LIMITS = {FP32: 5e-6, FP16: 2e-3, BF16: 1.2e-2}
+HOPPER_LIMITS = {FP16: 6e-4, BF16: 4.5e-3}
 of_ssd = partial(Target, "ssd", limits={FP32: 2e-6})
 ssd_on_hopper = partial(Target, "ssd", only_hopper=True)
 of_gdn = partial(Target, "gdn", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
@@ -295,11 +292,17 @@ SSD_FINE = ("ssd fine", *(f"ssd hopper, {name}" for name in ("fine", "uneven", "
 SSD_EVERY = SSD_CHOSEN + SSD_FINE
 
 
+def slow(*values: Any) -> list[Any]:
+    """Parameters of the slow tier; a tuple has a value for each name."""
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*each, marks=pytest.mark.slow) for each in several]
+
+
 def listed(
     *names: str, slow: Any = (), emulated: Any = (), emulated_slow: Any = (), gpu: Any = ()
 ) -> list[Any]:
     """Parameters: these targets in the interpreter, in the emulator and on a GPU."""
-    found = []
+    parameters = []
     for where, device, chosen in (
         ("", "cpu", names),
         ("", "cpu", slow),
@@ -311,10 +314,10 @@ def listed(
             marks = [pytest.mark.slow] * (chosen is slow or chosen is emulated_slow)
             if device == "cuda":
                 marks = [pytest.mark.gpu] + [ON_HOPPER] * TARGETS[name].only_hopper
-            found.append(
+            parameters.append(
                 pytest.param(replace(TARGETS[name], device=device), id=name + where, marks=marks)
             )
-    return found
+    return parameters
 
 
 def targets(*names: str, **others: Any) -> pytest.MarkDecorator:

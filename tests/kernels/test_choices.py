@@ -6,8 +6,6 @@ hash of its
 implementation: the failed test shows the new one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator
@@ -55,7 +53,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def shape_of(draw: random.Random) -> tuple[int, int, int, torch.Tensor | None]:
     """(batch, length, sequences, cu_seqlens); a third of the calls are decode steps."""
-    sequences, length = draw.choice((1, 2, 3, 8, 64, 300)), draw.choice(LENGTHS)
+    sequences = draw.choice((1, 2, 3, 8, 64, 300))
+    length = draw.choice(LENGTHS)
     if draw.random() < 0.3:
         return sequences, 1, sequences, None
     if draw.random() < 0.3:
@@ -65,14 +64,13 @@ def shape_of(draw: random.Random) -> tuple[int, int, int, torch.Tensor | None]:
 
 def ssd_inputs(draw: random.Random) -> kernels.SSDInputs:
     b, l, sequences, cu_seqlens = shape_of(draw)
-    g, p, n, dtype = (
-        draw.choice((1, 2, 8)),
-        draw.choice((16, 32, 64, 80, 128)),
-        draw.choice((16, 64, 128, 192, 256)),
-        draw.choice(DTYPES),
-    )
+    g = draw.choice((1, 2, 8))
+    p = draw.choice((16, 32, 64, 80, 128))
+    n = draw.choice((16, 64, 128, 192, 256))
+    dtype = draw.choice(DTYPES)
     h = g * draw.choice((1, 4, 10, 16))
-    x, B = meta(b, l, h, p, dtype=dtype), meta(b, l, g, n, dtype=dtype)
+    x = meta(b, l, h, p, dtype=dtype)
+    B = meta(b, l, g, n, dtype=dtype)
     return kernels.SSDInputs.unchecked(
         x=x,
         dt=meta(b, l, h),
@@ -92,12 +90,11 @@ def ssd_inputs(draw: random.Random) -> kernels.SSDInputs:
 
 def gdn_inputs(draw: random.Random) -> kernels.GDNInputs:
     b, t, sequences, cu_seqlens = shape_of(draw)
-    h, dtype = draw.choice((1, 2, 4, 16)), draw.choice(DTYPES)
-    hv, k, v = (
-        h * draw.choice((1, 2, 3, 4)),
-        draw.choice((16, 32, 64, 96, 128, 192, 256)),
-        draw.choice((16, 64, 128, 256)),
-    )
+    h = draw.choice((1, 2, 4, 16))
+    dtype = draw.choice(DTYPES)
+    hv = h * draw.choice((1, 2, 3, 4))
+    k = draw.choice((16, 32, 64, 96, 128, 192, 256))
+    v = draw.choice((16, 64, 128, 256))
     q = meta(b, t, h, k, dtype=dtype)
     return kernels.GDNInputs.unchecked(
         q=q,
@@ -133,7 +130,7 @@ def hopper(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
     """The Hopper kernel's configuration, for inputs that it may refuse."""
     if operator == "ssd" and not program_count(inputs):
         return "half a pair of heads"
-    config: Any = SSDHopperConfig if operator == "ssd" else GDNHopperConfig
+    config = SSDHopperConfig if operator == "ssd" else GDNHopperConfig
     return asdict(
         config.choose(inputs, draw.choice((78, 132)), batch_invariant=draw.random() < 0.3)
     )
@@ -171,7 +168,7 @@ def test_the_choices_are_the_frozen_ones(operator: str, name: str) -> None:
 
 # --- SSD's tables
 
-TABLE_CALLS: list[dict[str, Any]] = [
+TABLE_CALLS = [
     dict(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     for major, wide, headdim, dstate, gate in product(
         (8, 9, 10, 12, 13),
@@ -228,5 +225,5 @@ def test_configurations_are_looked_up_by_the_name_of_the_gpu(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}")
     )
-    tensors: Any = [torch.zeros(1), SimpleNamespace(is_cuda=True, device=1)]
+    tensors = [torch.zeros(1), SimpleNamespace(is_cuda=True, device=1)]
     assert [device.gpu_name(tensor) for tensor in tensors] == ["cpu", "GPU 1"]

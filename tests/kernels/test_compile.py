@@ -2,8 +2,6 @@
 spill little.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -106,7 +104,7 @@ def test_operators_hashes_are_those_of_the_recorded_kernels() -> None:
 
 
 def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: set[int] = set()
+    chosen = set()
     first_fit = config.first_fit
 
     def noting(table: Any, **call: Any) -> Any:

@@ -4,8 +4,6 @@ emulator and on a GPU.
 Memory that no kernel has written holds NaN (`conftest.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,12 +32,13 @@ from kernel_cases import (
     with_state,
     with_steps,
 )
-from targets import SSD_CHOSEN, SSD_EVERY, TARGETS, Target, targets
+from targets import SSD_CHOSEN, SSD_EVERY, TARGETS, Target, slow, targets
+from torch import Tensor
+from verdict import assert_passes
 
 from ssdprof.kernels import UnsupportedError, get
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import assert_passes
 
 # --- dtypes
 
@@ -62,13 +61,14 @@ WIDE["kda"] = WIDE["gdn"]
     gpu=("ssd hopper, short", "gdn first passes"),
 )
 def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype) -> None:
-    inputs, names = kernel.case(initial_states=True).inputs(), WIDE[kernel.operator]
+    inputs = kernel.case(initial_states=True).inputs()
+    names = WIDE[kernel.operator]
     # steps and gates in 64 bits go to another kernel
     if kernel.only_hopper and dtype == torch.float64:
-        inputs = changed(inputs, torch.Tensor.float, *(name for name in names if name in TOKENS))
+        inputs = changed(inputs, Tensor.float, *(name for name in names if name in TOKENS))
         names = tuple(name for name in names if name not in TOKENS)
-        assert_bitwise(kernel(changed(inputs, torch.Tensor.double, *names)), kernel(inputs))
-    wide = changed(inputs, lambda one: one.to(dtype), *names)
+        assert_bitwise(kernel(changed(inputs, Tensor.double, *names)), kernel(inputs))
+    wide = changed(inputs, lambda tensor: tensor.to(dtype), *names)
     kernel.assert_right(kernel(wide), wide)
 
 
@@ -120,19 +120,21 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target) -> None:
         kernel.case(lengths=lengths, initial_states=True),
     ):
         inputs = case.inputs()
-        one: Any = (
+        second = (
             (slice(None), slice(*inputs.cu_seqlens.tolist()[1:3])) if case.lengths else slice(1, 2)
         )
-        before: Any = (slice(None), slice(one[1].start)) if case.lengths else 0
-        after: Any = (slice(None), slice(one[1].stop, None)) if case.lengths else 2
+        before = (slice(None), slice(second[1].start)) if case.lengths else 0
+        after = (slice(None), slice(second[1].stop, None)) if case.lengths else 2
         state = inputs.initial.clone()
         state[0], state[2] = torch.nan, torch.inf
         bad = with_state(spoilt(spoilt(inputs, torch.nan, before), torch.inf, after), state)
-        ours, theirs = kernel(inputs), kernel(bad)
+        alone = kernel(inputs)
+        beside_bad = kernel(bad)
         assert_bitwise(
-            (theirs.out[one], theirs.final_states[1]), (ours.out[one], ours.final_states[1])
+            (beside_bad.out[second], beside_bad.final_states[1]),
+            (alone.out[second], alone.final_states[1]),
         )
-        assert theirs.out[before].isnan().all()
+        assert beside_bad.out[before].isnan().all()
 
 
 @targets(
@@ -152,14 +154,14 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target) -> None:
     start = int(inputs.cu_seqlens[1])
     clean = kernel(inputs)
     for name in ("x", "dt") if kernel.operator == "ssd" else ("q", "k", "v", "g", "beta"):
-        found = kernel(spoilt(inputs, torch.nan, (0, start + 70, 0), name))
+        output = kernel(spoilt(inputs, torch.nan, (0, start + 70, 0), name))
         # value heads of another key head
         others = slice(inputs.v.shape[2] // inputs.q.shape[2] if name in ("q", "k") else 1, None)
-        assert found.out[0, start + 70, 0].isnan().all()
-        assert torch.equal(found.out[:, :, others], clean.out[:, :, others]), name
-        assert torch.equal(found.final_states[:, others], clean.final_states[:, others]), name
-        assert torch.equal(found.out[:, : start + 64], clean.out[:, : start + 64]), name
-        assert torch.equal(found.final_states[0], clean.final_states[0]), name
+        assert output.out[0, start + 70, 0].isnan().all()
+        assert torch.equal(output.out[:, :, others], clean.out[:, :, others]), name
+        assert torch.equal(output.final_states[:, others], clean.final_states[:, others]), name
+        assert torch.equal(output.out[:, : start + 64], clean.out[:, : start + 64]), name
+        assert torch.equal(output.final_states[0], clean.final_states[0]), name
 
 
 @targets(
@@ -181,14 +183,13 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target) -> None:
         "kda fused",
     ),
 )
-@pytest.mark.parametrize(
-    "dtype", [FP32, *(pytest.param(one, marks=pytest.mark.slow) for one in (BF16, FP16))], ids=str
-)
+@pytest.mark.parametrize("dtype", [FP32, *slow(BF16, FP16)], ids=str)
 def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype) -> None:
     inputs = kernel.case(batch=3, seqlen=40, initial_states=True, dtype=dtype).inputs()
-    whole, order = kernel(inputs), [2, 0, 1]
-    assert_bitwise(kernel(rows(inputs, order)), [one[order] for one in whole])
-    assert_bitwise(kernel(rows(inputs, slice(1, 2))), [one[1:2] for one in whole])
+    whole = kernel(inputs)
+    order = [2, 0, 1]
+    assert_bitwise(kernel(rows(inputs, order)), [tensor[order] for tensor in whole])
+    assert_bitwise(kernel(rows(inputs, slice(1, 2))), [tensor[1:2] for tensor in whole])
 
 
 @targets(
@@ -204,7 +205,9 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype)
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
 def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...]) -> None:
     inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
-    whole, ends, state = kernel(inputs), inputs.cu_seqlens.tolist(), inputs.initial
+    whole = kernel(inputs)
+    ends = inputs.cu_seqlens.tolist()
+    state = inputs.initial
     for i, alone in sequences(inputs, packed=True).items():
         expected = whole.out[:, ends[i] : ends[i + 1]], whole.final_states[i : i + 1]
         assert_bitwise(kernel(alone), expected)
@@ -216,7 +219,7 @@ def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...])
     assert not kernel(with_state(inputs, None)).final_states[empty].any()
 
 
-@pytest.mark.parametrize("where", [1, 41, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", [1, 41, *slow(64)])
 @targets(
     "ssd reference",
     "ssd tiny",
@@ -242,7 +245,8 @@ def test_steps_are_a_sequence(kernel: Target) -> None:
     all positions.
     """
     inputs = kernel.case(seqlen=4, initial_states=True).inputs()
-    whole, state = kernel(inputs), inputs.initial
+    whole = kernel(inputs)
+    state = inputs.initial
     for t in range(4):
         out, state = kernel(with_state(cut(inputs, t, t + 1), state))
         assert torch.equal(out[:, 0], whole.out[:, t])
@@ -252,11 +256,11 @@ def test_steps_are_a_sequence(kernel: Target) -> None:
 def test_int64_bounds_and_strided_bounds() -> None:
     kernel = TARGETS["ssd unfused"]
     inputs = kernel.case(lengths=(20, 30)).inputs()
-    for one in (
+    for cu_seqlens in (
         torch.tensor([0, 20, 50]),
         torch.tensor([0, 9, 20, 9, 50, 9], dtype=torch.int32)[::2],
     ):
-        assert_bitwise(kernel(replace(inputs, cu_seqlens=one)), kernel(inputs))
+        assert_bitwise(kernel(replace(inputs, cu_seqlens=cu_seqlens)), kernel(inputs))
 
 
 # --- numbers of any size
@@ -306,7 +310,7 @@ def test_nan_is_not_swallowed(kernel: Target) -> None:
     names = (
         ["initial_states"]
         if kernel.device == "emulator"
-        else [one for one in NAMES if hasattr(case.inputs(), one)]
+        else [name for name in NAMES if hasattr(case.inputs(), name)]
     )
     for name in names:
         inputs = case.inputs()
@@ -347,9 +351,7 @@ def test_steps_of_any_size(kernel: Target) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param(EXACT, marks=pytest.mark.slow), RELAXED_FP32], ids=str
-)
+@pytest.mark.parametrize("precision", [*slow(EXACT), RELAXED_FP32], ids=str)
 @targets("ssd tiny", "ssd unfused", gpu=[*SSD_CHOSEN, "ssd unfused"])
 def test_steps_of_any_size_in_bf16(kernel: Target, precision: Precision) -> None:
     inputs = steps_of_any_size(kernel, dtype=BF16)
@@ -357,14 +359,7 @@ def test_steps_of_any_size_in_bf16(kernel: Target, precision: Precision) -> None
 
 
 @pytest.mark.parametrize(
-    ("step", "scale"),
-    [
-        (1e-6, 100.0),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in ((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))
-        ),
-    ],
+    ("step", "scale"), [(1e-6, 100.0), *slow((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))]
 )
 @targets(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
 def test_small_steps_of_large_numbers_in_fp16(kernel: Target, step: float, scale: float) -> None:
@@ -391,12 +386,8 @@ def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Ta
             assert_close(kernel(inputs), TARGETS["ssd reference"](inputs), 1e-4)
 
 
-@pytest.mark.parametrize("A", [0.0, pytest.param(-1e-6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "precision",
-    [EXACT, *(pytest.param(one, marks=pytest.mark.slow) for one in PRECISIONS[1:])],
-    ids=str,
-)
+@pytest.mark.parametrize("A", [0.0, *slow(-1e-6)])
+@pytest.mark.parametrize("precision", [EXACT, *slow(*PRECISIONS[1:])], ids=str)
 @targets("ssd tiny", gpu=SSD_CHOSEN)
 def test_no_decay_is_linear_attention(kernel: Target, A: float, precision: Precision) -> None:
     inputs = with_steps(kernel.case(seqlen=75, initial_states=True).inputs(), 0.01, A)
@@ -459,14 +450,7 @@ def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("collinear", "largest_beta"),
-    [
-        (0.99, 2.0),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in ((0.9, 1.0), (0.9, 2.0), (0.99, 1.0))
-        ),
-    ],
+    ("collinear", "largest_beta"), [(0.99, 2.0), *slow((0.9, 1.0), (0.9, 2.0), (0.99, 1.0))]
 )
 @targets("gdn unfused", "kda unfused", "kda wide")
 def test_collinear_keys(
@@ -492,7 +476,7 @@ def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Target) -> None:
 # --- memory
 
 
-def scattered(tensor: torch.Tensor) -> torch.Tensor:
+def scattered(tensor: Tensor) -> Tensor:
     """Every second element of a larger tensor of NaN, with the dimensions in reverse order in
     memory.
     """
@@ -510,34 +494,35 @@ def scattered(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def positions_innermost(tensor: torch.Tensor) -> torch.Tensor:
+def positions_innermost(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, -1).contiguous().transpose(1, -1)
 
 
-def heads_first(tensor: torch.Tensor) -> torch.Tensor:
+def heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def one_head(tensor: torch.Tensor) -> torch.Tensor:
+def one_head(tensor: Tensor) -> Tensor:
     return tensor[:, :, :1].expand_as(tensor)
 
 
-def one_row(tensor: torch.Tensor) -> torch.Tensor:
+def one_row(tensor: Tensor) -> Tensor:
     return tensor[:1].expand_as(tensor)
 
 
-def beside_others(tensor: torch.Tensor) -> torch.Tensor:
+def beside_others(tensor: Tensor) -> Tensor:
     """Columns of a projection in a buffer for longer sequences: NaN lies between them and between
     sequences.
     """
-    rows, columns = tensor.shape[1], tensor.shape[-1]
+    rows = tensor.shape[1]
+    columns = tensor.shape[-1]
     room = (tensor.shape[0], 2 * rows, *tensor.shape[2:-1], 2 * columns + 8)
     wide = torch.full(room, torch.nan, dtype=tensor.dtype, device=tensor.device)
     return wide[:, 8 : 8 + rows, ..., 8 : 8 + columns].copy_(tensor)
 
 
-LAYOUTS: list[Any] = [scattered, positions_innermost, one_row, beside_others]
-LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, one_head)]
+LAYOUTS = [scattered, beside_others]
+LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -551,9 +536,9 @@ LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, o
     slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
     gpu=("ssd fused", "gdn unfused", "gdn fused"),
 )
-def test_any_layout(kernel: Target, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
-    ssd: dict[str, Any] = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
+    ssd = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
     sizes = (
         ssd
         if kernel.operator == "ssd"
@@ -631,7 +616,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
 def test_what_it_does_not_do_it_refuses_by_name(
     operator: str, name: str, case: Any, words: str
 ) -> None:
-    one = get(operator, name)
-    for call in (one.run, one.plan):
+    implementation = get(operator, name)
+    for call in (implementation.run, implementation.plan):
         with pytest.raises(UnsupportedError, match=f"^{name}: {words}"):
             call(case.inputs(), EXACT)

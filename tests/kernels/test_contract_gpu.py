@@ -3,8 +3,6 @@ other work; no waits of the host; the bytes of the plan; an end beside other wor
 large numbers, which no ordinary layer has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,12 +34,12 @@ from targets import (
     targets,
 )
 from test_contract_oracle import LONG_CUT, LONG_PARTS
+from verdict import assert_passes
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.ssd.fused import run
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +69,8 @@ def test_a_hundred_times(kernel: Target, precision: Precision) -> None:
     cases = [long(kernel), kernel.case(lengths=(40, 0, 3), initial_states=True)]
     cases += [MAMBA2.but(dstate=256)] if kernel.run is TARGETS["ssd hopper"].run else []
     if kernel.run is TARGETS["gdn parts"].run:
-        kernel, cases = on_parts(16), [QWEN]
+        kernel = on_parts(16)
+        cases = [QWEN]
     for inputs in (case.inputs() for case in cases):
         first = kernel(inputs, precision)
         for _ in range(100):
@@ -103,7 +102,8 @@ def test_a_row_of_a_batch_is_what_it_is_alone(
 
 def assert_replays(call: Callable[[Any], Any], case: Any) -> None:
     """On new inputs, with memory that holds NaN."""
-    inputs, others = case.inputs(), case.but(seed=1).inputs()
+    inputs = case.inputs()
+    others = case.but(seed=1).inputs()
     call(inputs)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -179,11 +179,13 @@ PLANS = [("fused", one) for one in FUSED] + [("unfused", one) for one in UNFUSED
 @EXACT_AND_RELAXED
 @pytest.mark.parametrize(("name", "case"), PLANS, ids=str)
 def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Precision) -> None:
-    inputs, implementation = case.inputs(), get("ssd" if isinstance(case, SSDCase) else "gdn", name)
+    inputs = case.inputs()
+    implementation = get("ssd" if isinstance(case, SSDCase) else "gdn", name)
     implementation.run(inputs, precision)  # compiles
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, allocated = requested("current"), torch.cuda.memory_allocated()
+    before = requested("current")
+    allocated = torch.cuda.memory_allocated()
     output = implementation.run(inputs, precision)
     outputs = sum(tensor.nbytes for tensor in output)
     planned = implementation.plan(inputs, precision).workspace_bytes
@@ -212,7 +214,8 @@ def test_many_more_programs_than_fit(kernel: Target) -> None:
 def busy_gpu() -> Iterator[torch.cuda.Stream]:
     """A stream, beside one that fills the GPU with products."""
     matrix = torch.randn(8192, 8192, dtype=BF16, device="cuda")
-    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    ours = torch.cuda.Stream()
+    theirs = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(theirs):
         for _ in range(100):
@@ -268,7 +271,8 @@ def test_subnormal_numbers(kernel: Target, name: str) -> None:
     """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ
     here.
     """
-    inputs, zeroed = with_subnormal(kernel, name), with_subnormal(kernel, name)
+    inputs = with_subnormal(kernel, name)
+    zeroed = with_subnormal(kernel, name)
     getattr(zeroed, name).zero_()
     assert_passes(kernel(inputs), inputs if products_keep_subnormal_numbers() else zeroed, EXACT)
     with pytest.raises(AssertionError, match="oracle"):

@@ -4,8 +4,6 @@ on a GPU.
 Memory that no kernel has written holds NaN (`conftest.py`).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import replace
@@ -33,6 +31,7 @@ from targets import (
     ssd_portable,
     targets,
 )
+from verdict import assert_passes
 
 from ssdprof import operators
 from ssdprof.kernels import UnsupportedError
@@ -40,7 +39,6 @@ from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.measure.accuracy import assert_passes
 
 # --- right, for every size, dtype and precision
 
@@ -80,15 +78,19 @@ GDN_SIZES: dict[str, tuple[Any, ...]] = dict(
 
 def generated(kind: Any, count: int, **fixed: Any) -> list[Any]:
     """Cases of random sizes, the same in every process.  fixed: what they have in common."""
-    draw, sizes = random.Random(str(fixed)), SSD_SIZES if kind is SSDCase else GDN_SIZES
+    draw = random.Random(str(fixed))
+    sizes = SSD_SIZES if kind is SSDCase else GDN_SIZES
     return [
         kind(**{name: draw.choice(of) for name, of in sizes.items()} | fixed) for _ in range(count)
     ]
 
 
-SSD, GDN = generated(SSDCase, 8), generated(GDNCase, 8)
-STEP, SHORT = dict(seqlen=1, lengths=()), dict(seqlen=9, lengths=())
-SSD_STEPS, GDN_STEPS = generated(SSDCase, 4, **STEP), generated(GDNCase, 4, **STEP)
+SSD = generated(SSDCase, 8)
+GDN = generated(GDNCase, 8)
+STEP = dict(seqlen=1, lengths=())
+SHORT = dict(seqlen=9, lengths=())
+SSD_STEPS = generated(SSDCase, 4, **STEP)
+GDN_STEPS = generated(GDNCase, 4, **STEP)
 PACK = (3, 0, 64, 200, 70)
 # in the emulator; the Hopper kernels process 64 positions per chunk
 SSD_EMULATED = [
@@ -112,7 +114,8 @@ CUTS = {
 }  # fmt: skip
 WHOLE_SEQUENCES = GDNHopperConfig(segment=8)
 LEADING = GDNHopperConfig(segment=2, first_segment_extra=True)
-FOUR, WHOLE = GDNHopperConfig(segment=4), replace(GDN_CUT, truncation_log2=WHOLE_PAST)
+FOUR = GDNHopperConfig(segment=4)
+WHOLE = replace(GDN_CUT, truncation_log2=WHOLE_PAST)
 SLOW = dict(initial_states=True, gate=1e-4)
 # sizes and configurations, in the emulator and, with more heads, on a GPU
 GDN_EMULATED: list[tuple[dict[str, Any], GDNHopperConfig]] = [
@@ -151,7 +154,7 @@ GDN_EMULATED: list[tuple[dict[str, Any], GDNHopperConfig]] = [
     ),
     (dict(seqlen=330, gate=0.0, dtype=FP16, l2norm=True), GDN_PARTS),
 ]
-SLICED: list[dict[str, Any]] = [
+SLICED = [
     OLMO, OLMO | dict(l2norm=True, largest_beta=2.0), OLMO | dict(batch=2, initial_states=True),
     OLMO | dict(lengths=(3, 0, 64, 70), initial_states=True), dict(key_dim=72, value_dim=120),
     dict(values_per_key=1, value_dim=256, initial_states=True),
@@ -189,11 +192,10 @@ SSD_HOPPER_256 = [
     dict(headdim=128, heads=3, seqlen=777), dict(headdim=80, heads=3, seqlen=999),
     dict(groups=4, seqlen=500), dict(lengths=LONG_PACK, initial_states=True),
 ]  # fmt: skip
-LONG_CUT, LONG_PARTS = (
-    replace(GDN_CUT, segment=8),
-    GDNHopperConfig(segment=8, transition_parts=2, longest_first_pass=7),
-)
-MANY, FEW = dict(key_heads=16), dict(key_heads=2, initial_states=True)
+LONG_CUT = replace(GDN_CUT, segment=8)
+LONG_PARTS = GDNHopperConfig(segment=8, transition_parts=2, longest_first_pass=7)
+MANY = dict(key_heads=16)
+FEW = dict(key_heads=2, initial_states=True)
 GDN_PACK = dict(lengths=(5, 0, 295, 1024, 76, 0, 1600), gate=1e-3)
 GDN_HOPPER: list[tuple[dict[str, Any], GDNHopperConfig | None]] = [
     (MANY | dict(seqlen=1024), None), (MANY | dict(batch=8, seqlen=300), None),
@@ -228,7 +230,7 @@ GDN_SLICED = [
 
 def right() -> list[Any]:
     """(kernel, case, precision) for the first law."""
-    found: list[Any] = []
+    found = []
     case: Any
     sizes: Any
 
@@ -374,10 +376,8 @@ def right() -> list[Any]:
     add(listed(gpu=("gdn step", "gdn recurrent")), [one.but(device="cuda") for one in GDN_STEPS])
     add(listed(gpu=portable), [one.but(device="cuda") for one in GDN])
     real = SSDCase(**SSD_ON_HOPPER, heads=8, seqlen=1000, chunk_size=256, device="cuda")
-    pack, unfused = (
-        real.but(lengths=(256, 0, 1, 513, 100, 0), initial_states=True),
-        listed(gpu=["ssd unfused"]),
-    )
+    pack = real.but(lengths=(256, 0, 1, 513, 100, 0), initial_states=True)
+    unfused = listed(gpu=["ssd unfused"])
     sizes = product((32, 64, 80, 96, 128), (16, 64, 128, 256), DTYPES)
     add(unfused, [real.but(headdim=p, dstate=n, dtype=dtype) for p, n, dtype in sizes])
     sizes = product((16, 32, 64, 128, 256), (1, 2, 8), DTYPES)
@@ -414,10 +414,8 @@ def right() -> list[Any]:
         add(unfused, [real.but(dtype=dtype), pack.but(dtype=dtype)], PRECISIONS)
         long = real.but(dtype=dtype, seqlen=5000, gate=True, initial_states=True)
         add(listed(gpu=["ssd portable"]), [long], PRECISIONS)
-    short, ours = (
-        listed(gpu=["ssd hopper, short"]),
-        SSDCase(**SSD_ON_HOPPER, heads=4, device="cuda"),
-    )
+    short = listed(gpu=["ssd hopper, short"])
+    ours = SSDCase(**SSD_ON_HOPPER, heads=4, device="cuda")
     add(
         short,
         [ours.but(**one) for one in SSD_HOPPER]
@@ -464,10 +462,8 @@ def right() -> list[Any]:
         dtype=BF16,
         device="cuda",
     )
-    olmo, unfused = (
-        qwen.but(**OLMO | dict(key_heads=6), largest_beta=2.0),
-        listed(gpu=["gdn unfused"]),
-    )
+    olmo = qwen.but(**OLMO | dict(key_heads=6), largest_beta=2.0)
+    unfused = listed(gpu=["gdn unfused"])
     pack = qwen.but(lengths=(256, 0, 1, 513, 100, 0), initial_states=True)
     add(
         unfused,

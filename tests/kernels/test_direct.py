@@ -1,7 +1,5 @@
 """Launches through the CUDA driver: their arguments, and when Triton's launcher is used instead."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,7 +14,8 @@ from ssdprof.kernels import launch as launching
 from ssdprof.kernels.launch import DirectLaunch, Launcher, direct_launch
 from ssdprof.kernels.tensors import rows
 
-FUNCTION, STREAM = 1234, 77
+FUNCTION = 1234
+STREAM = 77
 SIGNATURE = {
     "rows": "tensordesc<bf16[8, 64],layout>",
     "x": "*bf16",
@@ -79,10 +78,8 @@ class Compiled:
             profile_scratch_size=0,
             tensordesc_meta=[META],
         )
-        self.metadata, self.src = (
-            SimpleNamespace(**plain | metadata),
-            SimpleNamespace(signature=signature),
-        )
+        self.metadata = SimpleNamespace(**plain | metadata)
+        self.src = SimpleNamespace(signature=signature)
         listed = ",\n".join(
             f"\t.param .u64 .ptr .global .align 1 kernel_param_{i}" for i in range(parameters)
         )
@@ -183,7 +180,7 @@ def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
     assert launch(1, tensors())
 
 
-UNUSUAL: list[dict[str, Any]] = [
+UNUSUAL = [
     dict(num_ctas=2),
     dict(launch_cooperative_grid=True),
     dict(launch_pdl=True),

@@ -2,13 +2,12 @@
 the match is that of the published kernel.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from generated_inputs import generated
 from kernel_cases import BF16, EXACT, FP16, FP32, SSDCase, changed
 from targets import (
     H200,
@@ -25,16 +24,14 @@ from typer.testing import CliRunner
 
 from ssdprof.capture import store
 from ssdprof.cli import app
-from ssdprof.jobs.reading import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.ssd_inputs import GENERATOR, draw
 
-SEQUENCES, SEQLEN = 32, 1024
+SEQUENCES = 32
+SEQLEN = 1024
 # of the models' configurations
 CHUNK_SIZES = {"mamba2-2.7b": 256, "granite-4.0-h-1b": 256, "nemotron-3-nano": 128}
 SHAPES = ("16x64x128x1", "16x64x64x2", "16x80x128x1", "8x128x256x1")  # heads x P x N x groups
@@ -61,10 +58,8 @@ def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs) -> None:
     gives the scale.
     """
     exact = ssd_chunked(inputs)
-    fused, unfused = (
-        squared_errors(kernel(inputs), exact),
-        squared_errors(TARGETS["ssd unfused"](inputs), exact),
-    )
+    fused = squared_errors(kernel(inputs), exact)
+    unfused = squared_errors(TARGETS["ssd unfused"](inputs), exact)
     for name, theirs in unfused.items():
         excess = fused[name] - theirs
         assert torch.isfinite(excess).all(), f"{name} is not finite"
@@ -93,13 +88,8 @@ def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtyp
 @pytest.mark.parametrize("model", CHUNK_SIZES)
 @targets(gpu=SSD_CHOSEN)
 def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: str) -> None:
-    (shape,) = parse_shapes(GENERATOR, model)
-    cell = Cell(
-        shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN)
-    )
-    assert_no_head_is_less_exact(
-        kernel, replace(draw(cell, torch.device("cuda")), chunk_size=CHUNK_SIZES[model])
-    )
+    inputs = generated("ssd", model, SEQLEN, sequences=SEQUENCES, dtype=dtype, device="cuda")
+    assert_no_head_is_less_exact(kernel, replace(inputs, chunk_size=CHUNK_SIZES[model]))
 
 
 @pytest.mark.gpu
@@ -112,11 +102,8 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(
 ) -> None:
     """With chunks of 256, for which the unfused pipeline is most accurate."""
     seqlen, batch_invariant = WAYS[way]
-    (sizes,) = parse_shapes(GENERATOR, shape)
-    cell = Cell(
-        shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen)
-    )
-    inputs = replace(draw(cell, torch.device("cuda")), chunk_size=256)
+    inputs = generated("ssd", shape, seqlen, sequences=SEQUENCES, dtype=dtype, device="cuda")
+    inputs = replace(inputs, chunk_size=256)
     assert unsupported(inputs) == ""
     config = SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
     assert passing(inputs, config) == way
@@ -161,7 +148,8 @@ def test_relaxed_matches_as_the_published_kernel_does(
     def normal(mean: float, spread: float, *shape: int) -> torch.Tensor:
         return mean + spread * torch.randn(*shape, device="cuda", generator=generator)
 
-    length, heads = 2763, 80
+    length = 2763
+    heads = 80
     inputs = SSDInputs(
         x=normal(5, 2, 1, length, heads, 64).half(),
         dt=normal(0.5, 0.2, 1, length, heads).half(),

@@ -1,7 +1,5 @@
 """On a GPU: no kernel takes more than two seconds to compile."""
 
-from __future__ import annotations
-
 import math
 import sys
 from functools import partial
@@ -60,7 +58,7 @@ def compiled(label: str, folder: Path, most: float) -> dict[str, float]:
     case, implementation, precision = CASES[label]
     run = partial(kernels.get("ssd", implementation).run, case.inputs(), precision)
     _nothing[(1,)]()
-    seconds: dict[str, float] = {}
+    seconds = {}
     for number in range(TRIES):
         for module in [
             module for name, module in sys.modules.items() if name.startswith("ssdprof.kernels")

@@ -2,8 +2,6 @@
 libraries.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
+from kernel_cases import (
+    BF16,
+    EXACT,
+    FP32,
+    RELAXED,
+    RELAXED_FP32,
+    GDNCase,
+    KDACase,
+    SSDCase,
+    assert_bitwise,
+)
+from targets import slow
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels import (
@@ -25,7 +35,7 @@ from ssdprof.kernels import (
     ssd_recurrent,
     ssd_unfused,
 )
-from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule
 from ssdprof.kernels.kda.compat import chunk_kda
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd import fused
@@ -50,7 +60,7 @@ GDN = {
     ),
 }
 KDA = {name: KDACase(**vars(case)) for name, case in GDN.items()}
-CASES: dict[str, dict[str, Any]] = {"ssd": SSD, "gdn": GDN, "kda": KDA}
+CASES = {"ssd": SSD, "gdn": GDN, "kda": KDA}
 
 
 @dataclass(frozen=True)
@@ -93,26 +103,18 @@ def inputs_of(operator: str, case: str) -> Any:
     return CASES[operator][case].inputs()
 
 
-def equal(ours: Any, theirs: Any) -> None:
-    for name, a, b in zip(("out", "final_states"), ours, theirs, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
-        assert torch.equal(a, b), name
-
-
 @pytest.mark.parametrize(
     ("operator", "function", "case"),
     [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")],
 )
 def test_the_function_is_the_implementation(operator: str, function: Function, case: str) -> None:
-    inputs, precision = (
-        inputs_of(operator, case),
-        Precision(intermediates="relaxed", state_dtype=BF16),
-    )
+    inputs = inputs_of(operator, case)
+    precision = Precision(intermediates="relaxed", state_dtype=BF16)
     inputs = inputs if operator == "ssd" else replace(inputs, scale=0.7)
     expected = get(operator, function.implementation).run(inputs, precision)
-    equal(function(inputs, precision=precision), expected)
+    assert_bitwise(function(inputs, precision=precision), expected)
     if operator == "ssd":
-        equal(function(inputs, precision=precision, batch_invariant=True), expected)
+        assert_bitwise(function(inputs, precision=precision, batch_invariant=True), expected)
 
 
 @pytest.mark.parametrize(
@@ -128,27 +130,20 @@ def test_the_unfused_functions_take_what_the_inputs_take(
         for name, value in vars(inputs).items()
         if name not in ("state_every", "state_indices", "write_indices", "accepted")
     }
-    equal(unfused(**given), get(operator, "unfused").run(inputs, EXACT))
+    assert_bitwise(unfused(**given), get(operator, "unfused").run(inputs, EXACT))
 
 
 GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DELTA, "batch")]
 
 
 @pytest.mark.parametrize(
-    ("operator", "function", "case"),
-    [
-        GRAPHS[0],
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in GRAPHS[1:-2]),
-        *GRAPHS[-2:],
-    ],
+    ("operator", "function", "case"), [GRAPHS[0], *slow(*GRAPHS[1:-2]), *GRAPHS[-2:]]
 )
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     operator: str, function: Function, case: str
 ) -> None:
-    inputs, precision = (
-        inputs_of(operator[:3], case),
-        ("relaxed", BF16) if case == "step" else ("exact", FP32),
-    )
+    inputs = inputs_of(operator[:3], case)
+    precision = ("relaxed", BF16) if case == "step" else ("exact", FP32)
     v_first = operator.endswith("first")
     if operator != "ssd":
         inputs = replace(inputs, initial_state=None)
@@ -156,19 +151,20 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     arguments = (*values, *precision, False, v_first)
     op = getattr(torch.ops.ssdprof, f"{inputs.operator}_fused").default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-    first, rest = function.needed[0], [getattr(inputs, name) for name in function.needed[1:]]
+    first = function.needed[0]
+    rest = [getattr(inputs, name) for name in function.needed[1:]]
     options = {name: getattr(inputs, name) for name in function.options} | (
         {"state_v_first": True} if v_first else {}
     )
 
-    def layer(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(tensor: Tensor) -> tuple[Tensor, Tensor]:
         output = function.run(tensor, *rest, **options)
         return 2 * output.out, output.final_states
 
     torch._dynamo.reset()  # it compiles only so many calls of one function
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    equal(compiled(getattr(inputs, first)), layer(getattr(inputs, first)))
-    equal(op(*arguments), function(inputs))  # with V first in memory alone
+    assert_bitwise(compiled(getattr(inputs, first)), layer(getattr(inputs, first)))
+    assert_bitwise(op(*arguments), function(inputs))  # with V first in memory alone
 
 
 # --- states of GDN with V before K
@@ -182,7 +178,7 @@ def test_states_with_v_first(function: Function, case: GDNCase) -> None:
     inputs = case.inputs()
     k_first = function(inputs)
     v_first = function(inputs, initial_state=inputs.initial.mT.contiguous(), state_v_first=True)
-    equal((v_first.out, v_first.final_states.mT), k_first)
+    assert_bitwise((v_first.out, v_first.final_states.mT), k_first)
     assert v_first.final_states.is_contiguous()
 
 
@@ -202,7 +198,7 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
 
 def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that the call launches."""
-    kernels: list[str] = []
+    kernels = []
     run = InterpretedFunction.run
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,11 +232,12 @@ def test_the_plan_of_unfused_counts_the_launches(
 def test_a_plan_names_the_precision_that_has_the_same_bits(
     operator: str, case: Any, same: str
 ) -> None:
-    inputs, implementation = case.inputs(), get(operator, "fused")
+    inputs = case.inputs()
+    implementation = get(operator, "fused")
     assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
     assert "the same as" not in implementation.plan(inputs, EXACT).reason
     relaxed = implementation.run(inputs, RELAXED)
-    equal(relaxed, implementation.run(inputs, EXACT if same == "exact" else RELAXED_FP32))
+    assert_bitwise(relaxed, implementation.run(inputs, EXACT if same == "exact" else RELAXED_FP32))
     assert torch.equal(relaxed.out, implementation.run(inputs, EXACT).out) == (same == "exact")
 
 
@@ -267,16 +264,17 @@ STEPS = {
 def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
     case: SSDCase, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, one = case.inputs(), STEP.inputs()
+    inputs = case.inputs()
+    one = STEP.inputs()
     fused.FUSED.launches.clear()
     for batch_invariant in (False, True):
         ours = fused.run(inputs, batch_invariant=batch_invariant)
         if kernel is _ssd_recurrent_kernel:
             theirs = ssd_recurrent(inputs)
-            equal(ours, theirs)
+            assert_bitwise(ours, theirs)
             assert [one.stride() for one in ours] == [one.stride() for one in theirs]
     fused.run(one)  # signatures are kept apart
-    equal(fused.run(inputs), ours)
+    assert_bitwise(fused.run(inputs), ours)
     assert len(fused.FUSED.launches) == 3 - (case == STEP)
     assert launched(lambda: fused.run(inputs), monkeypatch)[-1] == kernel.__name__
 
@@ -305,7 +303,7 @@ def test_mamba_drop_in() -> None:
     inputs = SSD["batch"].inputs()
     expected = get("ssd", "fused").run(inputs, EXACT)
     assert torch.equal(mamba(inputs), expected.out)
-    equal(mamba(inputs, return_final_states=True), expected)
+    assert_bitwise(mamba(inputs, return_final_states=True), expected)
     for name in ("seq_idx", "cu_seqlens", "return_varlen_states"):
         value = True if name == "return_varlen_states" else torch.zeros(2, dtype=torch.int32)
         with pytest.raises(UnsupportedError, match=f"no {name}"):
@@ -324,9 +322,7 @@ def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -
     return function(inputs.q, inputs.k, inputs.v, **(options | overrides))
 
 
-BOTH = pytest.mark.parametrize(
-    "function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_kda]
-)
+BOTH = pytest.mark.parametrize("function", [chunk_gated_delta_rule, chunk_kda])
 
 
 def gdn_or_kda(function: Any) -> tuple[Function, Any]:
@@ -346,7 +342,7 @@ def test_fla_drop_in(function: Any) -> None:
     out, final_state = fla(
         inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True
     )
-    equal((out, final_state.mT), expected)
+    assert_bitwise((out, final_state.mT), expected)
 
 
 def test_kda_drop_in_takes_hints() -> None:
@@ -370,17 +366,6 @@ def test_fla_drop_in_takes_hints() -> None:
     assert torch.equal(state, DELTA(inputs).final_states.mT)
 
 
-def test_recurrent_drop_in_computes_mixed_dtypes_in_the_widest_and_needs_no_gate_or_beta() -> None:
-    inputs = GDN["batch"].but(dtype=FP32, seqlen=4).inputs(use_qk_l2norm=False)
-    mixed = inputs.__class__.unchecked(**vars(inputs) | {"v": inputs.v.half()})
-    out, state = fla(mixed, fused_recurrent_gated_delta_rule, output_final_state=True)
-    expected = DELTA(replace(inputs, v=inputs.v.half().float()))
-    equal((out, state), (expected.out.to(FP16), expected.final_states))
-    out, _ = fla(inputs, fused_recurrent_gated_delta_rule, g=None, beta=None)
-    ones, zeros = torch.ones_like(inputs.beta), torch.zeros_like(inputs.g)
-    assert torch.equal(out, DELTA(replace(inputs, g=zeros, beta=ones)).out)
-
-
 REFUSED = {
     "use_beta_sigmoid_in_kernel": True,
     "allow_neg_eigval": True,
@@ -393,12 +378,8 @@ REFUSED = {
 @BOTH
 def test_fla_drop_in_refuses_by_name(function: Any) -> None:
     _, inputs = gdn_or_kda(function)
-    others = {
-        chunk_gated_delta_rule: ("cp_context", "head_first"),
-        fused_recurrent_gated_delta_rule: ("gk", "gv"),
-        chunk_kda: ("cp_context", "return_intermediate_states"),
-    }[function]
-    for name in (*REFUSED, *others):
+    other = "return_intermediate_states" if function is chunk_kda else "head_first"
+    for name in (*REFUSED, "cp_context", other):
         with pytest.raises(UnsupportedError, match=f"no {name}"):
             fla(inputs, function, **{name: REFUSED.get(name, True)})
     with pytest.raises(TypeError, match="unheard_of"):
@@ -407,9 +388,6 @@ def test_fla_drop_in_refuses_by_name(function: Any) -> None:
 
 # names, order and defaults in state-spaces/mamba e9594ce and in flash-linear-attention 0.6.0
 REQUIRED = inspect.Parameter.empty
-FLA_SHARED = dict(
-    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None
-)
 FLA_STATE = dict(
     scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False
 )
@@ -425,8 +403,10 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     | dict(state_dtype=None),
     chunk_gated_delta_rule: dict.fromkeys(QKV, REQUIRED)
     | FLA_STATE
-    | FLA_SHARED
-    | dict(cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED),
+    | dict(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False)
+    | dict(
+        cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED
+    ),
     chunk_kda: dict.fromkeys(QKV, REQUIRED)
     | FLA_STATE
     | dict(use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False)
@@ -434,11 +414,6 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     | dict(return_intermediate_states=False, state_v_first=False, cu_seqlens=None)
     | dict(cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None)
     | dict(kwargs=REQUIRED),
-    fused_recurrent_gated_delta_rule: dict.fromkeys(("q", "k", "v"), REQUIRED)
-    | dict.fromkeys(("g", "gk", "gv", "beta"))
-    | FLA_STATE
-    | dict(use_gate_in_kernel=False, A_log=None, dt_bias=None)
-    | FLA_SHARED,
 }
 
 

@@ -2,8 +2,6 @@
 forget slowly, slices.  In the emulator, and the same on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_emulator import GDN, emulate
-from kernel_cases import BF16, FP16, GDNCase, assert_close, changed, head_errors, spoilt
+from kernel_cases import BF16, FP16, GDNCase, assert_close, assert_no_less_exact, changed, spoilt
 from targets import (
     GDN_CUT,
     GDN_ON_HOPPER,
@@ -22,8 +20,10 @@ from targets import (
     WHOLE_PAST,
     Target,
     gdn_hopper_by,
+    slow,
     targets,
 )
+from verdict import assert_passes
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.choice import FusedCall
@@ -32,12 +32,10 @@ from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.slices import unsupported
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
-from ssdprof.measure.accuracy import assert_passes
 
 SMALL = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130))
 LEADING = replace(GDN_CUT, first_segment_extra=True)
 LIMITS = {BF16: 4.5e-3, FP16: 6e-4}
-SLOW = pytest.mark.slow
 
 
 def run(inputs: GDNInputs, config: GDNHopperConfig | None, *, v_first: bool = False) -> GDNOutput:
@@ -63,10 +61,7 @@ def with_and_without_parts(
 # --- first passes
 
 
-@pytest.mark.parametrize(
-    ("gate", "chunks"),
-    [(0.06, 9), *(pytest.param(*one, marks=SLOW) for one in ((4.0, 8), (0.035, 10)))],
-)
+@pytest.mark.parametrize(("gate", "chunks"), [(0.06, 9), *slow((4.0, 8), (0.035, 10))])
 def test_a_first_segment_is_longer_by_what_first_passes_cost(
     device: str, gate: float, chunks: int
 ) -> None:
@@ -84,10 +79,8 @@ def test_a_first_segment_is_longer_by_what_first_passes_cost(
 
 
 def test_fast_heads_have_the_bits_of_even_segments(device: str) -> None:
-    inputs, even = (
-        SMALL.but(seqlen=512, gate=4.0, device=device).inputs(),
-        replace(GDN_CUT, segment=4),
-    )
+    inputs = SMALL.but(seqlen=512, gate=4.0, device=device).inputs()
+    even = replace(GDN_CUT, segment=4)
     assert same(run(inputs, even), run(inputs, replace(even, first_segment_extra=True)))
 
 
@@ -121,7 +114,7 @@ def test_minus_infinity_turns_first_passes_off(device: str) -> None:
         assert_right(early, inputs)
 
 
-@pytest.mark.parametrize("seeds", [3, pytest.param(6, marks=SLOW)])
+@pytest.mark.parametrize("seeds", [3, *slow(6)])
 def test_results_do_not_depend_on_whose_turn_it_is(
     monkeypatch: pytest.MonkeyPatch, seeds: int
 ) -> None:
@@ -302,7 +295,7 @@ def test_copies_for_slices_are_planned() -> None:
     """The padded states; several slices of V copy the gates and beta, and initial states are padded
     too.
     """
-    sizes: list[dict[str, Any]] = [dict(value_dim=96), {}, dict(initial_states=True)]
+    sizes = [dict(value_dim=96), {}, dict(initial_states=True)]
     calls = (
         FusedCall(inputs=SMALL.but(**OLMO | one).inputs(), precision=Precision()) for one in sizes
     )
@@ -339,7 +332,7 @@ def test_what_slices_take(
 
 # --- as exact as unfused, on a GPU
 
-HARD: dict[str, dict[str, Any]] = {
+HARD = {
     "lab": {},
     "slow": dict(gate=1e-4),
     "ungated": dict(gate=0.0),
@@ -368,10 +361,7 @@ def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float
     inputs = kernel.case(seqlen=48, gate=1e-4, l2norm=True).inputs()
     first = torch.arange(inputs.length, device=inputs.device) // run * run
     inputs = replace(inputs, k=inputs.k[:, first], beta=torch.full_like(inputs.beta, beta))
-    exact = gdn_chunked(inputs)
-    both = (kernel, TARGETS["gdn unfused"])
-    ours, theirs = (head_errors(evaluate(inputs), exact) for evaluate in both)
-    assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
+    assert_no_less_exact(kernel(inputs), TARGETS["gdn unfused"](inputs), gdn_chunked(inputs))
 
 
 @pytest.mark.gpu
@@ -387,9 +377,5 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
     inputs = case.but(device="cuda").inputs()
     plan = get("gdn", "fused").plan(inputs, Precision())
     assert plan.variant == ("hopper, slices" if name.startswith("slices") else "hopper")
-    exact = gdn_chunked(inputs, torch.float64)
-    ours, theirs = (
-        head_errors(get("gdn", which).run(inputs, Precision()), exact)
-        for which in ("fused", "unfused")
-    )
-    assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
+    fused, unfused = (get("gdn", name).run(inputs, Precision()) for name in ("fused", "unfused"))
+    assert_no_less_exact(fused, unfused, gdn_chunked(inputs, torch.float64))

@@ -2,8 +2,6 @@
 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -84,7 +82,7 @@ class Recorder(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of every launch.  The launches do nothing."""
-    made: list[tuple[Any, ...]] = []
+    made = []
 
     def launcher(*_prepared: Any) -> Callable[..., None]:
         return lambda _programs, *arguments: made.append(arguments)

@@ -1,7 +1,5 @@
 """Wrong inputs are refused once, by the name of the argument; what is derived from inputs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -150,7 +148,9 @@ def test_a_signature_says_all_but_place_and_content(case: Any) -> None:
 )
 def test_chunk_table(lengths: tuple[int, ...]) -> None:
     inputs = SSDCase(lengths=lengths, heads=1).inputs()
-    chunks, expected, counts = Chunks.of(inputs), [], []
+    chunks = Chunks.of(inputs)
+    expected = []
+    counts = []
     for start, stop in pairwise(inputs.cu_seqlens.tolist()):
         cuts = [[begin, min(begin + 32, stop)] for begin in range(start, stop, 32)]
         expected += cuts

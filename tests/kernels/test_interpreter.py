@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="this process compiles i
 @triton.jit
 def _elementwise_kernel(a_ptr, b_ptr, to_ptr, SIZE: tl.constexpr):
     o = tl.arange(0, SIZE)
-    a, b = tl.load(a_ptr + o), tl.load(b_ptr + o)
+    a = tl.load(a_ptr + o)
+    b = tl.load(b_ptr + o)
     tl.store(to_ptr + o, tl.where(a < b, a + b, a * b))
 
 
@@ -76,13 +77,15 @@ def test_decay_is_at_most_1_and_keeps_nan() -> None:
 
 
 def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    offset, decay = torch.empty(2, dtype=torch.int64), torch.empty(2)
+    offset = torch.empty(2, dtype=torch.int64)
+    decay = torch.empty(2)
 
     def launch() -> None:
         _helpers_kernel[(2,)](offset, decay, torch.tensor([-1.0, 0.0]), (10, 3), SIZE=2)
 
     launch()
-    load, add = tl.load, tl.tensor.__add__
+    load = tl.load
+    add = tl.tensor.__add__
     monkeypatch.setattr(
         inspect, "getmembers", lambda *_: pytest.fail("the language is searched again")
     )

@@ -1,21 +1,20 @@
 """Kimi Delta Attention: its gates, its oracle, and its exactness."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
-from targets import TARGETS, Target, targets
+from targets import TARGETS, Target, slow, targets
+from torch import Tensor
+from verdict import assert_passes
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.kda.hopper.launch import hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
-from ssdprof.measure.accuracy import assert_passes
 
 GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
 RAGGED = dict(
@@ -60,9 +59,9 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
     inputs = KDACase(seqlen=64, key_dim=32, gates=gates).inputs()
     sums = inputs.g[0, :, 0].double().clamp(min=-800).cumsum(0)
     q, k = (torch.rand(64, 32, dtype=torch.float64) for _ in range(2))
-    largest: list[float] = []
+    largest = []
 
-    def noted(exponents: torch.Tensor) -> torch.Tensor:
+    def noted(exponents: Tensor) -> Tensor:
         largest.append(exponents.max().item())
         return exponents.exp()
 
@@ -77,9 +76,7 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "dtype", [BF16, *(pytest.param(one, marks=pytest.mark.slow) for one in (FP16, FP32))], ids=str
-)
+@pytest.mark.parametrize("dtype", [BF16, *slow(FP16, FP32)], ids=str)
 @pytest.mark.parametrize("gates", GATES)
 @targets(
     "kda unfused",
@@ -96,7 +93,7 @@ def test_every_gate(kernel: Target, gates: str, dtype: torch.dtype) -> None:
 
 
 # of the kernel for Hopper GPUs, in the emulator
-ON_HOPPER: list[dict[str, Any]] = [
+ON_HOPPER = [
     dict(seqlen=70, key_heads=2, value_dim=128), dict(gates="saturated"),
     dict(gates="bound", batch=2, seqlen=40), dict(gates="none", largest_beta=2.0),
     dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
@@ -165,7 +162,7 @@ def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
     low = changed(inputs, lambda one: one.to(BF16), "g")
     for name in ("kda unfused", "kda wide", "kda recurrent"):
         kernel = TARGETS[name]
-        same = kernel(changed(low, torch.Tensor.float, "g"))
+        same = kernel(changed(low, Tensor.float, "g"))
         assert all(map(torch.equal, kernel(low), same))
 
 
@@ -182,7 +179,7 @@ def test_slices_are_as_wide_as_states_allow() -> None:
 # sizes, and cases as fla's public tests of KDA have them: gates that are often 0, and initial
 # states
 ODD = dict(seqlen=40, dtype=BF16, l2norm=False)
-SIZES: list[dict[str, Any]] = [
+SIZES = [
     ODD | dict(key_dim=20, value_dim=24),
     ODD | dict(key_dim=100, value_dim=16),
     dict(batch=1, seqlen=63, key_dim=64, value_dim=64, gates="none"),
@@ -200,9 +197,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*SIZES[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[3:])], ids=str
-)
+@pytest.mark.parametrize("case", [*SIZES[:3], *slow(*SIZES[3:])], ids=str)
 @targets("kda unfused", "kda fused", "kda wide", "kda recurrent")
 def test_sizes(kernel: Target, case: dict[str, Any]) -> None:
     inputs = KDACase(**dict(dtype=FP16) | case).inputs()

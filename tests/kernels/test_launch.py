@@ -2,8 +2,6 @@
 right arguments.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -32,7 +30,8 @@ class Kernel:
     def __init__(self, *, compiles: bool = True, fails: bool = False) -> None:
         self.launches: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
         self.collecting: list[bool] = []  # whether garbage is collected while Triton compiles
-        self._compiles, self._fails = compiles, fails
+        self._compiles = compiles
+        self._fails = fails
 
     @staticmethod
     def fn(a: Any, b: Any, stride: Any, size: Any, BLOCK: Any, DEEP: Any) -> None:
@@ -112,7 +111,9 @@ def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards() ->
 def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, fails: bool
 ) -> None:
-    kernel, waited, before = Kernel(fails=fails), [], gc.isenabled()
+    kernel = Kernel(fails=fails)
+    waited = []
+    before = gc.isenabled()
     monkeypatch.setattr(launching, "wait_for_hash", lambda: waited.append(len(kernel.launches)))
     launcher = Launcher(kernel, (3, 5), {"BLOCK": 16})
     try:
@@ -205,7 +206,7 @@ def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
 
 def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "MOST_KEPT", 3)
-    launches: dict[Any, int] = {}
+    launches = {}
     assert [kept(launches, key, lambda: 5) for key in range(8)] == [5] * 8
     assert 0 < len(launches) <= 3
 
@@ -216,7 +217,7 @@ def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_call_is_prepared_once_and_again_after_forgetting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen: list[SSDPortableConfig] = []
+    chosen = []
     choose = SSDPortableConfig.choose
 
     def noted(*arguments: Any) -> SSDPortableConfig:
@@ -226,7 +227,8 @@ def test_a_call_is_prepared_once_and_again_after_forgetting(
     monkeypatch.setattr(SSDPortableConfig, "choose", noted)
     for seed in range(3):
         inputs = CASE.but(seed=seed).inputs()
-        ours, fresh = fused.run(inputs, EXACT), fused.FUSED.prepare(inputs, EXACT)(inputs)
+        ours = fused.run(inputs, EXACT)
+        fresh = fused.FUSED.prepare(inputs, EXACT)(inputs)
         assert all(map(torch.equal, ours, fresh))
         chosen.pop()
     assert len(chosen) == 1

@@ -3,8 +3,6 @@ them.  Every launch of a kernel after its first goes through the driver, and wri
 Triton's launch.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +49,7 @@ def variants(seed: int) -> dict[str, SSDInputs]:
 
 LAB = GDNCase(**GDN_ON_HOPPER | dict(key_heads=2), device="cuda")
 LARGE = SSDCase(heads=4, headdim=64, dstate=128, dtype=BF16, device="cuda")
-CALLS: dict[str, Any] = {
+CALLS = {
     "gdn, long": LAB.but(seqlen=16384, gate=1e-4),
     "gdn, normalised, initial state": LAB.but(seqlen=1000, l2norm=True, initial_states=True),
     "gdn, batch": LAB.but(key_heads=16, batch=8, seqlen=300),
@@ -74,7 +72,7 @@ def test_the_drivers_launches_write_what_tritons_do(
     inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run
-    left: list[str] = []
+    left = []
     launch = Launcher.__call__
 
     def watched(self: Launcher, programs: int, *tensors: Any) -> None:
@@ -106,7 +104,7 @@ def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
 @pytest.mark.parametrize("name", ["as it is", "z"])
 def test_profilers_are_told_of_every_launch(name: str) -> None:
     inputs = CASES[name].inputs()
-    told: list[dict[str, Any]] = []
+    told = []
 
     def note(metadata: Any) -> None:
         told.append(dict(metadata.get()))

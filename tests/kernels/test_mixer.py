@@ -2,13 +2,12 @@
 widths, groups.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from kernel_cases import BF16, FP16, FP32
+from torch import Tensor
 
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
@@ -17,7 +16,7 @@ EPS = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-21}  # of one rounding; fp32 sums ro
 DTYPES = pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP32])
 
 
-def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -25,15 +24,11 @@ def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tenso
 
 
 def convolved(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    *,
-    silu: bool,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, *, silu: bool
+) -> Tensor:
     """(b, l, d) in fp64, position by position."""
-    (batch, length, channels), width = x.shape, weight.shape[1]
+    batch, length, channels = x.shape
+    width = weight.shape[1]
     before = torch.zeros(batch, width - 1, channels) if initial is None else initial.transpose(1, 2)
     padded = torch.cat([before.double(), x.double()], dim=1)
     out = torch.zeros(batch, length, channels, dtype=torch.float64)
@@ -44,7 +39,7 @@ def convolved(
     return out * torch.sigmoid(out) if silu else out
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(out: Tensor, expected: Tensor) -> None:
     assert (out.double() - expected).abs().max() <= EPS[out.dtype] * expected.abs().max()
 
 
@@ -52,11 +47,9 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 70])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, stateful: bool) -> None:
-    x, weight, bias = (
-        normal(2, length, 130, dtype=dtype),
-        normal(130, 4, dtype=dtype, seed=1),
-        normal(130, seed=2),
-    )
+    x = normal(2, length, 130, dtype=dtype)
+    weight = normal(130, 4, dtype=dtype, seed=1)
+    bias = normal(130, seed=2)
     initial = normal(2, 130, 3, dtype=dtype, seed=3) if stateful else None
     out, final = causal_conv1d(x, weight, bias, initial_state=initial, wants_final_state=True)
     assert out.is_contiguous()
@@ -72,7 +65,8 @@ def test_other_widths_and_views(width: int, silu: bool) -> None:
     """Columns of a projection, or with neighbouring positions side by side; without bias and final
     state.
     """
-    wide, weight = normal(2, 40, 66, seed=9), normal(16, width, seed=1)
+    wide = normal(2, 40, 66, seed=9)
+    weight = normal(16, width, seed=1)
     x = wide[:, :, 20:36]
     out, final = causal_conv1d(x, weight, silu=silu)
     assert final is None
@@ -80,12 +74,14 @@ def test_other_widths_and_views(width: int, silu: bool) -> None:
     assert torch.equal(causal_conv1d(channel_major(x), weight, silu=silu)[0], out)
 
 
-def channel_major(x: torch.Tensor) -> torch.Tensor:
+def channel_major(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def test_two_pieces_with_the_state_between_are_one() -> None:
-    x, weight, bias = normal(1, 90, 8), normal(8, 4, seed=1), normal(8, seed=2)
+    x = normal(1, 90, 8)
+    weight = normal(8, 4, seed=1)
+    bias = normal(8, seed=2)
     whole, end = causal_conv1d(x, weight, bias, wants_final_state=True)
     for cut in (1, 2, 33):
         first, state = causal_conv1d(x[:, :cut], weight, bias, wants_final_state=True)
@@ -99,7 +95,8 @@ def test_two_pieces_with_the_state_between_are_one() -> None:
 
 
 def test_what_the_convolution_does_not_take_is_refused() -> None:
-    x, weight = normal(1, 8, 4), normal(4, 4)
+    x = normal(1, 8, 4)
+    weight = normal(4, 4)
     with pytest.raises(UnsupportedError, match=r"not torch\.float64"):
         causal_conv1d(x.double(), weight)
     with pytest.raises(UnsupportedError, match="2 to 16 positions, not 1"):
@@ -113,11 +110,10 @@ def test_what_the_convolution_does_not_take_is_refused() -> None:
 # --- the norm
 
 
-def normed(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, **settings: Any
-) -> torch.Tensor:
+def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings: Any) -> Tensor:
     """The formula in fp64, in x's shape."""
-    x, gate = x.double(), gate.double()
+    x = x.double()
+    gate = gate.double()
     silu = gate / (1 + torch.exp(-gate))
     y = x if settings["norm_first"] else x * silu
     groups = y.unflatten(-1, (-1, settings["group_size"]))
@@ -134,11 +130,10 @@ def normed(
 def test_the_norm_is_the_formula(
     width: int, group_size: int, dtype: torch.dtype, norm_first: bool
 ) -> None:
-    x, gate = normal(2, 5, width, dtype=dtype), 3 * normal(2, 5, width, dtype=dtype, seed=1)
-    weight, settings = (
-        normal(width, seed=2),
-        dict(eps=1e-5, group_size=group_size, norm_first=norm_first),
-    )
+    x = normal(2, 5, width, dtype=dtype)
+    gate = 3 * normal(2, 5, width, dtype=dtype, seed=1)
+    weight = normal(width, seed=2)
+    settings = dict(eps=1e-5, group_size=group_size, norm_first=norm_first)
     out = gated_rms_norm(x, gate, weight, **settings)  # type: ignore[arg-type]
     expected = normed(x, gate, weight, **settings)
     assert (out.dtype, out.is_contiguous()) == (dtype, True)
@@ -148,10 +143,12 @@ def test_the_norm_is_the_formula(
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool) -> None:
-    x, wide, weight = normal(2, 70, 64), normal(2, 70, 200, seed=1), normal(64, seed=2)
+    x = normal(2, 70, 64)
+    wide = normal(2, 70, 200, seed=1)
+    weight = normal(64, seed=2)
     gate = wide[:, :, 30:94]
 
-    def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def run(x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, weight, eps=1e-6, group_size=64, norm_first=norm_first)
 
     plain = run(x, gate.contiguous())

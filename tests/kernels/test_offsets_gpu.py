@@ -18,13 +18,13 @@ from targets import (
     ssd_hopper,
     targets,
 )
+from verdict import assert_passes
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_gpu_memory")]
 
@@ -110,7 +110,8 @@ def test_initial_states_that_are_a_slice_of_a_large_cache(
     """NaN lies between and before them, where offsets in 32 bits would point."""
     inputs = case.but(initial_states=True).inputs()
     assert inputs.initial_states is not None
-    states, before = inputs.initial_states.to(BF16), 2**31
+    states = inputs.initial_states.to(BF16)
+    before = 2**31
     last = sum((size - 1) * stride for size, stride in zip(states.shape, strides, strict=True))
     assert last > 2**31
     memory = torch.full((before + last + 1,), torch.nan, dtype=BF16, device="cuda")
@@ -132,7 +133,8 @@ def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Target) -> None
     """In chunks of 128 the states of the unfused pipeline are past it too."""
     inputs = replace(large(1, 420_300, (420_000, 300)), chunk_size=128)
     assert inputs.x[0, :420_000].numel() > 2**31
-    whole, alone = kernel(inputs), kernel(sequences(inputs, packed=True)[1])
+    whole = kernel(inputs)
+    alone = kernel(sequences(inputs, packed=True)[1])
     assert_bitwise((whole.out[:, 420_000:], whole.final_states[1:]), alone)
 
 
@@ -140,7 +142,8 @@ def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Target) -> None
 def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Target) -> None:
     inputs = large(2, 430_000)
     assert inputs.x[0].numel() > 2**31
-    whole, last = kernel(inputs), kernel(rows(inputs, slice(1, None)))
+    whole = kernel(inputs)
+    last = kernel(rows(inputs, slice(1, None)))
     assert_bitwise((whole.out[1:], whole.final_states[1:]), last)
 
 
@@ -173,7 +176,8 @@ def test_sequences_of_gdn_2_to_the_31_elements_apart() -> None:
     inputs = GDNCase(
         **GDN_ON_HOPPER | dict(batch=2, seqlen=640, key_heads=2, gate=1e-4), device="cuda"
     ).inputs()
-    apart, far = 2**31 + 64, {}
+    apart = 2**31 + 64
+    far = {}
     for name in ("q", "k", "v", "g", "beta"):
         tensor = getattr(inputs, name)
         memory = torch.zeros(apart + tensor[0].numel(), dtype=tensor.dtype, device="cuda")
@@ -186,7 +190,9 @@ def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements() -> 
     """With 2^31 elements in v and in every workspace, the pack's last sequence has the result that
     it has alone.
     """
-    heads, tokens, last = 8, (1 << 31) // (8 * 128) + 5000, 3000
+    heads = 8
+    tokens = (1 << 31) // (8 * 128) + 5000
+    last = 3000
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -204,6 +210,7 @@ def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements() -> 
         use_qk_l2norm=True,
     )
     run = TARGETS["gdn unfused"]
-    whole, alone = run(inputs), run(sequences(inputs)[1])
+    whole = run(inputs)
+    alone = run(sequences(inputs)[1])
     assert torch.equal(whole.out[:, -last:], alone.out)
     assert torch.equal(whole.final_states[1:], alone.final_states)

@@ -2,8 +2,6 @@
 passes, tiles.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -112,7 +110,8 @@ def _segments_kernel(
 def test_segments_of_packed_sequences(sequences: int, every: int) -> None:
     """200 sequences: more than one iteration reads.  Some are empty."""
     lengths = tuple((7 * i * i) % 61 for i in range(sequences))
-    begins, expected = bounds(lengths), []
+    begins = bounds(lengths)
+    expected = []
     for i, length in enumerate(lengths):
         count = triton.cdiv(length, 16)
         for segment in range(max(1, triton.cdiv(count, SSD_TINY.segment_chunks(count)))):
@@ -129,12 +128,10 @@ def test_plan_says_what_is_allocated() -> None:
     inputs = SSDCase(seqlen=600, headdim=8).inputs()
     precision = Precision(state_dtype=FP16)
     plan = get("ssd", "fused").plan(inputs, precision)
-    gates, states, sync, scores = (
-        (2 * 2 * 600 + 32) * 4,
-        2 * 8 * 16 * 2,
-        (32 + 8 * 2) * 4,
-        19 * 32 * 32 * 4,
-    )
+    gates = (2 * 2 * 600 + 32) * 4
+    states = 2 * 8 * 16 * 2
+    sync = (32 + 8 * 2) * 4
+    scores = 19 * 32 * 32 * 4
     assert (plan.variant, plan.launches) == ("interpreter", 3)
     assert plan.workspace_bytes == gates + states + sync + scores
     workspace = allocated(
@@ -185,7 +182,8 @@ def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2n
     """Otherwise segments or tiles would differ between a sequence in a pack and the sequence
     alone.
     """
-    hopper, portable = [], []
+    hopper = []
+    portable = []
     for sequences, seqlen in ((1, 64), (1, 4000), (2, 8000), (64, 160_000)):
         empty = torch.empty(1, seqlen, 1, 1, device="meta", dtype=BF16)
         q, v = (empty.expand(1, seqlen, count, 128) for count in (heads // 2, heads))

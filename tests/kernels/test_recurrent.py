@@ -1,7 +1,5 @@
 """What only the recurrent kernels of both operators promise, in the interpreter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +70,8 @@ def test_what_is_left_of_a_state_that_mostly_decays(operator: str) -> None:
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_16_bit_rounds_only_the_output(dtype: torch.dtype) -> None:
     inputs = GDNCase(seqlen=4, dtype=dtype, initial_states=True).inputs()
-    ours, expected = gdn_recurrent(inputs), gdn_recurrence(inputs)
+    ours = gdn_recurrent(inputs)
+    expected = gdn_recurrence(inputs)
     assert_close(ours._replace(out=expected.out), expected, 1e-6)
     torch.testing.assert_close(
         ours.out.double(), expected.out, rtol=torch.finfo(dtype).eps, atol=1e-6
@@ -89,7 +88,8 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
         inputs = GDNCase(
             seqlen=1, batch=2, values_per_key=2, value_dim=20, initial_states=True
         ).inputs()
-    run, state = RECURRENT[operator], inputs.initial.to(dtype)
+    run = RECURRENT[operator]
+    state = inputs.initial.to(dtype)
     state = state.mT.contiguous().mT if turned else state
     expected = run(with_state(inputs, state))
     out, final_states = run(with_state(inputs, state), in_place=True)
@@ -104,7 +104,7 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
 
 def pooled(inputs: Any, dtype: torch.dtype) -> Any:
     """Its states in slots of a pool with V before K; the others are NaN."""
-    pool, slots = generate.pool(inputs.initial.to(dtype).mT)
+    pool, slots = generate.pool(inputs.initial.to(dtype).mT, 2 * inputs.sequences)
     return replace(inputs, **{inputs.LINEAR[1]: pool.mT}, state_indices=slots)
 
 
@@ -127,8 +127,10 @@ POOLED: dict[str, Any] = {
 def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch.dtype) -> None:
     """A call writes the slots of its sequences, in the pool's dtype and layout, and no other."""
     inputs = pooled(POOLED[operator].inputs(), dtype)
-    pool, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices.long()
-    before, others = pool.clone(), torch.ones(len(pool), dtype=torch.bool)
+    pool = getattr(inputs, inputs.LINEAR[1])
+    slots = inputs.state_indices.long()
+    before = pool.clone()
+    others = torch.ones(len(pool), dtype=torch.bool)
     others[slots] = False
     out, states = get(operator, "reference").run(inputs.after(before[slots]), Precision())
     run = ssd_recurrent if operator == "ssd" else gdn_recurrent
@@ -147,7 +149,8 @@ def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str) -> No
     """
     for own in (dict(), dict(lengths=(0, 3, 0, 6))):
         inputs = POOLED[operator].but(**own).inputs()
-        run, read = get(operator, "recurrent").run, pooled(inputs, FP32)
+        run = get(operator, "recurrent").run
+        read = pooled(inputs, FP32)
         before = getattr(read, read.LINEAR[1]).clone()
         for every in (0, 1):
             found = run(replace(read, state_every=every), Precision())
@@ -164,7 +167,8 @@ def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str) -> No
 def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str) -> None:
     inputs = POOLED[operator].inputs()
     for name in names(operator):
-        one, kept = get(operator, name), replace(inputs, state_every=2)
+        one = get(operator, name)
+        kept = replace(inputs, state_every=2)
         assert one.pools == (name == "recurrent")
         if not one.pools:
             with pytest.raises(UnsupportedError, match=f"{name}: .*state_indices"):

@@ -1,7 +1,5 @@
 """The oracles: their meaning, and their two forms against each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +48,8 @@ def test_skip_then_gate(skip: str) -> None:
     plain = ssd_recurrence(replace(inputs, D=None, z=None)).out
     assert inputs.D is not None
     assert inputs.z is not None
-    D, z = inputs.D.double(), inputs.z.double()
+    D = inputs.D.double()
+    z = inputs.z.double()
     expected = (
         (plain + (D if D.ndim == 2 else D[:, None]) * inputs.x.double()) * z / (1 + torch.exp(-z))
     )

@@ -1,7 +1,5 @@
 """Tensors whose rows are scattered are copied where a better kernel then runs, and only there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

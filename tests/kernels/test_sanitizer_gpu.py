@@ -7,8 +7,6 @@ are made and outputs are judged on the CPU, so that the sanitizer watches few ot
 "right" last.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -18,9 +16,9 @@ import sys
 import pytest
 from kernel_cases import EXACT, RELAXED, GDNCase, SSDCase, assert_close, moved
 from targets import GDN_ON_HOPPER, OLMO, ON_HOPPER, SSD_ON_HOPPER, TARGETS
+from verdict import assert_passes
 
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.measure.accuracy import assert_passes
 
 SMALL_SSD = SSDCase(**SSD_ON_HOPPER | dict(dstate=64))
 # several segments; whole and partial chunks, one position, empty sequences; with N = 256 halves
@@ -46,7 +44,8 @@ GDN_CASES = {
     "60": (SMALL_GDN.but(key_dim=60, value_dim=60, seqlen=200), EXACT),
 }
 LARGEST_ERROR = 6e-3  # of GDN in bf16, relative to the RMS of a head
-EVERY, LIKE_128 = tuple(SSD_CASES), ("batch", "ragged", "packed")
+EVERY = tuple(SSD_CASES)
+LIKE_128 = ("batch", "ragged", "packed")
 # kernel -> its cases
 KERNELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ssd tiny", "ssd unfused"), EVERY),
@@ -79,7 +78,6 @@ def run(*command: str, **environment: str) -> str:
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        check=False,
     )
     said = result.stdout + result.stderr
     if "Device not supported" in said:

@@ -6,8 +6,6 @@ instruction.
 is one of them: it repeats calls, requires the same bits each time, and prints "right".
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -67,7 +65,8 @@ def main() -> None:
         calls.append(lambda run=run, inputs=inputs: run(inputs, Precision()))  # type: ignore[misc]
     first = [call() for call in calls]
     matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    ours = torch.cuda.Stream()
+    theirs = torch.cuda.Stream()
     torch.cuda.synchronize()
     for _ in range(ROUNDS):
         with torch.cuda.stream(theirs):

@@ -2,8 +2,6 @@
 a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,6 +12,7 @@ from gluon_emulator import emulate
 from kernel_cases import BF16, EXACT, RELAXED, SSDCase, assert_bitwise
 from targets import H200, ON_HOPPER, SSD_ON_HOPPER, ssd_hopper
 from test_contract_oracle import CUTS, RAGGED
+from verdict import assert_passes
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.hopper.schedule import Cut
@@ -21,7 +20,6 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper.hopper_kernel import SEQUENCE_BLOCK
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.measure.accuracy import assert_passes
 
 SMALL = SSDCase(**SSD_ON_HOPPER)
 SLOW = pytest.mark.slow
@@ -61,9 +59,9 @@ def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resid
 
 # more packed sequences than are looked at side by side
 MANY = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)
-STATEFUL: dict[str, Any] = dict(seqlen=520, initial_states=True)
+STATEFUL = dict(seqlen=520, initial_states=True)
 # sizes, the cut, the factor of the decays, and slots of the ring that tuning may find
-FIRST_PASSES: list[Any] = [
+FIRST_PASSES = [
     # over any number of chunks; with N = 256 two at once
     *(
         (dict(dstate=n, seqlen=64 * k + 50), recompute(k), 0.01, 0)
@@ -140,7 +138,9 @@ def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
     multiprocessors and on few.
     """
     case = SMALL.but(**sizes)
-    inputs, nchunks, gpu = case.inputs(), -(-case.seqlen // 64), case.device == "cuda"
+    inputs = case.inputs()
+    nchunks = -(-case.seqlen // 64)
+    gpu = case.device == "cuda"
     for precision, shares in product(
         (EXACT, RELAXED) if gpu else (EXACT,), (H200, 131, 7, 1) if gpu else range(1, 12)
     ):
@@ -166,7 +166,8 @@ def test_states_lose_less_than_their_operands_do(device: str) -> None:
 @pytest.mark.gpu
 @ON_HOPPER
 def test_what_it_takes_and_what_it_leaves_to_the_portable_kernel() -> None:
-    plan, gpu = get("ssd", "fused").plan, SMALL.but(heads=4, device="cuda")
+    plan = get("ssd", "fused").plan
+    gpu = SMALL.but(heads=4, device="cuda")
     for heads, headdim, dstate, groups in (
         (80, 64, 128, 1),
         (128, 64, 128, 1),

@@ -1,7 +1,5 @@
 """Tuned configurations: which calls use them, and the kernels' guarantees with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -64,7 +62,9 @@ def test_a_find_is_for_its_own_calls_and_gpu_only() -> None:
 
 
 def test_a_batch_invariant_call_takes_what_is_for_one_sequence() -> None:
-    batch, one, four = CASE.but(batch=4), SSDHopperConfig(segment=2), SSDHopperConfig(segment=16)
+    batch = CASE.but(batch=4)
+    one = SSDHopperConfig(segment=2)
+    four = SSDHopperConfig(segment=16)
     use_overrides("ssd", {key_of(CASE): one, key_of(batch): four})
     assert hopper(batch) == four
     assert hopper(batch, batch_invariant=True) == hopper(CASE) == one
@@ -74,7 +74,8 @@ def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
     """Even if the number of sequences and the total number of chunks match a call that was
     tuned.
     """
-    packed, pair = CASE.but(lengths=(600, 424)), CASE.but(batch=2)
+    packed = CASE.but(lengths=(600, 424))
+    pair = CASE.but(batch=2)
     use_overrides("ssd", {key_of(pair): FOUND, key_of(CASE): FOUND})
     assert hopper(pair) == FOUND
     assert all(hopper(packed, batch_invariant=invariant) != FOUND for invariant in (False, True))

@@ -14,7 +14,6 @@ def random_inputs(
     headdim: int = 32,
     dstate: int = 16,
     groups: int = 2,
-    device: str = "cpu",
     seed: int = 0,
     **overrides: Any,
 ) -> SSDInputs:
@@ -27,18 +26,17 @@ def random_inputs(
         return torch.randn(*shape, generator=generator)
 
     step = torch.exp(torch.empty(heads).uniform_(-6.9, -2.3, generator=generator))
-    tokens: dict[str, Any] = dict(
+    tokens = dict(
         x=normal(batch, seqlen, heads, headdim),
         dt=normal(batch, seqlen, heads),
         B=normal(batch, seqlen, groups, dstate),
         C=normal(batch, seqlen, groups, dstate),
     )
-    tensors = {name: tensor.to(dtype) for name, tensor in tokens.items()} | {
-        "A": -torch.linspace(1, 16, heads)
+    tensors = {name: tensor.to(dtype) for name, tensor in tokens.items()}
+    layer = {
+        "A": -torch.linspace(1, 16, heads),
+        "D": normal(heads),
+        "dt_bias": step + torch.log(-torch.expm1(-step)),
     }
-    tensors |= dict(D=normal(heads), dt_bias=step + torch.log(-torch.expm1(-step))) | overrides
-    on_device = {
-        name: value.to(device) if torch.is_tensor(value) else value
-        for name, value in tensors.items()
-    }
-    return SSDInputs(**{"chunk_size": 32, "dt_softplus": True} | on_device)
+    options = {"chunk_size": 32, "dt_softplus": True}
+    return SSDInputs(**tensors | layer | options | overrides)

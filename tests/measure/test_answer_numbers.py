@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from ssdprof.measure import answers
 from ssdprof.measure.answers import (
@@ -18,10 +19,11 @@ from ssdprof.measure.answers import (
     mean_interval,
 )
 
-COUNT, VOCABULARY = 60, 17
+COUNT = 60
+VOCABULARY = 17
 
 
-def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw(scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of a reference and of a candidate near it, and the prompt's tokens."""
     generator = torch.Generator().manual_seed(0)
     reference = 2 * torch.randn(COUNT, VOCABULARY, generator=generator)
@@ -29,9 +31,7 @@ def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return reference, other, torch.randint(VOCABULARY, (COUNT,), generator=generator)
 
 
-def compared(
-    reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor, rows: int = 7
-) -> Divergence:
+def compared(reference: Tensor, other: Tensor, tokens: Tensor, rows: int = 7) -> Divergence:
     """Compares in blocks of `rows` positions, as for a prompt's logits."""
     cuts = [slice(start, start + rows) for start in range(0, len(reference), rows)]
     return joined([compare_logits(reference[cut], other[cut], tokens[1:][cut]) for cut in cuts])
@@ -40,7 +40,8 @@ def compared(
 def test_the_numbers_are_those_of_a_dense_computation() -> None:
     reference, other, tokens = draw()
     (band,) = bands(compared(reference, other, tokens))
-    p, q = reference.double().softmax(-1), other.double().softmax(-1)
+    p = reference.double().softmax(-1)
+    q = other.double().softmax(-1)
     kl = (p * (p / q).log()).sum(-1)
     assert band.kl_mean == pytest.approx(float(kl.mean()))
     assert band.kl_p99 == pytest.approx(float(kl.quantile(0.99)))

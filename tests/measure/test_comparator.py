@@ -2,27 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
+from kernel_cases import DTYPES, EXACT, PRECISIONS, RELAXED_FP32
 from measure.conftest import random_inputs
+from torch import Tensor
+from verdict import assert_passes
 
 from ssdprof.core.accuracy import Accuracy
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure import accuracy
-from ssdprof.measure.accuracy import Candidate, assert_passes, compare
+from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.operators import ssd_oracle as ssd
 from ssdprof.operators.rounding import Span
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PRECISIONS = [
-    Precision(intermediates=intermediates, state_dtype=state_dtype)
-    for intermediates, state_dtype in product(("exact", "relaxed"), DTYPES)
-]
-EXACT = Precision()
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 precisions = pytest.mark.parametrize(
@@ -30,28 +25,28 @@ precisions = pytest.mark.parametrize(
 )
 
 
-def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: torch.Tensor) -> None:
+def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: Tensor) -> None:
     out[0, 57, 2, 3] += out[:, :, 2].abs().max() / 20
 
 
-def two_heads_swapped(_inputs: SSDInputs, out: torch.Tensor) -> None:
+def two_heads_swapped(_inputs: SSDInputs, out: Tensor) -> None:
     out[:, :, [0, 1]] = out[:, :, [1, 0]]
 
 
-def a_chunk_shifted_by_one(inputs: SSDInputs, out: torch.Tensor) -> None:
+def a_chunk_shifted_by_one(inputs: SSDInputs, out: Tensor) -> None:
     q = inputs.chunk_size
     out[:, q : 2 * q, 3] = out[:, q - 1 : 2 * q - 1, 3].clone()
 
 
-def last_partial_chunk_missing(inputs: SSDInputs, out: torch.Tensor) -> None:
+def last_partial_chunk_missing(inputs: SSDInputs, out: Tensor) -> None:
     out[:, out.shape[1] // inputs.chunk_size * inputs.chunk_size :] = 0
 
 
-def skip_dropped(inputs: SSDInputs, out: torch.Tensor) -> None:
+def skip_dropped(inputs: SSDInputs, out: Tensor) -> None:
     out.copy_(ssd_chunked(replace(inputs, D=None)).out)
 
 
-def state_not_carried(inputs: SSDInputs, out: torch.Tensor) -> None:
+def state_not_carried(inputs: SSDInputs, out: Tensor) -> None:
     q = inputs.chunk_size
     names = ("x", "dt", "B", "C")
     second = replace(inputs, **{name: getattr(inputs, name)[:, q : 2 * q] for name in names})
@@ -101,7 +96,7 @@ def test_the_rounded_exact_answer_passes(dtype: torch.dtype, precision: Precisio
 @precisions
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_a_wrong_output_fails(
-    dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, torch.Tensor], None]
+    dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, Tensor], None]
 ) -> None:
     inputs = random_inputs(dtype=dtype)
     output = right_answer(inputs)
@@ -177,9 +172,9 @@ def test_states_that_are_exact_in_bf16_may_be_bf16_numbers() -> None:
 
 def test_relaxed_does_not_pass_as_exact_for_fp32_inputs() -> None:
     inputs = random_inputs(dtype=torch.float32)
-    relaxed = rounded_answer(inputs, Precision(intermediates="relaxed"))
+    relaxed = rounded_answer(inputs, RELAXED_FP32)
     assert reason(judge(relaxed, inputs, EXACT))
-    assert not reason(judge(relaxed, inputs, Precision(intermediates="relaxed")))
+    assert not reason(judge(relaxed, inputs, RELAXED_FP32))
 
 
 def test_one_huge_activation_does_not_blind_the_rule() -> None:
@@ -215,7 +210,7 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size
     )
-    steps: list[int] = []
+    steps = []
     candidate = Candidate(output=output, precision=EXACT)
     pieces = compare(inputs, {"ours": candidate}, on_progress=steps.append)["ours"]
     assert steps == [32, 32, 32, 32, 22] * 2, "progress adds up to all positions"
@@ -228,7 +223,8 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatc
 
 def test_baseline_and_floor_stand_beside_the_oracle() -> None:
     inputs = random_inputs()
-    right, coarse = right_answer(inputs), rounded_answer(inputs, EXACT)
+    right = right_answer(inputs)
+    coarse = rounded_answer(inputs, EXACT)
     comparisons = compare(
         inputs,
         {
@@ -259,7 +255,8 @@ def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -
     """With 16-bit inputs.  The error of a single one may be small by chance where a head has few
     large errors.
     """
-    inputs, precision = random_inputs(seqlen=64, heads=2, seed=3), Precision()
+    inputs = random_inputs(seqlen=64, heads=2, seed=3)
+    precision = EXACT
     span = Span(sequence=0, batch=0, start=0, stop=64)
     for seed in range(accuracy.DRAWS):
         perturbed = ssd.ORACLE.rounded(inputs, precision).perturbed(seed)

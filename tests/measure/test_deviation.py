@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from ssdprof.core.accuracy import Deviation
 from ssdprof.measure import accuracy
@@ -13,7 +14,7 @@ SHAPE = (2, 5, 3, 4)  # (b, l, h, p)
 
 
 def deviation_of(
-    ours: torch.Tensor, other: torch.Tensor, block: int = 2, scale: torch.Tensor | None = None
+    ours: Tensor, other: Tensor, block: int = 2, scale: Tensor | None = None
 ) -> Deviation:
     running = RunningDeviation("other", SHAPE, SHAPE[2], torch.ones(()) if scale is None else scale)
     for row in range(SHAPE[0]):
@@ -33,7 +34,8 @@ def test_tolerance_is_absolute_plus_relative() -> None:
     expected = [100 - 3 * percent, 100 - 2 * percent, 100 - percent]
     result = deviation_of(ours, other)
     assert (list(result.matches), result.scale_max_abs) == (pytest.approx(expected), 9)
-    ours, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    ours = torch.zeros(SHAPE)
+    other = torch.zeros(SHAPE)
     ours[0, 0, 0, 0], ours[1, 4, 2, 3] = -0.0, 1e-45  # a tolerance of 0 means equal values
     assert deviation_of(ours, other).matches[0] == pytest.approx(100 - percent)
 
@@ -53,8 +55,10 @@ def test_a_match_relative_to_the_rms_depends_on_no_unit() -> None:
 
 
 def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
-    inf, nan = math.inf, math.nan
-    ours, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    inf = math.inf
+    nan = math.nan
+    ours = torch.zeros(SHAPE)
+    other = torch.zeros(SHAPE)
     ours[1, 2, 1] = torch.tensor([inf, inf, 0.0, nan])
     other[1, 2, 1] = torch.tensor([inf, -inf, inf, nan])
     result = deviation_of(ours, other)
@@ -87,7 +91,8 @@ def test_the_worst_head_is_worst_for_its_size() -> None:
 def test_states_are_placed_by_sequence_and_head() -> None:
     shape = (3, 2, 4, 5)
     running = RunningDeviation("other", shape, 2, torch.ones(()))
-    ours, other = torch.zeros(shape), torch.ones(shape)
+    ours = torch.zeros(shape)
+    other = torch.ones(shape)
     ours[2, 1, 3, 4] = 7
     for sequence in range(3):
         place = Region(shape=shape, row=sequence, positions=None)

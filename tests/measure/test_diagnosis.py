@@ -1,19 +1,17 @@
 """What a report says of a wrong output besides its largest error."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from measure.test_history import generated
+from generated_inputs import generated
 
 from ssdprof import operators
 from ssdprof.kernels import GDNInputs
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare, oracle_output
 from ssdprof.measure.diagnosis import diagnosed
-from ssdprof.measure.sequences import spans_of
 from ssdprof.operators.operator import Output
 
 
@@ -24,7 +22,7 @@ def remarks(inputs: GDNInputs, output: Output) -> tuple[str, str]:
 
 
 def gdn() -> GDNInputs:
-    inputs: GDNInputs = generated("gdn", "1/2x16x16", 200, 2)
+    inputs: GDNInputs = generated("gdn", "1/2x16x16", 200, sequences=2)
     return inputs
 
 
@@ -72,7 +70,9 @@ def test_an_error_as_large_as_that_of_a_known_rounding(
         inputs, **{name: getattr(inputs, name).float() for name in ("q", "k", "v", "beta")}
     )
     oracle = operators.get("gdn").oracle
-    rounded, outs, states = oracle.rounded(inputs, precision), [], []
+    rounded = oracle.rounded(inputs, precision)
+    outs = []
+    states = []
     for span in spans_of(inputs):
         outs.append(rounded.advance(inputs, span, oracle.gate(inputs, span, chunk))[0])
         states.append(rounded.state * (1 + 2.0**-23))  # not of 16 bits alone

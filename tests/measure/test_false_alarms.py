@@ -1,30 +1,22 @@
 """Correct outputs pass, even if they round at other points and sum in another order than `lo`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
-from kernel_cases import SSDCase
+from generated_inputs import generated
+from kernel_cases import DTYPES, EXACT, PRECISIONS, SSDCase
 from measure.conftest import random_inputs
+from torch import Tensor
+from verdict import assert_passes
 
 from ssdprof import operators
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure.accuracy import Candidate, assert_passes, compare
-from ssdprof.operators import generate
+from ssdprof.measure.accuracy import Candidate, compare
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PRECISIONS = {
-    f"{intermediates}, {state_dtype} states": Precision(
-        intermediates=intermediates, state_dtype=state_dtype
-    )
-    for intermediates, state_dtype in product(("exact", "relaxed"), DTYPES)
-}
 SHAPES = {
     "one short chunk": {"seqlen": 5, "chunk_size": 16, "headdim": 16},
     "small chunks": {"seqlen": 70, "chunk_size": 16, "headdim": 16, "groups": 1},
@@ -41,13 +33,15 @@ def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     Exponents are summed as a tree.  Weights are rounded once, and multiply B instead of x.  The
     state is rounded only when it is read.
     """
-    (_, length, h, p), (g, n), q = inputs.x.shape, inputs.B.shape[2:], inputs.chunk_size
+    _, length, h, p = inputs.x.shape
+    g, n = inputs.B.shape[2:]
+    q = inputs.chunk_size
     dtype = precision.intermediate_dtype(inputs.x.dtype)
 
-    def relaxed(tensor: torch.Tensor) -> torch.Tensor:
+    def relaxed(tensor: Tensor) -> Tensor:
         return tensor.to(dtype).float()
 
-    def operand(tensor: torch.Tensor) -> torch.Tensor:
+    def operand(tensor: Tensor) -> Tensor:
         return tensor.to(inputs.x.dtype).float()
 
     dt = torch.nn.functional.softplus(inputs.dt[0].float() + inputs.dt_bias)
@@ -57,7 +51,8 @@ def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         chunk = slice(start, min(start + q, length))
         for head in range(h):
             B, C = (tensor[0, chunk, head * g // h].float() for tensor in (inputs.B, inputs.C))
-            x, dt_head = inputs.x[0, chunk, head].float(), dt[chunk, head]
+            x = inputs.x[0, chunk, head].float()
+            dt_head = dt[chunk, head]
             a = tree_cumsum(dt_head * inputs.A[head])
             decay = (a[:, None] - a[None, :]).clamp(max=0).exp()
             scores = operand(relaxed(C @ B.T) * relaxed(decay * dt_head)).tril()
@@ -69,7 +64,7 @@ def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     return SSDOutput(out[None].to(inputs.x.dtype), states[None])
 
 
-def tree_cumsum(steps: torch.Tensor) -> torch.Tensor:
+def tree_cumsum(steps: Tensor) -> Tensor:
     distance = 1
     while distance < len(steps):
         steps = steps + torch.cat([steps.new_zeros(distance), steps[:-distance]])
@@ -80,8 +75,8 @@ def tree_cumsum(steps: torch.Tensor) -> torch.Tensor:
 def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]) -> dict[str, str]:
     """Precision -> reason, for precisions that do not pass."""
     candidates = {
-        name: Candidate(output=run(inputs, precision), precision=precision)
-        for name, precision in PRECISIONS.items()
+        str(precision): Candidate(output=run(inputs, precision), precision=precision)
+        for precision in PRECISIONS
     }
     comparisons = compare(inputs, candidates)
     reasons = {
@@ -112,13 +107,11 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     was, at every position: such errors do not average out, and depend on the kernel's chunks.
     """
     operator = operators.get(name)
-    shape = operator.generated.shape("slow", 1, 1, 128, 128)
-    tokens = generate.Tokens(sequences=1, seqlen=4096)
-    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    generated = operator.generated.draw(cell, torch.device("cpu"))
-    inputs = replace(generated, g=-2 * step * torch.rand_like(generated.g))
+    given = generated(name, "1/1x128x128", 4096)
+    inputs = replace(given, g=-2 * step * torch.rand_like(given.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
-    gate = operator.oracle.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
+    (span,) = spans_of(inputs)
+    gate = operator.oracle.gate(inputs, span, chunk)
     out, state = operator.oracle.rounded(inputs, relaxed).advance(inputs, span, gate)
     assert_passes((out[None], state[None]), inputs, relaxed)
 
@@ -133,8 +126,8 @@ def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float) -> None:
         random_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape)
         for factor in (1, 1 + off)
     )
-    output = other_evaluation(wrong, Precision())
-    found = compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"]
+    candidate = Candidate(output=other_evaluation(wrong, EXACT), precision=EXACT)
+    found = compare(inputs, {"wrong": candidate})["wrong"]
     assert any(tensor.reason for tensor in found)
 
 
@@ -145,6 +138,4 @@ def test_a_single_fp32_position_whose_sum_over_n_cancels() -> None:
         dt = torch.nn.functional.softplus(inputs.dt.float() + inputs.dt_bias)[:, 0]
         x, B, C = (one[:, 0].float() for one in (inputs.x, inputs.B, inputs.C))
         states = (dt[..., None] * x)[..., None] * B[:, :, None]
-        assert_passes(
-            SSDOutput((states * C[:, :, None]).sum(-1)[:, None], states), inputs, Precision()
-        )
+        assert_passes(SSDOutput((states * C[:, :, None]).sum(-1)[:, None], states), inputs, EXACT)

@@ -46,6 +46,7 @@ def test_a_nan_is_its_bits_and_places_count(
 
 
 def test_every_tensor_has_its_own_and_strides_do_not_matter() -> None:
-    a, b = torch.randn(4, 6), torch.randn(5)
+    a = torch.randn(4, 6)
+    b = torch.randn(5)
     assert fingerprint(a, b) == (*fingerprint(a), *fingerprint(b))
     assert fingerprint(a.T) == fingerprint(a.T.contiguous())

@@ -2,8 +2,6 @@
 memory.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -96,7 +94,8 @@ def test_outputs_fill_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.gpu
 def test_workspace_is_the_peak_beyond_the_outputs_and_the_longer_peak_survives() -> None:
-    device, size = GPU, 64 << 20
+    device = GPU
+    size = 64 << 20
 
     def run() -> SSDOutput:
         workspace = torch.zeros(4 * size, dtype=torch.uint8, device=device)

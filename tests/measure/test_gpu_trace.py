@@ -1,7 +1,5 @@
 """A kernel belongs to the innermost mark at its launch; no kernel is lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ def kernel(
 
 
 def parts(trace: Trace) -> dict[str | None, float]:
-    found: dict[str | None, float] = {}
+    found = {}
     for one in work(trace):
         found[one[0]] = found.get(one[0], 0.0) + one[2]
     return found
@@ -52,7 +50,8 @@ def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
     assert parts(trace) == {None: 33.0, "mixer": 10.0, "operator": 4.0, "MLP": 16.0}
 
 
-MIXER, OTHERS = mark("mixer", 0, 100), mark("x", 0, 100) | {"name": "Optimizer.step"}
+MIXER = mark("mixer", 0, 100)
+OTHERS = mark("x", 0, 100) | {"name": "Optimizer.step"}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,8 @@ def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
     from ssdprof.kernels.mixer import causal_conv1d
 
     device = torch.device("cuda")
-    x, weight = torch.randn(1, 4096, 512, device=device), torch.randn(512, 4, device=device)
+    x = torch.randn(1, 4096, 512, device=device)
+    weight = torch.randn(512, 4, device=device)
 
     def run() -> None:
         with marked("mixer"):

@@ -1,12 +1,11 @@
 """Guards around tensors detect every write outside of the tensors, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -40,7 +39,7 @@ def gdn() -> GDNInputs:
     )
 
 
-def beside(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+def beside(tensor: Tensor, elements: int) -> Tensor:
     """The element at an offset of `elements` from the tensor's first element."""
     return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() + elements)
 
@@ -83,7 +82,7 @@ def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -
 
 
 def test_what_torch_allocates_is_guarded() -> None:
-    makers: list[Callable[[], torch.Tensor]] = [
+    makers: list[Callable[[], Tensor]] = [
         lambda: torch.empty(3, 5),
         lambda: torch.zeros(3, 5, dtype=torch.bfloat16),
         lambda: torch.empty_like(torch.ones(3, 5)),
@@ -116,7 +115,8 @@ def test_guarded_tensors_hold_what_they_would_hold() -> None:
         assert torch.ones_like(torch.empty(2, dtype=torch.int32)).tolist() == [1, 1]
         assert torch.empty(0).shape == (0,)
         assert torch.empty(2, 3, device="meta").is_meta  # no memory, so no guards
-        plain, guarded = torch.randn(4, 4), torch.empty(4, 4)
+        plain = torch.randn(4, 4)
+        guarded = torch.empty(4, 4)
         guarded.copy_(plain)
         assert torch.equal(guarded @ guarded, plain @ plain)
         assert memory.out_of_bounds() == ""

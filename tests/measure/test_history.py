@@ -2,8 +2,6 @@
 else by the amplified history.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,42 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+from generated_inputs import generated
 from measure.conftest import random_inputs
-from measure.test_probes import Here, probed
+from measure.test_probes import Here, law, probed
+from torch import Tensor
 
 from ssdprof import kernels, operators
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.reference import kda_recurrence
-from ssdprof.kernels.oracle import Span, sequences
+from ssdprof.kernels.oracle import Span, spans_of
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
-from ssdprof.operators import generate
 from ssdprof.operators.implementations import own_implementation
-from ssdprof.operators.kda_histories import histories as kda_histories
+from ssdprof.operators.kda_inputs import histories as kda_histories
 
 pytestmark = pytest.mark.usefixtures("small_guards")
-Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each head, (h)
+Forgotten = Callable[[Any, Span], Tensor]  # (inputs, window) -> of each head, (h)
 LIMIT = -14.0  # about 2^-20
 
 
-def generated(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
-    operator = operators.get(name)
-    shape = operator.generated.parse(sizes)
-    assert shape
-    tokens = generate.Tokens(sequences=sequences, seqlen=seqlen)
-    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    return replace(operator.generated.draw(cell, torch.device("cpu")), **changes)
-
-
-def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:
+def by_the_largest_channel(inputs: Any, window: Span) -> Tensor:
     """Whether the largest channel's sum of gates is below `LIMIT`: no bound for keys that mix."""
     sums = inputs.g[window.batch, window.start : window.stop].float().sum(0)
     return (sums.amax(-1) if sums.ndim == 2 else sums) < LIMIT
 
 
-def by_the_sum(inputs: Any, window: Span) -> torch.Tensor:
+def by_the_sum(inputs: Any, window: Span) -> Tensor:
     """Whether a head's decays multiply to less than exp(LIMIT): small, but not nothing."""
     gate = operators.get(inputs.operator).oracle.gate(inputs, window)
     return gate.exponents[..., -1].sum(0) < LIMIT
@@ -59,7 +49,7 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
     only: "packs": nowhere else; "states": drops the initial states alone.
     """
     out, states = oracle_output(inputs)
-    spans = sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
+    spans = spans_of(inputs)
     if only == "packs" and inputs.cu_seqlens is None:
         return out, states
     if only == "states" and inputs.initial is None:
@@ -80,12 +70,6 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
     return out, states
 
 
-def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]:
-    implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
-    (found,) = Prober(Here(), only=name).probe(implementation, inputs, kernels.Precision())
-    return found.holds, found.detail
-
-
 # --- turning keys
 
 
@@ -101,29 +85,29 @@ def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]
 def test_the_outputs_of_turning_keys_have_a_closed_form(
     sizes: str, seqlen: int, changes: dict[str, Any]
 ) -> None:
-    like = generated("kda", sizes, seqlen, 2, **changes)
+    like = replace(generated("kda", sizes, seqlen, sequences=2), **changes)
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
-        for history in histories:
-            inputs, heads = history.inputs, history.inputs.v.shape[2]
+        for inputs, outputs in histories:
+            heads = inputs.v.shape[2]
             out, _ = kda_recurrence(inputs, dtype=torch.float64)
-            for known in history.known:
+            for known in outputs:
                 ours = out[known.batch, known.positions][:, known.heads]
                 # keys of half the channels have lengths that 16 bit may miss
                 room = 1e-4 if inputs.use_qk_l2norm else 6e-3
                 error = (ours - known.expected).norm() / known.expected.norm()
                 assert error < room, known.kind
-            heads_known = torch.cat([known.heads for known in history.known])
+            heads_known = torch.cat([known.heads for known in outputs])
             assert set(heads_known.tolist()) == set(range(heads))
 
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
-    history = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
+    inputs, outputs = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
     for window, step, total in ((16, 16, -20), (32, 1, -40)):
-        sums = history.inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
+        sums = inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
         assert bool((sums == total).all())
-    assert history.known[0].kind == "windows of 16 tokens"
+    assert outputs[0].kind == "windows of 16 tokens"
 
 
 @pytest.mark.parametrize(("window", "tokens"), [(16, 120), (64, 260), (1024, 120)])
@@ -132,14 +116,14 @@ def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
     window: int, tokens: int, only: str
 ) -> None:
     kernel = partial(dropping, window, by_the_largest_channel, only)
-    holds, why = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
-    assert holds == "no"
-    assert why.startswith("history that matters is dropped, with ")
+    found = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
+    assert found.holds == "no"
+    assert found.detail.startswith("history that matters is dropped, with ")
     expected = "1 x 4,096 tokens and 4 heads" if only else f"1 x {tokens} tokens and 2 heads"
     if window < 1024 or only:
-        assert expected in why
+        assert expected in found.detail
     else:
-        assert "1 x 4,096 tokens and 1 heads" in why
+        assert "1 x 4,096 tokens and 1 heads" in found.detail
 
 
 def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_history() -> None:
@@ -147,9 +131,11 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
         out, states = oracle_output(inputs)
         return out / 2, states
 
-    holds, why = law(TURNING_KEYS, half, generated("kda", "2/2x32x16", 120))
-    assert holds == "no"
-    assert why.startswith("outputs are wrong, with 1 x 120 tokens and 2 heads: 0.501 RMS error")
+    found = law(TURNING_KEYS, half, generated("kda", "2/2x32x16", 120))
+    assert found.holds == "no"
+    assert found.detail.startswith(
+        "outputs are wrong, with 1 x 120 tokens and 2 heads: 0.501 RMS error"
+    )
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
@@ -161,14 +147,14 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
     for histories in kda_histories(generated("kda", "4/4x32x32", 600), (1, 4)):
-        for history in histories:
-            inputs, found = history.inputs, []
+        for inputs, outputs in histories:
+            found = []
             rounded = operator.oracle.rounded(inputs, precision)
-            for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+            for span in spans_of(inputs):
                 gate = operator.oracle.gate(inputs, span, chunk)
                 found.append(rounded.advance(inputs, span, gate)[0])
             out = torch.cat(found)
-            for known in history.known:
+            for known in outputs:
                 ours = out[known.positions][:, known.heads].double()
                 squares = (ours - known.expected).square(), known.expected.square()
                 error, size = (each.sum((1, 2)) for each in squares)
@@ -176,15 +162,17 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
 
 
 def test_turning_keys_have_the_shape_of_every_new_call() -> None:
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
 
     def noted(inputs: Any) -> Any:
         shapes.append(tuple(inputs.v.shape))
         return oracle_output(inputs)
 
     implementation = own_implementation(operators.get("kda"), "fused", noted)
-    implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
-    first, second = generated("kda", "2/2x16x16", 100), generated("kda", "2/2x16x16", 150)
+    implementation = replace(implementation, kind="bundled")
+    prober = Prober(Here())
+    first = generated("kda", "2/2x16x16", 100)
+    second = generated("kda", "2/2x16x16", 150)
     assert len(prober.probe(implementation, first, kernels.Precision())) > 1
     assert (
         prober.probe(implementation, generated("kda", "2/2x16x16", 100), kernels.Precision()) == ()
@@ -204,7 +192,7 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
 def fast(name: str, **changes: Any) -> Any:
     """Inputs whose heads forget e^-14 within 100 tokens or so."""
     if name == "ssd":
-        decaying: dict[str, Any] = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
+        decaying = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
         return random_inputs(seqlen=400, heads=2, headdim=16, groups=1, **decaying | changes)
     given = generated("gdn", "1/2x16x16", 400)
     return replace(given, g=torch.full_like(given.g, -0.2), **changes)
@@ -217,18 +205,18 @@ def test_the_amplified_history_finds_a_kernel_that_drops_small_history(
 ) -> None:
     given = fast(name)
     kernel = partial(dropping, 100, by_the_sum, only)
-    assert law(AMPLIFIED_HISTORY, oracle_output, given) == ("yes", "")
-    holds, why = law(AMPLIFIED_HISTORY, kernel, given)
-    assert (holds, bool(why)) == ("no", True)
+    assert law(AMPLIFIED_HISTORY, oracle_output, given).holds == "yes"
+    found = law(AMPLIFIED_HISTORY, kernel, given)
+    assert (found.holds, bool(found.detail)) == ("no", True)
     initial = torch.randn(given.states_shape)
-    assert law(AMPLIFIED_HISTORY, kernel, given.after(initial))[0] == "no"
+    assert law(AMPLIFIED_HISTORY, kernel, given.after(initial)).holds == "no"
 
 
 def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped() -> None:
     """A constant key with beta |k|^2 near 2 keeps the state, however fast it decays.  What is left
     when the decays are below 2^-24 is less than the error of the rounded form.
     """
-    given = generated("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
+    given = replace(generated("gdn", "1/1x16x16", 512), use_qk_l2norm=False)
     key = (torch.full((16,), 0.25) * 2.1**0.5).to(given.k.dtype)
     changes = {
         "k": key.expand_as(given.k).contiguous(),
@@ -236,7 +224,8 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
         "g": torch.full_like(given.g, -0.105),
         "beta": torch.ones_like(given.beta),
     }
-    inputs, tokens = replace(given, **changes), 160
+    inputs = replace(given, **changes)
+    tokens = 160
     assert tokens * -0.105 < -16
     left = abs(torch.tensor(-0.105).exp() * (1 - key.double().square().sum())) ** tokens
     assert left > 0.03

@@ -1,7 +1,5 @@
 """Triton's launch hook, called by hand around a kernel that is compiled without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -39,7 +37,9 @@ def compiled(block: int, handle: int) -> Any:
         constexprs={"BLOCK": block, "DTYPE": tl.float32},
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
-    kernel.function, kernel.n_regs, kernel.n_spills = handle, 24, 0
+    kernel.function = handle
+    kernel.n_regs = 24
+    kernel.n_spills = 0
     return kernel
 
 
@@ -93,7 +93,8 @@ def test_the_hook_is_taken_off_after_an_error() -> None:
 
 @pytest.mark.gpu
 def test_a_real_launch_is_recorded() -> None:
-    source, target = torch.arange(256.0, device="cuda"), torch.zeros(256, device="cuda")
+    source = torch.arange(256.0, device="cuda")
+    target = torch.zeros(256, device="cuda")
     kernel = triton.jit(_copy_kernel)
     with recorded_launches() as launches:
         kernel[(2,)](source, target, BLOCK=128, DTYPE=tl.float32)

@@ -1,7 +1,5 @@
 """Each law of a pool finds the kernel that breaks it and names the place; good kernels keep all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from generated_inputs import generated
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import BETWEEN_CALLS
@@ -17,7 +16,6 @@ from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.measure import pools, probes
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.operator import Output
 from ssdprof.operators.serving import gathered
@@ -29,12 +27,7 @@ ON_A_GPU = {"a replayed CUDA graph", "beside another stream"}
 
 def step(operator: str = "gdn", **tokens: Any) -> Any:
     """One token of two sequences."""
-    record = operators.get(operator)
-    shape = record.generated.parse(SHAPES[operator])
-    assert shape is not None
-    given = Tokens(**({"sequences": 2, "seqlen": 1} | tokens))
-    cell = Cell(shape=shape, dtype="bf16", layout="views", tokens=given)
-    return record.generated.draw(cell, torch.device("cpu"))
+    return generated(operator, SHAPES[operator], **{"sequences": 2, "seqlen": 1} | tokens)
 
 
 def good(inputs: Any) -> Output:
@@ -43,12 +36,16 @@ def good(inputs: Any) -> Output:
     return gathered(reference, inputs, kernels.Precision())
 
 
-def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
-    """Where the law does not hold; empty if it does."""
+def working_in_place(kernel: Kernel, operator: str = "gdn") -> Any:
+    """A user's implementation."""
     kernel = partial(kernel)
     kernel.in_place = True  # type: ignore[attr-defined]
-    one = replace(own_implementation(operators.get(operator), "mine:kernel", kernel), **more)
-    assert one.in_place is not None
+    return own_implementation(operators.get(operator), "mine:kernel", kernel)
+
+
+def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
+    """Where the law does not hold; empty if it does."""
+    one = replace(working_in_place(kernel, operator), **more)
     try:
         pools.LAWS[law](pools.Room(one, one.in_place, step(operator), Precision()))
     except pools.Broken as error:
@@ -61,6 +58,10 @@ def reads(inputs: Any) -> list[int]:
     if inputs.accepted is not None:
         slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
     return [int(slot) for slot in slots]
+
+
+def positional(inputs: Any) -> dict[str, torch.Tensor]:
+    return operators.get(inputs.operator).binding.positional(inputs)
 
 
 # --- wrong kernels
@@ -219,7 +220,7 @@ def raising(inputs: Any) -> Output:
          "call 1: it changes slot 8, head 0, beside one that is written, which no row writes"),
         ("other slots keep their bits", writing_between_slots, "the memory behind slot 3"),
         ("other slots keep their bits", returning_a_copy, "another tensor than the pool"),
-        ("other slots keep their bits", changing_the_tokens, "call 1: it changes v"),
+        ("other slots keep their bits", changing_the_tokens, "call 1: it changes its inputs: v"),
         ("other slots keep their bits", raising, "call 1: IndexError: slot -1"),
         ("padded rows touch nothing", clamping_padding, "call 1, row 3"),
         ("padded rows touch nothing", advancing_the_slot_before_the_first, "behind slot -1"),
@@ -228,7 +229,7 @@ def raising(inputs: Any) -> Output:
          "call 1: it changes slot 0, head 0, the first slot"),
         ("new sequences begin with zeros", beginning_with_what_the_slot_holds, "call 1, row 0"),
         ("a shared prefix", updating_its_source, "call 1: it changes slot 3"),
-        ("drafted tokens", one_accepted_too_many, "call 1, row 0, token 0, head 0"),
+        ("drafted tokens", one_accepted_too_many, "call 1, row 0, token 0, head 1"),
         ("drafted tokens", keeping_the_last_state_alone, "call 2, row 0, token 0"),
         ("drafted tokens", a_step_reads_the_first_column, "call 3, row 0, token 0"),
         ("order and number of rows", one_row_is_special, "call 3, row 0, token 0"),
@@ -244,6 +245,13 @@ def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str) -> No
     assert place in tried(law, kernel)
 
 
+def test_a_call_of_padding_alone_changes_no_slot() -> None:
+    inputs = step(pool=4)
+    before = inputs.initial_state.clone()
+    good(replace(inputs, state_indices=torch.full_like(inputs.state_indices, -1)))
+    torch.testing.assert_close(inputs.initial_state, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_bits_are_compared_where_batch_invariance_is_declared() -> None:
     law = "order and number of rows"
     assert tried(law, hardly_invariant) == ""
@@ -257,8 +265,14 @@ def test_a_good_kernel_keeps_every_law(law: str, operator: str) -> None:
     assert tried(law, good, operator) == ""
 
 
-@pytest.mark.parametrize("name", ["recurrent", "fused"])
-@pytest.mark.parametrize("operator", SHAPES)
+# fused steps of any operator gather their states, and run the recurrent kernel
+OURS = [
+    *((operator, "recurrent") for operator in SHAPES),
+    *(pytest.param(operator, "fused", marks=pytest.mark.slow) for operator in SHAPES),
+]
+
+
+@pytest.mark.parametrize(("operator", "name"), OURS)
 def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
     one = kernels.get(operator, name)
     found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}
@@ -271,7 +285,8 @@ def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["recurrent", "fused"])
 @pytest.mark.parametrize("operator", SHAPES)
 def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str) -> None:
-    one, inputs = kernels.get(operator, name), step(operator)
+    one = kernels.get(operator, name)
+    inputs = step(operator)
     moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
     found = pools.try_laws(one, replace(inputs, **moved), Precision(), quick=False)
     assert {probe.name: probe.detail for probe in found if probe.holds != "yes"} == {}
@@ -286,8 +301,7 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others() -> None:
             raise UnsupportedError("one token")
         return good(inputs)
 
-    steps_alone.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", steps_alone)
+    one = working_in_place(steps_alone)
     probes = {
         probe.name.removeprefix(BETWEEN_CALLS): (probe.holds, probe.detail)
         for probe in pools.try_laws(one, step(), Precision(), quick=True)
@@ -320,9 +334,9 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     def kernel(inputs: Any) -> Output:
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
 
-    kernel.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
-    prober, several = Prober(IsolatedFirstCall()), (step(), step(), step(sequences=3))
+    one = working_in_place(kernel)
+    prober = Prober(IsolatedFirstCall())
+    several = (step(), step(), step(sequences=3))
     found = [prober.probe(one, inputs, Precision()) for inputs in several]
     between = [
         [probe.holds for probe in of_call if probe.name == BETWEEN_CALLS + law] for of_call in found
@@ -330,20 +344,28 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     assert between == [["no"], [], []]
 
 
-def test_a_call_without_a_pool_runs_on_copies() -> None:
-    """A kernel that works in place gives the final states, and those after each token."""
-
-    def kernel(inputs: Any) -> Output:
-        return good(inputs)
-
-    kernel.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
-    for inputs in (step(), step(seqlen=3, state_every=1), step(seqlen=9, shortest=2)):
+def test_a_call_without_a_pool_runs_on_one_of_its_own() -> None:
+    """A kernel that works in place gives the final states, and those after each token; again, too,
+    and of a pool, whose slots it does not write.
+    """
+    one = working_in_place(good)
+    row = {name: tensor[:1] for name, tensor in positional(step(seqlen=5)).items()}
+    with_an_empty_sequence = replace(step(), **row, cu_seqlens=torch.tensor([0, 5, 5]))
+    for inputs in (
+        step(),
+        step(seqlen=3, state_every=1),
+        step(seqlen=9, shortest=2),
+        step(pool=5),
+        with_an_empty_sequence,
+    ):
         before = inputs.initial_state.clone()
-        for ours, expected in zip(
-            one.run(inputs, kernels.Precision()),
-            kernels.get("gdn", "reference").run(inputs, kernels.Precision()),
-            strict=True,
-        ):
-            assert torch.equal(ours, expected)
-        assert torch.equal(inputs.initial_state, before)
+        for _ in range(2):
+            for ours, expected in zip(
+                one.run(inputs, kernels.Precision()),
+                kernels.get("gdn", "reference").run(
+                    inputs.after(inputs.initial), kernels.Precision()
+                ),
+                strict=True,
+            ):
+                assert torch.equal(ours, expected)
+        assert torch.equal(inputs.initial_state.nan_to_num(), before.nan_to_num())

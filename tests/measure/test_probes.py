@@ -1,35 +1,32 @@
 """Each law finds the kernel that breaks it, and lets good kernels pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import log
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from generated_inputs import generated
 from measure.conftest import random_inputs
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import REPEATS, Probe
-from ssdprof.kernels import GDNInputs, UnsupportedError
+from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import CallVerdict, IsolatedFirstCall
-from ssdprof.measure.laws import OF_THE_SAME_FORM
+from ssdprof.measure.laws import OF_THE_SAME_FORM, laws_of
 from ssdprof.measure.probes import Prober
-from ssdprof.operators import generate
-from ssdprof.operators.generate import Tokens
 from ssdprof.operators.implementations import own_implementation
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Kernel = Callable[[Any], Any]
-TOKENS = [
-    Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700),
-    Tokens(sequences=4, seqlen=900, shortest=20),
+TOKENS: list[dict[str, int]] = [
+    dict(seqlen=3000), dict(sequences=3, seqlen=700), dict(sequences=4, seqlen=900, shortest=20),
 ]  # fmt: skip
 RELAXED_BF16, RELAXED_FP16 = (Precision.named(f"relaxed, {one} states") for one in ("bf16", "fp16"))
 
@@ -44,12 +41,32 @@ class Here(IsolatedFirstCall):
 
 
 def probed(
-    kernel: Kernel, inputs: Any, prober: Prober | None = None, neglects: float = 0.0
+    kernel: Kernel,
+    inputs: Any,
+    prober: Prober | None = None,
+    *,
+    interpreted: bool = False,
+    **changes: Any,
 ) -> dict[str, Probe]:
-    prober = prober or Prober(Here())
+    """changes: of a user's implementation."""
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
-    implementation = replace(implementation, neglects=neglects)
-    return {one.name: one for one in prober.probe(implementation, inputs, Precision())}
+    results = (prober or Prober(Here())).probe(
+        replace(implementation, **changes), inputs, Precision(), interpreted=interpreted
+    )
+    return {probe.name: probe for probe in results}
+
+
+def law(name: str, kernel: Kernel, inputs: Any, neglects: float = 0.0) -> Probe:
+    """What this law says of the kernel; the others are not tested."""
+    with only(name):
+        return probed(kernel, inputs, neglects=neglects)[name]
+
+
+def only(*names: str) -> Any:
+    """Prober tests these laws alone, which takes less time."""
+    return patch.object(
+        probes, "laws_of", lambda trial: {one: laws_of(trial)[one] for one in names}
+    )
 
 
 def broken(kernel: Kernel, inputs: Any) -> set[str]:
@@ -60,14 +77,8 @@ def ssd(**changes: Any) -> Any:
     return random_inputs(**{"seqlen": 80, "heads": 2, "headdim": 16, "groups": 1} | changes)
 
 
-def gdn() -> GDNInputs:
-    operator = operators.get("gdn")
-    shape = operator.generated.parse("1/2x16x32")
-    tokens = generate.Tokens(sequences=2, seqlen=90)
-    assert shape
-    generated = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    found: GDNInputs = operator.generated.draw(generated, torch.device("cpu"))
-    return found
+def gdn() -> Any:
+    return generated("gdn", "1/2x16x32", 90, sequences=2)
 
 
 @pytest.mark.parametrize("make", [ssd, gdn, lambda: ssd(batch=2, seqlen=70), lambda: ssd(seqlen=1)])
@@ -170,10 +181,11 @@ def with_contiguous_states(inputs: Any) -> Any:
     return oracle_output(replace(inputs, initial_states=states))
 
 
-def leaking_over_a_border(inputs: Any) -> Any:
+def leaking_to(position: int, inputs: Any) -> Any:
+    """From the position after it."""
     out, states = oracle_output(inputs)
-    if inputs.x.shape[1] > 64:
-        out[:, 63] += (0.001 * inputs.x[:, 64]).to(out.dtype)
+    if inputs.length > position + 1:
+        out[:, position] += (0.001 * inputs.x[:, position + 1]).to(out.dtype)
     return out, states
 
 
@@ -189,7 +201,7 @@ def rounding_to_bf16(inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "law"),
+    ("kernel", "name"),
     [
         (random, "repeats bitwise"),
         (changing, "inputs unchanged"),
@@ -207,12 +219,13 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (with_the_states_of_a_length_that_chunks_divide, "edge inputs"),
         (WithTheFirstBounds(), "edge inputs"),
         (with_contiguous_states, "edge inputs"),
-        (leaking_over_a_border, "causality"),
+        (partial(leaking_to, 63), "causality"),  # over the border of a chunk
+        (partial(leaking_to, 64), "causality"),  # within one
         (random_and_leaking, "causality"),
     ],
 )
-def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, law: str) -> None:
-    found = probed(kernel, ssd())[law]
+def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, name: str) -> None:
+    found = law(name, kernel, ssd())
     assert found.holds == "no"
     assert found.detail
 
@@ -239,7 +252,7 @@ def test_bits_that_rounding_alone_changes_break_no_law() -> None:
 
 
 def broken_edge(kernel: Kernel, inputs: Any) -> str:
-    found = probed(kernel, inputs)["edge inputs"]
+    found = law("edge inputs", kernel, inputs)
     assert found.holds == "no"
     return found.detail
 
@@ -249,18 +262,18 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule() -> Non
         out, states = oracle_output(inputs)
         return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
 
-    detail = broken_edge(without_its_clamp, gdn())
-    assert detail.startswith(
-        "g above 0 (g above 0 counts as 0), in 2 x 321 tokens, 2/6 heads, K 16, V 16: out, head "
-    )
-    assert "of sequence 0 (321 tokens)" in detail
-    kept: dict[str, tuple[Any, Any]] = {}
+    kept = {}
     own = own_implementation(operators.get("gdn"), "mine:kernel", without_its_clamp)
 
     def keep(law: str, *call: Any) -> None:
         kept[law] = call
 
-    Prober(Here()).probe(own, gdn(), Precision(), keep=keep)
+    with only("edge inputs"):
+        (edges,) = Prober(Here()).probe(own, gdn(), Precision(), keep=keep)
+    assert edges.detail.startswith(
+        "g above 0 (g above 0 counts as 0), in 2 x 321 tokens, 2/6 heads, K 16, V 16: out, head "
+    )
+    assert "of sequence 0 (321 tokens)" in edges.detail
     inputs, (out, _) = kept["edge inputs"]
     assert (inputs.g > 0).any(), "those that broke it, not those that were tried after them"
     assert (out - oracle_output(inputs)[0]).abs().max() > 1
@@ -284,7 +297,7 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> No
             inputs.z.zero_()
         return output
 
-    assert probed(changing_its_gate, ssd())["edge inputs"] == Probe(
+    assert law("edge inputs", changing_its_gate, ssd()) == Probe(
         name="edge inputs",
         holds="no",
         detail="it changes its inputs: z, with 2 x 321 tokens, 6 heads x 16, state 16, 2 groups",
@@ -297,7 +310,8 @@ def test_what_a_kernel_refuses_is_not_applicable_with_its_reason() -> None:
             raise UnsupportedError("mine: bf16 without packs only")
         return oracle_output(inputs)
 
-    found = probed(refusing, ssd())
+    with only("other sequences", "finer inputs", "edge inputs"):
+        found = probed(refusing, ssd())
     assert found["other sequences"] == Probe(
         name="other sequences", holds="not applicable", detail="mine: bf16 without packs only"
     )
@@ -311,10 +325,11 @@ def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_
         out, states = oracle_output(inputs)
         return (out * gain if out.dtype == torch.float32 else out), states
 
-    assert probed(partial(with_a_gain_in_fp32, gain=1.000001), ssd())["finer inputs"].holds == "yes"
-    assert probed(with_a_gain_in_fp32, ssd())["finer inputs"].holds == "no"
+    in_another_order = partial(with_a_gain_in_fp32, gain=1.000001)
+    assert law("finer inputs", in_another_order, ssd()).holds == "yes"
+    assert law("finer inputs", with_a_gain_in_fp32, ssd()).holds == "no"
     with_a_gain_in_fp32.operand_precision = "tf32"  # type: ignore[attr-defined]
-    assert probed(with_a_gain_in_fp32, ssd())["finer inputs"].holds == "yes"
+    assert law("finer inputs", with_a_gain_in_fp32, ssd()).holds == "yes"
 
 
 def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
@@ -332,16 +347,17 @@ def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
 
 
 def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
-    once, thorough = Prober(Here()), Prober(Here(), laws="all")
-    given = ssd(seqlen=20)
-    every = len(probed(oracle_output, given, once))
-    assert not probed(oracle_output, given, once), "another precision of the same layer"
-    assert (
-        len(probed(oracle_output, given, thorough))
-        == len(probed(oracle_output, given, thorough))
-        == every
-    )
-    assert len(probed(oracle_output, ssd(seqlen=20, heads=4), once)) == every
+    once = Prober(Here())
+    thorough = Prober(Here(), laws="all")
+    layer = ssd(seqlen=20)
+    others = ssd(seqlen=20, heads=4)
+    with only("causality", "linearity"):
+        found = [
+            len(probed(oracle_output, inputs, prober))
+            for prober in (once, thorough)
+            for inputs in (layer, layer, others)
+        ]
+    assert found == [2, 0, 2, 2, 2, 2]
 
 
 def test_quick_laws_are_two_and_once() -> None:
@@ -352,9 +368,11 @@ def test_quick_laws_are_two_and_once() -> None:
 
 def test_the_history_of_each_layer_is_probed() -> None:
     """The first layer of a kind may forget too fast to show that a kernel drops history."""
-    prober, given = Prober(Here()), ssd()
-    assert len(probed(oracle_output, given, prober)) > 1
-    found = probed(forgetting_the_start, replace(given), prober)
+    prober = Prober(Here())
+    given = ssd()
+    with only("causality", "amplified history"):
+        assert len(probed(oracle_output, given, prober)) == 2
+        found = probed(forgetting_the_start, replace(given), prober)
     assert {name: one.holds for name, one in found.items()} == {"amplified history": "no"}
 
 
@@ -367,33 +385,26 @@ def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
     given.dt.fill_(0.1)
     given.A.fill_(decay * log(2) / (62 * 0.1))
     found = {
-        neglects: probed(forgetting_the_start, given, neglects=neglects)["amplified history"]
+        neglects: law("amplified history", forgetting_the_start, given, neglects)
         for neglects in (0, 2**-24)
     }
     assert found[0].holds == "no"
     assert found[2**-24].holds == holds
     if holds == "yes":
         assert found[2**-24].detail == "times 2^10: it neglects 2^-24 of a state"
-        assert (
-            probed(oracle_output, ssd(dtype=torch.float32), neglects=2**-24)[
-                "amplified history"
-            ].holds
-            == "not applicable"
-        ), "of fp32 inputs"
+        of_fp32 = law("amplified history", oracle_output, ssd(dtype=torch.float32), 2**-24)
+        assert of_fp32.holds == "not applicable"
 
 
 def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
-    implementation, given = (
-        own_implementation(operators.get("ssd"), "mine:slow", oracle_output),
-        ssd(seqlen=20),
-    )
-    found = Prober(Here()).probe(implementation, given, Precision(), interpreted=True)
-    assert {one.detail for one in found} == {"Triton's interpreter runs it; --laws all tests it"}
-    assert {one.holds for one in found} == {"not applicable"}
-    thorough = Prober(Here(), laws="all").probe(
-        implementation, given, Precision(), interpreted=True
-    )
-    assert "yes" in {one.holds for one in thorough}
+    given = ssd(seqlen=20)
+    skipped = probed(oracle_output, given, interpreted=True).values()
+    assert {(probe.holds, probe.detail) for probe in skipped} == {
+        ("not applicable", "Triton's interpreter runs it; --laws all tests it")
+    }
+    with only("causality"):
+        (law,) = probed(oracle_output, given, Prober(Here(), laws="all"), interpreted=True).values()
+    assert law.holds == "yes"
 
 
 @pytest.mark.gpu
@@ -404,13 +415,14 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
 @pytest.mark.parametrize("implementation", ["unfused", "fused"])
 @pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
 def test_bundled_kernels_break_no_law_on_a_gpu(
-    operator: str, sizes: str, implementation: str, tokens: Tokens, dtype: str, precision: Precision
+    operator: str,
+    sizes: str,
+    implementation: str,
+    tokens: dict[str, int],
+    dtype: str,
+    precision: Precision,
 ) -> None:
-    generated = operators.get(operator).generated
-    shape: Any = generated.parse(sizes)
-    kind: Any = dtype
-    cell = generate.Cell(shape=shape, dtype=kind, layout="views", tokens=tokens)
-    given = generated.draw(cell, torch.device("cuda"))
+    given = generated(operator, sizes, device="cuda", dtype=dtype, **tokens)
     found = Prober(IsolatedFirstCall()).probe(
         kernels.get(operator, implementation), given, precision
     )
@@ -427,32 +439,24 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
         return kernel(inputs)
 
     for kernel, holds in ((oracle_output, "yes"), (forgetting_the_start, "no")):
-        bundled = own_implementation(operators.get("ssd"), "fused", partial(noted, kernel))
-        found = Prober(Here()).probe(replace(bundled, kind="bundled"), ssd(seqlen=600), Precision())
-        assert {one.name: one.holds for one in found}["amplified history"] == holds
+        results = probed(partial(noted, kernel), ssd(seqlen=600), kind="bundled")
+        assert results["amplified history"].holds == holds
     assert lengths == {600}
 
 
 @pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
 def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str) -> None:
-    one = replace(
-        own_implementation(operators.get("ssd"), "one", without_bias_in_a_step), kind=kind
-    )
-    found = {one.name: one.holds for one in Prober(Here()).probe(one, ssd(), Precision())}
-    assert found["edge inputs"] == holds
+    assert probed(without_bias_in_a_step, ssd(), kind=kind)["edge inputs"].holds == holds
 
 
 def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probes, "INTERPRETED", True)
-    bundled = replace(
-        own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled"
-    )
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds
-    every = Prober(Here(), laws="all").probe(bundled, given, Precision())
+    every = probed(oracle_output, given, Prober(Here(), laws="all"), kind="bundled")
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
-    some = Prober(Here()).probe(bundled, given, Precision())
-    assert [one.name for one in some] == [one.name for one in every if one.name in OF_THE_SAME_FORM]
+    some = probed(oracle_output, given, kind="bundled")
+    assert list(some) == [name for name in every if name in OF_THE_SAME_FORM]
     assert 0 < len(some) < len(every)

@@ -1,8 +1,5 @@
 """A user's kernel that fails does so in a separate process, and the reason is reported."""
 
-from __future__ import annotations
-
-import time
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
@@ -13,6 +10,7 @@ import torch
 from test_guard import gdn, ssd
 
 from ssdprof import operators
+from ssdprof.environment import child
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -35,7 +33,8 @@ def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str
     return IsolatedFirstCall(limit_s).verdict(named(function, inputs.operator), inputs, Precision())
 
 
-@pytest.mark.parametrize("make", [ssd, pytest.param(gdn, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ssd, gdn])
 def test_a_good_kernel_passes(make: Any) -> None:
     assert verdict("good", make()) == ("ran", "")
 
@@ -103,24 +102,21 @@ def test_a_process_that_ended_without_a_word() -> None:
 
 
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
-    began = time.monotonic()
-    assert verdict("hanging", ssd(), 1.5) == ("failed", "its first call was stopped after 1.5 s")
-    assert time.monotonic() - began < 60
+    assert verdict("hanging", ssd(), 0.1) == ("failed", "its first call was stopped after 0.1 s")
 
 
 def test_the_other_process_finds_the_memory_that_torch_only_caches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
-    def run(_command: list[str], words: Path, _timeout_s: float) -> int:
+    def run(_command: list[str], **_options: Any) -> tuple[int, str]:
         done.append("run")
-        words.write_text("")
-        return 1
+        return 1, ""
 
-    monkeypatch.setattr(isolate, "_run", run)
+    monkeypatch.setattr(child, "run", run)
     assert verdict("good", ssd())[0] == "failed"
     assert done == ["released", "run"]
 
@@ -128,14 +124,15 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(
 def test_each_precision_and_form_of_inputs_has_one_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[tuple[str, str]] = []
+    made = []
 
     def tried(one: Implementation, _several: Any, precision: Precision, _limit_s: float) -> Any:
         made.append((one.name, str(precision)))
         return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
-    isolated, given = IsolatedFirstCall(), ssd()
+    isolated = IsolatedFirstCall()
+    given = ssd()
     for _ in range(2):
         isolated.verdict(named("good"), given, Precision())
         isolated.verdict(named("good"), replace(given, x=given.x + 1), Precision())  # contiguous
@@ -149,12 +146,13 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     (tmp_path / "typing.py").write_text("raise RuntimeError('not this one')\n")
     (tmp_path / "telling.py").write_text(
         "import os\n"
         "def kernel(inputs):\n"
         "    told = inputs.B.stride(), inputs.dt_limit, inputs.x.double().sum().item(), "
-        "os.getenv('HF_TOKEN')\n"
+        "os.getenv('HF_TOKEN') or os.getenv('WANDB_API_KEY')\n"
         "    raise ValueError(str(told))\n"
     )
     given = ssd()

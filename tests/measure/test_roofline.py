@@ -23,22 +23,20 @@ MAMBA2_2_7B = Dims(
 
 def expanded(d: Dims) -> SSDInputs:
     """Tensors of these shapes, expanded from almost no memory."""
-    zero, (nheads, headdim, dstate, ngroups) = (
-        torch.zeros((), dtype=torch.bfloat16),
-        d.sizes.values(),
-    )
+    zero = torch.zeros((), dtype=torch.bfloat16)
+    nheads, headdim, dstate, ngroups = d.sizes.values()
     tokens = d.batch, d.seqlen
-    x, dt, B = (
-        zero.expand(*tokens, nheads, headdim),
-        zero.expand(*tokens, nheads),
-        zero.expand(*tokens, ngroups, dstate),
-    )
+    x = zero.expand(*tokens, nheads, headdim)
+    dt = zero.expand(*tokens, nheads)
+    B = zero.expand(*tokens, ngroups, dstate)
     return SSDInputs(x=x, dt=dt, A=torch.zeros(nheads), B=B, C=B, chunk_size=d.chunk_size or 0)
 
 
 def test_mamba2_at_128k_moves_2_77_gb_and_does_0_43_tflop() -> None:
     assert ORACLE.dims(expanded(MAMBA2_2_7B)) == MAMBA2_2_7B
-    x, dt, B = 131072 * 80 * 64 * 2, 131072 * 80 * 2, 131072 * 128 * 2
+    x = 131072 * 80 * 64 * 2
+    dt = 131072 * 80 * 2
+    B = 131072 * 128 * 2
     moved = ORACLE.cost(expanded(MAMBA2_2_7B))[1]["bytes_moved"]
     assert (
         moved == 2 * x + dt + 2 * B + 80 * 4 + 80 * 64 * 128 * 4 == pytest.approx(2.77e9, rel=2e-3)

@@ -1,7 +1,5 @@
 """The order of samples, the content of a recording, and the end of sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -12,7 +10,8 @@ import pytest
 from ssdprof.core.case import Samples
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 
-A, B = ("device", "a"), ("device", "b")
+A = ("device", "a")
+B = ("device", "b")
 
 
 class Clock:
@@ -153,7 +152,8 @@ def test_the_time_budget_ends_the_sampling() -> None:
 
 def test_what_a_later_recording_leaves_out_is_given_up() -> None:
     clock = Clock()
-    both, alone = clock.set_up(a=[1], b=[1]), clock.set_up(a=[1])
+    both = clock.set_up(a=[1], b=[1])
+    alone = clock.set_up(a=[1])
 
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         return both(generator) if clock.recordings < 2 else alone(generator)

@@ -1,7 +1,5 @@
 """How samples, failures and changed outputs are handled; on a GPU, whether the timer is right."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -56,7 +54,8 @@ class FakeTimer(CudaTimer):
 
 class FakeRun:
     def __init__(self, cost: float, error: Exception | None = None) -> None:
-        self.cost, self.error = cost, error
+        self.cost = cost
+        self.error = error
 
     def __call__(self) -> SSDOutput:
         if self.error is not None:
@@ -75,7 +74,8 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None
         {"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=fine, process="one"
     )
     rounds = 2 * (PLAN.warmup_rounds + PLAN.max_rounds)
-    first, again = timer.events[: 3 + 2 * rounds], timer.events[3 + 2 * rounds : -2]
+    first = timer.events[: 3 + 2 * rounds]
+    again = timer.events[3 + 2 * rounds : -2]
     for recording in (first, again):
         assert recording[:3] == ["reallocate", "record", "record"]
         assert (recording.count("call"), recording.count("device")) == (rounds, rounds)
@@ -95,8 +95,9 @@ def test_no_recording_is_alive_when_the_next_place_is_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise memory would have to hold both the old and the new one."""
-    recorded: list[weakref.ref[Any]] = []
-    record, relocate = FakeTimer.record, FakeTimer.reallocate
+    recorded = []
+    record = FakeTimer.record
+    relocate = FakeTimer.reallocate
 
     def remembered(timer: FakeTimer, run: Run) -> tuple[Any, Any]:
         recording = record(timer, run)
@@ -173,7 +174,8 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
         return timed(timer, what) if timed else ""
 
     monkeypatch.setattr(faults, "_answers", lambda _: False)
-    runs, check = {"a": FakeRun(200), "b": FakeRun(100)}, fine
+    runs = {"a": FakeRun(200), "b": FakeRun(100)}
+    check = fine
     if timed:
         monkeypatch.setattr(FakeTimer, event, faulty)
     else:
@@ -254,7 +256,8 @@ def test_the_cache_is_cold(timer: CudaTimer) -> None:
             data.sum()
         return SSDOutput(data.sum(), data[:1])
 
-    (once, _), (often, _) = timer.record(read), timer.record(read_often)
+    once, _ = timer.record(read)
+    often, _ = timer.record(read_often)
     cold = np.median([timer.device_us(once) for _ in range(10)])
     warm = np.median([timer.device_us(often) for _ in range(10)]) / sums
     assert cold > 1.15 * warm
@@ -262,12 +265,14 @@ def test_the_cache_is_cold(timer: CudaTimer) -> None:
 
 def places_and_reserved_bytes() -> tuple[set[int], list[int]]:
     """Places and reserved bytes of six recordings, each after `relocate`."""
-    timer, generator = CudaTimer(torch.device("cuda")), np.random.default_rng(0)
+    timer = CudaTimer(torch.device("cuda"))
+    generator = np.random.default_rng(0)
 
     def run() -> SSDOutput:
         return SSDOutput(torch.zeros(4 << 20, device="cuda"), torch.zeros(1, device="cuda"))
 
-    places, reserved = set(), []
+    places = set()
+    reserved = []
     for _ in range(6):
         timer.reallocate(generator)
         recording = timer.record(run)

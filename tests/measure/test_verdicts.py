@@ -5,8 +5,6 @@ memory, common to all of its rounds; an advantage for the first sample of a roun
 with interruptions; and a common drift.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 from typing import Any

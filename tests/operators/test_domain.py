@@ -1,9 +1,7 @@
 """Inputs outside an operator's domain are told first, whoever recorded them; a model's are not."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,14 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import capture
+from capture.recordings import record
 from command_line import Answer
-from safetensors.torch import save_file
+from generated_inputs import generated
+from kernel_cases import changed
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.target import Serving
-from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.kda.inputs import KDAInputs
-from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.operators import domain
 from ssdprof.store import reports
@@ -30,51 +28,28 @@ def doubts(inputs: Any) -> list[str]:
     return list(domain.doubts(operators.get(inputs.operator), inputs))
 
 
-Tensors = dict[str, torch.Tensor]
+def drawn(operator: str) -> Any:
+    """Steps of SSD after softplus, and keys of unit length: the call asks for neither."""
+    sizes = "4x16x16x1" if operator == "ssd" else "2/2x32x16"
+    raw = generated(operator, sizes, LENGTH, dtype="fp32", layout="contiguous")
+    if operator == "ssd":
+        return replace(raw, dt=raw.dt.abs(), dt_bias=torch.zeros(4), dt_softplus=False)
+    q, k = (torch.nn.functional.normalize(each, dim=-1) for each in (raw.q, raw.k))
+    return replace(raw, q=q, k=k, use_qk_l2norm=False)
 
 
-def gdn() -> Tensors:
-    draw = torch.Generator().manual_seed(0)
-    like = lambda *shape: torch.randn(1, LENGTH, *shape, generator=draw)  # noqa: E731
-    return {
-        "q": torch.nn.functional.normalize(like(2, 32), dim=-1),
-        "k": torch.nn.functional.normalize(like(2, 32), dim=-1),
-        "v": like(2, 16),
-        "g": -like(2).abs(),
-        "beta": like(2).sigmoid(),
-    }
-
-
-def kda() -> Tensors:
-    given = gdn()
-    return given | {"g": given["g"][..., None] * torch.rand(32)}
-
-
-def ssd() -> Tensors:
-    draw = torch.Generator().manual_seed(0)
-    like = lambda *shape: torch.randn(1, LENGTH, *shape, generator=draw)  # noqa: E731
-    names = {"x": (4, 16), "B": (1, 16), "C": (1, 16)}
-    given = {name: like(*shape) for name, shape in names.items()}
-    return given | {"dt": like(4).abs(), "A": -torch.rand(4), "dt_bias": torch.zeros(4)}
-
-
-def of(kind: type[Any], given: Tensors, **options: Any) -> Any:
-    return kind(**given, **options)
-
-
-@pytest.mark.parametrize(("kind", "make"), [(GDNInputs, gdn), (KDAInputs, kda), (SSDInputs, ssd)])
-def test_what_models_pass_raises_no_doubt(kind: type[Any], make: Callable[[], Tensors]) -> None:
-    given = make()
-    assert not list(doubts(of(kind, given)))
-    if kind is SSDInputs:
-        raw = {"dt": torch.randn_like(given["dt"]), "dt_bias": -torch.ones(4)}
-        assert not list(doubts(of(kind, given | raw, dt_softplus=True)))
+@pytest.mark.parametrize("operator", ["ssd", "gdn", "kda"])
+def test_what_models_pass_raises_no_doubt(operator: str) -> None:
+    inputs = drawn(operator)
+    assert not doubts(inputs)
+    if operator == "ssd":
+        raw = {"dt": torch.randn_like(inputs.dt), "dt_bias": -torch.ones(4)}
+        assert not doubts(replace(inputs, **raw, dt_softplus=True))
         return
-    long = {"k": 1e3 * given["k"], "q": 1e3 * given["q"]}
-    assert not list(doubts(of(kind, given | long, use_qk_l2norm=True)))
-    padded = given["g"].clone()
+    assert not doubts(replace(inputs, k=1e3 * inputs.k, q=1e3 * inputs.q, use_qk_l2norm=True))
+    padded = inputs.g.clone()
     padded[:, -2:] = 0.5
-    assert not list(doubts(of(kind, given | {"beta": 2 * given["beta"], "g": padded})))
+    assert not doubts(replace(inputs, beta=2 * inputs.beta, g=padded))
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -85,10 +60,10 @@ def test_what_a_model_passes_raises_no_doubt(name: str) -> None:
         assert not [text for one in captured for text in doubts(one.inputs)]
 
 
-WRONG: list[tuple[Callable[[], Tensors], str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     *(
-        (make, name, change, words)
-        for make in (gdn, kda)
+        (operator, name, change, words)
+        for operator in ("gdn", "kda")
         for name, change, words in (
             ("g", torch.exp, "g is above 0 in all positions: it is no logarithm of a decay"),
             ("g", lambda g: g + 1, "g is above 0 in many positions: it is no logarithm"),
@@ -101,57 +76,43 @@ WRONG: list[tuple[Callable[[], Tensors], str, Callable[[torch.Tensor], torch.Ten
             ("q", lambda q: q[:, :1].expand_as(q), "q is the same in every position"),
         )
     ),
-    (ssd, "dt", torch.neg, "dt is below 0 and the call asks for no softplus in all positions"),
-    (ssd, "dt", lambda dt: dt - 1, "dt is below 0 and the call asks for no softplus in many"),
-    (ssd, "dt_bias", lambda bias: bias - 99, "dt is below 0 and the call asks for no softplus"),
-    (ssd, "A", torch.neg, "A is not below 0 in all positions"),
-    (ssd, "A", torch.zeros_like, "A is not below 0 in all positions"),
-    (ssd, "x", torch.zeros_like, "x is 0 in every position"),
-    (ssd, "B", lambda B: B[:, :1].expand_as(B), "B is the same in every position"),
+    ("ssd", "dt", torch.neg, "dt is below 0 and the call asks for no softplus in all positions"),
+    ("ssd", "dt", lambda dt: dt - 1, "dt is below 0 and the call asks for no softplus in many"),
+    ("ssd", "dt_bias", lambda bias: bias - 99, "dt is below 0 and the call asks for no softplus"),
+    ("ssd", "A", torch.neg, "A is not below 0 in all positions"),
+    ("ssd", "A", torch.zeros_like, "A is not below 0 in all positions"),
+    ("ssd", "x", torch.zeros_like, "x is 0 in every position"),
+    ("ssd", "B", lambda B: B[:, :1].expand_as(B), "B is the same in every position"),
 ]
 
 
-@pytest.mark.parametrize(("make", "name", "change", "words"), WRONG)
+@pytest.mark.parametrize(("operator", "name", "change", "words"), WRONG)
 def test_what_no_model_passes_is_named(
-    make: Callable[[], Tensors],
-    name: str,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    words: str,
+    operator: str, name: str, change: Callable[[Tensor], Tensor], words: str
 ) -> None:
-    kind = {gdn: GDNInputs, kda: KDAInputs, ssd: SSDInputs}[make]
-    given = make()
-    (found,) = doubts(of(kind, given | {name: change(given[name])}))
-    assert found.startswith(words)
-
-
-def recorded(folder: Path, operator: str, given: Tensors, *calls: Tensors) -> None:
-    folder.mkdir()
-    (folder / "recording.json").write_text(json.dumps({"operator": operator, "source": "mine"}))
-    for number, output in enumerate(calls):
-        tensors_of_call = {name: one.contiguous() for name, one in (given | output).items()}
-        save_file(tensors_of_call, folder / f"7_{number:06}.safetensors")
+    (doubt,) = doubts(changed(drawn(operator), change, name))
+    assert doubt.startswith(words)
 
 
 @pytest.mark.parametrize("served", [False, True])
-@pytest.mark.usefixtures("in_empty_folder")
+@pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
 def test_a_recording_is_suspected_before_kernels_and_server(served: bool) -> None:
     """Four things are wrong, and the first screen shows three caveats of another kind."""
-    right = of(GDNInputs, gdn())
+    right = drawn("gdn")
     out, states = oracle_output(right)
     output = {"out": out, "final_states": states.float()} if served else {}
-    given = right.tensors
-    given = given | {
-        "g": given["g"].exp(),
-        "beta": given["beta"] + 3,
-        "k": 1e3 * given["k"],
-        "q": torch.zeros_like(given["q"]),
+    wrong = {
+        "g": right.g.exp(),
+        "beta": right.beta + 3,
+        "k": 1e3 * right.k,
+        "q": torch.zeros_like(right.q),
     }
-    recorded(Path("r"), "gdn", given, output, output)
-    answer = Answer("capture", "--from", "safetensors", "r", "--out", "c")
+    record(Path("r"), "gdn", [right.tensors | wrong | output] * 2, processes=(7,))
+    answer = Answer("capture --from safetensors r --out c")
     assert answer.code == 0
     assert answer.err.count("Suspect the recording: ") == 4
-    words = ("--impl", "recurrent", "--dtypes", "exact", "--states", "fp32", "--out", "run")
-    answer = Answer("run", "c", *words)
+    words = "--impl fused --dtypes exact --states fp32 --out run"
+    answer = Answer("run c", words)
     before = "Suspect the recording before the kernels and the server: in 2 layers,"
     limits = answer.shown.partition("What limits this: ")[2]
     assert limits.startswith(f"- {before}")

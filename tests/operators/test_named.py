@@ -2,8 +2,6 @@
 operator in a model.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +28,8 @@ from ssdprof.operators.implementations import (
 )
 from ssdprof.operators.operator import computed
 
-SSD, GDN = get("ssd"), get("gdn")
+SSD = get("ssd")
+GDN = get("gdn")
 CPU = torch.device("cpu")
 RELAXED = Precision.named("relaxed, bf16 states")
 
@@ -151,7 +150,7 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
     """Triton launches on the current GPU, which can be another one in a rank of torchrun or a
     placed model.
     """
-    current: list[int] = []
+    current = []
 
     @contextmanager
     def on(index: int) -> Iterator[None]:
@@ -246,7 +245,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Implementations by name that replace the bundled ones: an exception is raised, another value
     is the output.
     """
-    found: dict[str, Any] = {}
+    found = {}
 
     def get(_operator: str, name: str) -> SimpleNamespace:
         def run(_inputs: Any, _precision: Any) -> Any:

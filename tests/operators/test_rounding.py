@@ -1,7 +1,5 @@
 """`lo` computes the operator, and rounds exactly where the precision allows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +20,16 @@ from ssdprof.operators import ssd_oracle as ssd
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 Make = Callable[..., Any]
 
 
 def make_gdn(
     seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any
 ) -> Any:
-    sizes: dict[str, Any] = dict(
-        key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate
-    )
+    sizes = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate)
     return GDNCase(seqlen=seqlen, batch=batch, **sizes).inputs(**fields)
 
 
@@ -60,10 +58,12 @@ def size(inputs: Any) -> tuple[int, int]:
 
 
 def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
-    outs, states = [], []
+    outs = []
+    states = []
     sequences, length = size(inputs)
     for batch in range(sequences):
-        lo, pieces = begun(inputs, precision), []
+        lo = begun(inputs, precision)
+        pieces = []
         for start in range(0, length, block):
             out, state = advanced(lo, inputs, batch, start, min(start + block, length))
             pieces.append(out)
@@ -74,7 +74,7 @@ def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
 
 def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
     """RMS ratio of out and of final_states against the oracle."""
-    chunked: Any = gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked
+    chunked = gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked
     exact = chunked(inputs)
     out, states = (
         float((ours.double() - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
@@ -103,7 +103,7 @@ def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch) -> Non
     "variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"]
 )
 def test_in_fp32_it_is_gdn(variant: str) -> None:
-    changes: dict[str, Any] = {
+    changes = {
         "plain": {},
         "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
         "not normalised": {"k": torch.randn(2, 150, 2, 32) / 32**0.5, "use_qk_l2norm": False},
@@ -116,7 +116,8 @@ def test_in_fp32_it_is_gdn(variant: str) -> None:
 
 def test_spans_carry_the_state(make: Make) -> None:
     inputs = make(seqlen=150, batch=2)
-    whole, pieces = rounded(inputs, Precision()), rounded(inputs, Precision(), block=CHUNK)
+    whole = rounded(inputs, Precision())
+    pieces = rounded(inputs, Precision(), block=CHUNK)
     assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
 
 
@@ -128,7 +129,8 @@ def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
         else {"initial_states": torch.randn(2, 4, 32, 16)}
     )
     inputs = make(batch=2, **states)
-    apart, together = rounded(inputs, Precision()), begun(inputs, Precision())
+    apart = rounded(inputs, Precision())
+    together = begun(inputs, Precision())
     for batch in range(2):
         found = advanced(together, inputs, batch, 0, size(inputs)[1])
         assert all(torch.equal(one, other[batch]) for one, other in zip(found, apart, strict=True))
@@ -137,10 +139,8 @@ def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
 @pytest.mark.parametrize("length", [0, 150])
 def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int) -> None:
     states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
-    inputs, span = (
-        make(seqlen=150, batch=2, **states),
-        Span(sequence=1, batch=1, start=0, stop=length),
-    )
+    inputs = make(seqlen=150, batch=2, **states)
+    span = Span(sequence=1, batch=1, start=0, stop=length)
     wide, whole = operators.get(inputs.operator).repeated(inputs, span, 3)
     found = begun(inputs, Precision()).advance(
         wide, whole, operators.get(inputs.operator).oracle.gate(wide, whole)

@@ -2,8 +2,6 @@
 the libraries' conventions: an adapter that follows them agrees with the oracle, and keeps the laws.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pools import step
+from measure.test_pools import step
 from torch.nn import functional as F
 
 from ssdprof import kernels, operators
@@ -43,7 +41,8 @@ def stepped(pack: Any, pool: Any, reads: Any, writes: Sequence[Any], bounds: Any
     tokens; those up to `none` are padding.
     """
     turned = pack.operator != "ssd"
-    out, positional = torch.zeros_like(pack.values), operators.get(pack.operator).binding.positional
+    out = torch.zeros_like(pack.values)
+    positional = operators.get(pack.operator).binding.positional
     for i, read in enumerate(reads.tolist()):
         if read <= none:
             continue
@@ -61,7 +60,8 @@ def stepped(pack: Any, pool: Any, reads: Any, writes: Sequence[Any], bounds: Any
 def answered(given: Given, pack: Any, pool: Any, none: int) -> Any:
     """By a table of slots, in place, or with all states in a buffer."""
     count = len(given["cu_seqlens"]) - 1
-    slots, accepted = given["slots"], given.get("num_accepted_tokens")
+    slots = given["slots"]
+    accepted = given.get("num_accepted_tokens")
     buffer = given.get("intermediate_states_buffer")
     if accepted is not None:
         reads = slots.gather(1, accepted.long()[:, None] - 1)[:, 0]
@@ -79,7 +79,8 @@ def answered(given: Given, pack: Any, pool: Any, none: int) -> Any:
 def delta_rule(given: Given) -> Any:
     """GDN or KDA, from gates before their activations."""
     given = dict(given)
-    pool, none = given["initial_state"], given["none"]
+    pool = given["initial_state"]
+    none = given["none"]
     heads, value_dim, key_dim = pool.shape[1:]
     if "mixed" in given:  # one token of each sequence
         keys = (given["mixed"].shape[1] - heads * value_dim) // 2
@@ -111,7 +112,8 @@ def delta_rule(given: Given) -> Any:
 
 def mamba(given: Given) -> Any:
     given = dict(given)
-    x, pool = given["x"], given["pool"]
+    x = given["x"]
+    pool = given["pool"]
     assert given["A"].stride()[1:] == (0, 0), "the kernels' fast path wants one number a head"
     assert given.get("null_block_id", -1) == -1
     flat = {
@@ -130,7 +132,8 @@ PACKED = "mixed a b A_log dt_bias scale initial_state out slots"
 VERIFIED = "A_log a dt_bias one twenty q k v b initial_state slots"
 ONE = {op: f"fused_recurrent_{rule}_packed_decode" for op, rule in
        (("gdn", "gated_delta_rule"), ("kda", "kda"))}  # fmt: skip
-UPDATE, MAMBA = "fused_sigmoid_gating_delta_rule_update", takes("pool", mamba)
+UPDATE = "fused_sigmoid_gating_delta_rule_update"
+MAMBA = takes("pool", mamba)
 SGLANG = "sglang.kernels.ops.attention"
 MODULES: dict[str, Given] = {
     "vllm.third_party.flash_linear_attention.ops": {

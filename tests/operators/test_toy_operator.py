@@ -1,7 +1,5 @@
 """A new operator, registered from one file and unknown to the package, works in every stage."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from cases import prompt, task_of, value
 from command_line import Answer, ending, passing
 from fakes import RAN, pretend_gpu
 from operators import toy
+from verdict import assert_passes
 
 from ssdprof import operators
 from ssdprof.capture.store import load as load_captures
@@ -21,7 +20,6 @@ from ssdprof.core.outcome import Outcome
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.accuracy import assert_passes
 from ssdprof.store.reports import load
 
 SEQLEN = 40
@@ -47,9 +45,8 @@ def captures() -> Path:
     )
 
 
-def ssdprof(*words: str) -> str:
-    answer = passing(*words)
-    return answer.out
+def ssdprof(command: str) -> str:
+    return passing(command).out
 
 
 def test_from_stored_captures_to_reports(captures: Path) -> None:
@@ -57,7 +54,7 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     for name, tensor in generated().tensors.items():
         assert torch.equal(read.tensors[name], tensor)
 
-    ssdprof("run", str(captures), "--out", "run", "--states", "all")
+    ssdprof(f"run {captures} --out run --states all")
     report = load("run")[1]
     assert Outcome(report).passed
     assert len(report.cases) == len(LAYERS) * 2 * 6
@@ -67,16 +64,14 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     assert str(case.dims) == "2 heads x 8, bf16"
     assert case.accuracy[1].vs_oracle.elements == 2 * 2 * 8
 
-    shown = ssdprof("accuracy", "run")
+    shown = ssdprof("accuracy run")
     assert "out" in shown
     assert "states" in shown
     assert (
-        json.loads(ssdprof("export", "run", "--format", "json"))["cases"][0]["task"]["dims"][
-            "operator"
-        ]
+        json.loads(ssdprof("export run --format json"))["cases"][0]["task"]["dims"]["operator"]
         == "toy"
     )
-    assert "2 heads x 8" in ssdprof("export", "run")
+    assert "2 heads x 8" in ssdprof("export run")
 
 
 def test_a_wrong_implementation_of_it_is_found(
@@ -89,7 +84,7 @@ def test_a_wrong_implementation_of_it_is_found(
 
     right = registry.get("toy", "fused")
     monkeypatch.setitem(registry._implementations, ("toy", "fused"), replace(right, run=wrong))
-    assert Answer("run", str(captures), "--out", "run").code == 1
+    assert Answer(f"run {captures} --out run").code == 1
     report = load("run")[1]
     (out, states) = next(case for case in report.cases if case.implementation == "fused").accuracy
     assert out.reason
@@ -109,7 +104,7 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = registry.get("toy", name)
         monkeypatch.setitem(registry._implementations, ("toy", name), replace(plain, run=noted))
     pretend_gpu(monkeypatch)
-    ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--out", "cells")
+    ssdprof("bench toy --shape toy-1b,3x16 --seq 40 --out cells")
     report = load("cells")[1]
     assert (report.kind, report.target) == ("bench", "toy")
     assert [
@@ -136,7 +131,7 @@ def test_what_is_not_there_yet_is_refused_in_a_sentence(
     captures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
-    assert "There is no implementation 'unfused' of toy" in ending(2, "run", str(captures)).err
+    assert "There is no implementation 'unfused' of toy" in ending(2, f"run {captures}").err
     with pytest.raises(BadInputError, match="There is no operator 'tay'"):
         operators.get("tay")
     with pytest.raises(ValueError, match="registered already"):

@@ -7,13 +7,12 @@ x, out: (b, l, h, p)   a: (b, l, h)   s: (b, h, p)
 docs/architecture.md walks through this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import Block
@@ -34,8 +33,8 @@ class ToyInputs(Inputs):
     operator: ClassVar[str] = "toy"
     FIRST: ClassVar[str] = "x"
     LINEAR: ClassVar[tuple[str, ...]] = ("x",)
-    x: torch.Tensor
-    a: torch.Tensor
+    x: Tensor
+    a: Tensor
 
     @property
     def states_shape(self) -> tuple[int, ...]:
@@ -87,7 +86,7 @@ def blocks(inputs: ToyInputs, length: int) -> Iterator[Block]:
             yield span, torch.stack(out), state, row if stop == seqlen else None
 
 
-def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> torch.Tensor:
+def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> Tensor:
     """The recurrence in fp32, with the state rounded after every chunk and the output to the
     inputs' dtype.
     """
@@ -120,7 +119,7 @@ ORACLE = OracleSpec(
 # --- a mixer would call `toy_scan(x, a)`
 
 
-def bind(_mixer: object, x: torch.Tensor, a: torch.Tensor, **_dropped: object) -> BoundCall:
+def bind(_mixer: object, x: Tensor, a: Tensor, **_dropped: object) -> BoundCall:
     return ToyInputs(x=x, a=a), True, ""
 
 

@@ -1,7 +1,5 @@
 """A page of HTML, read by a parser: the addresses that it loads, its links, its words."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
 KERNELS = StallReport.model_validate_json(
-    Path("benchmarks/results/h200-qwen3.5-9b-128k-stalls/stalls.json").read_text(encoding="utf-8")
+    Path("benchmarks/results/h200-qwen3.5-9b-128k-stalls/stalls.json").read_text()
 )
 PAGES = {
     "stalls": lambda: html.render(report(), STALLS),
@@ -53,7 +53,8 @@ class Visit:
     """
 
     def __init__(self, folder, text, script=""):
-        page, log = folder / "page.html", folder / "net.json"
+        page = folder / "page.html"
+        log = folder / "net.json"
         page.write_text(
             text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8"
         )
@@ -121,15 +122,7 @@ MEASURE = """
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "stalls",
-        "broken",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in PAGES
-            if name not in ("stalls", "broken")
-        ),
-    ],
+    ["stalls", *(pytest.param(name, marks=pytest.mark.slow) for name in PAGES if name != "stalls")],
 )
 def test_a_page_opens_quietly_and_no_page_scrolls_sideways_or_is_too_small_to_read(name, tmp_path):
     visit = Visit(tmp_path, PAGES[name](), MEASURE)
@@ -143,7 +136,7 @@ def test_a_page_opens_quietly_and_no_page_scrolls_sideways_or_is_too_small_to_re
     assert [found[str(width)]["cards"] > 0 for width in WIDTHS[1:]] == [False, False]
     assert found["360"]["cards"] or name == "cpu"
     if folder := os.environ.get("SSDPROF_SCREENSHOTS"):  # CI keeps them as artefacts
-        (tmp_path / "plain.html").write_text(PAGES[name](), encoding="utf-8")
+        (tmp_path / "plain.html").write_text(PAGES[name]())
         screenshots(tmp_path / "plain.html", Path(folder), name)
 
 
@@ -174,10 +167,11 @@ def test_on_paper_every_column_is_there_and_no_word_is_broken(tmp_path):
     assert re.search(r'data-cut="([^"]*)"', visit.dom)[1] == ""
 
 
-@pytest.mark.parametrize("name", ["lengths", "stalls"])
+@pytest.mark.parametrize("name", [pytest.param("lengths", marks=pytest.mark.slow), "stalls"])
 def test_a_printed_run_has_its_columns_on_at_most_five_pages(name, tmp_path):
-    page, printed = tmp_path / "page.html", tmp_path / "page.pdf"
-    page.write_text(PAGES[name](), encoding="utf-8")
+    page = tmp_path / "page.html"
+    printed = tmp_path / "page.pdf"
+    page.write_text(PAGES[name]())
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     subprocess.run(

@@ -1,17 +1,15 @@
 """Exports of a report for other programs, read back with independent parsers."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cases
 import junitparser
 import pytest
 from cases import CALL_US, answers, bench, cell, failed, in_calls, prefill, report
+from cases import two_layers as small
 from lxml import etree
 from report.test_contents import result
 
@@ -27,11 +25,6 @@ from ssdprof.store import reports
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 PREFILL = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"
-
-
-def small(**fields: object) -> Report:
-    usual: dict[str, Any] = {"layers": (0, 9), "precisions": (EXACT_FP32, cases.RELAXED_FP32)}
-    return report(**usual | fields)
 
 
 def ending(word: str, reason: str = "") -> Report:
@@ -191,7 +184,8 @@ def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
 
 @pytest.mark.parametrize("make", [small, prefill, bench, answers, lambda: ending("inaccurate")])
 def test_a_step_summary_is_one_screen(make: Callable[[], Report]) -> None:
-    whole, text = markdown.render(compose(make())), exports.step_summary(make())
+    whole = markdown.render(compose(make()))
+    text = exports.step_summary(make())
     head, _, table = text.partition("\n### ")
     assert whole.startswith(head)
     assert "| " in table
@@ -211,8 +205,7 @@ def test_annotations() -> None:
     verdict, reason = annotation_lines(ending("inaccurate"))
     assert verdict == (
         "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused "
-        "(exact, fp32 states) "
-        "inaccurate in layer 0."
+        "(exact, fp32 states) inaccurate in layer 0."
     )
     assert (
         "small::layer 0, 131,072 tokens, fused, exact, fp32 states: inaccurate: out, head 7: "

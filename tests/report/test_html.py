@@ -1,7 +1,5 @@
 """The report as a page: complete, self-contained, and consistent with the cases."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -135,7 +133,8 @@ def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text() -> None:
 
 def test_pictures_need_what_they_show() -> None:
     found = report()
-    timed, untimed = groups(found), groups(report(gpu=False))
+    timed = groups(found)
+    untimed = groups(report(gpu=False))
     assert plots.speedups(untimed) is None
     assert plots.roofline(found.changed(processes=()), timed) is None
     assert plots.roofline(found, untimed) is None

@@ -2,8 +2,6 @@
 out of them.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -40,8 +38,8 @@ def plain(text: str) -> str:
 
 def tables(text: str) -> list[list[list[str]]]:
     """Every table of the rendered Markdown as a list of rows of cells."""
-    found: list[list[list[str]]] = []
-    row: list[str] = []
+    found = []
+    row = []
     for token in PARSER.parse(text):
         if token.type == "table_open":
             found.append([])

@@ -1,7 +1,5 @@
 """Reports of the whole model and comparisons: their tables and sentences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

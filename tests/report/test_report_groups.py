@@ -1,7 +1,5 @@
 """Which cases may be compared and added up, and what their sums and pooled errors are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases
@@ -62,7 +60,7 @@ def test_a_sum_weighs_each_call_by_its_time_and_leaves_out_what_was_not_timed() 
     assert total.speedup("call").value == pytest.approx(1.75)  # type: ignore[union-attr]
     assert total.verdict == "faster"
     part = summed((100.0, 2.0), (300.0, 4.0), samples=())
-    speedup: Any = part.speedup()
+    speedup = part.speedup()
     assert (len(part.timed), speedup.value) == (1, pytest.approx(2.0))
 
 

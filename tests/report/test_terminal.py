@@ -2,8 +2,6 @@
 `runs`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -230,7 +228,7 @@ def cells(text: str, *label: str) -> list[str]:
 
 
 def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
-    text = printed(accuracy_table(report(), "relaxed", ("fp32", "fp16")), 200)
+    text = printed(accuracy_table(report(), ("relaxed, fp32 states", "relaxed, fp16 states")), 200)
     assert cells(text, "fused hopper", "all 2 precisions", "unfused")[0] == "53.284%"
     assert "fused hopper      exact" not in text
     assert "unfused portable  exact" in text, "every case of the baseline"
@@ -242,7 +240,7 @@ def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
     wrong = report(
         seqlens=(2048, 1024), change=result("nonfinite", precision=RELAXED_FP16, layers=(9,))
     )
-    text = printed(accuracy_table(wrong, "relaxed", ("fp16",)), 300)
+    text = printed(accuracy_table(wrong, ("relaxed, fp16 states",)), 300)
     assert (
         "At 2,048 and 1,024 tokens, fused may not be used at relaxed, fp16 states: not finite in "
         "layer 9."
@@ -255,19 +253,26 @@ def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
         < text.index("- The weights are random.")
         < text.index("Accuracy of the output")
     )
-    assert "FAILED" not in printed(accuracy_table(wrong, "exact")), (
+    assert "FAILED" not in printed(accuracy_table(wrong, PRECISIONS[:3])), (
         "as if only these had been requested"
     )
+
+
+def test_a_case_that_did_not_pass_has_its_id_and_the_command_that_runs_it_again() -> None:
+    wrong = report(change=WRONG, command=("ssdprof", "run", "model"))
+    case = next(case for case in wrong.cases if case.result == "inaccurate")
+    text = " ".join(printed(brief.render(wrong)).split())
+    assert f"Case {case.id}, again: ssdprof run model" in text
 
 
 def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
     with pytest.raises(
         BadInputError, match="compared nothing at relaxed with bf16 states"
     ) as caught:
-        accuracy_table(report(), "relaxed", ("bf16",))
+        accuracy_table(report(), ("relaxed, bf16 states",))
     assert caught.value.hint == "It compared: " + "; ".join(map(str, PRECISIONS)) + "."
     with pytest.raises(BadInputError):
-        accuracy_table(report(), state_dtypes=("fp32", "bf16"), every_state=True)
+        accuracy_table(report(), (EXACT_FP32, "exact, bf16 states"), every_state=True)
     alone = report(precisions=(EXACT_FP32,))
     for found, hint in (
         (report(complete=False, cases=()), "It ended before its first comparison.  Run again."),
@@ -283,7 +288,7 @@ def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
 
 
 def test_each_run_has_its_verdict() -> None:
-    def runs(*found: Report | BadInputError) -> Table | None:
+    def runs(*found: Report | BadInputError) -> Table:
         return brief.runs([ListedRun.of(str(number), one) for number, one in enumerate(found)])
 
     random = report(complete=False, model=checkpoint(random_weights=True))
@@ -295,7 +300,6 @@ def test_each_run_has_its_verdict() -> None:
         report(conditions=(parse_gate("speedup:100"),)),
         BadInputError("It is damaged."),
     )
-    assert table is not None
     assert table.rows[0] == (
         "0",
         "run",
@@ -310,12 +314,10 @@ def test_each_run_has_its_verdict() -> None:
     assert (row(table, "1")["GPU"], row(table, "5")["model"]) == ("none", "-")
     assert row(table, "3")["model"].endswith(", random weights")
     assert table.note == "5: It is damaged."
-    assert runs() is None
+    assert not runs()
     without, limited = (
         runs(answers(conditions=conditions)) for conditions in ((), cases.gates("kl:1"))
     )
-    assert without is not None
-    assert limited is not None
     assert (row(without, "0")["kind"], row(without, "0")["verdict"]) == ("answers", "compared")
     assert row(limited, "0")["verdict"] == "passed"
 

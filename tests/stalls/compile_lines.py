@@ -39,7 +39,8 @@ BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 def assembled(ptx: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder) / "a.ptx", Path(folder) / "a.cubin"
+        source = Path(folder) / "a.ptx"
+        cubin = Path(folder) / "a.cubin"
         source.write_text(ptx)
         command = [BINARIES / "ptxas", "-lineinfo", "--gpu-name=sm_90a", source, "-o", cubin]
         subprocess.run(command, check=True, capture_output=True)
@@ -53,7 +54,8 @@ def listing(cubin: bytes, lines: str) -> list[tuple[str, str, int]]:
         file.flush()
         command = [BINARIES / "nvdisasm", lines, "-c", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found, place = [], ("", 0)
+    found = []
+    place = ("", 0)
     for row in text.splitlines():
         if named := re.match(r'\s*//## File "([^"]+)", line (\d+)', row):
             place = (named[1], int(named[2]))
@@ -65,9 +67,10 @@ def listing(cubin: bytes, lines: str) -> list[tuple[str, str, int]]:
 def main() -> None:
     triton.runtime.driver.set_active(_AbsentGpu(90))
     profiled.install()
-    rename, run = profiled.name_call_sites, JITFunction.run
-    made: list[str] = []
-    found: dict[str, Any] = {}
+    rename = profiled.name_call_sites
+    run = JITFunction.run
+    made = []
+    found = {}
 
     def remember(ptx: str) -> str:
         made.append(ptx)

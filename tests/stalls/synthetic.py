@@ -45,7 +45,7 @@ POINTS = (
 
 def kernel(**changes: object) -> RawKernel:
     points = changes.get("points", POINTS)
-    totals: dict[str, int] = {}
+    totals = {}
     for point in points:  # type: ignore[attr-defined]
         for reason, count in point.samples.items():
             totals[reason] = totals.get(reason, 0) + count

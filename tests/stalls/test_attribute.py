@@ -2,8 +2,6 @@
 callers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import replace
@@ -201,7 +199,8 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
 
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
-    sources, stage = SourceFiles({}), KERNELS / "ssd" / "portable.py"
+    sources = SourceFiles({})
+    stage = KERNELS / "ssd" / "portable.py"
     number = next(
         i
         for i, line in enumerate(stage.read_text().splitlines(), 1)
@@ -221,7 +220,8 @@ def test_every_line_of_a_kernel_has_a_stage_that_exists_and_tables_and_marks_are
     file: Path,
 ) -> None:
     text = file.read_text()
-    parsed, lines = parse(text), text.splitlines()
+    parsed = parse(text)
+    lines = text.splitlines()
     functions = set(re.findall(r"^ *@\w+\.jit.*\n *def (\w+)", text, re.M))
     assert {place.function for place in parsed.lines.values()} == functions
     table = re.search(r"^STAGES = (\{.*?\})(?:  # fmt: skip)?$", text, re.MULTILINE | re.DOTALL)
@@ -243,13 +243,14 @@ def test_every_wait_of_the_hopper_kernels_has_a_stage() -> None:
     """In those of GDN at the call that names the ring, because `load_tile` is called for several
     rings.
     """
-    stages = dict[str, set[str]]()
+    stages = {}
     for operator, call in (
         ("ssd", r"mbarrier\.wait\("),
         ("gdn", r"rings\.\w+\.wait_(full|empty)\("),
     ):
         for file in (KERNELS / operator / "hopper").glob("role_*.py"):
-            lines, parsed = file.read_text().splitlines(), parse(file.read_text())
+            lines = file.read_text().splitlines()
+            parsed = parse(file.read_text())
             waits = (number for number, line in enumerate(lines, 1) if re.search(call, line))
             stages.setdefault(operator, set()).update(
                 str(parsed.stage_of(number).stage) for number in waits
@@ -383,7 +384,8 @@ SOURCES = SourceFiles({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": 
     ],
 )
 def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> None:
-    before, after = PTX + "  " + loc, profiled.name_call_sites(PTX + f"  {loc}", SOURCES)
+    before = PTX + "  " + loc
+    after = profiled.name_call_sites(PTX + f"  {loc}", SOURCES)
     assert after.splitlines()[2].split("//")[0].split() == [".loc", *named.split()]
     assert after.partition("//")[2] == before.partition("//")[2]  # the remark stays
 

@@ -1,6 +1,7 @@
 """`ssdprof stalls` as a user calls it, on a machine without a GPU."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from ssdprof.core.case import Launch
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.jobs import limits, stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
-from ssdprof.jobs.options import RunOptions, StallsOptions
+from ssdprof.jobs.options import ModelOptions, RunOptions, StallsOptions
 from ssdprof.progress import Watcher
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
@@ -38,12 +39,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere: Path) -> None:
-    answer = passing("stalls", "--from", str(elsewhere))
+    answer = passing(f"stalls --from {elsewhere}")
     assert "_kernel: 2.00 µs in one kernel." in answer.out
-    answer = Answer("stalls", "--from", str(elsewhere), "--json")
+    answer = Answer(f"stalls --from {elsewhere} --json")
     assert StallReport.model_validate(json.loads(answer.out)).kernels[0].duration_us == 2.0
     assert str(elsewhere.parent) not in answer.out
-    assert Answer("stalls", "--from", str(elsewhere), "--json").out == answer.out
+    assert Answer(f"stalls --from {elsewhere} --json").out == answer.out
 
 
 # --- the whole job, with stand-ins for the GPU and for ncu
@@ -55,7 +56,7 @@ def captured(tmp_path: Path) -> Path:
 
 
 def pretended(name: str, *kernels: str) -> Launched:
-    facts: dict[str, Any] = {"registers": 96, "spills": 0, "shared_bytes": 1024, "warps_pct": 31.0}
+    facts = {"registers": 96, "spills": 0, "shared_bytes": 1024, "warps_pct": 31.0}
     launches = tuple(Launch(kernel=one, config={}, **facts) for one in kernels)
     return Launched(
         implementation=name,
@@ -69,7 +70,7 @@ def pretended(name: str, *kernels: str) -> Launched:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """A machine with a GPU that launches nothing; returns the jobs that it received."""
-    jobs: list[tuple[str, int]] = []
+    jobs = []
 
     def launch(job: ncu.Job, **_: object) -> Launched:
         jobs.append((job.implementation, job.layer))
@@ -83,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def read(path: Path) -> object:
         return synthetic.report(synthetic.kernel(function=f"_{path.read_text()}"), name=path.name)
 
-    monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(stalls_job, "require_gpu", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(ncu, "launch", launch)
     monkeypatch.setattr(ncu, "profile", profile)
     monkeypatch.setattr(ncu, "find", lambda: ("ncu", "2025.3.1.0"))
@@ -113,7 +114,7 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    answer = passing("stalls", str(captured), "--out", str(out), "--json")
+    answer = passing(f"stalls {captured} --out {out} --json")
     assert gpu == [("unfused", 5), ("fused", 5)]  # the middle layer
     report = StallReport.model_validate_json(answer.out)
     assert [kernel.implementation for kernel in report.kernels] == ["unfused", "fused"]
@@ -134,17 +135,7 @@ def test_layers_libraries_and_own_kernels_are_profiled_by_name(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
-    answer = passing(
-        "stalls",
-        str(captured),
-        "--out",
-        str(tmp_path / "o"),
-        "--layer",
-        "7",
-        "--impl",
-        words,
-        "--json",
-    )
+    answer = passing(f"stalls {captured} --out {tmp_path}/o --layer 7 --impl {words} --json")
     assert gpu == [(name, 7) for name in words.split(",")]
     report = StallReport.model_validate_json(answer.out)
     assert [kernel.implementation for kernel in report.kernels] == words.split(",")
@@ -165,12 +156,10 @@ def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
             "mamba_ssm cannot be imported: no.", "pip install it.", ExitCode.MISSING_CAPABILITY
         )
     )
-    answer = passing(
-        "stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", "mamba_ssm,fused"
-    )
+    answer = passing(f"stalls {captured} --out {tmp_path}/o --impl mamba_ssm,fused")
     assert "mamba_ssm is left out: mamba_ssm cannot be imported: no." in answer.shown
     assert gpu == [("fused", 5)]
-    alone = ending(3, "stalls", str(captured), "--out", str(tmp_path / "p"), "--impl", "mamba_ssm")
+    alone = ending(3, f"stalls {captured} --out {tmp_path}/p --impl mamba_ssm")
     assert "cannot be imported" in alone.err
 
 
@@ -211,7 +200,7 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
     code: int,
 ) -> None:
     launches(outcome)
-    answer = ending(code, "stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", name)
+    answer = ending(code, f"stalls {captured} --out {tmp_path}/o --impl {name}")
     words = answer.err
     assert told in words
     assert ("'ssdprof run' shows" in words) == (name == "my_module:kernel")
@@ -221,17 +210,14 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
 def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_there_is_named(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    words = (str(captured), "--out", str(tmp_path / "o"), "--impl", "fused")
-    assert (
-        "(2, 64), (5, 64), (7, 64)"
-        in ending(ExitCode.BAD_INPUT, "stalls", *words, "--layer", "4").err
-    )
+    command = f"stalls {captured} --out {tmp_path}/o --impl fused"
+    assert "(2, 64), (5, 64), (7, 64)" in ending(ExitCode.BAD_INPUT, f"{command} --layer 4").err
     assert not gpu
     assert not (tmp_path / "o").exists()
-    assert Answer("stalls", *words).code == 0
-    assert "--force" in ending(ExitCode.BAD_INPUT, "stalls", *words).err
+    assert Answer(command).code == 0
+    assert "--force" in ending(ExitCode.BAD_INPUT, command).err
     assert len(gpu) == 1
-    assert Answer("stalls", *words, "--force").code == 0
+    assert Answer(f"{command} --force").code == 0
 
 
 def test_where_ncu_cannot_work_triton_is_asked(
@@ -241,9 +227,7 @@ def test_where_ncu_cannot_work_triton_is_asked(
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
     monkeypatch.setattr(ncu, "find", none)
-    answer = ending(
-        ExitCode.MISSING_CAPABILITY, "stalls", str(captured), "--out", str(tmp_path / "o")
-    )
+    answer = ending(ExitCode.MISSING_CAPABILITY, f"stalls {captured} --out {tmp_path}/o")
     assert len(gpu) == 2
     for words in ("No stalls: ncu is not on this machine. Install it.", "_fused", "96", "31%"):
         assert words in answer.out
@@ -258,13 +242,15 @@ def keep(folder: Path, report: Report) -> None:
 
 
 def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path) -> None:
-    report, file = analyse([synthetic.report(synthetic.kernel())]), tmp_path / "stalls.json"
+    report = analyse([synthetic.report(synthetic.kernel())])
+    file = tmp_path / "stalls.json"
     file.write_text(stall_files.dump(report))
     assert stall_files.load(file) == report
     for text, words in (
         ("[]", "no JSON object"),
         ("{}", "not a document of ssdprof"),
         ('{"stalls_version": 4}', "damaged at ssdprof_version"),
+        ('{"stalls_version": 99}', "version 99; this ssdprof reads 4"),
     ):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words):
@@ -275,11 +261,10 @@ def test_a_run_profiles_its_middle_layer(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     layers = tuple(map(layer, LAYERS))
-    run = run_report()
-    run = run.changed(processes=(run.first.changed(captured=layers),))
-    asked = RunOptions(model=str(captured))
-    (tmp_path / "run").mkdir()
-    report = stalls_job.profile_run(asked, tmp_path / "run", run, Watcher())
+    run = run_report(command=("ssdprof", "run", str(captured)))
+    keep(tmp_path / "run", run.changed(processes=(run.first.changed(captured=layers),)))
+    asked = StallsOptions(where=str(tmp_path / "run"))
+    _, report = stalls_job.profile(asked, Watcher())
     assert gpu == [("unfused", 5), ("fused", 5)]
     assert report.layer == layers[1]
     assert (tmp_path / "run" / "stalls" / "stalls.json").is_file()
@@ -298,19 +283,30 @@ def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keep(tmp_path / "runs" / "a", run_report(**changed))
-    assert words in ending(ExitCode.BAD_INPUT, "stalls", "a").err
+    assert words in ending(ExitCode.BAD_INPUT, "stalls a").err
 
 
-def test_a_layer_of_a_run_is_captured_again() -> None:
+def test_a_layer_of_a_run_is_captured_again(tmp_path: Path) -> None:
     """The middle one at the longest prompt, unless others are asked for."""
     run = run_report(layers=(0, 9, 18), seqlens=(1024, 2048))
     run = run.changed(processes=(run.first.changed(captured=run.captured[:3]),))
-    again = [
-        stalls_job._of_run(run, StallsOptions(**asked))
-        for asked in ({}, {"layer": 0, "seqlen": 1024})
-    ]
-    assert [(one.layers, one.seqlens) for one in again] == [("9", (2048,)), ("0", (1024,))]
+    file = tmp_path / "prompt.txt"
+    file.write_text("Before the run.")
+    os.utime(file, (0, 0))
+    command = RunOptions(model="demo", prompt_file=file, chunk=256, decode=2)
+
+    def again(**asked: Any) -> ModelOptions:
+        request = stalls_job._of_run(run, StallsOptions(**asked))
+        return stalls_job._captured_again(command, run, request)
+
+    assert [
+        (one.layers, one.seqlens, one.prompt_file, one.chunk, one.decode)
+        for one in (again(), again(layer=0, seqlen=1024))
+    ] == [("9", (2048,), file, None, 0), ("0", (1024,), file, None, 0)]
     for asked in ({"layer": 3}, {"seqlen": 3}):
         with pytest.raises(BadInputError, match="no such layer or prompt") as caught:
-            stalls_job._of_run(run, StallsOptions(**asked))
+            again(**asked)
         assert caught.value.hint == "Its prompts have 1024, 2048 tokens, its layers are 0, 9, 18."
+    file.write_text("After it.")
+    with pytest.raises(BadInputError, match="has changed since the run"):
+        again()

@@ -41,10 +41,8 @@ def kernel(name: str, us: float, *points: Point) -> RawKernel:
 @pytest.fixture
 def both() -> StallReport:
     """Two kernels of one implementation, 30 and 10 us, and one of the other."""
-    scan, load = (
-        Point(0x10, synthetic.FILE, 9, "", {"wait": 10}),
-        Point(0x20, synthetic.FILE, 6, "", {"barrier": 30}),
-    )
+    scan = Point(0x10, synthetic.FILE, 9, "", {"wait": 10})
+    load = Point(0x20, synthetic.FILE, 6, "", {"barrier": 30})
     unfused = kernel("_chunk_state_kernel", 30.0, scan), kernel("_bmm_chunk_kernel", 10.0, load)
     fused = synthetic.report(kernel("_fused_kernel", 5.0, scan, load), name="f.ncu-rep")
     return analyse([synthetic.report(*unfused, name="u.ncu-rep"), fused])
@@ -72,8 +70,7 @@ def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> Non
     assert (unfused.name, unfused.duration_us, unfused.us(75.0)) == ("unfused", 40.0, 30.0)
     assert unfused.stages == {"chunk_scan.current": {"wait": 75.0}, "loads": {"barrier": 25.0}}
     assert fused.stages == {"loads": {"barrier": 75.0}, "chunk_scan.current": {"wait": 25.0}}
-    table = side_by_side((unfused, fused))
-    assert table is not None
+    table = side_by_side({"unfused": unfused, "fused": fused})
     assert {row[0]: row[1:] for row in table.rows} == {
         "loads": ("10.0 µs", "25.0%", "3.75 µs", "75.0%"),
         "chunk_scan": ("30.0 µs", "75.0%", "1.25 µs", "25.0%"),
@@ -89,7 +86,6 @@ def test_idle_warps_are_kept_apart_and_without_durations_samples_weigh() -> None
         assert not set(group.stages) & {IDLE_WARPS, AHEAD}
         assert pct(group.all) == pytest.approx(100.0)
         table = by_stage(group)
-        assert table is not None
         assert "idle warps 25.0%" in table.note
         assert not any("idle" in row[0] for row in table.rows)
         assert table.rows[-1][:3] == ("all", "100.0%", time)
@@ -125,7 +121,8 @@ def test_every_stage_part_and_reason_has_words() -> None:
 
 def test_averages_of_kernels_stand_side_by_side() -> None:
     name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-    two, one = {name.format("wait"): 3.0, name.format("gmma"): 1.0}, {name.format("barrier"): 2.0}
+    two = {name.format("wait"): 3.0, name.format("gmma"): 1.0}
+    one = {name.format("barrier"): 2.0}
     pages = [
         synthetic.kernel(function=f, metrics=of, totals={}, points=())
         for f, of in (("_a", two), ("_b", one))

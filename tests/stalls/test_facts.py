@@ -16,7 +16,7 @@ from ssdprof.stalls.read import Point
 
 def launched(*kernels: str, launch_count: int = 1) -> tuple[Launched]:
     launches = tuple(Launch(kernel=name, config={}) for name in kernels)
-    fields: dict[str, Any] = {"implementation": "fused", "variant": "v", "precision": EXACT_FP32}
+    fields = {"implementation": "fused", "variant": "v", "precision": EXACT_FP32}
     return (Launched(**fields, launch_count=launch_count, launches=launches),)
 
 
@@ -198,8 +198,7 @@ def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
     text = hint(found, "loads")
     assert text.startswith(
         "long_scoreboard in loads is 30 % of the kernel's busy samples, 100 % of them on "
-        "kernel.py:6 `return p`; "
-        f"{evidence}.  {advice}"
+        f"kernel.py:6 `return p`; {evidence}.  {advice}"
     )
     assert found.hints[text] == pytest.approx(100 * 38 / 128)
 

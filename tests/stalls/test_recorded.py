@@ -147,7 +147,8 @@ def test_callers_lines_leave_next_to_nothing_to_neighbours(unpacked: Path) -> No
 
 
 def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: Path) -> None:
-    (kernel,), (full,) = kernels(unpacked, "no_source"), kernels(unpacked, "fused_portable")
+    (kernel,) = kernels(unpacked, "no_source")
+    (full,) = kernels(unpacked, "fused_portable")
     facts = [
         name
         for name in KernelStalls.model_fields
@@ -185,11 +186,13 @@ def test_counted_averages_say_what_samples_say(unpacked: Path) -> None:
     """Averages have the names of the samples, and both agree within a few percent of the warps'
     time.
     """
-    (kernel,), (full,) = kernels(unpacked, "no_source"), kernels(unpacked, "fused_portable")
+    (kernel,) = kernels(unpacked, "no_source")
+    (full,) = kernels(unpacked, "fused_portable")
     assert full.average == {}
     assert {"no_instructions", "warpgroup_arrive"} <= set(kernel.average)
     assert set(kernel.average) <= set(words.REASONS)
-    total, count = sum(kernel.average.values()), sum(full.samples.values())
+    total = sum(kernel.average.values())
+    count = sum(full.samples.values())
     for reason, samples in full.samples.items():
         assert 100 * kernel.average.get(reason, 0) / total == pytest.approx(
             100 * samples / count, abs=3
@@ -200,10 +203,8 @@ def test_counted_averages_say_what_samples_say(unpacked: Path) -> None:
 
 
 def test_the_followed_hints_are_given_before_and_not_after(unpacked: Path) -> None:
-    (before,), (after,) = (
-        kernels(unpacked, "fused_portable_before"),
-        kernels(unpacked, "fused_portable"),
-    )
+    (before,) = kernels(unpacked, "fused_portable_before")
+    (after,) = kernels(unpacked, "fused_portable")
     chain = "wait in chunk_scan.residual is 5 % of the kernel's busy samples, 84 % of them on"
     spills = "475,620 loads and stores of spilled registers"
     assert any(
@@ -221,16 +222,15 @@ def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path: Path
     """And one that is longer than its blocks.  Damage inside a block leaves a file its stated
     length.
     """
-    content, file = (unpacked / "fused.ncu-rep").read_bytes(), tmp_path / "cut.ncu-rep"
+    content = (unpacked / "fused.ncu-rep").read_bytes()
+    file = tmp_path / "cut.ncu-rep"
     for share in (0.01, 0.3, 0.6, 0.9, 0.999, 1.1):
         file.write_bytes((content + bytes(7))[: int(len(content) * share)])
         with pytest.raises(BadInputError, match=r"cut\.ncu-rep is truncated"):
             read(file)
     for seed in range(4):
-        damaged, at = (
-            bytearray((unpacked / "fused_portable.ncu-rep").read_bytes()),
-            random.Random(seed),
-        )
+        damaged = bytearray((unpacked / "fused_portable.ncu-rep").read_bytes())
+        at = random.Random(seed)
         start = at.randrange(len(damaged) // 4, len(damaged) * 3 // 4)
         damaged[start : start + 4096] = at.randbytes(4096)
         file.write_bytes(damaged)

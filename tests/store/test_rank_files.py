@@ -1,7 +1,5 @@
 """Ranks share a report by files: what is kept for every order in which they end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,20 +2,18 @@
 damaged documents.
 """
 
-from __future__ import annotations
-
 import errno
 import json
-import os
 import shutil
 import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
 from cases import case, failed, of_answers, samples, timed
+from torchrun import python
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut
@@ -24,7 +22,17 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
-from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
+from ssdprof.store.reports import (
+    DOCUMENT,
+    HEADER,
+    RUNS,
+    check_folder,
+    dump,
+    latest,
+    listed,
+    load,
+    opened,
+)
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
@@ -46,7 +54,8 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 
 
 def test_a_report_is_read_back_as_it_was_written() -> None:
-    clocks, left = cases.clocks(), LeftOut(case_key="layer 9", reason="spent")
+    clocks = cases.clocks()
+    left = LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
     with opened(
         None, Watcher(), **header(requested=requested, notes=("Random weights.",))
@@ -84,7 +93,8 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
 
 
 def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
-    verified, done = case(), case(samples=timed(50.0, 70.0))
+    verified = case()
+    done = case(samples=timed(50.0, 70.0))
     with opened(None, Watcher(), **header()) as writer:
         writer.case(verified)
         assert load(writer.folder)[1].cases == (verified,)
@@ -207,15 +217,53 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 # --- every end
 
 
-def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
+_PARTIAL = cases.report().changed(processes=(cases.report().first.changed(complete=False),))
+
+
+@pytest.mark.parametrize(
+    ("file", "document"),
+    [
+        ("", ""),
+        (HEADER, dump(_PARTIAL)),
+        (DOCUMENT, dump(_PARTIAL)),
+        (DOCUMENT, dump(cases.report())),
+        (DOCUMENT, "{}"),
+    ],
+)
+def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str) -> None:
+    """Nor one with a document, to which no line can be added, and which would be read instead of
+    what a run writes.
+    """
     folder = store("one")
+    if document:
+        (folder / HEADER).unlink()
+        (folder / file).write_text(document)
+        (folder / "cases.0.jsonl").write_text("")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(BadInputError, match="holds a run already"):
+        check_folder(folder)
     with (
         pytest.raises(BadInputError, match="holds a run already"),
         opened(folder, Watcher(), **header()),
     ):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_further_process_that_is_started_again_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had sampled before it failed does not count."""
+    monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
+    folder = store("one", samplers=2)
+    for process, names in (("first", ("unfused", "fused")), ("again", ("unfused",))):
+        with suppress(ZeroDivisionError), opened(folder, Watcher(), sampler=1) as writer:
+            for name in names:
+                writer.case(case(name, samples=(samples("device", 50.0, process=process),)))
+            if process == "first":
+                raise ZeroDivisionError
+    unfused, fused = load(folder)[1].cases
+    assert ([one.process for one in unfused.samples], fused.samples) == (["again"], ())
 
 
 SECOND = """
@@ -239,11 +287,7 @@ except BadInputError as error:
 
 
 def second(*words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
-    command = [sys.executable, "-c", SECOND, *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
-    )
+    return python("-c", SECOND, *words)
 
 
 def test_two_writers_at_once_into_one_folder() -> None:
@@ -347,7 +391,8 @@ def test_lines_without_a_header_are_of_nobody_and_other_files_the_users() -> Non
 def test_a_report_that_ended_before_its_first_case_is_not_kept(
     error: BaseException, folder: str
 ) -> None:
-    before, out = store("before"), Path("out")
+    before = store("before")
+    out = Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
     with (
@@ -387,7 +432,7 @@ def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts
 
 
 def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
-    said: list[str] = []
+    said = []
     watcher = Watcher()
     watcher.say = said.append  # type: ignore[method-assign]
     with (

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -115,24 +115,16 @@ def v_first_states(inputs: GDNInputs) -> torch.Tensor:
     return states.float().mT.contiguous()
 
 
-@dataclass(frozen=True)
-class RawGates:
-    """Gates before their activations: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
+    """a, b, A_log and dt_bias of the gates before their activations: g = -exp(A_log) softplus(a +
+    dt_bias), beta = sigmoid(b).
 
     a: (tokens, HV), of KDA (tokens, HV, K); b: (tokens, HV); fp32.  A_log and dt_bias are zeros, of
     a head and of a number in a.
     """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-
-    @classmethod
-    def of(cls, inputs: GDNInputs) -> RawGates:
-        g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
-        a, b = g.neg().expm1().log().float(), beta.logit().float()
-        return cls(a, b, torch.zeros_like(b[0]), torch.zeros_like(a[0]).flatten())
+    g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
+    a, b = g.neg().expm1().log().float(), beta.logit().float()
+    return a, b, torch.zeros_like(b[0]), torch.zeros_like(a[0]).flatten()
 
 
 # --- the libraries
@@ -444,8 +436,8 @@ def load_flashinfer_mtp() -> Implementation:
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
-        gates, rows = RawGates.of(inputs), v.shape[:3]
-        raw = gates.A_log, gates.a.view(rows), gates.dt_bias, gates.b.view(rows)
+        a, b, A_log, dt_bias = raw_gates(inputs)
+        raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
         read, final = slots.read.int(), slots.final
         if final is None and slots.buffer is None:
             raise UnsupportedError("flashinfer_mtp: a slot for each sequence's final state")

@@ -1,5 +1,5 @@
-"""`gdn_fused` with the signatures of flash-linear-attention's gated delta rule, to be used by
-changing one import.
+"""`gdn_fused` with the signature of flash-linear-attention's `chunk_gated_delta_rule`, to be used
+by changing one import.
 
 Shapes are those of `gdn_fused`.  The result is (out, final_state), with None for the state unless
 output_final_state.  An unsupported option raises UnsupportedError, which names it.  A g above 0
@@ -8,9 +8,6 @@ counts as 0; in fla it makes the state grow.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from torch import Tensor
 
 from ssdprof.kernels.gdn.fused import gdn_fused
@@ -42,16 +39,15 @@ def chunk_gated_delta_rule(
     """
     del cu_seqlens_cpu, chunk_indices
     kwargs.pop("chunk_size", None)
-    if kwargs.pop("head_first", False):
-        raise UnsupportedError("fused: no head_first; transpose heads and positions")
-    gate = {name: kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")}
+    named = ("head_first", "use_gate_in_kernel", "A_log", "dt_bias")
+    options = {name: kwargs.pop(name, None) for name in named}
     if kwargs:
         raise TypeError(
             "chunk_gated_delta_rule() got unexpected keyword arguments: "
             f"{', '.join(sorted(kwargs))}"
         )
     refuse(
-        gate,
+        options,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         cp_context=cp_context,
@@ -71,63 +67,9 @@ def chunk_gated_delta_rule(
     return out, final_state if output_final_state else None
 
 
-def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """g None: no decay.  beta None: ones.  `gdn_fused` runs token by token only if that is faster.
-
-    If the dtypes of q, k and v differ, they are converted to the widest of them, and the output has
-    v's dtype.
-    """
-    refuse(
-        {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
-        gk=gk,
-        gv=gv,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
-    g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
-    beta = v.new_ones(v.shape[:3]) if beta is None else beta
-    widest = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
-    out, final_state = gdn_fused(
-        q.to(widest),
-        k.to(widest),
-        v.to(widest),
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        state_v_first=state_v_first,
-    )
-    return out.to(v.dtype), final_state if output_final_state else None
-
-
-_OF_HEADS, _AS_LOGARITHM = (
-    "decays are per head and position: pass g",
-    "pass g as the logarithm of the decay",
-)
+_AS_LOGARITHM = "pass g as the logarithm of the decay"
 _INSTEAD = {
-    "gk": _OF_HEADS,
-    "gv": _OF_HEADS,
+    "head_first": "transpose heads and positions",
     "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
     "allow_neg_eigval": "pass 2 * beta",
     "use_gate_in_kernel": _AS_LOGARITHM,

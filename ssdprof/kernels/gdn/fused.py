@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdprof.kernels.choice import Fused, FusedCall, Variant, tensor_function
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, Work, tensor_function
 from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.hopper import config as hopper_config
@@ -26,6 +26,7 @@ from ssdprof.kernels.gdn.hopper.launch import hopper_launch, launch_count, works
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable import handed_on, portable_launch
 from ssdprof.kernels.gdn.recurrent import blocks_of, recurrent_launch
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, override, register
 
@@ -135,6 +136,15 @@ def _recurrent_unsupported(call: FusedCall) -> str:
     return "" if length <= most else f"more than {most} positions"
 
 
+def _recurrent_work(call: FusedCall, _blocks: Any) -> Work:
+    return 1, 0, f"one launch, token by token: the sequences are short{call.precision.as_exact}"
+
+
+def _prepare(launch: Callable[..., PreparedLaunch], call: FusedCall, config: Any) -> PreparedLaunch:
+    """The launch of a kernel that computes the same at every precision."""
+    return launch(call.inputs, config, state_v_first=call.state_v_first)
+
+
 def hopper_cut(call: FusedCall) -> GDNHopperConfig:
     """The division of the call into programs on a Hopper GPU."""
     return GDNHopperConfig.choose(
@@ -142,7 +152,7 @@ def hopper_cut(call: FusedCall) -> GDNHopperConfig:
     )
 
 
-def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
+def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> Work:
     slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
     reason = (
         f"two launches: inverses of all chunks, then the states{slow}; "
@@ -156,7 +166,7 @@ def _by_slice(call: FusedCall) -> FusedCall:
     return replace(call, inputs=hopper_slices.by_slice(call.inputs))
 
 
-def _slices_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
+def _slices_work(call: FusedCall, config: GDNHopperConfig) -> Work:
     count = hopper_slices.slice_count(call.inputs)
     launches, _, reason = _hopper_work(_by_slice(call), config)
     copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
@@ -180,36 +190,30 @@ def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> G
     return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
 
 
-def portable_work(
-    call: FusedCall, config: Any, handed_on: Callable[..., Any] = handed_on
-) -> tuple[int, int, str]:
-    handed = handed_on(call.inputs, call.precision, config)
+def portable_work(call: FusedCall, config: Any, shapes_of: Callable[..., Any] = handed_on) -> Work:
+    """Two launches, and the bytes of what the first hands on to the second.
+
+    shapes_of: shapes and dtypes of these tensors.
+    """
+    stored = shapes_of(call.inputs, call.precision, config)
     reason = (
         f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
     )
-    return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
+    return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in stored), reason
 
 
 RECURRENT = Variant(
     name="recurrent",
     unsupported=_recurrent_unsupported,
     configure=lambda call: blocks_of(call.inputs),
-    prepare=lambda call, blocks: recurrent_launch(
-        call.inputs, blocks, state_v_first=call.state_v_first
-    ),
-    work=lambda call, _blocks: (
-        1,
-        0,
-        f"one launch, token by token: the sequences are short{call.precision.as_exact}",
-    ),
+    prepare=partial(_prepare, recurrent_launch),
+    work=_recurrent_work,
 )
 HOPPER = Variant(
     name="hopper",
     unsupported=lambda call: hopper_config.unsupported(call.inputs),
     configure=hopper_cut,
-    prepare=lambda call, config: hopper_launch(
-        call.inputs, config, state_v_first=call.state_v_first
-    ),
+    prepare=partial(_prepare, hopper_launch),
     work=_hopper_work,
 )
 SLICES = Variant(
@@ -217,9 +221,7 @@ SLICES = Variant(
     unsupported=lambda call: hopper_slices.unsupported(call.inputs),
     configure=lambda call: hopper_cut(_by_slice(call)),
     work=_slices_work,
-    prepare=lambda call, config: hopper_slices.sliced_launch(
-        call.inputs, config, state_v_first=call.state_v_first
-    ),
+    prepare=partial(_prepare, hopper_slices.sliced_launch),
 )
 PORTABLE = Variant(
     name="portable",

@@ -374,52 +374,103 @@ def leave_state(
 
 
 @triton.jit
-def state_product(
-    state, ptr, strides, o_t, m_t, o_k, ALIGNED: tl.constexpr, KEY_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, V_ROWS: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """K S or Q S: (C, BLOCK_V), or its transpose if V_ROWS."""
-    WHOLE: tl.constexpr = KEY_DIM % BLOCK_K == 0
-    if V_ROWS:
+def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constexpr):
+    """K S or Q S: (C, BLOCK_V), or its transpose if V_ROWS.  ALIGNED: m_t is true everywhere."""
+    o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
+    WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
+    if S.V_ROWS:
         total = tl.zeros((state[0].shape[0], o_t.shape[0]), tl.float32)
     else:
         total = tl.zeros((o_t.shape[0], state[0].shape[1]), tl.float32)
     for n in tl.static_range(len(state)):
-        o_n = o_k + n * BLOCK_K
-        keys = load_rows(ptr, strides, o_t, m_t, o_n, KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
-        if V_ROWS:
+        o_n = o_k + n * S.BLOCK_K
+        keys = load_rows(ptr, strides, o_t, m_t, o_n, S.KEY_DIM, ALIGNED, WHOLE).to(S.OPERAND)
+        if S.V_ROWS:
             total = tl.dot(
-                state[n].to(OPERAND), tl.trans(keys), total, input_precision=DOT_PRECISION
+                state[n].to(S.OPERAND), tl.trans(keys), total, input_precision=DOT_PRECISION
             )
         else:
-            total = tl.dot(keys, state[n].to(OPERAND), total, input_precision=DOT_PRECISION)
+            total = tl.dot(keys, state[n].to(S.OPERAND), total, input_precision=DOT_PRECISION)
     return total
 
 
 @triton.jit
-def residual(product, v_ptr, m_v, row_ptr, o_c, V_ROWS: tl.constexpr, OPERAND: tl.constexpr):
+def residual(product, v_ptr, m_v, row_ptr, S: tl.constexpr):
     """Y = V - d K S as an operand."""
     v = tl.load(v_ptr, mask=m_v, other=0.0).to(tl.float32)
-    row = tl.load(row_ptr + o_c)
-    return (v - product * (row[None, :] if V_ROWS else row[:, None])).to(OPERAND)
+    row = tl.load(row_ptr + tl.arange(0, S.CHUNK))
+    return (v - product * (row[None, :] if S.V_ROWS else row[:, None])).to(S.OPERAND)
 
 
 @triton.jit
-def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS: tl.constexpr):
+def next_state(state, Y, state_factor_ptr, decay, S: tl.constexpr):
     """d_end S + X^T Y."""
-    CHUNK: tl.constexpr = Y.shape[1] if V_ROWS else Y.shape[0]
-    PADDED: tl.constexpr = len(state) * BLOCK_K
-    o_c, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    PADDED: tl.constexpr = len(state) * S.BLOCK_K
+    o_c, o_k = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K)
     after = ()
     for n in tl.static_range(len(state)):
-        X = tl.load(state_factor_ptr + o_c[:, None] * PADDED + (n * BLOCK_K + o_k)[None, :])
-        if V_ROWS:
+        X = tl.load(state_factor_ptr + o_c[:, None] * PADDED + (n * S.BLOCK_K + o_k)[None, :])
+        if S.V_ROWS:
             after = after + (tl.dot(Y, X, state[n] * decay, input_precision=DOT_PRECISION),)
         else:
             after = after + (
                 tl.dot(tl.trans(X), Y, state[n] * decay, input_precision=DOT_PRECISION),
             )
     return after
+
+
+@triton.jit
+def own_output(out, Y, rows_ptr, out_factor_ptr, at, S: tl.constexpr):
+    """The output of a chunk, scale d Q S + W Y.  out: Q S."""
+    o_c = tl.arange(0, S.CHUNK)
+    row = tl.load(rows_ptr + at * (2 * S.CHUNK) + S.CHUNK + o_c)
+    W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
+    if S.V_ROWS:
+        return tl.dot(Y, tl.trans(W), out * row[None, :], input_precision=DOT_PRECISION)
+    else:
+        return tl.dot(W, Y, out * row[:, None], input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def pass_chunks(
+    state, first, stop, length, place, keys, values, m_v, output, factors, S: tl.constexpr
+):
+    """The state after chunks `first` to `stop`, from the one that enters them.
+
+    keys, values: of the sequence: pointer, strides or that of a position, and of v the offsets of
+        a tile (BLOCK_V, C) or its transpose, whose mask is m_v
+    output: the same of q, then of the output to be stored; None: none is stored, and all chunks are
+        whole
+    factors: what the first launch wrote.  place: of the head's in the sequence's first chunk
+    """
+    k_ptr, k_strides = keys
+    v_ptr, v_step, v_tile = values
+    state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr = factors
+    PADDED: tl.constexpr = len(state) * S.BLOCK_K
+    ALIGNED: tl.constexpr = S.ALIGNED or output is None
+    for i_c in tl.range(first, stop, num_stages=S.SCAN_STAGES):
+        t = tl.cast(i_c, tl.int64) * S.CHUNK
+        v_rows_ptr = tl.multiple_of(v_ptr + t * v_step, S.ALIGNMENT)
+        at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        m_t, m_tile = tl.arange(0, S.CHUNK) >= 0, m_v
+        if output is not None:
+            m_t = tl.arange(0, S.CHUNK) < length - i_c * S.CHUNK
+        if not ALIGNED:
+            m_tile = m_v & (m_t[None, :] if S.V_ROWS else m_t[:, None])
+        k_rows_ptr = tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT)
+        product = state_product(state, k_rows_ptr, k_strides, m_t, ALIGNED, S)
+        if output is not None:
+            q_ptr, q_strides, out_ptr, out_step, out_tile = output
+            q_rows_ptr = tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT)
+            out = state_product(state, q_rows_ptr, q_strides, m_t, ALIGNED, S)
+        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * S.CHUNK), S)
+        decay = tl.load(chunks_ptr + at * 2)
+        state = next_state(state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S)
+        if output is not None:
+            out = own_output(out, Y, rows_ptr, out_factor_ptr, at, S)
+            out_rows_ptr = out_ptr + t * out_step + out_tile
+            tl.store(out_rows_ptr, out.to(out_ptr.dtype.element_ty), mask=m_tile)
+    return state
 
 
 @triton.jit
@@ -443,14 +494,13 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
         q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
         initial_states_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr,
     ) = tensors  # fmt: skip
+    factors = state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr
     (
         q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides,
         final_states_strides,
     ) = strides  # fmt: skip
     # stage setup: which segment of which slice is mine
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
-    BLOCKS: tl.constexpr = (S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K
-    PADDED: tl.constexpr = BLOCKS * S.BLOCK_K
     UNITS: tl.constexpr = S.VALUE_HEADS * SLICES
     rank, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
@@ -476,93 +526,46 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
         )
 
     # stage setup: where its tensors lie
-    o_c = tl.arange(0, S.CHUNK)
-    o_t, o_k = o_c.to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
+    o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
     o_v = tl.arange(0, S.BLOCK_V).to(S.OFFSET)
     m_v = (o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
-    if S.V_ROWS:
-        state_v, state_k, m_value = o_v[:, None], o_k[None, :], m_v[:, None]
-        v_tile = o_v[:, None] * v_strides[3] + o_t[None, :] * v_strides[1]
-        out_tile = o_v[:, None] * out_strides[3] + o_t[None, :] * out_strides[1]
+    if S.V_ROWS:  # tiles (V, K) and (V, position)
+        state_v, state_k, state_t, m_value = o_v[:, None], o_k[None, :], o_t[None, :], m_v[:, None]
     else:
-        state_v, state_k, m_value = o_v[None, :], o_k[:, None], m_v[None, :]
-        v_tile = o_v[None, :] * v_strides[3] + o_t[:, None] * v_strides[1]
-        out_tile = o_v[None, :] * out_strides[3] + o_t[:, None] * out_strides[1]
+        state_v, state_k, state_t, m_value = o_v[None, :], o_k[:, None], o_t[:, None], m_v[None, :]
+    v_tile = state_v * v_strides[3] + state_t * v_strides[1]
+    out_tile = state_v * out_strides[3] + state_t * out_strides[1]
     q_ptr += ptr_offset((i_b, begin, i_k), q_strides[:3])
     k_ptr += ptr_offset((i_b, begin, i_k), k_strides[:3])
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
     out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
 
     state = ()
-    for _ in tl.static_range(BLOCKS):
+    for _ in tl.static_range((S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K):
         state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
+    own_state = (sequence, i_h, 0, first_v)
     if initial_states_ptr is not None and start == 0:
-        initial_ptr = initial_states_ptr + ptr_offset(
-            (sequence, i_h, 0, first_v), initial_states_strides
-        )
+        initial_ptr = initial_states_ptr + ptr_offset(own_state, initial_states_strides)
         state = take_state(
             initial_ptr, state_k, state_v, initial_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
         )
 
+    keys, values = (k_ptr, k_strides), (v_ptr, v_strides[1], v_tile)
     # stage warm_up: the state that enters the segment
     if S.CUT:
-        for i_c in tl.range(start, first, num_stages=S.SCAN_STAGES):
-            t = tl.cast(i_c, tl.int64) * S.CHUNK
-            v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
-            at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
-            product = state_product(
-                state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t,
-                o_c >= 0, o_k, True, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
-            )  # fmt: skip
-            Y = residual(
-                product, v_rows_ptr + v_tile, m_value, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS,
-                S.OPERAND,
-            )  # fmt: skip
-            decay = tl.load(chunks_ptr + at * 2)
-            state = next_state(
-                state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS
-            )
+        state = pass_chunks(
+            state, start, first, length, place, keys, values, m_value, None, factors, S
+        )
 
     # stage chunk_output: the output, chunk after chunk
-    for i_c in tl.range(first, stop, num_stages=S.SCAN_STAGES):
-        t = tl.cast(i_c, tl.int64) * S.CHUNK
-        v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
-        at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
-        m_t = o_c < length - i_c * S.CHUNK
-        m_tile = m_value
-        if not S.ALIGNED:
-            m_tile = m_value & (m_t[None, :] if S.V_ROWS else m_t[:, None])
-        product = state_product(
-            state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t, m_t, o_k,
-            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
-        )  # fmt: skip
-        out = state_product(
-            state, tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT), q_strides, o_t, m_t, o_k,
-            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
-        )  # fmt: skip
-        Y = residual(
-            product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS,
-            S.OPERAND,
-        )  # fmt: skip
-        decay = tl.load(chunks_ptr + at * 2)
-        state = next_state(
-            state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS
-        )
-        row = tl.load(rows_ptr + at * (2 * S.CHUNK) + S.CHUNK + o_c)
-        W = tl.load(
-            out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :]
-        )
-        if S.V_ROWS:
-            out = tl.dot(Y, tl.trans(W), out * row[None, :], input_precision=DOT_PRECISION)
-        else:
-            out = tl.dot(W, Y, out * row[:, None], input_precision=DOT_PRECISION)
-        tl.store(
-            out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
-        )
+    output = (q_ptr, q_strides, out_ptr, out_strides[1], out_tile)
+    state = pass_chunks(
+        state, first, stop, length, place, keys, values, m_value, output, factors, S
+    )
 
     # stage setup.store
     if stop == nchunks:
-        final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
+        final_ptr = final_states_ptr + ptr_offset(own_state, final_states_strides)
         leave_state(
             final_ptr, state, state_k, state_v, final_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
         )

@@ -58,6 +58,14 @@ from ssdprof.kernels.registry import (
     keeps_every_state,
     register,
 )
+from ssdprof.kernels.stored_states import (
+    NOT_STEPPING,
+    Stepping,
+    hashed_head,
+    stepped,
+    stored_after,
+    stored_state,
+)
 from ssdprof.kernels.tensors import is_expanded, strides_of, strides_of_each
 
 _STEP = "unfused_step"
@@ -73,7 +81,9 @@ STAGES = {
 }
 
 
-def blocks_of(inputs: GDNInputs, *, wide: bool = False) -> dict[str, int]:
+def blocks_of(
+    inputs: GDNInputs, *, wide: bool = False, stepping: Stepping = NOT_STEPPING
+) -> dict[str, int]:
     """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together.
 
     One warp per program, which sums over K without barriers, or for one token wider rows of the
@@ -84,6 +94,7 @@ def blocks_of(inputs: GDNInputs, *, wide: bool = False) -> dict[str, int]:
 
     wide: for writes of every state, in rows of 256 bytes instead of 64.  On an H100, 64 sequences
     of eight tokens take 437 us instead of 497, but one sequence 21 us instead of 12.
+    stepping: a scale of a state needs it in one program, and roundings of four tokens would spill.
     """
     # the host does not know packed lengths
     tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
@@ -92,9 +103,10 @@ def blocks_of(inputs: GDNInputs, *, wide: bool = False) -> dict[str, int]:
         block_v, per_thread = 64, 128
     elif tokens > 1:
         block_v, per_thread = 16, 64
-    block_v = min(block_v, triton.next_power_of_2(inputs.v.shape[3]))
+    value_dim = triton.next_power_of_2(inputs.v.shape[3])
+    block_v = value_dim if stepping.whole_state else min(block_v, value_dim)
     state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
-    loads = triton.cdiv(tokens, MOST_TOKENS)
+    loads = triton.cdiv(tokens, 1 if stepping.rounds else MOST_TOKENS)
     num_warps = max(1, state // (per_thread * 32))
     return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 
@@ -131,10 +143,13 @@ def _load_tokens(pointers, steps, first, length, m_k, m_v, S: tl.constexpr):
     return qs, ks, vs, gs, betas
 
 
-@triton.jit(do_not_specialize=["seqlen"])
-def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
+@triton.jit(do_not_specialize=["seqlen", "seed"])
+def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr):
     """One slice of V of one head of one sequence of `gdn_recurrent`, token after token, with the
     state in registers.
+
+    FORMAT: that of the states of `gdn_stepped`, whose table of slots has a column for the initial
+    state, too; None: they are not rounded.
     """
     (
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr,
@@ -183,6 +198,12 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
                 writes_ptr += tl.cast(sequence, tl.int64) * writes_strides[0]
                 row = tl.load(writes_ptr)
             m_final = tl.where((row >= 0) & (length > 0), m_state, False)
+    if S.FORMAT is not None:
+        key, elements = hashed_head(seed, sequence, i_h), o_k[:, None] * S.VALUE_DIM + o_v[None, :]
+        state = stored_state(state, key, 0, elements, 0, S.FORMAT)
+        at = states_ptr + ptr_offset((row, i_h), states_strides[:2]) + o_states
+        tl.store(at, state, mask=m_state)
+        writes_ptr += writes_strides[1]
 
     # stage recurrence
     steps = (q_strides[1], k_strides[1], v_strides[1], g_strides[1], beta_strides[1])
@@ -218,6 +239,8 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             if S.EVERY_STATE:
                 at = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
                 tl.store(at + o_states, state, mask=tl.where(here, m_state, False))
+            if S.FORMAT is not None:
+                state = stored_after(state, first + i + 1, length, key, elements, 0, S)
             if len(writes_strides) == 2:
                 new = tl.load(writes_ptr + step * writes_strides[1], mask=here, other=-1)
                 at = states_ptr + ptr_offset((new, i_h), states_strides[:2]) + o_states
@@ -236,6 +259,7 @@ def recurrent_launch(
     *,
     in_place: bool = False,
     state_v_first: bool = False,
+    stepping: Stepping = NOT_STEPPING,
 ) -> PreparedLaunch:
     """The launch of a call, for all inputs of one signature.  in_place: as of `gdn_recurrent`."""
     initial = strides_of(inputs.initial_state)
@@ -254,6 +278,7 @@ def recurrent_launch(
             (*map(strides_of, (*inputs.kernel_tensors, new)), states),
             inputs.v.shape[1],
             inputs.scale_or_default,
+            stepping.seed,
         ),
         dict(
             VALUE_HEADS=inputs.v.shape[2],
@@ -269,6 +294,8 @@ def recurrent_launch(
             EVERY_STATE=bool(inputs.state_every),
             IN_PLACE=in_place,
             L2NORM=bool(inputs.use_qk_l2norm),
+            FORMAT=stepping.constants,
+            STEP=stepping.step,
             num_warps=blocks["num_warps"],
         ),
     )
@@ -276,7 +303,9 @@ def recurrent_launch(
     def call(inputs: GDNInputs) -> GDNOutput:
         """Allocate the outputs and launch."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            out = torch.empty_like(
+                inputs.v, dtype=stepping.out_dtype, memory_format=torch.contiguous_format
+            )
             states = inputs.initial_state
             if not in_place or states is None:
                 states = torch.empty_strided(
@@ -322,6 +351,18 @@ def gdn_recurrent(
     return kept(_launches, (inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(
         inputs
     )
+
+
+def _step_on_pool(inputs: GDNInputs, stepping: Stepping) -> GDNOutput:
+    """A call on the pool of `stored_states.on_pool`."""
+    refuse_gradient("recurrent", vars(inputs).values())
+    return kept(_launches, (inputs.signature, stepping), _prepare_steps, inputs, stepping)(inputs)
+
+
+def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
+    refuse_device("recurrent", inputs.q)
+    blocks = blocks_of(inputs, stepping=stepping)
+    return recurrent_launch(inputs, blocks, in_place=True, stepping=stepping)
 
 
 def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
@@ -527,6 +568,7 @@ for _operator in ("gdn", "kda"):
             keeps=keeps_every_state,
             pools=True,
             in_place=partial(gdn_recurrent, in_place=True),
+            stepped=partial(stepped, _step_on_pool),
             batch_invariant=True,
         )
     )

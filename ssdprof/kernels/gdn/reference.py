@@ -36,7 +36,7 @@ from ssdprof.kernels.oracle import (
     initial_states,
     register_oracle,
     segment_sums,
-    sequences,
+    spans_of,
 )
 
 # (q, k, g, beta) of chunks -> scores and L with their decays (the solver adds the identity), and
@@ -52,7 +52,7 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     """
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = initial_states(inputs, dtype)
-    for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+    for span in spans_of(inputs):
         state, (all_q, all_k, all_v, g, all_beta) = (
             final_states[span.sequence],
             _load(inputs, span, dtype),

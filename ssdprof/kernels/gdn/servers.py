@@ -22,11 +22,11 @@ import torch
 
 from ssdprof.kernels.adapters import MOST_STEPS, Prepared, import_kernels, prepared_kernel
 from ssdprof.kernels.gdn.adapters import (
-    RawGates,
     bounds_of,
     packed,
     plain_beta,
     plain_gates,
+    raw_gates,
     refused_gates,
     v_first_states,
 )
@@ -76,9 +76,9 @@ def load_vllm(operator: str) -> Implementation:
         return partial(module.chunk_gated_delta_rule, **_tokens(inputs, "q", "k", "g", "beta"))
 
     def run_kda(inputs: GDNInputs) -> Callable[..., Any]:
-        gates, arguments = RawGates.of(inputs), _tokens(inputs, "q", "k")
-        arguments |= {"raw_g": gates.a[None], "raw_beta": gates.b[None], "A_log": gates.A_log}
-        run = partial(module.chunk_kda_with_fused_gate, **arguments)
+        a, b, A_log, _ = raw_gates(inputs)
+        gates = {"raw_g": a[None], "raw_beta": b[None], "A_log": A_log}
+        run = partial(module.chunk_kda_with_fused_gate, **_tokens(inputs, "q", "k"), **gates)
         # without `out` it writes over v
         return lambda v, **more: run(v=v, g_bias=None, out=torch.empty_like(v), **more)
 
@@ -149,18 +149,19 @@ class _Step:
     """What a server has for a kernel of steps.
 
     mixed: (tokens, 2 H K + HV V), q, k and v of each token one after the other, as they leave the
-    convolution.  alone: one token of each sequence, whose state is written back.
+    convolution.  gates: see `raw_gates`.  alone: one token of each sequence, whose state is written
+    back.
     """
 
     inputs: GDNInputs
     slots: Slots
     mixed: torch.Tensor
-    gates: RawGates
+    gates: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, inputs: GDNInputs, slots: Slots) -> _Step:
         rows = [tensor.flatten(2).flatten(0, 1) for tensor in (inputs.q, inputs.k, inputs.v)]
-        return cls(inputs, slots, torch.cat(rows, 1), RawGates.of(inputs))
+        return cls(inputs, slots, torch.cat(rows, 1), raw_gates(inputs))
 
     @property
     def alone(self) -> bool:
@@ -180,14 +181,15 @@ class _Step:
 
     def packed(self, function: Callable[..., Any], pool: torch.Tensor) -> torch.Tensor:
         """out of a kernel for one token of each sequence."""
-        inputs, gates = self.inputs, self.gates
+        inputs = self.inputs
+        a, b, A_log, dt_bias = self.gates
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=pool.device)
         function(
             self.mixed,
-            gates.a.flatten(1),
-            gates.b,
-            gates.A_log,
-            gates.dt_bias,
+            a.flatten(1),
+            b,
+            A_log,
+            dt_bias,
             inputs.scale_or_default,
             pool,
             out,
@@ -200,9 +202,9 @@ class _Step:
 def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
     if step.alone:
         return step.packed(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
-    gates = step.gates
+    a, b, A_log, dt_bias = step.gates
     return module.fused_sigmoid_gating_delta_rule_update(
-        *(gates.A_log, gates.a, gates.b, gates.dt_bias, *step.views),
+        *(A_log, a, b, dt_bias, *step.views),
         initial_state=pool,
         **_table(step.slots),
         **_options(step.inputs),
@@ -210,8 +212,9 @@ def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
 
 
 def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
-    gates, inputs = step.gates, step.inputs
-    raw = gates.a[None], gates.b[None], gates.A_log, gates.dt_bias, None
+    inputs = step.inputs
+    a, b, A_log, dt_bias = step.gates
+    raw = a[None], b[None], A_log, dt_bias, None
     if step.alone:
         slots = step.slots.read.int()
         return module.fused_recurrent_kda_packed_decode(
@@ -233,11 +236,12 @@ def _table(slots: Slots) -> dict[str, torch.Tensor]:
 def _sglang(modules: tuple[Any, Any], step: _Step, pool: torch.Tensor) -> Any:
     """A verification leaves the pool alone, and writes all states to a buffer."""
     packed, several = modules
-    gates, operator = step.gates, step.inputs.operator
+    operator = step.inputs.operator
+    a, b, A_log, dt_bias = step.gates
     if step.alone:
         return step.packed(getattr(packed, _ONE_TOKEN[operator]), pool)
     return several.fused_sigmoid_gating_delta_rule_update(
-        *(gates.A_log, gates.a.flatten(1), gates.dt_bias, *_SOFTPLUS, *step.views, gates.b, pool),
+        *(A_log, a.flatten(1), dt_bias, *_SOFTPLUS, *step.views, b, pool),
         step.slots.read.int(),
         is_kda=operator == "kda",
         **_options(step.inputs),

@@ -8,8 +8,6 @@ counts as 0; in fla it makes the state grow.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ssdprof.kernels.gdn.compat import refuse
@@ -36,10 +34,10 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None,
+    cp_context: object = None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
     keyword chunk_size are accepted without effect: any gate is safe, and the call runs in a graph.

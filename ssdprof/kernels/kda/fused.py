@@ -452,7 +452,7 @@ PORTABLE: Variant = Variant(
     prepare=lambda call, config: configured_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
-    work=partial(portable_work, handed_on=handed_on),
+    work=partial(portable_work, shapes_of=handed_on),
 )
 HOPPER: Variant = replace(
     PORTABLE,

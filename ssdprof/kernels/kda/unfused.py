@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
+from ssdprof.kernels.chunks import Chunks, own_chunk
 from ssdprof.kernels.functions import (
     DOT_PRECISION,
     LOG2_E,
@@ -30,7 +30,14 @@ from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import block, operand_dtype, options
 from ssdprof.kernels.gdn.portable import FORGOTTEN
 from ssdprof.kernels.gdn.unfused.pipeline import normalised, plan_stages, refuse_unsupported
-from ssdprof.kernels.gdn.unfused.stages import _rows, chunk_state, solve_tril
+from ssdprof.kernels.gdn.unfused.stages import (
+    chunk_state,
+    chunk_tile,
+    load_beta,
+    load_tokens,
+    solve_tril,
+    token_tile,
+)
 from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
@@ -216,33 +223,25 @@ def _kda_decayed_scores_kernel(
     if count <= 0:
         return
     o_i = tl.arange(0, S.CHUNK_SIZE)
-    m_i, i_kh = o_i < count, i_h // values_per_key
+    m_i = o_i < count
+    chunk, key_tokens = (i_b, i_c, i_h), (i_b, start, i_h // values_per_key)
     q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
     scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), tl.float32)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
         m_ik = m_i[:, None] & m_k[None, :]
-        b_q = _rows(
-            q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES
-        )
-        b_k = _rows(
-            k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES
-        )
-        b_G = tl.load(
-            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides),
-            mask=m_k[None, :],
-            other=0.0,
-        )  # [CHUNK_SIZE, BLOCK_K]
+        b_q = load_tokens(q_ptr, q_strides, key_tokens, o_i, o_k, m_ik, S.SCORES)
+        b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, m_ik, S.SCORES)
+        p_G = chunk_tile(G_ptr, G_strides, chunk, o_i, o_k)
+        b_G = tl.load(p_G, mask=m_k[None, :], other=0.0)  # [CHUNK_SIZE, BLOCK_K]
         scores = add_scores(scores, b_q, b_k, b_G, S.PRECISION)
-    b_beta = tl.load(
-        beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0
-    ).to(tl.float32)
-    index = (i_b, i_c, i_h, o_i[:, None], o_i[None, :])
+    b_beta = load_beta(beta_ptr, beta_strides, (i_b, start, i_h), o_i, m_i)
+    P = queries_with_keys(scores).to(P_ptr.dtype.element_ty)
+    tl.store(chunk_tile(P_ptr, P_strides, chunk, o_i, o_i), P)
     tl.store(
-        P_ptr + ptr_offset(index, P_strides), queries_with_keys(scores).to(P_ptr.dtype.element_ty)
+        chunk_tile(L_ptr, L_strides, chunk, o_i, o_i), keys_with_keys(scores) * b_beta[:, None]
     )
-    tl.store(L_ptr + ptr_offset(index, L_strides), keys_with_keys(scores) * b_beta[:, None])
 
 
 def decayed_scores(
@@ -300,34 +299,27 @@ def _kda_recompute_w_u_kernel(
         return
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_i = o_i < count
-    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(
-        tl.float32
-    )
-    b_beta = tl.load(
-        beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0
-    )
-    b_A = (b_A * b_beta.to(tl.float32)[None, :]).to(S.OPERAND)
+    chunk, tokens = (i_b, i_c, i_h), (i_b, start, i_h)
+    b_A = tl.load(chunk_tile(A_ptr, A_strides, chunk, o_i, o_i)).to(tl.float32)
+    b_A = (b_A * load_beta(beta_ptr, beta_strides, tokens, o_i, m_i)[None, :]).to(S.OPERAND)
 
     # --- u
     for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
         o_v = first_v + tl.arange(0, S.BLOCK_V)
         m_v = o_v < S.VALUE_DIM
-        index = (i_b, start + o_i[:, None], i_h, o_v[None, :])
-        b_v = _rows(v_ptr, v_strides, index, m_i[:, None] & m_v[None, :], S.OPERAND)
-        b_u = tl.dot(b_A, b_v, input_precision=DOT_PRECISION)
-        tl.store(
-            u_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), u_strides),
-            tl.trans(b_u).to(S.OPERAND),
-            mask=m_v[:, None],
-        )
+        mask = m_i[:, None] & m_v[None, :]
+        b_v = load_tokens(v_ptr, v_strides, tokens, o_i, o_v, mask, S.OPERAND)
+        b_u = tl.trans(tl.dot(b_A, b_v, input_precision=DOT_PRECISION)).to(S.OPERAND)
+        tl.store(chunk_tile(u_ptr, u_strides, chunk, o_v, o_i), b_u, mask=m_v[:, None])
 
     # --- w, and the keys as the end of the chunk sees them
+    key_tokens = (i_b, start, i_h // values_per_key)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
-        index = (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :])
-        b_k = _rows(k_ptr, k_strides, index, m_i[:, None] & m_k[None, :], tl.float32)
-        p_G = G_ptr + ptr_offset((i_b, i_c, i_h), G_strides[:3])
+        mask = m_i[:, None] & m_k[None, :]
+        b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, mask, tl.float32)
+        p_G = G_ptr + ptr_offset(chunk, G_strides[:3])
         b_G = tl.load(
             p_G + ptr_offset((o_i[:, None], o_k[None, :]), G_strides[3:]),
             mask=m_k[None, :],
@@ -337,10 +329,11 @@ def _kda_recompute_w_u_kernel(
             p_G + ptr_offset((S.CHUNK_SIZE - 1, o_k), G_strides[3:]), mask=m_k, other=0.0
         )
         b_w = tl.dot(b_A, (b_k * decay_exp2(b_G)).to(S.OPERAND), input_precision=DOT_PRECISION)
-        index = (i_b, i_c, i_h, o_i[:, None], o_k[None, :])
-        tl.store(w_ptr + ptr_offset(index, w_strides), b_w.to(S.OPERAND), mask=m_k[None, :])
+        w_tile = chunk_tile(w_ptr, w_strides, chunk, o_i, o_k)
+        tl.store(w_tile, b_w.to(S.OPERAND), mask=m_k[None, :])
         k_end = (b_k * decay_exp2(G_end[None, :] - b_G)).to(S.OPERAND)
-        tl.store(k_end_ptr + ptr_offset(index, k_end_strides), k_end, mask=m_k[None, :])
+        k_end_tile = chunk_tile(k_end_ptr, k_end_strides, chunk, o_i, o_k)
+        tl.store(k_end_tile, k_end, mask=m_k[None, :])
 
 
 def recompute_w_u(
@@ -387,12 +380,12 @@ def _kda_chunk_output_kernel(
     q_ptr, G_ptr, P_ptr, prev_states_ptr, v_new_ptr, spans_ptr, out_ptr = tensors
     q_strides, G_strides, P_strides, prev_states_strides, v_new_strides, out_strides = strides
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
-    i_bch = tl.program_id(0) // V_BLOCKS
-    i_h, i_bc = i_bch % heads, i_bch // heads
-    i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
+    i_h, i_b, i_c, start, count = own_chunk(
+        tl.program_id(0) // V_BLOCKS, spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
+    chunk, key_tokens = (i_b, i_c, i_h), (i_b, start, i_h // values_per_key)
     o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_v, m_i = o_v < S.VALUE_DIM, o_i < count
@@ -404,33 +397,22 @@ def _kda_chunk_output_kernel(
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
-        index = (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :])
-        b_q = _rows(q_ptr, q_strides, index, m_i[:, None] & m_k[None, :], tl.float32)
-        b_G = tl.load(
-            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides),
-            mask=m_k[None, :],
-            other=0.0,
-        )  # [CHUNK_SIZE, BLOCK_K]
-        b_S = tl.load(
-            prev_states_ptr
-            + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
-            mask=m_v[:, None] & m_k[None, :],
-            other=0.0,
-        )  # [BLOCK_V, BLOCK_K]
-        acc = tl.dot(
-            b_S, tl.trans((b_q * decay_exp2(b_G)).to(S.OPERAND)), acc, input_precision=DOT_PRECISION
-        )
+        mask = m_i[:, None] & m_k[None, :]
+        b_q = load_tokens(q_ptr, q_strides, key_tokens, o_i, o_k, mask, tl.float32)
+        p_G = chunk_tile(G_ptr, G_strides, chunk, o_i, o_k)
+        b_G = tl.load(p_G, mask=m_k[None, :], other=0.0)  # [CHUNK_SIZE, BLOCK_K]
+        p_S = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
+        b_S = tl.load(p_S, mask=m_v[:, None] & m_k[None, :], other=0.0)  # [BLOCK_V, BLOCK_K]
+        b_q = (b_q * decay_exp2(b_G)).to(S.OPERAND)
+        acc = tl.dot(b_S, tl.trans(b_q), acc, input_precision=DOT_PRECISION)
 
     # --- from the chunk's own values
-    b_P = tl.load(P_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), P_strides))
-    b_v_new = tl.load(
-        v_new_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), v_new_strides),
-        mask=m_v[:, None],
-        other=0.0,
-    )  # [BLOCK_V, CHUNK_SIZE]
+    b_P = tl.load(chunk_tile(P_ptr, P_strides, chunk, o_i, o_i))
+    p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
+    b_v_new = tl.load(p_v_new, mask=m_v[:, None], other=0.0)  # [BLOCK_V, CHUNK_SIZE]
     acc = tl.dot(b_v_new, tl.trans(b_P), acc, input_precision=DOT_PRECISION) * scale
     tl.store(
-        out_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), out_strides),
+        token_tile(out_ptr, out_strides, (i_b, start, i_h), o_i, o_v),
         tl.trans(acc).to(out_ptr.dtype.element_ty),
         mask=m_i[:, None] & m_v[None, :],
     )

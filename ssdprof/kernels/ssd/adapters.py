@@ -16,7 +16,7 @@ final_states have the library's own dtype, so that times do not include a conver
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -52,6 +52,27 @@ _KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
 _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
+def _needed(inputs: SSDInputs) -> tuple[torch.Tensor, ...]:
+    """The first arguments of every library's function."""
+    return inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C
+
+
+def _options(inputs: SSDInputs) -> dict[str, Any]:
+    """Arguments that have the same name in every library."""
+    return {
+        "dt_bias": inputs.dt_bias,
+        "initial_states": inputs.initial_states,
+        "dt_softplus": inputs.dt_softplus,
+        "dt_limit": inputs.dt_limit,
+    }
+
+
+def _spans_far(sizes: Iterable[int], what: str) -> tuple[bool, str]:
+    """Why a library that addresses with 32-bit offsets does not take tensors of these sizes."""
+    far = max(sizes) > INT32_ELEMENTS
+    return far, f"32-bit offsets, and a {what} here spans more than 2^31 elements"
+
+
 def load_mamba_ssm() -> Implementation:
     """`mamba_chunk_scan_combined` without its autograd function, which keeps states in C's dtype
     unless it is told another.
@@ -71,21 +92,8 @@ def load_mamba_ssm() -> Implementation:
             else {"state_dtype": precision.state_dtype}
         )
         with torch.cuda.device(inputs.x.get_device()):
-            out, _, _, _, _, final_states = forward(
-                inputs.x,
-                inputs.dt,
-                inputs.A,
-                inputs.B,
-                inputs.C,
-                inputs.chunk_size,
-                D=inputs.D,
-                z=inputs.z,
-                dt_bias=inputs.dt_bias,
-                initial_states=inputs.initial_states,
-                dt_softplus=inputs.dt_softplus,
-                dt_limit=inputs.dt_limit,
-                **states,
-            )
+            arguments = _options(inputs) | states | {"D": inputs.D, "z": inputs.z}
+            out, *_, final_states = forward(*_needed(inputs), inputs.chunk_size, **arguments)
         return SSDOutput(out, final_states)
 
     def plan(inputs: SSDInputs, _precision: Precision) -> Plan:
@@ -109,13 +117,8 @@ def load_mamba_ssm() -> Implementation:
         yield uneven_chunks(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
         (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
-        farthest = max(
-            states, *(span(tensor) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
-        )
-        yield (
-            farthest > INT32_ELEMENTS,
-            "32-bit offsets, and a tensor here spans more than 2^31 elements",
-        )
+        x, dt, _, B, C = _needed(inputs)
+        yield _spans_far([states, *map(span, (x, dt, B, C))], "tensor")
 
     return library_kernel("ssd", "mamba_ssm", unsupported, call, plan)
 
@@ -148,20 +151,8 @@ def load_model() -> Implementation:
 
     def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
-            out, final_states = function(
-                inputs.x,
-                inputs.dt,
-                inputs.A,
-                inputs.B,
-                inputs.C,
-                inputs.chunk_size,
-                D=inputs.D,
-                dt_bias=inputs.dt_bias,
-                initial_states=inputs.initial_states,
-                dt_softplus=inputs.dt_softplus,
-                dt_limit=inputs.dt_limit,
-                return_final_states=True,
-            )
+            arguments = _options(inputs) | {"D": inputs.D, "return_final_states": True}
+            out, final_states = function(*_needed(inputs), inputs.chunk_size, **arguments)
         return SSDOutput(out.to(inputs.x.dtype), final_states)
 
     @first_reason
@@ -188,33 +179,22 @@ def load_published(checkout: Path) -> Implementation:
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         tunings.use_for((inputs.x.shape, inputs.B.shape))
         with torch.cuda.device(inputs.x.get_device()):
+            arguments = _options(inputs) | _switches(precision) | {"z": inputs.z}
             out, _, _, final_states, _, _ = launch(
-                inputs.x,
-                inputs.dt,
-                inputs.A,
-                inputs.B,
-                inputs.C,
-                inputs.D,
-                chunk_size=inputs.chunk_size,
-                initial_states=inputs.initial_states,
-                z=inputs.z,
-                dt_bias=inputs.dt_bias,
-                dt_softplus=inputs.dt_softplus,
-                dt_limit=inputs.dt_limit,
-                **_switches(precision),
+                *_needed(inputs), inputs.D, chunk_size=inputs.chunk_size, **arguments
             )
         return SSDOutput(out, final_states)
 
     def plan(inputs: SSDInputs, precision: Precision) -> Plan:
         setting = "high" if precision.exact else "medium"
-        own = precision.exact == (precision.state_dtype == torch.float32)
+        is_published = precision.exact == (precision.state_dtype == torch.float32)
+        states = "" if is_published else " with the states of the other one"
         return Plan(
             variant=setting,
             launches=4,
             config={"chunk_size": inputs.chunk_size},
-            reason=f"its {setting!r} "
-            f"setting{'' if own else ' with the states of the other one'}; also launched: flags "
-            "and first state zeroed, last state copied",
+            reason=f"its {setting!r} setting{states}; also launched: flags and first state "
+            "zeroed, last state copied",
         )
 
     return library_kernel("ssd", "published", _unpublished, call, plan)
@@ -261,11 +241,8 @@ def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
     yield uneven_chunks(inputs)
     (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
     states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
-    rows = (
-        span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
-    )
-    far = max(states, *rows) > INT32_ELEMENTS
-    yield far, "32-bit offsets, and a sequence here spans more than 2^31 elements"
+    x, dt, _, B, C = _needed(inputs)
+    yield _spans_far([states, *(span(tensor[0]) for tensor in (x, dt, B, C))], "sequence")
 
 
 def _switches(precision: Precision) -> dict[str, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ssdprof.kernels.choice import Fused, FusedCall, Variant, tensor_function
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, Work, tensor_function
 from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError, override, register
@@ -131,7 +131,7 @@ def portable_config(call: FusedCall) -> SSDPortableConfig:
     )
 
 
-def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> tuple[int, int, str]:
+def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> Work:
     others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * ("sync" in buffers)
     return (
         1 + len(others),

@@ -37,11 +37,12 @@ def prepared(
     buffers: Buffers,
     *,
     in_place: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> PreparedLaunch:
     """inputs: any of the signature.  tensors: the launch's, of inputs, out, final states and, by
     name, the buffers.
 
-    in_place: final states overwrite the initial ones.
+    in_place: final states overwrite the initial ones.  out_dtype: x's if None.
     """
     index, shape = inputs.x.get_device(), inputs.final_shape
 
@@ -49,7 +50,7 @@ def prepared(
         x, final = inputs.x, inputs.initial_states
         with torch.cuda.device(index):  # no effect for -1, the CPU
             workspace = allocated(buffers, x.device)
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            out = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
             if not in_place or final is None:
                 final = torch.empty(shape, dtype=torch.float32, device=x.device)
             launcher(programs, *tensors(inputs, out, final, **workspace))

@@ -63,6 +63,7 @@ from ssdprof.kernels.functions import (
     LOG2_E,
     TL_DTYPE,
     decay_exp2,
+    load_at,
     ptr_offset,
     softplus,
 )
@@ -73,7 +74,7 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.launch import Buffers, prepared
 from ssdprof.kernels.ssd.unfused import _bmm_chunk_kernel
-from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
+from ssdprof.kernels.tensors import offset_dtype, strides_of, strides_of_each, tile_strides
 
 FLAGS = tl.constexpr(32)  # offset of the flags in sync
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
@@ -158,9 +159,9 @@ def find_segment(
 
 
 @triton.jit
-def zero_state(tile, BLOCKS: tl.constexpr):
+def zero_state(tile, S: tl.constexpr):
     blocks = ()
-    for _ in tl.static_range(BLOCKS):
+    for _ in tl.static_range((S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N):
         blocks = blocks + (tl.zeros(tile.shape, tl.float32),)
     return blocks
 
@@ -173,50 +174,37 @@ def wait_for_state(flag_ptr, segment):
 
 
 @triton.jit
-def part_of_state(
-    m_state, k: tl.constexpr, BLOCK: tl.constexpr, DSTATE: tl.constexpr, P_ROWS: tl.constexpr
-):
+def part_of_state(m_state, k: tl.constexpr, S: tl.constexpr):
     """Mask of block k of a state: inside P (`m_state`) and inside N."""
-    if (k + 1) * BLOCK > DSTATE:
-        m_n = tl.arange(0, BLOCK) < DSTATE - k * BLOCK
-        return m_state & (m_n[None, :] if P_ROWS else m_n[:, None])
+    if (k + 1) * S.BLOCK_N > S.DSTATE:
+        m_n = tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N
+        return m_state & (m_n[None, :] if S.P_ROWS else m_n[:, None])
     else:
         return m_state
 
 
 @triton.jit
-def take_state(ptr, tile, step, m_state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
+def take_state(ptr, tile, step, m_state, S: tl.constexpr):
     """Stage 3: load a state in fp32.  Bypasses L1, whose lines may be outdated."""
-    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
     state = ()
-    for k in tl.static_range((DSTATE + BLOCK - 1) // BLOCK):
-        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
+    for k in tl.static_range((S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N):
+        m = part_of_state(m_state, k, S)
         block = tl.load(ptr + k * step + tile, mask=m, other=0.0, cache_modifier=".cg")
         state = state + (block.to(tl.float32),)
     return state
 
 
 @triton.jit
-def store_state(ptr, tile, step, m_state, state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
+def store_state(ptr, tile, m_state, state, S: tl.constexpr):
     """Store a state, in stage 3 or at a sequence's end."""
-    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
     for k in tl.static_range(len(state)):
-        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
-        tl.store(ptr + k * step + tile, state[k].to(ptr.dtype.element_ty), mask=m)
+        m = part_of_state(m_state, k, S)
+        tl.store(ptr + k * S.BLOCK_N + tile, state[k].to(ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit
 def hand_over_state(
-    states_ptr,
-    tile,
-    step,
-    m_state,
-    flag_ptr,
-    entering,
-    added,
-    decay_log2,
-    DSTATE: tl.constexpr,
-    P_ROWS: tl.constexpr,
+    states_ptr, tile, m_state, flag_ptr, entering, added, decay_log2, S: tl.constexpr
 ):
     """Stage 3: overwrite the state that entered the segment with the one that leaves it, and set
     the flag.
@@ -226,7 +214,7 @@ def hand_over_state(
     for k in tl.static_range(len(entering)):
         leaving = leaving + (entering[k] * decay + added[k],)
     tl.debug_barrier()  # all threads have read the entering state
-    store_state(states_ptr, tile, step, m_state, leaving, DSTATE, P_ROWS)
+    store_state(states_ptr, tile, m_state, leaving, S)
     tl.debug_barrier()  # all threads have stored the leaving state
     tl.atomic_add(flag_ptr, 1, sem="release")
 
@@ -235,13 +223,12 @@ def hand_over_state(
 
 
 @triton.jit
-def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.constexpr):
+def load_block(rows, t, k: tl.constexpr, m, S: tl.constexpr, AGAIN: tl.constexpr):
     """Load block k of B or C of the chunk at t.  AGAIN: load it even if the compiler could reuse an
     earlier load.
     """
-    BLOCK: tl.constexpr = rows.tile.shape[1]
-    if (k + 1) * BLOCK > DSTATE:
-        m_n = (tl.arange(0, BLOCK) < DSTATE - k * BLOCK)[None, :]
+    if (k + 1) * S.BLOCK_N > S.DSTATE:
+        m_n = (tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N)[None, :]
         m = m_n if m is None else m & m_n
     p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
     return tl.load(
@@ -251,8 +238,7 @@ def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.cons
 
 @triton.jit
 def chunk_cumsum(
-    dt_ptr, dt_stride, A, dt_bias, dt_low, dt_high, gates, first, count, length,
-    DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
+    dt_ptr, dt_stride, A, dt_bias, dt_low, dt_high, gates, first, count, length, S: tl.constexpr
 ):  # fmt: skip
     """Stage 1 for the chunks first .. first + count - 1, several at once: store dt and a in memory.
 
@@ -260,17 +246,17 @@ def chunk_cumsum(
     exchange between threads in every chunk.  Returns the number of chunks whose decay to the
     segment's end is not zero.
     """
-    o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, CHUNK)
+    o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, S.CHUNK)
     felt = 0
     tail = 0.0  # log2 of the decay from a block of chunks to the segment's end
     for block in range(0, tl.cdiv(count, GATE_ROWS)):
         row = count - (block + 1) * GATE_ROWS + o_r
-        t = (first + row)[:, None] * CHUNK + o_q[None, :]
+        t = (first + row)[:, None] * S.CHUNK + o_q[None, :]
         m = (row >= 0)[:, None] & (t < length)
         dt = (
             tl.load(dt_ptr + t.to(tl.int64) * dt_stride, mask=m, other=0.0).to(tl.float32) + dt_bias
         )
-        if DT_SOFTPLUS:
+        if S.DT_SOFTPLUS:
             dt = softplus(dt)
         dt = tl.where(m, tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL), 0.0)
         # a step below FORGOTTEN decays to zero anyway, and would cost later differences their
@@ -279,7 +265,7 @@ def chunk_cumsum(
         a = tl.cumsum(dA, axis=1)
         tl.store(gates[0] + t, dt, mask=m)
         tl.store(gates[0] + gates[1] + t, a, mask=m)
-        end = tl.sum(tl.where(o_q[None, :] == CHUNK - 1, a, 0.0), axis=1)
+        end = tl.sum(tl.where(o_q[None, :] == S.CHUNK - 1, a, 0.0), axis=1)
         later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
         felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
         tail += tl.sum(end, axis=0)
@@ -288,54 +274,49 @@ def chunk_cumsum(
 
 
 @triton.jit
-def chunk_state(
-    state, x, B_rows, gates, t, length, tail,
-    DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, PRODUCT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
+def chunk_state(state, x, B_rows, gates, t, length, tail, S: tl.constexpr, ALIGNED: tl.constexpr):
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
 
     With a `tail`: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T, for a state after a further
     decay of 2^tail.  The weighted x is then rounded, which affects only later segments.
     """
-    CHUNK: tl.constexpr = x.shape[0]
     AGAIN: tl.constexpr = tail is None and len(state) > 1
-    o_q = tl.arange(0, CHUNK)
+    o_q = tl.arange(0, S.CHUNK)
     m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
     dt = tl.load(gates[0] + t + o_q)
     a = tl.load(gates[0] + gates[1] + t + o_q)
     end = tl.load(
-        gates[0] + gates[1] + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1
+        gates[0] + gates[1] + (t + S.CHUNK if ALIGNED else tl.minimum(t + S.CHUNK, length)) - 1
     )
     exponent = end - a if tail is None else end - a + tail
     weight = decay_exp2(exponent) * dt
     weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
-    weighted = x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]
+    weighted = x.to(S.INTERMEDIATE) * weight.to(S.INTERMEDIATE)[:, None]
     rounded = weighted.to(x.dtype)
-    lost = (weighted - rounded.to(INTERMEDIATE)).to(x.dtype)
+    lost = (weighted - rounded.to(S.INTERMEDIATE)).to(x.dtype)
     decay = decay_exp2(end)
     after = ()
     for k in tl.static_range(len(state)):
         block = state[k]
-        B = load_block(B_rows, t, k, m_q, DSTATE, AGAIN)
+        B = load_block(B_rows, t, k, m_q, S, AGAIN)
         if tail is None:
             # also multiply the rounding error: a term of the state is then rounded once on its way
             # to the output, as a term of the chunk is (docs/kernels.md).  This product
             # comes first: nothing waits for the other
             block *= decay
-            if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
-                block = add_outer_products(block, lost, B, P_ROWS, PRODUCT)
-        after = after + (add_outer_products(block, rounded, B, P_ROWS, PRODUCT),)
+            if S.INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
+                block = add_outer_products(block, lost, B, S)
+        after = after + (add_outer_products(block, rounded, B, S),)
     return after
 
 
 @triton.jit
-def add_outer_products(block, x, B, P_ROWS: tl.constexpr, PRODUCT: tl.constexpr):
+def add_outer_products(block, x, B, S: tl.constexpr):
     """block + sum_t x_t B_t^T, for one block of N."""
-    if P_ROWS:
-        return tl.dot(tl.trans(x), B, block, input_precision=PRODUCT)
+    if S.P_ROWS:
+        return tl.dot(tl.trans(x), B, block, input_precision=S.PRODUCT)
     else:
-        return tl.dot(tl.trans(B), x, block, input_precision=PRODUCT)
+        return tl.dot(tl.trans(B), x, block, input_precision=S.PRODUCT)
 
 
 @triton.jit
@@ -346,63 +327,52 @@ def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length,
     Reads only the last `felt` chunks.  If these are not all, the decay is below FORGOTTEN, which
     counts as zero.  Another segment follows, so that all chunks are full.
     """
-    CHUNK: tl.constexpr = x_rows.tile.shape[0]
     tail = 0.0
     for i in tl.range(0, felt, num_stages=S.STATE_STAGES):
-        t = (first + count - 1 - i) * CHUNK
+        t = (first + count - 1 - i) * S.CHUNK
         x = tl.load(
             x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0
         )
-        state = chunk_state(
-            state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT,
-            True,
-        )  # fmt: skip
-        tail += tl.load(gates[0] + gates[1] + t + CHUNK - 1)
+        state = chunk_state(state, x, B_rows, gates, t, length, tail, S, True)
+        tail += tl.load(gates[0] + gates[1] + t + S.CHUNK - 1)
     return state, tail
 
 
 @triton.jit
-def chunk_products(
-    state, C_rows, B_rows, CB_ptr, gates, t, length, DSTATE: tl.constexpr, P_ROWS: tl.constexpr,
-    PRODUCT: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+def chunk_products(state, C_rows, B_rows, CB_ptr, gates, t, length, S: tl.constexpr):
     """Stage 4, C B^T, and the first term of stage 5, 2^(a_t) h C_t.  Both go block by block, so
     that C is read once.
 
     CB_ptr: C B^T of the chunk, if it has been computed.
     """
-    CHUNK: tl.constexpr = C_rows.tile.shape[0]
-    BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
-    m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
-    CB = tl.zeros((CHUNK, CHUNK), tl.float32)
+    o_q = tl.arange(0, S.CHUNK)
+    m_q = ((o_q < length - t) | S.ALIGNED)[:, None]
+    CB = tl.zeros((S.CHUNK, S.CHUNK), tl.float32)
     if CB_ptr is not None:
-        CB = tl.load(CB_ptr + tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :])
-    out = tl.zeros((CHUNK, BLOCK_P), tl.float32)
+        CB = tl.load(CB_ptr + o_q[:, None] * S.CHUNK + o_q[None, :])
+    out = tl.zeros((S.CHUNK, S.BLOCK_P), tl.float32)
     for k in tl.static_range(len(state)):
-        C = load_block(C_rows, t, k, m_q, DSTATE, False)
+        C = load_block(C_rows, t, k, m_q, S, False)
         if CB_ptr is None:
-            B = load_block(B_rows, t, k, m_q, DSTATE, False)
-            CB = tl.dot(C, tl.trans(B), CB, input_precision=PRODUCT)
+            B = load_block(B_rows, t, k, m_q, S, False)
+            CB = tl.dot(C, tl.trans(B), CB, input_precision=S.PRODUCT)
         # stage chunk_scan.previous
-        block = tl.trans(state[k]) if P_ROWS else state[k]
-        out = tl.dot(C, block.to(C.dtype), out, input_precision=PRODUCT)
+        block = tl.trans(state[k]) if S.P_ROWS else state[k]
+        out = tl.dot(C, block.to(C.dtype), out, input_precision=S.PRODUCT)
         # stage bmm_chunk
     # stage chunk_scan.previous
-    a = tl.load(gates[0] + gates[1] + t + tl.arange(0, CHUNK))
+    a = tl.load(gates[0] + gates[1] + t + o_q)
     decay = decay_exp2(a)
     return CB, out * decay[:, None]
 
 
 @triton.jit
-def scan_current(
-    out, CB, x_rows, m_p, gates, t, length, INTERMEDIATE: tl.constexpr, PRODUCT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
+def scan_current(out, CB, x_rows, m_p, gates, t, length, S: tl.constexpr):
     """Stage 5: add the chunk's own positions, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s.
     Returns (out, x).
     """
-    o_q = tl.arange(0, CB.shape[0])
-    m_q = (o_q < length - t) | ALIGNED
+    o_q = tl.arange(0, S.CHUNK)
+    m_q = (o_q < length - t) | S.ALIGNED
     x = tl.load(
         x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile,
         mask=m_q[:, None] & m_p,
@@ -413,15 +383,15 @@ def scan_current(
     # `decay_exp2` inlined by hand: a call takes 16 bytes more stack, packed with N = 256 (Triton
     # 3.6, sm_90)
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
-    scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
+    scores = CB.to(S.INTERMEDIATE) * (decay * dt[None, :]).to(S.INTERMEDIATE)
     scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
-    return tl.dot(scores.to(x.dtype), x, out, input_precision=PRODUCT), x
+    return tl.dot(scores.to(x.dtype), x, out, input_precision=S.PRODUCT), x
 
 
 @triton.jit
-def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.constexpr):
+def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
     """Stage 5: skip, gate and store."""
-    m = ((tl.arange(0, out.shape[0]) < length - t) | ALIGNED)[:, None] & m_p
+    m = ((tl.arange(0, S.CHUNK) < length - t) | S.ALIGNED)[:, None] & m_p
     if D is not None:
         out += D * x.to(tl.float32)
     if z_rows is not None:
@@ -430,8 +400,11 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
         ).to(tl.float32)
         root = tl.rsqrt(1.0 + tl.exp2(-z * LOG2_E))
         out *= z * (root * root)  # z sigmoid(z): a division would take six more instructions
-    p = out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile
-    tl.store(p, out.to(out_rows.ptr.dtype.element_ty), mask=m)
+    tl.store(
+        out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile,
+        out.to(out_rows.ptr.dtype.element_ty),
+        mask=m,
+    )
 
 
 @triton.jit
@@ -440,10 +413,30 @@ def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
     if D_ptr is None:
         return None
     elif len(D_strides) == 2:
-        D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0)
-        return D.to(tl.float32)[None, :]
+        return load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
     else:
-        return tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+        return load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
+
+
+@triton.jit
+def scan_segment(
+    state, x_rows, B_rows, C_rows, z_rows, out_rows, D, CB_ptr, gates, m_p, first, count, length,
+    S: tl.constexpr,
+):  # fmt: skip
+    """Stages 4, 5 and 2 of the chunks first .. first + count - 1, one after another, from the state
+    that enters the segment.  Returns the state that leaves it.
+    """
+    for i_c in tl.range(first, first + count, num_stages=S.SCAN_STAGES):
+        t = i_c * S.CHUNK
+        CB_chunk = None
+        if CB_ptr is not None:
+            step = S.HEADS // S.HEADS_PER_GROUP * (S.CHUNK * S.CHUNK)
+            CB_chunk = CB_ptr + tl.cast(i_c, tl.int64) * step
+        CB, out = chunk_products(state, C_rows, B_rows, CB_chunk, gates, t, length, S)
+        out, x = scan_current(out, CB, x_rows, m_p, gates, t, length, S)
+        state = chunk_state(state, x, B_rows, gates, t, length, None, S, S.ALIGNED)
+        scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S)
+    return state
 
 
 # --- the kernel
@@ -451,9 +444,7 @@ def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.constexpr):
-    """All five stages of one slice of P of one segment of one head, chunk after chunk, with the
-    state in registers.
-    """
+    """All five stages of one slice of P of one segment of one head; the state is in registers."""
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
         cu_seqlens_ptr, out_ptr, final_states_ptr, gates_ptr, states_ptr, sync_ptr, CB_ptr,
@@ -464,7 +455,6 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     ) = strides  # fmt: skip
     # stage ticket: which segment of which slice is mine
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
-    BLOCKS: tl.constexpr = (S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N
     ticket = take_ticket(sync_ptr, S.HANDOVER)
     unit, rank = ticket % (S.HEADS * SLICES), ticket // (S.HEADS * SLICES)
     i_h, first_p = unit // SLICES, (unit % SLICES) * S.BLOCK_P
@@ -487,8 +477,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
 
     # stage setup: where its tensors lie
     i_g = i_h // S.HEADS_PER_GROUP
-    o_q = tl.arange(0, S.CHUNK)
-    rows = o_q.to(S.OFFSET)[:, None]
+    rows = tl.arange(0, S.CHUNK).to(S.OFFSET)[:, None]
     o_p, o_n = tl.arange(0, S.BLOCK_P).to(S.OFFSET), tl.arange(0, S.BLOCK_N).to(S.OFFSET)
     m_p = (o_p < S.HEADDIM - first_p) | (S.HEADDIM % S.BLOCK_P == 0)
     x_tile = rows * x_strides[1] + o_p[None, :] * x_strides[3]
@@ -497,18 +486,11 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     B_step = ptr_offset((S.BLOCK_N,), B_strides[3:])
     C_step = ptr_offset((S.BLOCK_N,), C_strides[3:])
     out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
-    x_rows = TokenRows(
-        x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1]
-    )
-    B_rows = TokenRows(
-        B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step
-    )
-    C_rows = TokenRows(
-        C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step
-    )
-    out_rows = TokenRows(
-        out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1]
-    )
+    unit_index, group_index = (i_b, begin, i_h, first_p), (i_b, begin, i_g)
+    x_rows = TokenRows(x_ptr + ptr_offset(unit_index, x_strides), x_tile, x_strides[1])
+    B_rows = TokenRows(B_ptr + ptr_offset(group_index, B_strides), B_tile, B_strides[1], B_step)
+    C_rows = TokenRows(C_ptr + ptr_offset(group_index, C_strides), C_tile, C_strides[1], C_step)
+    out_rows = TokenRows(out_ptr + ptr_offset(unit_index, out_strides), out_tile, out_strides[1])
     positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
@@ -528,12 +510,11 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
     dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
     felt = chunk_cumsum(
-        dt_ptr, dt_strides[1], A, dt_bias, dt_low, dt_high, gates, first, count, length,
-        S.DT_SOFTPLUS, S.CHUNK,
+        dt_ptr, dt_strides[1], A, dt_bias, dt_low, dt_high, gates, first, count, length, S,
     )  # fmt: skip
 
     # stage state_passing: the state that enters the segment
-    state = zero_state(state_tile, BLOCKS)
+    state = zero_state(state_tile, S)
     if S.HANDOVER:
         added, decay_log2 = state, 0.0
         if not last:
@@ -543,52 +524,34 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         flag_ptr = sync_ptr + FLAGS + (sequence * (S.HEADS * SLICES) + unit) * FLAG_STRIDE
         if segment > 0:
             wait_for_state(flag_ptr, segment)
-            state = take_state(
-                states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, S.DSTATE, S.P_ROWS
-            )
+            state = take_state(states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, S)
     if initial_states_ptr is not None and segment == 0:
-        initial_ptr = initial_states_ptr + ptr_offset(
-            (sequence, i_h, first_p, 0), initial_states_strides
-        )
+        initial_offset = ptr_offset((sequence, i_h, first_p), initial_states_strides)
+        initial_ptr = initial_states_ptr + initial_offset
         initial_tile = state_p * initial_states_strides[2] + state_n * initial_states_strides[3]
         initial_step = ptr_offset((S.BLOCK_N,), initial_states_strides[3:])
-        state = take_state(initial_ptr, initial_tile, initial_step, m_state, S.DSTATE, S.P_ROWS)
+        state = take_state(initial_ptr, initial_tile, initial_step, m_state, S)
     if S.HANDOVER and not last:
         hand_over_state(
-            states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, flag_ptr, state, added,
-            decay_log2, S.DSTATE, S.P_ROWS,
-        )  # fmt: skip
+            states_ptr + state_offset, state_tile, m_state, flag_ptr, state, added, decay_log2, S
+        )
 
     # stage chunk_scan: the output, chunk after chunk
-    z_rows = None
     D = skip_weights(D_ptr, D_strides, i_h, first_p + o_p, m_p)
+    z_rows = None
     if z_ptr is not None:
-        z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
-        z_rows = TokenRows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
-    for i_c in tl.range(first, first + count, num_stages=S.SCAN_STAGES):
-        t = i_c * S.CHUNK
-        CB_chunk = None
-        if CB_ptr is not None:
-            i_bcg = (tl.cast(i_b, tl.int64) * nchunks + i_c) * (S.HEADS // S.HEADS_PER_GROUP) + i_g
-            CB_chunk = CB_ptr + i_bcg * (S.CHUNK * S.CHUNK)
-        CB, out = chunk_products(
-            state, C_rows, B_rows, CB_chunk, gates, t, length, S.DSTATE, S.P_ROWS, S.PRODUCT,
-            S.ALIGNED,
-        )  # fmt: skip
-        out, x = scan_current(
-            out, CB, x_rows, m_p[None, :], gates, t, length, S.INTERMEDIATE, S.PRODUCT, S.ALIGNED
-        )
-        state = chunk_state(
-            state, x, B_rows, gates, t, length, None, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT,
-            S.ALIGNED,
-        )  # fmt: skip
-        scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, S.ALIGNED)
+        z_tile = rows * z_strides[1] + o_p[None, :] * z_strides[3]
+        z_rows = TokenRows(z_ptr + ptr_offset(unit_index, z_strides), z_tile, z_strides[1])
+    if CB_ptr is not None:
+        i_bcg = tl.cast(i_b, tl.int64) * nchunks * (S.HEADS // S.HEADS_PER_GROUP) + i_g
+        CB_ptr += i_bcg * (S.CHUNK * S.CHUNK)
+    state = scan_segment(
+        state, x_rows, B_rows, C_rows, z_rows, out_rows, D, CB_ptr, gates, m_p[None, :], first,
+        count, length, S,
+    )  # fmt: skip
     # stage state_passing.store
     if last:
-        store_state(
-            final_states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, state, S.DSTATE,
-            S.P_ROWS,
-        )  # fmt: skip
+        store_state(final_states_ptr + state_offset, state_tile, m_state, state, S)
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:
@@ -613,75 +576,37 @@ def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...
     return (batch, triton.cdiv(length, config.chunk), groups, config.chunk, config.chunk)
 
 
-def portable_launch(
-    inputs: SSDInputs, precision: Precision, config: SSDPortableConfig
-) -> PreparedLaunch:
-    """The launch of a call, for all inputs of one signature.  Inputs in fp32 that are not packed
-    get C B^T from a launch before it.
+def scores_launcher(inputs: SSDInputs, chunk: int, shape: tuple[int, ...]) -> Launcher:
+    """The launch of C B^T of all chunks, of `shape`: a program for each chunk and group, whose
+    products are exact at every precision.
     """
+    strides = strides_of_each(inputs.C, inputs.B, torch.empty(shape, device="meta"))
+    return Launcher(
+        _bmm_chunk_kernel,
+        (strides, inputs.length, shape[2], shape[1]),
+        dict(
+            CHUNK_SIZE=chunk,
+            BLOCK_Q=chunk,
+            BLOCK_S=chunk,
+            DSTATE=inputs.B.shape[3],
+            BLOCK_N=32,
+            num_warps=4,
+            num_stages=3,
+        ),
+    )
+
+
+def launch_options(
+    inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, out: torch.Tensor
+) -> dict[str, object]:
+    """Compile-time arguments and launch options of the fused kernel."""
     (seqlen, nheads, headdim), dstate, chunk = inputs.x.shape[1:], inputs.B.shape[3], config.chunk
-    new, shape, initial = (
-        torch.empty(inputs.x.shape, device="meta"),
-        scores_shape(inputs, config),
-        inputs.initial_states,
-    )
-    scores: Launcher | None = None
-    # a program for each chunk and group, whose products are exact at every precision
-    if len(shape) > 1:
-        of_scores = inputs.C.stride(), inputs.B.stride(), torch.empty(shape, device="meta").stride()
-        scores = Launcher(
-            _bmm_chunk_kernel,
-            (of_scores, seqlen, shape[2], shape[1]),
-            dict(
-                CHUNK_SIZE=chunk,
-                BLOCK_Q=chunk,
-                BLOCK_S=chunk,
-                DSTATE=dstate,
-                BLOCK_N=32,
-                num_warps=4,
-                num_stages=3,
-            ),
-        )
-
-    def tensors(
-        inputs: SSDInputs, out: Any, final: Any, gates: Any, sync: Any = None, states: Any = None
-    ) -> tuple[Any, ...]:
-        """The kernel's tensors in its order.  Launches the kernel of C B^T, if there is one, into
-        the end of its buffer.
-        """
-        CB = None
-        if scores is not None:
-            CB, gates = gates[: prod(shape)], gates[prod(shape) :]
-            scores(prod(shape[:3]), inputs.C, inputs.B, None, CB)
-        return (
-            *inputs.kernel_tensors[:10],
-            out,
-            final,
-            gates,
-            final if states is None else states,
-            sync,
-            CB,
-        )
-
-    strides = (
-        tile_strides(inputs.x),
-        inputs.dt.stride(),
-        inputs.A.stride(),
-        tile_strides(inputs.B),
-        tile_strides(inputs.C),
-        strides_of(inputs.D),
-        tile_strides(inputs.z),
-        strides_of(inputs.dt_bias),
-        strides_of(initial),
-        strides_of(inputs.cu_seqlens),
-        tile_strides(new),
-    )
     # relaxed fp32 inputs: products of one tf32 number for each operand have smaller errors than
     # 16-bit intermediates
     wide = inputs.x.dtype == torch.float32
     intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
-    tiles = (inputs.x, inputs.B, inputs.C, inputs.z, new)
-    options = dict(
+    tiles = (inputs.x, inputs.B, inputs.C, inputs.z, out)
+    return dict(
         HEADS=nheads,
         HEADS_PER_GROUP=inputs.heads_per_group,
         HEADDIM=headdim,
@@ -696,14 +621,50 @@ def portable_launch(
         INTERMEDIATE=TL_DTYPE[intermediate],
         PRODUCT="tf32" if wide and not precision.exact else DOT_PRECISION.value,
         ALIGNED=inputs.cu_seqlens is None and seqlen % chunk == 0,
-        OFFSET=offset_dtype(chunk, tiles, (headdim, dstate), strides_of(initial)),
+        OFFSET=offset_dtype(chunk, tiles, (headdim, dstate), strides_of(inputs.initial_states)),
         STATE_STAGES=config.state_stages,
         SCAN_STAGES=config.scan_stages,
         num_warps=config.num_warps,
     )
-    scalars = (strides, seqlen, inputs.sequences, *map(float, inputs.dt_limit))
-    programs, buffers = (
-        config.segments(inputs) * config.units(inputs),
-        buffer_sizes(inputs, precision, config),
+
+
+def portable_launch(
+    inputs: SSDInputs, precision: Precision, config: SSDPortableConfig
+) -> PreparedLaunch:
+    """The launch of a call, for all inputs of one signature.  Inputs in fp32 that are not packed
+    get C B^T from a launch before it.
+    """
+    new, shape = torch.empty(inputs.x.shape, device="meta"), scores_shape(inputs, config)
+    scores = scores_launcher(inputs, config.chunk, shape) if len(shape) > 1 else None
+
+    def tensors(
+        inputs: SSDInputs,
+        out: torch.Tensor,
+        final: torch.Tensor,
+        gates: torch.Tensor,
+        sync: torch.Tensor | None = None,
+        states: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The kernel's tensors in its order.  Launches the kernel of C B^T, if there is one, into
+        the end of its buffer.
+        """
+        CB = None
+        if scores is not None:
+            CB, gates = gates[: prod(shape)], gates[prod(shape) :]
+            scores(prod(shape[:3]), inputs.C, inputs.B, None, CB)
+        states = final if states is None else states
+        return *inputs.kernel_tensors[:10], out, final, gates, states, sync, CB
+
+    strides = (
+        tile_strides(inputs.x),
+        *strides_of_each(inputs.dt, inputs.A),
+        *map(tile_strides, (inputs.B, inputs.C)),
+        strides_of(inputs.D),
+        tile_strides(inputs.z),
+        *strides_of_each(inputs.dt_bias, inputs.initial_states, inputs.cu_seqlens),
+        tile_strides(new),
     )
-    return prepared(Launcher(_fused_kernel, scalars, options), programs, inputs, tensors, buffers)
+    scalars = (strides, inputs.length, inputs.sequences, *map(float, inputs.dt_limit))
+    launcher = Launcher(_fused_kernel, scalars, launch_options(inputs, precision, config, new))
+    programs = config.segments(inputs) * config.units(inputs)
+    return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))

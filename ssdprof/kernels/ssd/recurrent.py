@@ -33,10 +33,12 @@ from ssdprof.kernels.functions import (
     LOG2_E,
     decay_exp,
     decay_exp2,
+    load_at,
     ptr_offset,
     sequence_bounds,
     slot_to_read,
     softplus,
+    store_at,
 )
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher, kept, launch
@@ -50,6 +52,14 @@ from ssdprof.kernels.registry import (
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import prepared
+from ssdprof.kernels.stored_states import (
+    NOT_STEPPING,
+    Stepping,
+    hashed_head,
+    stepped,
+    stored_after,
+    stored_state,
+)
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
@@ -62,14 +72,21 @@ STAGES = {
 }
 
 
-def blocks_of(inputs: SSDInputs) -> dict[str, int]:
-    """block_p: slice of P per program, a power of two."""
-    return {"block_p": min(16, int(triton.next_power_of_2(inputs.x.shape[3]))), "num_warps": 2}
+def blocks_of(inputs: SSDInputs, *, whole_state: bool = False) -> dict[str, int]:
+    """block_p: slice of P per program, a power of two.  whole_state: in one program, for a scale of
+    it, with at most 64 numbers of it per thread.
+    """
+    headdim = int(triton.next_power_of_2(inputs.x.shape[3]))
+    if whole_state:
+        state = headdim * int(triton.next_power_of_2(inputs.B.shape[3]))
+        return {"block_p": headdim, "num_warps": max(2, state // (64 * 32))}
+    return {"block_p": min(16, headdim), "num_warps": 2}
 
 
-def _settings(inputs: SSDInputs) -> tuple[int, dict[str, object]]:
+def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dict[str, object]]:
     """The programs of all three kernels, and their compile-time arguments and launch options."""
-    (heads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], blocks_of(inputs)
+    (heads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
+    blocks = blocks_of(inputs, whole_state=whole_state)
     return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
         HEADS=heads,
         HEADS_PER_GROUP=inputs.heads_per_group,
@@ -92,10 +109,13 @@ def _own_slice(S: tl.constexpr):
     return sequence, i_h, o_p, o_n, o_p < S.HEADDIM, o_n < S.DSTATE
 
 
-@triton.jit(do_not_specialize=["seqlen"])
-def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
+@triton.jit(do_not_specialize=["seqlen", "seed"])
+def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl.constexpr):
     """One slice of P of one head of one sequence of `ssd_recurrent`, token after token, with the
     state in registers.
+
+    FORMAT: that of the states of a call step by step, whose table of slots has a column for the
+    initial state, too; None: they are not rounded.
     """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
@@ -120,25 +140,23 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
     m_state = m_p[:, None] & m_n[None, :]
     i_g = i_h // S.HEADS_PER_GROUP
-    x_ptr += ptr_offset((i_b, begin, i_h), x_strides[:3]) + o_p.to(tl.int64) * x_strides[3]
-    out_ptr += ptr_offset((i_b, begin, i_h), out_strides[:3]) + o_p.to(tl.int64) * out_strides[3]
-    B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3]) + o_n.to(tl.int64) * B_strides[3]
-    C_ptr += ptr_offset((i_b, begin, i_g), C_strides[:3]) + o_n.to(tl.int64) * C_strides[3]
+    x_ptr += ptr_offset((i_b, begin, i_h), x_strides) + o_p.to(tl.int64) * x_strides[3]
+    out_ptr += ptr_offset((i_b, begin, i_h), out_strides) + o_p.to(tl.int64) * out_strides[3]
+    B_ptr += ptr_offset((i_b, begin, i_g), B_strides) + o_n.to(tl.int64) * B_strides[3]
+    C_ptr += ptr_offset((i_b, begin, i_g), C_strides) + o_n.to(tl.int64) * C_strides[3]
     dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
     if z_ptr is not None:
-        z_ptr += ptr_offset((i_b, begin, i_h), z_strides[:3]) + o_p.to(tl.int64) * z_strides[3]
-    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
+        z_ptr += ptr_offset((i_b, begin, i_h), z_strides) + o_p.to(tl.int64) * z_strides[3]
+    A = load_at(A_ptr, A_strides, (i_h,)).to(tl.float32)
     dt_bias = 0.0
     if dt_bias_ptr is not None:
-        dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
+        dt_bias = load_at(dt_bias_ptr, dt_bias_strides, (i_h,)).to(tl.float32)
     D = tl.zeros((S.BLOCK_P,), tl.float32)
     if D_ptr is not None:
         if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
-                tl.float32
-            )
+            D = load_at(D_ptr, D_strides, (i_h, o_p), mask=m_p).to(tl.float32)
         else:
-            D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+            D += load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
 
     # stage setup.load
     final_row, m_final = sequence, m_state  # of the final state
@@ -150,9 +168,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
             if S.IN_PLACE:
                 m_read = tl.where(slot >= 0, m_state, False)
         index = (slot, i_h, o_p[:, None], o_n[None, :])
-        initial = tl.load(
-            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_read, other=0.0
-        )
+        initial = load_at(initial_states_ptr, initial_states_strides, index, mask=m_read)
         state = initial.to(tl.float32)
         if S.IN_PLACE and slots_ptr is not None:
             final_row = slot
@@ -160,6 +176,12 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
                 writes_ptr += tl.cast(sequence, tl.int64) * writes_strides[0]
                 final_row = tl.load(writes_ptr)
             m_final = tl.where((final_row >= 0) & (length > 0), m_state, False)
+    if S.FORMAT is not None:
+        key, elements = hashed_head(seed, sequence, i_h), o_p[:, None] * S.DSTATE + o_n[None, :]
+        state = stored_state(state, key, 0, elements, 1, S.FORMAT)
+        index = (final_row, i_h, o_p[:, None], o_n[None, :])
+        store_at(final_states_ptr, final_states_strides, index, state, mask=m_state)
+        writes_ptr += writes_strides[1]
 
     # stage recurrence
     for t in range(0, length):
@@ -179,30 +201,42 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_p)
         if S.EVERY_STATE:
             row = (i_b * seqlen + begin + step, i_h, o_p[:, None], o_n[None, :])
-            tl.store(final_states_ptr + ptr_offset(row, final_states_strides), state, mask=m_state)
+            store_at(final_states_ptr, final_states_strides, row, state, mask=m_state)
+        if S.FORMAT is not None:
+            state = stored_after(state, t + 1, length, key, elements, 1, S)
         if len(writes_strides) == 2:
             new = tl.load(writes_ptr + step * writes_strides[1])
-            at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
-            kept = state.to(final_states_ptr.dtype.element_ty)
-            tl.store(final_states_ptr + at, kept, mask=tl.where(new >= 0, m_state, False))
+            # a call step by step keeps few states, and saves the addresses of others
+            if S.FORMAT is None or new >= 0:
+                at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
+                kept = state.to(final_states_ptr.dtype.element_ty)
+                tl.store(final_states_ptr + at, kept, mask=tl.where(new >= 0, m_state, False))
 
     # stage setup.store
     if not S.EVERY_STATE and len(writes_strides) != 2:
-        index = (final_row, i_h, o_p[:, None], o_n[None, :])
-        final = final_states_ptr + ptr_offset(index, final_states_strides)
-        tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_final)
+        row = (final_row, i_h, o_p[:, None], o_n[None, :])
+        store_at(final_states_ptr, final_states_strides, row, state, mask=m_final)
 
 
-def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
+def recurrent_launch(
+    inputs: SSDInputs, *, in_place: bool = False, stepping: Stepping = NOT_STEPPING
+) -> PreparedLaunch:
     """The launch of a call, for all inputs of one signature.  in_place: as of `ssd_recurrent`."""
     new = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new, final))
-    scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
-    programs, options = _settings(inputs)
-    options |= dict(EVERY_STATE=bool(inputs.state_every), IN_PLACE=in_place)
+    scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit), stepping.seed)
+    programs, options = _settings(inputs, whole_state=stepping.whole_state)
+    options |= dict(
+        EVERY_STATE=bool(inputs.state_every),
+        IN_PLACE=in_place,
+        FORMAT=stepping.constants,
+        STEP=stepping.step,
+    )
     launcher = Launcher(_ssd_recurrent_kernel, scalars, options)
-    return prepared(launcher, programs, inputs, _tensors, {}, in_place=in_place)
+    return prepared(
+        launcher, programs, inputs, _tensors, {}, in_place=in_place, out_dtype=stepping.out_dtype
+    )
 
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -237,6 +271,17 @@ def ssd_recurrent(
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
+def _step_on_pool(inputs: SSDInputs, stepping: Stepping) -> SSDOutput:
+    """A call on the pool of `stored_states.on_pool`."""
+    refuse_gradient("recurrent", _tensors(inputs))
+    return kept(_launches, (inputs.signature, stepping), _prepare_steps, inputs, stepping)(inputs)
+
+
+def _prepare_steps(inputs: SSDInputs, stepping: Stepping) -> PreparedLaunch:
+    _refuse_unsupported("recurrent", inputs)
+    return recurrent_launch(inputs, in_place=True, stepping=stepping)
+
+
 def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
     inputs.check()
     _refuse_unsupported("recurrent", inputs)
@@ -269,27 +314,21 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
     m_state = m_p[:, None] & m_n[None, :]
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
 
-    dt = tl.load(dt_ptr + ptr_offset((i_b, 0, i_h), dt_strides)).to(tl.float32)
+    dt = load_at(dt_ptr, dt_strides, (i_b, 0, i_h)).to(tl.float32)
     if dt_bias_ptr is not None:
-        dt += tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
+        dt += load_at(dt_bias_ptr, dt_bias_strides, (i_h,)).to(tl.float32)
     if S.DT_SOFTPLUS:
         dt = softplus(dt)
     dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
-    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
-    x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(
-        tl.float32
-    )
+    A = load_at(A_ptr, A_strides, (i_h,)).to(tl.float32)
+    x = load_at(x_ptr, x_strides, (i_b, 0, i_h, o_p), mask=m_p).to(tl.float32)
     i_g = i_h // S.HEADS_PER_GROUP
-    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_g, o_n), B_strides), mask=m_n, other=0.0).to(
-        tl.float32
-    )
+    B = load_at(B_ptr, B_strides, (i_b, 0, i_g, o_n), mask=m_n).to(tl.float32)
     state = (dt * x)[:, None] * B[None, :]
     if initial_states_ptr is not None:
-        initial = tl.load(
-            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0
-        )
+        initial = load_at(initial_states_ptr, initial_states_strides, index, mask=m_state)
         state += initial.to(tl.float32) * decay_exp2(dt * A * LOG2_E)
-    tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
+    store_at(final_states_ptr, final_states_strides, index, state, mask=m_state)
 
 
 @triton.jit
@@ -300,35 +339,21 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
     i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
 
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
-    state = tl.load(
-        states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0
-    )
+    state = load_at(states_ptr, states_strides, index, mask=m_p[:, None] & m_n[None, :])
     i_g = i_h // S.HEADS_PER_GROUP
-    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_g, o_n), C_strides), mask=m_n, other=0.0).to(
-        tl.float32
-    )
+    C = load_at(C_ptr, C_strides, (i_b, 0, i_g, o_n), mask=m_n).to(tl.float32)
     out = tl.sum(state * C[None, :], axis=1)
     if D_ptr is not None:
-        x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(
-            tl.float32
-        )
+        x = load_at(x_ptr, x_strides, (i_b, 0, i_h, o_p), mask=m_p).to(tl.float32)
         if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
-                tl.float32
-            )
+            D = load_at(D_ptr, D_strides, (i_h, o_p), mask=m_p).to(tl.float32)
         else:
-            D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+            D = load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
         out += D * x
     if z_ptr is not None:
-        z = tl.load(z_ptr + ptr_offset((i_b, 0, i_h, o_p), z_strides), mask=m_p, other=0.0).to(
-            tl.float32
-        )
+        z = load_at(z_ptr, z_strides, (i_b, 0, i_h, o_p), mask=m_p).to(tl.float32)
         out *= z / (1.0 + tl.exp2(-z * LOG2_E))
-    tl.store(
-        out_ptr + ptr_offset((i_b, 0, i_h, o_p), out_strides),
-        out.to(out_ptr.dtype.element_ty),
-        mask=m_p,
-    )
+    store_at(out_ptr, out_strides, (i_b, 0, i_h, o_p), out, mask=m_p)
 
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
@@ -384,6 +409,7 @@ register(
         keeps=keeps_every_state,
         pools=True,
         in_place=partial(ssd_recurrent, in_place=True),
+        stepped=partial(stepped, _step_on_pool),
         batch_invariant=True,
     )
 )

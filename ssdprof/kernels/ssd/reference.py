@@ -25,7 +25,7 @@ from ssdprof.kernels.oracle import (
     initial_states,
     register_oracle,
     segment_sums,
-    sequences,
+    spans_of,
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
@@ -39,7 +39,7 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
     """
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     final_states = initial_states(inputs, dtype)
-    for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+    for span in spans_of(inputs):
         state = final_states[span.sequence]
         for t in range(span.start, span.stop):
             here = Span(sequence=span.sequence, batch=span.batch, start=t, stop=t + 1)

@@ -40,7 +40,7 @@ _TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 
 
 # (pool) -> out
-Run = Callable[[torch.Tensor], torch.Tensor]
+StepCall = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _bounds(inputs: SSDInputs) -> torch.Tensor:
@@ -96,6 +96,7 @@ _PROMPTS = {
 
 
 def load_prompt(name: str) -> Implementation:
+    """A server's kernels for prompts.  Raises ImportError."""
     package, function_name, list_chunks = _PROMPTS[name]
     function = getattr(import_kernels(f"{package}.ssd_combined"), function_name)
     tunings = Tunings(import_kernels(f"{package}.{tuned}") for tuned in _TUNED)
@@ -176,7 +177,7 @@ def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
     }
 
 
-def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
+def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     arguments = _step_arguments(inputs, lambda tensor: tensor.flatten(0, 1))
     arguments |= _tables(inputs, slots)
 
@@ -188,7 +189,7 @@ def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
     return run
 
 
-def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
+def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     """A verification leaves the pool alone, and writes all states to a buffer."""
     slots.refuse_tables("sglang_step")
     arguments = _step_arguments(inputs, lambda tensor: tensor)
@@ -202,7 +203,7 @@ def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
     return run
 
 
-def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
+def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])
     slots.refuse_tables(_MAMBA)
 
@@ -223,6 +224,7 @@ _STEPS = {
 
 
 def load_step(name: str) -> Implementation:
+    """A kernel for the next token of each sequence, or for a few tokens.  Raises ImportError."""
     module, bind_function = _STEPS[name]
     function = import_kernels(module).selective_state_update
 

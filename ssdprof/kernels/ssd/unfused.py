@@ -22,7 +22,15 @@ from torch import Tensor
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels.functions import (
+    DOT_PRECISION,
+    LOG2_E,
+    TL_DTYPE,
+    decay_exp2,
+    load_at,
+    ptr_offset,
+    store_at,
+)
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
@@ -81,14 +89,12 @@ def _chunk_cumsum_kernel(
     m = m_h[:, None] & (o_q < length)[None, :]
 
     # --- time step
-    dt_raw_offset = ptr_offset((i_b, start + o_q[None, :], o_h[:, None]), dt_raw_strides)
     # [BLOCK_H, CHUNK_SIZE]
-    b_dt = tl.load(dt_raw_ptr + dt_raw_offset, mask=m, other=0.0).to(tl.float32)
+    b_dt = load_at(
+        dt_raw_ptr, dt_raw_strides, (i_b, start + o_q[None, :], o_h[:, None]), mask=m
+    ).to(tl.float32)
     if dt_bias_ptr is not None:
-        b_bias = tl.load(dt_bias_ptr + ptr_offset((o_h,), dt_bias_strides), mask=m_h, other=0.0).to(
-            tl.float32
-        )
-        b_dt += b_bias[:, None]
+        b_dt += load_at(dt_bias_ptr, dt_bias_strides, (o_h,), mask=m_h).to(tl.float32)[:, None]
     if S.DT_SOFTPLUS:
         b_dt = _softplus(b_dt)
     b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
@@ -100,16 +106,12 @@ def _chunk_cumsum_kernel(
     SUM_DTYPE: tl.constexpr = (
         tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
     )
-    b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
+    b_A = load_at(A_ptr, A_strides, (o_h,), mask=m_h).to(SUM_DTYPE) * LOG2_E
     b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)
 
     index = (i_b, o_h[:, None], i_c, o_q[None, :])
-    tl.store(dt_ptr + ptr_offset(index, dt_strides), b_dt, mask=m_h[:, None])
-    tl.store(
-        dA_cumsum_log2_ptr + ptr_offset(index, dA_cumsum_log2_strides),
-        b_dA_cumsum_log2,
-        mask=m_h[:, None],
-    )
+    store_at(dt_ptr, dt_strides, index, b_dt, mask=m_h[:, None])
+    store_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, index, b_dA_cumsum_log2, mask=m_h[:, None])
 
 
 def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -163,7 +165,7 @@ def _chunk_state_kernel(
     o_n = (i_tile % N_TILES) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
-    # --- sum over the chunk
+    # --- sum over the chunk; `load_at` here makes other machine code
     end = tl.load(
         dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
     )
@@ -235,20 +237,13 @@ def chunk_state(
 def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
     """One block of one head's state of `state_passing`, chunk after chunk."""
     (
-        states_ptr,
-        dA_cumsum_log2_ptr,
-        initial_states_ptr,
-        bounds_ptr,
-        prev_states_ptr,
+        states_ptr, dA_cumsum_log2_ptr, initial_states_ptr, bounds_ptr, prev_states_ptr,
         final_states_ptr,
-    ) = tensors
+    ) = tensors  # fmt: skip
     (
-        states_strides,
-        dA_cumsum_log2_strides,
-        initial_states_strides,
-        prev_states_strides,
+        states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides,
         final_states_strides,
-    ) = strides
+    ) = strides  # fmt: skip
     # --- this program's part of a state
     BLOCKS: tl.constexpr = (S.HEADDIM * S.DSTATE + S.BLOCK - 1) // S.BLOCK
     i_sh = tl.program_id(0) // BLOCKS
@@ -259,31 +254,22 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
     if bounds_ptr is None:
         i_b, first, after = i_s, 0, nchunks
     else:
-        i_b, first, after = (
-            0,
-            tl.load(bounds_ptr + i_s).to(tl.int32),
-            tl.load(bounds_ptr + i_s + 1).to(tl.int32),
-        )
+        i_b = 0
+        first = tl.load(bounds_ptr + i_s).to(tl.int32)
+        after = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
 
     # --- loop over chunks
     state = tl.zeros((S.BLOCK,), dtype=tl.float32)
     if initial_states_ptr is not None:
-        initial_offset = ptr_offset((i_s, i_h, o_p, o_n), initial_states_strides)
-        state += tl.load(initial_states_ptr + initial_offset, mask=m, other=0.0).to(tl.float32)
+        state += load_at(
+            initial_states_ptr, initial_states_strides, (i_s, i_h, o_p, o_n), mask=m
+        ).to(tl.float32)
     for i_c in tl.range(first, after, num_stages=S.NUM_STAGES):
-        b_states = tl.load(
-            states_ptr + ptr_offset((i_b, i_c, i_h, o_p, o_n), states_strides), mask=m, other=0.0
-        )
-        end = tl.load(
-            dA_cumsum_log2_ptr
-            + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
-        )
-        prev_offset = ptr_offset((i_b, i_c, i_h, o_p, o_n), prev_states_strides)
-        tl.store(prev_states_ptr + prev_offset, state.to(prev_states_ptr.dtype.element_ty), mask=m)
+        b_states = load_at(states_ptr, states_strides, (i_b, i_c, i_h, o_p, o_n), mask=m)
+        end = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, S.CHUNK_SIZE - 1))
+        store_at(prev_states_ptr, prev_states_strides, (i_b, i_c, i_h, o_p, o_n), state, mask=m)
         state = state * decay_exp2(end) + b_states
-    tl.store(
-        final_states_ptr + ptr_offset((i_s, i_h, o_p, o_n), final_states_strides), state, mask=m
-    )
+    store_at(final_states_ptr, final_states_strides, (i_s, i_h, o_p, o_n), state, mask=m)
 
 
 def state_passing(
@@ -347,22 +333,22 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        b_C = tl.load(
-            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+        # [BLOCK_Q, BLOCK_N] and [BLOCK_N, BLOCK_S]
+        b_C = load_at(
+            C_ptr,
+            C_strides,
+            (i_b, start + o_q[:, None], i_g, o_n[None, :]),
             mask=m_q[:, None] & m_n[None, :],
-            other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]
-        b_B = tl.load(
-            B_ptr + ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides),
+        )
+        b_B = load_at(
+            B_ptr,
+            B_strides,
+            (i_b, start + o_s[None, :], i_g, o_n[:, None]),
             mask=m_n[:, None] & m_s[None, :],
-            other=0.0,
-        )  # [BLOCK_N, BLOCK_S]
+        )
         acc = tl.dot(b_C, b_B, acc, input_precision=DOT_PRECISION)
 
-    tl.store(
-        CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides),
-        acc.to(CB_ptr.dtype.element_ty),
-    )
+    store_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]), acc)
 
 
 def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor:

@@ -29,6 +29,7 @@ STAGES = {
     "sequence_at": "ticket",
     "packed_slot": "ticket",
     "segment_of": "ticket",
+    "bounds_of": "ticket",
     "first_segment_extra": "ticket",
     "boundary": "ticket",
     "first_pass_of": "ticket",
@@ -117,42 +118,46 @@ def packed_slot(slot, sequences, cu_seqlens_ptr, cu_stride):
 
 
 @gluon.jit
-def segment_of(
-    program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, truncation_log2,
-    warmup_lengths_ptr, S: gl.constexpr,
-):  # fmt: skip
+def segment_of(packing, sequences, bounds, K, truncation_log2, warmup_lengths_ptr, S: gl.constexpr):
     """The segment of a program, and whether it exists.  Heads vary fastest, then sequences, then
     segments of K chunks.
 
     With FIRST_SEGMENT_EXTRA, segments have K chunks on average, and the first one is longer
     (`first_segment_extra`).
-    bounds: None if segments are whole sequences
+    packing: arguments of `sequence_at`
+    bounds: of all chunks (HV, slots), and slots
     warmup_lengths: of first passes from `parts.py`, or None
     """
+    program = gl.program_id(0)
     rank = program // S.HEADS
-    sequence = sequence_at(rank % sequences, seqlen, cu_seqlens_ptr, cu_stride)
+    sequence = sequence_at(rank % sequences, *packing)
     s = rank // sequences
     head, first = program % S.HEADS, s * K
     length = gl.cdiv(sequence.length, CHUNK)
     nchunks = gl.maximum(gl.minimum(K, length - first), 0)
     if S.FIRST_SEGMENT_EXTRA:
         count = gl.cdiv(length, K)
-        bounds = bounds_ptr + head.to(gl.int64) * slots + sequence.slot
-        extra = first_segment_extra(bounds, (count - 1) * K, truncation_log2)
+        bounds_ptr = bounds_of(bounds, head, sequence)
+        extra = first_segment_extra(bounds_ptr, (count - 1) * K, truncation_log2)
         first = boundary(s, count, extra, length)
         nchunks = boundary(s + 1, count, extra, length) - first
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, to copy its state
     row = gl.to_tensor(-1)
-    if bounds_ptr is None:
-        back = gl.to_tensor(0)
-    elif warmup_lengths_ptr is None:
-        bounds = bounds_ptr + head.to(gl.int64) * slots + sequence.slot
-        back = first_pass_of(bounds, gl.where(exists, first, 0), truncation_log2)
+    if warmup_lengths_ptr is None:
+        bounds_ptr = bounds_of(bounds, head, sequence)
+        back = first_pass_of(bounds_ptr, gl.where(exists, first, 0), truncation_log2)
     else:
         of_segment = program - sequences * S.HEADS
         back = gl.load(warmup_lengths_ptr + of_segment, mask=(first > 0) & exists, other=0)
         row, back = gl.where(back < 0, of_segment, -1), gl.maximum(back, 0)
     return GDNSegment(sequence, head, first, back, nchunks, first + nchunks >= length, row), exists
+
+
+@gluon.jit
+def bounds_of(bounds, head, sequence):
+    """Pointer to the bound of a sequence's first chunk for a head."""
+    bounds_ptr, slots = bounds
+    return bounds_ptr + head.to(gl.int64) * slots + sequence.slot
 
 
 @gluon.jit

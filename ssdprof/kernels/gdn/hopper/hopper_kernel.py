@@ -77,10 +77,10 @@ def _hopper_kernel(
             gl.program_id(0), gl.num_programs(0), pairs, seqlen, gl.cdiv(seqlen, CHUNK), S.HEADS
         )
     else:
+        packing = (seqlen, cu_seqlens_ptr, cu_strides[0])
         work, exists = segment_of(
-            gl.program_id(0), seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr, slots,
-            K, truncation_log2, warmup_lengths_ptr, S,
-        )  # fmt: skip
+            packing, sequences, (bounds_ptr, slots), K, truncation_log2, warmup_lengths_ptr, S
+        )
     role_barrier()
     if exists:
         env = GDNEnv(
@@ -123,25 +123,9 @@ def _parts_kernel(
     rings = allocate(k_desc.dtype, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
-        gl.program_id(0),
-        gl.num_programs(0),
-        rows,
-        seqlen,
-        sequences,
-        cu_seqlens_ptr,
-        cu_strides[0],
-        bounds_ptr,
-        slots,
-        K,
-        limit,
-        least,
-        truncation_log2,
-        warmup_lengths_ptr,
-        S.HEADS,
-        S.ROWS,
-        S.PARTS,
-        S.MOST,
-    )
+        rows, (seqlen, cu_seqlens_ptr, cu_strides[0]), sequences, (bounds_ptr, slots), K,
+        (limit, least), truncation_log2, warmup_lengths_ptr, S,
+    )  # fmt: skip
     if work.count > 0:
         env = GDNEnv(
             rings,

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from ssdprof.kernels._gluon import aggregate, role_barrier
+from ssdprof.kernels._gluon import aggregate, role_barrier, tile_indices
 from ssdprof.kernels.hopper.ring import CHUNK
 
 BLOCK = gl.constexpr(16)
@@ -139,10 +139,7 @@ def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lo
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    o_j, o_i = (
-        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
-        gl.arange(0, BLOCK, gl.SliceLayout(0, layout)),
-    )
+    o_j, o_i = tile_indices(CHUNK, BLOCK, layout)
     zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
     known = zero
     for j in gl.static_range(i):

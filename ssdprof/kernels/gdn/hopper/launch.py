@@ -18,7 +18,16 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
-from ssdprof.kernels.tensors import Described, Part, places, row_stride, rows, steps, tiles
+from ssdprof.kernels.tensors import (
+    Described,
+    Part,
+    places,
+    row_stride,
+    rows,
+    steps,
+    strides_of,
+    tiles,
+)
 
 AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
 RING, PARTS_RING = 2, 3  # slots of the rings, and of those of `parts.py`
@@ -27,8 +36,10 @@ STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24
 # most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
 WIDE = 16
 
-# the workspace; descriptors of q, k and the inverses
-Begun = tuple[dict[str, Part | None], tuple[Any, Any, Any]]
+Workspace = dict[str, Part | None]  # its parts by name
+# what the first launch leaves: the workspace; descriptors of q, k and the inverses
+Begun = tuple[Workspace, tuple[Any, Any, Any]]
+CHUNK_GATES = ("decays", "bounds", "norms")  # that the first launch writes
 
 
 def workspace(
@@ -72,14 +83,10 @@ def hopper_launch(
     """A call with K = V = 128, for all inputs of one signature.  Requires that `config.unsupported`
     is empty.  state_v_first: final states are (sequences, HV, V, K) in memory
     """
-    index, (begin, finish) = (
-        inputs.q.get_device(),
-        launches(inputs, config, state_v_first=state_v_first),
-    )
-    shape, strides = (
-        inputs.states_shape,
-        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
-    )
+    index = inputs.q.get_device()
+    begin, finish = launches(inputs, config, state_v_first=state_v_first)
+    shape = inputs.states_shape
+    strides = state_strides(*shape[1:], v_first=state_v_first)
 
     def call(inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
@@ -105,62 +112,23 @@ def launches(
         launches the others; its arguments: what `begin` returned, inputs, out, final states.
     padded: final states are written to the workspace with K = V = 128.
     """
-    seqlen, key_heads = inputs.q.shape[1:3]
-    heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
-    slots, device = slot_count(inputs), inputs.q.device
     nbytes, part_places = workspace(inputs, config, padded=padded)
-    q_tiles, k_tiles, v_tiles = (
-        _tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v)
-    )
-    row = heads * inputs.v.shape[3]
-    out_tiles = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
-    inverse_rows = rows(
-        inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value)
-    )
-    # value heads per program of the first kernel
-    at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
-    if config.persistent_programs:
-        programs = min(config.persistent_programs, inputs.sequences * heads)
-    else:
-        segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
-        programs = segments * inputs.sequences * heads
-    sizes = (seqlen, inputs.sequences, slots)
-    cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
-    gate_strides = tuple(
-        (gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta)
-    )
-    prep = Launcher(
-        _prep_kernel,
-        (*gate_strides, cu_strides, *sizes),
-        dict(
-            KEY_HEADS=key_heads,
-            HEADS=heads,
-            AT_ONCE=at_once,
-            NORMALISE=inputs.use_qk_l2norm,
-            num_warps=4,
-            maxnreg=96,  # five programs per SM
-        ),
-    )
-    initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-    final = state_strides(
-        heads, *((DIM.value,) * 2 if padded else inputs.states_shape[2:]), v_first=state_v_first
-    )
+    device, invert = inputs.q.device, _inversion(inputs)
+    key_heads, heads = inputs.q.shape[2], inputs.v.shape[2]
+    dims = (DIM.value, DIM.value) if padded else inputs.states_shape[2:]
+    initial = strides_of(inputs.initial_state) or (0, 0, 0, 0)
     options: dict[str, Any] = dict(  # GROUP: value heads per key head
         KEY_HEADS=key_heads,
         HEADS=heads,
         GROUP=heads // key_heads,
-        PACKED=packed,
-        PERSISTENT=config.persistent_programs > 0,
         FIRST_SEGMENT_EXTRA=config.first_segment_extra,
-        STATE_STRIDES=(*initial, *final),
+        PERSISTENT=config.persistent_programs > 0,
+        STATE_STRIDES=(*initial, *state_strides(heads, *dims, v_first=state_v_first)),
         DEPTH=RING,
         STATE_REGISTERS=STATE_REGISTERS,
         OTHER_REGISTERS=OTHER_REGISTERS,
         num_warps=4,
     )
-    scalars = (cu_strides, inputs.scale_or_default, config.truncation_log2, *sizes, config.segment)
-    main = Launcher(_hopper_kernel, scalars, options)
-    enter = _entering(inputs, config, scalars, options)
 
     def begin(inputs: GDNInputs) -> Begun:
         memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
@@ -168,39 +136,88 @@ def launches(
             name: None if place is None else Part(memory, *place)
             for name, place in part_places.items()
         }
+        return parts, invert(inputs, parts)
+
+    return begin, _scan(inputs, config, options)
+
+
+def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
+    """Arguments of all kernels: positions of a row of the batch, sequences, and slots of chunks."""
+    return inputs.q.shape[1], inputs.sequences, slot_count(inputs)
+
+
+def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any, Any, Any]]:
+    """The launch of `_prep_kernel`, which returns descriptors of q, k and the inverses."""
+    packed, heads, slots = inputs.cu_seqlens is not None, inputs.v.shape[2], slot_count(inputs)
+    q_tiles, k_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k))
+    row_count = slots * heads * CHUNK.value
+    inverse_rows = rows(inputs.q.dtype, row_count, block=(CHUNK.value, CHUNK.value))
+    # value heads per program
+    at_once = next((count for count in (2, 3) if inputs.values_per_key % count == 0), 1)
+    gate_strides = tuple(
+        (gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta)
+    )
+    launcher = Launcher(
+        _prep_kernel,
+        (*gate_strides, strides_of(inputs.cu_seqlens) or (0,), *_sizes(inputs)),
+        dict(
+            KEY_HEADS=inputs.q.shape[2],
+            HEADS=heads,
+            AT_ONCE=at_once,
+            NORMALISE=inputs.use_qk_l2norm,
+            num_warps=4,
+            maxnreg=96,  # five programs per SM
+        ),
+    )
+
+    def invert(inputs: GDNInputs, parts: Workspace) -> tuple[Any, Any, Any]:
         assert parts["inverse"] is not None
         q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), inverse_rows(parts["inverse"])
-        gates = parts["decays"], parts["bounds"], parts["norms"]
-        programs_of_prep = slots * heads // at_once
-        prep(programs_of_prep, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
-        return parts, (q, k, inverse)
+        gates, written = (inputs.g, inputs.beta), (parts[name] for name in CHUNK_GATES)
+        launcher(slots * heads // at_once, k, q, inverse, *gates, inputs.cu_seqlens, *written)
+        return q, k, inverse
+
+    return invert
+
+
+def _scan(
+    inputs: GDNInputs, config: GDNHopperConfig, options: dict[str, Any]
+) -> Callable[..., None]:
+    """The launches after the first: those of slow heads, if there are any, and `_hopper_kernel`,
+    which writes the output and the final states.
+    """
+    packed, (heads, value_dim) = inputs.cu_seqlens is not None, inputs.v.shape[2:]
+    row = heads * value_dim
+    v_tiles = _tiles(inputs.v, packed=packed)
+    out_tiles = _tiles(inputs.v, (inputs.length * row, row, value_dim), packed=packed)
+    scalars = (
+        strides_of(inputs.cu_seqlens) or (0,),
+        inputs.scale_or_default,
+        config.truncation_log2,
+        *_sizes(inputs),
+        config.segment,
+    )
+    scan, enter = (
+        Launcher(_hopper_kernel, scalars, options),
+        _entering(inputs, config, scalars, options),
+    )
+    programs = inputs.sequences * heads + row_count(inputs, config.segment)
+    if config.persistent_programs:
+        programs = min(config.persistent_programs, inputs.sequences * heads)
 
     def finish(
         begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
     ) -> None:
-        """Launch the kernels after the first: those of slow heads, if there are any, and the one
-        that writes `out` and `final_states`.
-        """
         parts, (q, k, inverse) = begun
-        v, gates = v_tiles(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
+        v, gates = v_tiles(inputs.v), [parts[name] for name in CHUNK_GATES]
         if enter is not None:
             enter(parts, k, v, inverse, inputs, gates)
-        main(
-            programs,
-            q,
-            k,
-            v,
-            inverse,
-            out_tiles(out),
-            inputs.initial_state,
-            inputs.cu_seqlens,
-            parts["entering"],
-            parts["warmup_lengths"],
-            final_states,
-            *gates,
-        )
+        descriptors = q, k, v, inverse, out_tiles(out)
+        entering = parts["entering"], parts["warmup_lengths"]
+        states = inputs.initial_state, inputs.cu_seqlens
+        scan(programs, *descriptors, *states, *entering, final_states, *gates)
 
-    return begin, finish
+    return finish
 
 
 def _entering(
@@ -239,7 +256,7 @@ def _entering(
     )
 
     def enter(
-        parts: dict[str, Part | None], k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: Any
+        parts: Workspace, k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: list[Part | None]
     ) -> None:
         written = parts["parts"], parts["moves"], parts["warmup_lengths"]
         make(programs, k, v, inverse, inputs.cu_seqlens, *written, *gates)

@@ -30,8 +30,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # chooses the interpreter or a GPU before the kernel is defined
 import ssdprof.kernels.device  # noqa: F401
-from ssdprof.kernels._gluon import add, aggregate, arrive, product_layout, role_barrier, scalar
-from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Sequence, sequence_at
+from ssdprof.kernels._gluon import (
+    add,
+    aggregate,
+    arrive,
+    begin_product,
+    product_layout,
+    role_barrier,
+    scalar,
+    tile_indices,
+)
+from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Sequence, bounds_of, sequence_at
 from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_END
 from ssdprof.kernels.gdn.hopper.role_copies import load_keys, load_tile
 from ssdprof.kernels.gdn.hopper.role_gates import chunk_gates
@@ -54,7 +63,7 @@ by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 STAGES = {
     "segments": "ticket", "segment_at": "ticket", "reach_back": "ticket", "first_passes": "ticket",
     "write_part": "ticket", "nth_slow_row": "ticket", "value_at": "ticket", "parts_of": "ticket",
-    "field": "ticket", "begin_update": "state_factor", "store_update": "state_factor",
+    "begin_update": "state_factor", "store_update": "state_factor",
     "pass_pair": "warm_up", "store_rows": "setup", "part_states": "setup",
     "part_gates": "gate_cumsum", "part_loads": "loads", "_combine_kernel": "warm_up",
 }  # fmt: skip
@@ -78,32 +87,16 @@ class Parts:
         return self.count
 
     @gluon.jit
-    def field(self, k, which: gl.constexpr):
-        return scalar(self.table.index(k * FIELDS + which))
-
-    @gluon.jit
     def segment_at(self, k):
         """The k-th part, as a segment with a first pass only, and the number of the program's
         chunks before it.
         """
-        sequence = Sequence(
-            self.field(k, 0),
-            self.field(k, 1),
-            self.field(k, 2),
-            self.field(k, 3),
-            self.field(k, 4),
-            self.field(k, 5),
-        )
-        segment = GDNSegment(
-            sequence,
-            self.field(k, 6),
-            self.field(k, 7),
-            self.field(k, 8),
-            gl.to_tensor(0),
-            k < 0,
-            self.field(k, 9),
-        )
-        return segment, self.field(k, 10)
+        fields = ()
+        for i in gl.static_range(FIELDS):
+            fields += (scalar(self.table.index(k * FIELDS + i)),)
+        head, first, back, row, before = fields[6:]
+        sequence, none = Sequence(*fields[:6]), gl.to_tensor(0)
+        return GDNSegment(sequence, head, first, back, none, k < 0, row), before
 
 
 @gluon.jit
@@ -131,37 +124,34 @@ def reach_back(
 
 
 @gluon.jit
-def first_passes(
-    rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least,
-    truncation_log2, HEADS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
+def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S: gl.constexpr):
     """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not
     exist.
 
     A head forgets too slowly if a first pass would have more than `limit` chunks.  If that is so at
     its sequence's last segment, segments that begin after more than `least` chunks have parts, too.
+
+    limits: `limit` and `least`.  packing, bounds: as of `segment_of`
     """
-    LOOK: gl.constexpr = LOOKS // ROWS
+    limit, least = limits
+    LOOK: gl.constexpr = LOOKS // S.ROWS
     # a row a thread
     layout: gl.constexpr = gl.BlockedLayout([1, LOOK], [32, 1], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
-    first, length = (row // HEADS // sequences + 1) * K, gl.cdiv(sequence.length, CHUNK)
+    row = gl.arange(0, S.ROWS, gl.SliceLayout(1, layout))
+    sequence = sequence_at(row // S.HEADS % sequences, *packing)
+    first, length = (row // S.HEADS // sequences + 1) * K, gl.cdiv(sequence.length, CHUNK)
     exists = (row < rows) & (first < length)
-    bounds = bounds_ptr + (row % HEADS).to(gl.int64) * slots + sequence.slot
+    bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
     late = exists & (first > least)
-    at_last = reach_back(
-        gl.where(late, (length - 1) // K * K, 0), late, bounds, limit, truncation_log2, LOOK, layout
-    )
+    last = gl.where(late, (length - 1) // K * K, 0)
+    at_last = reach_back(last, late, bounds_ptr, limit, truncation_log2, LOOK, layout)
     slow = late & (at_last > limit)
-    back = reach_back(first, exists & (slow == 0), bounds, limit, truncation_log2, LOOK, layout)
+    back = reach_back(first, exists & (slow == 0), bounds_ptr, limit, truncation_log2, LOOK, layout)
     return gl.where(exists, gl.where(slow | (back > limit), -1, back), 0)
 
 
 @gluon.jit
-def write_part(
-    table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl.constexpr, PARTS: gl.constexpr
-):
+def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.constexpr):
     """Write item t % PARTS of a row as the program's k-th part.  Returns `before` plus the chunks
     of the part.
 
@@ -170,10 +160,10 @@ def write_part(
     one
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    part = t % PARTS
-    end = row // pairs * K + (part + 1) * (K // PARTS)
+    part = t % S.PARTS
+    end = row // pairs * K + (part + 1) * (K // S.PARTS)
     # if the state before is known: with the first pass before it
-    chunks = K // PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
+    chunks = K // S.PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
     fields = (
         sequence.index,
         sequence.begin,
@@ -181,10 +171,10 @@ def write_part(
         sequence.tile,
         sequence.row,
         sequence.slot,
-        row % HEADS,
+        row % S.HEADS,
         end,
         chunks,
-        row * PARTS + part,
+        row * S.PARTS + part,
         before,
     )
     for i in gl.static_range(FIELDS):
@@ -206,47 +196,33 @@ def value_at(values, o_r, i):
 
 @gluon.jit
 def parts_of(
-    program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K,
-    limit, least, truncation_log2, warmup_lengths_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr,
-    PARTS: gl.constexpr, MOST: gl.constexpr,
+    rows, packing, sequences, bounds, K, limits, truncation_log2, warmup_lengths_ptr,
+    S: gl.constexpr,
 ):  # fmt: skip
     """The program's parts, at most MOST.  Program 0 stores the lengths of first passes for the next
-    launches.
+    launches.  Arguments are those of `first_passes`.
     """
+    program, programs = gl.program_id(0), gl.num_programs(0)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    warmup_lengths = first_passes(
-        rows,
-        seqlen,
-        sequences,
-        cu_seqlens_ptr,
-        cu_stride,
-        bounds_ptr,
-        slots,
-        K,
-        limit,
-        least,
-        truncation_log2,
-        HEADS,
-        ROWS,
-    )
-    warmup_lengths, o_r = gl.convert_layout(warmup_lengths, vector), gl.arange(0, ROWS, vector)
+    warmup_lengths = first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S)
+    warmup_lengths, o_r = gl.convert_layout(warmup_lengths, vector), gl.arange(0, S.ROWS, vector)
     if program == 0:
         gl.store(warmup_lengths_ptr + o_r, warmup_lengths, mask=o_r < rows)
     slow = (warmup_lengths < 0).to(gl.int32)
     slow_rows = gl.associative_scan(slow, 0, add)
     table = gl.allocate_shared_memory(
-        gl.int32, [MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [S.MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    count = gl.maximum(gl.cdiv(gl.sum(slow, 0) * PARTS - program, programs), 0)
-    pairs = sequences * HEADS
+    count = gl.maximum(gl.cdiv(gl.sum(slow, 0) * S.PARTS - program, programs), 0)
+    pairs = sequences * S.HEADS
     before = gl.to_tensor(0)
     for k in range(count):
         t = program + k * programs
-        row = nth_slow_row(slow_rows, t // PARTS)
+        row = nth_slow_row(slow_rows, t // S.PARTS)
         # 0 if that segment begins its sequence
         previous = value_at(warmup_lengths, o_r, row - pairs)
-        sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
-        before = write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS, PARTS)
+        sequence = sequence_at(row // S.HEADS % sequences, *packing)
+        before = write_part(table, k, t, before, row, previous, sequence, K, pairs, S)
     role_barrier()
     return Parts(table, count)
 
@@ -254,9 +230,8 @@ def parts_of(
 @gluon.jit
 def begin_update(rings, n, LANE: gl.constexpr):
     """Begin the lane's columns of B^T K of the program's n-th chunk (`role_scores.py`)."""
-    zero = gl.full([CHUNK, DIM // 2], 0.0, gl.float32, by_j)
     k = rings.keys.tile(n).slice(LANE * (DIM // 2), DIM // 2, dim=1)
-    return warpgroup_mma(rings.inverses.tile(n), k, zero, use_acc=False, is_async=True)
+    return begin_product(rings.inverses.tile(n), k, by_j)
 
 
 @gluon.jit
@@ -280,10 +255,8 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
     beside products of the other.
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
-    zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
     k = rings.keys.tile(n).permute((1, 0))
-    KN = warpgroup_mma(entered, k, zero, use_acc=False, is_async=True)
-    KN = warpgroup_mma_wait(0, deps=[KN])
+    KN = warpgroup_mma_wait(0, deps=[begin_product(entered, k, by_i)])
     rings.values.wait_full(n)  # only now, to limit registers
     v = own_rows(rings.values.tile(n), LANE).load(i_operand)
     from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
@@ -293,9 +266,7 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
     N_begun = warpgroup_mma(
         gl.convert_layout(Y, k_operand), rings.updates.tile(n), N * decay, is_async=True
     )
-    KM = warpgroup_mma(
-        gl.convert_layout(M.to(dtype), i_operand), k, zero, use_acc=False, is_async=True
-    )
+    KM = begin_product(gl.convert_layout(M.to(dtype), i_operand), k, by_i)
     N, KM = warpgroup_mma_wait(0, deps=[N_begun, KM])
     arrive(rings.values.empty_at(n))
     rings.keys.wait_full(n + 1)
@@ -320,12 +291,7 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
 def store_rows(moves_ptr, row, value, lane):
     """Store rows of a matrix of 16-bit numbers, 16 bytes a thread.  lane: the first of them"""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    o_v, o_k = (
-        lane + gl.arange(0, ROWS, gl.SliceLayout(1, layout)),
-        gl.arange(0, DIM, gl.SliceLayout(0, layout)),
-    )
-    tile = moves_ptr + row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
-    gl.store(tile, gl.convert_layout(value, layout))
+    gl.store(row_tile(moves_ptr, row, lane, layout), gl.convert_layout(value, layout))
 
 
 @gluon.jit
@@ -335,10 +301,7 @@ def part_states(env, LANE: gl.constexpr):
     """
     parts_ptr, moves_ptr = env.to
     rings, work = env.rings, env.work
-    o_v, o_k = (
-        gl.arange(0, ROWS, gl.SliceLayout(1, by_k)),
-        gl.arange(0, DIM, gl.SliceLayout(0, by_k)),
-    )
+    o_v, o_k = tile_indices(ROWS, DIM, by_k)
     rings.keys.wait_full(gl.to_tensor(0))
     rings.inverses.wait_full(gl.to_tensor(0))
     X = warpgroup_mma_wait(0, deps=[begin_update(rings, gl.to_tensor(0), LANE)])
@@ -354,7 +317,7 @@ def part_states(env, LANE: gl.constexpr):
         entered = gl.convert_layout(N.to(rings.keys.tiles.dtype), i_operand)
         for j in range(segment.back):
             N, M, entered = pass_pair(rings, N, M, entered, n + j, LANE)
-        gl.store(row_tile(parts_ptr, segment.row, lane), N)
+        gl.store(row_tile(parts_ptr, segment.row, lane, by_k), N)
         high = M.to(gl.bfloat16)
         low = (M - high.to(gl.float32)).to(gl.bfloat16)
         store_rows(moves_ptr, 2 * segment.row, high, lane)

@@ -28,16 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ssdprof.kernels._gluon import (
     async_load,
     async_store,
+    begin_product,
     product_layout,
     reinterpret,
     role_barrier,
+    tile_indices,
 )
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.gdn.hopper.inverse import (
@@ -62,7 +63,6 @@ by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
     "begin_load": "setup",
-    "begin_times_transposed": "scaled_dot_kkt",
     "diagonal_of": "scaled_dot_kkt",
     "begin_inverses": "solve_tril",
     "load_gates": "gate_cumsum",
@@ -90,21 +90,10 @@ def begin_load(desc, where):
 
 
 @gluon.jit
-def begin_times_transposed(tile):
-    """Start tile tile^T (i, j) asynchronously.  The caller waits for it."""
-    layout: gl.constexpr = product_layout(CHUNK, 4)
-    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
-    return warpgroup_mma(tile, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def diagonal_of(product):
     """The diagonal of `product`, in the layout of its rows."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    o_i, o_j = (
-        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
-        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
-    )
+    o_i, o_j = tile_indices(CHUNK, CHUNK, layout)
     return gl.sum(gl.where(o_i[:, None] == o_j[None, :], product, 0.0), 1)
 
 
@@ -112,8 +101,7 @@ def diagonal_of(product):
 def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
     """g and beta (head, i) of a program's heads.  Three heads are padded with a row of zeros."""
     g_ptr, beta_ptr, g_strides, beta_strides = gates
-    o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))
+    o_h, o_i = tile_indices(next_power_of_2(AT_ONCE), CHUNK, by_head)
     inside = (o_h < AT_ONCE)[:, None] & (o_i < left)[None, :]
     o_h, o_i = (first_head + o_h).to(gl.int64)[:, None], o_i.to(gl.int64)[None, :]
     g = gl.load(g_ptr + first[0] + o_h * g_strides[2] + o_i * g_strides[1], mask=inside, other=0.0)
@@ -126,9 +114,9 @@ def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
 @gluon.jit
 def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: gl.constexpr):
     """Store the sums of g (head, i) since the chunk's start."""
-    o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))[:, None]
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))[None, :]
+    o_h, o_i = tile_indices(next_power_of_2(AT_ONCE), CHUNK, by_head)
     tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
+    o_h, o_i = o_h[:, None], o_i[None, :]
     gl.store(tile + o_h * CHUNK + o_i, sums(g, 1), mask=o_h < AT_ONCE)
 
 
@@ -299,7 +287,7 @@ def _prep_kernel(
         lengths = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         overlaps = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         mbarrier.wait(full, 0)
-        begun = begin_times_transposed(k)
+        begun = begin_product(k, k.permute((1, 0)), layout)
         g = log2_decays(g)
         store_decays(g, first_head, slot, decays_ptr, AT_ONCE, HEADS)
         beta = beta.to(gl.float32)
@@ -314,7 +302,7 @@ def _prep_kernel(
             norms = norms_ptr + (slot.to(gl.int64) * KEY_HEADS + key_head) * (2 * CHUNK) + o_r
             gl.store(norms, factor)
             mbarrier.wait(q_full, 0)
-            QQ = warpgroup_mma_wait(0, deps=[begin_times_transposed(q)])
+            QQ = warpgroup_mma_wait(0, deps=[begin_product(q, q.permute((1, 0)), layout)])
             gl.store(norms + CHUNK, gl.rsqrt(diagonal_of(QQ) + EPSILON))
             factors.store(factor)
             lengths.store(length)

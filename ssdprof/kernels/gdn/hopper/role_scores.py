@@ -18,11 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import masked, product_layout
+from ssdprof.kernels._gluon import begin_product, masked, product_layout, tile_indices
 from ssdprof.kernels.gdn.hopper.rings import COLUMN, DIM, ROW, TO_END
 from ssdprof.kernels.hopper.ring import CHUNK
 
@@ -47,17 +46,14 @@ def update_of(rings, n):
     rings.keys.wait_full(n)
     rings.inverses.wait_full(n)
     k, inverse, X = rings.keys.tile(n), rings.inverses.tile(n), rings.updates.tile(n)
-    zero = gl.full([CHUNK, WIDTH], 0.0, gl.float32, layout)
-    begun = warpgroup_mma(inverse, k.slice(0, WIDTH, dim=1), zero, use_acc=False, is_async=True)
+    begun = begin_product(inverse, k.slice(0, WIDTH, dim=1), layout)
     to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, layout))
     rings.updates.wait_empty(n)
     for p in gl.static_range(PARTS):
         part = warpgroup_mma_wait(0, deps=[begun])
         X.slice(p * WIDTH, WIDTH, dim=1).store((part * to_end[:, None]).to(X.dtype))
         if p + 1 < PARTS:
-            begun = warpgroup_mma(
-                inverse, k.slice((p + 1) * WIDTH, WIDTH, dim=1), zero, use_acc=False, is_async=True
-            )
+            begun = begin_product(inverse, k.slice((p + 1) * WIDTH, WIDTH, dim=1), layout)
     fence_async_shared()
     mbarrier.arrive(rings.updates.full_at(n), count=1)
 
@@ -69,20 +65,14 @@ def weights_of(rings, n, m, lower):
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     rings.queries.wait_full(m)
-    k, inverse, q, W = (
-        rings.keys.tile(n),
-        rings.inverses.tile(n),
-        rings.queries.tile(m),
-        rings.weights.tile(m),
-    )
-    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
-    QK = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    QK = warpgroup_mma_wait(0, deps=[QK])
+    k, inverse = rings.keys.tile(n), rings.inverses.tile(n)
+    q, W = rings.queries.tile(m), rings.weights.tile(m)
+    QK = warpgroup_mma_wait(0, deps=[begin_product(q, k.permute((1, 0)), layout)])
     if q.dtype == gl.float16:
         G = rings.vector(n, COLUMN).load(rows) - UP
         QK *= gl.exp2(rings.vector(n, ROW).load(rows) - G)[:, None]
     P = gl.convert_layout(masked(QK.to(q.dtype), lower), gl.DotOperandLayout(0, layout, 2))
-    begun = warpgroup_mma(P, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
+    begun = begin_product(P, inverse.permute((1, 0)), layout)
     row, column = rings.vector(n, ROW).load(rows), rings.vector(n, COLUMN).load(columns)
     if q.dtype == gl.float16:
         row = G
@@ -100,10 +90,7 @@ def scores(env):
     """Role: compute X of every chunk, and W of those whose output is wanted."""
     rings = env.rings
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    o_i, o_j = (
-        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
-        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
-    )
+    o_i, o_j = tile_indices(CHUNK, CHUNK, layout)
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)

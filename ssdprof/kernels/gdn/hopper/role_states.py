@@ -23,9 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import arrive, product_layout, role_barrier, scalar
+from ssdprof.kernels._gluon import (
+    arrive,
+    begin_product,
+    product_layout,
+    role_barrier,
+    scalar,
+    tile_indices,
+)
 from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
-from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
     "unknown_values": "chunk_state.residual",
@@ -79,11 +85,8 @@ def unknown_values(rings, state, n, LANE: gl.constexpr):
     rings.keys.wait_full(n)
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
     entered = gl.convert_layout(state.to(dtype), i_operand)
-    zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
     take_turn(rings, 0, LANE)
-    KS = warpgroup_mma(
-        entered, rings.keys.tile(n).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    KS = begin_product(entered, rings.keys.tile(n).permute((1, 0)), by_i)
     end_turn(rings, LANE)
     rings.values.wait_full(n)
     v = own_rows(rings.values.tile(n), LANE).load(i_operand)
@@ -121,14 +124,11 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
     Y, entered, decay = unknown_values(rings, state, n, LANE)
     rings.updates.wait_full(n)
     rings.queries.wait_full(m)
-    zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
     take_turn(rings, 1, LANE)
     state_begun = warpgroup_mma(
         gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True
     )
-    QS = warpgroup_mma(
-        entered, rings.queries.tile(m).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    QS = begin_product(entered, rings.queries.tile(m).permute((1, 0)), by_i)
     end_turn(rings, LANE)
     QS = warpgroup_mma_wait(0, deps=[QS])
     to_output = rings.vector(n, TO_OUTPUT).load(gl.SliceLayout(0, by_i))
@@ -155,27 +155,21 @@ def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
     """Pointers (V from `lane` on, K) to the state of a segment's sequence and head among
     (sequences, HV, K, V).
     """
-    o_v, o_k = (
-        lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)),
-        gl.arange(0, DIM, gl.SliceLayout(0, by_k)),
-    )
+    o_v, o_k = tile_indices(ROWS, DIM, by_k)
     STRIDES: gl.constexpr = S.STATE_STRIDES
     of_head = (
         segment.sequence.index.to(gl.int64) * STRIDES[WHICH]
         + segment.head.to(gl.int64) * STRIDES[WHICH + 1]
     )
-    rows = ptr + of_head + o_v.to(gl.int64) * STRIDES[WHICH + 3]
+    rows = ptr + of_head + (lane + o_v).to(gl.int64) * STRIDES[WHICH + 3]
     return rows[:, None] + (o_k.to(gl.int64) * STRIDES[WHICH + 2])[None, :]
 
 
 @gluon.jit
-def row_tile(ptr, row, lane):
+def row_tile(ptr, row, lane, layout: gl.constexpr):
     """Pointers (V from `lane` on, K) to a row's matrix among (rows, V, K)."""
-    o_v, o_k = (
-        lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)),
-        gl.arange(0, DIM, gl.SliceLayout(0, by_k)),
-    )
-    return ptr + row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
+    o_v, o_k = tile_indices(ROWS, DIM, layout)
+    return ptr + row.to(gl.int64) * (DIM * DIM) + ((lane + o_v) * DIM)[:, None] + o_k[None, :]
 
 
 @gluon.jit
@@ -187,7 +181,7 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
     state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
     if env.entering_ptr is not None:  # noqa: SIM102
         if segment.row >= 0:
-            state = gl.load(row_tile(env.entering_ptr, segment.row, LANE * ROWS))
+            state = gl.load(row_tile(env.entering_ptr, segment.row, LANE * ROWS, by_k))
     if env.initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:  # the state that enters is the initial state
             state = gl.load(state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)).to(

@@ -68,64 +68,64 @@ def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return workspace(of_slices, config, padded=True)[0] + gates + initial
 
 
+def _pieces(inputs: GDNInputs) -> tuple[int, ...]:
+    """(sequences, HV, slices, K, V of a slice): the shape in which states are copied."""
+    *outer, value_dim = inputs.states_shape
+    count = slice_count(inputs)
+    return (*outer[:2], count, outer[2], value_dim // count)
+
+
+def _strides_of_pieces(strides: tuple[int, ...], slice_dim: int) -> tuple[int, ...]:
+    """Strides of states (sequences, HV, K, V) as (sequences, HV, slices, K, V of a slice)."""
+    sequence, head, key, value = strides
+    return sequence, head, slice_dim * value, key, value
+
+
 def sliced_launch(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
     """config: for `by_slice(inputs)`."""
     begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
-    index, count, shape = inputs.q.get_device(), slice_count(inputs), inputs.states_shape
-    of_gates, g_strides, beta_strides = (
-        (*inputs.g.shape, count),
-        (*inputs.g.stride(), 0),
-        (*inputs.beta.stride(), 0),
-    )
-    sequences, heads, key_dim, value_dim = shape
-    pieces = sequences, heads, count, key_dim, value_dim // count
+    index, shape, pieces = inputs.q.get_device(), inputs.states_shape, _pieces(inputs)
+    sequences, heads, count, _, slice_dim = pieces
     padded_shape = heads * count, DIM.value, DIM.value
+    states = state_strides(*shape[1:], v_first=state_v_first)
+    final = _strides_of_pieces(states, slice_dim)
 
-    def cut(strides: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of states (sequences, HV, K, V) as (sequences, HV, slices, K, V of a slice)."""
-        sequence, head, key, value = strides
-        return sequence, head, pieces[-1] * value, key, value
-
-    def joined(*, v_first: bool) -> tuple[int, ...]:
-        """Strides of padded states (sequences, HV * slices, K, V of a slice) as those of `cut`."""
+    def padded_strides(*, v_first: bool) -> tuple[int, ...]:
+        """Strides of the pieces among padded states (sequences, HV * slices, 128, 128)."""
         sequence, piece, key, value = state_strides(*padded_shape, v_first=v_first)
         return sequence, count * piece, piece, key, value
 
-    states = state_strides(heads, key_dim, value_dim, v_first=state_v_first)
-    initial = None if inputs.initial_state is None else cut(inputs.initial_state.stride())
-    initial_padded, final, final_padded = (
-        joined(v_first=False),
-        cut(states),
-        joined(v_first=state_v_first),
+    initial_padded, final_padded = (
+        padded_strides(v_first=False),
+        padded_strides(v_first=state_v_first),
     )
 
-    def pad(given: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-        padded = given.new_zeros(sequences, *padded_shape)
-        to, of = padded.as_strided(pieces, initial_padded), given.as_strided(pieces, strides)
-        to.copy_(of)
+    def for_slices(gate: torch.Tensor) -> torch.Tensor:
+        """(B, T, HV * slices), contiguous."""
+        return gate.as_strided((*gate.shape, count), (*gate.stride(), 0)).contiguous()
+
+    def pad(states: torch.Tensor) -> torch.Tensor:
+        padded = states.new_zeros(sequences, *padded_shape)
+        strides = _strides_of_pieces(states.stride(), slice_dim)
+        padded.as_strided(pieces, initial_padded).copy_(states.as_strided(pieces, strides))
         return padded
 
     def call(inputs: GDNInputs) -> GDNOutput:
         """Copy gates for each slice, launch the kernels, copy states from and to padded ones."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
+            changed = vars(inputs).copy()
             if count > 1:
-                gates = {
-                    "g": inputs.g.as_strided(of_gates, g_strides).contiguous(),
-                    "beta": inputs.beta.as_strided(of_gates, beta_strides).contiguous(),
-                }
-                inputs = GDNInputs.unchecked(**vars(inputs) | gates)
-            begun = begin(inputs)
+                changed |= {"g": for_slices(inputs.g), "beta": for_slices(inputs.beta)}
+            begun = begin(GDNInputs.unchecked(**changed))
             # the host does the rest while the GPU runs the first launch
-            if inputs.initial_state is not None and initial is not None:
-                inputs = GDNInputs.unchecked(
-                    **vars(inputs) | {"initial_state": pad(inputs.initial_state, initial)}
-                )
+            if inputs.initial_state is not None:
+                changed["initial_state"] = pad(inputs.initial_state)
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             padded = begun[0]["padded"]
             assert padded is not None
-            finish(begun, inputs, out, padded)
+            finish(begun, GDNInputs.unchecked(**changed), out, padded)
             final_states = torch.empty_strided(
                 shape, states, dtype=torch.float32, device=out.device
             )

@@ -88,10 +88,36 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     return y
 
 
+# --- tiles of a chunk.  `tokens` is (row of the batch, first position, head): where it begins
+# in a tensor (B, T, heads, columns).  `chunk` is (row of the batch, chunk, head): its place in what
+# an earlier stage stored, (B, NT, HV, rows, columns).
+
+
 @triton.jit
-def _rows(ptr, strides, index, mask, OPERAND: tl.constexpr):
-    """A tile of q, k or v (CHUNK_SIZE, BLOCK) as an operand."""
-    return tl.load(ptr + ptr_offset(index, strides), mask=mask, other=0.0).to(OPERAND)
+def token_tile(ptr, strides, tokens, o_i, columns):
+    """Pointers (position, column) of a chunk in q, k, v or out."""
+    return ptr + ptr_offset(
+        (tokens[0], tokens[1] + o_i[:, None], tokens[2], columns[None, :]), strides
+    )
+
+
+@triton.jit
+def load_tokens(ptr, strides, tokens, o_i, columns, mask, DTYPE: tl.constexpr):
+    """A tile (position, column) of a chunk in q, k or v, in DTYPE."""
+    return tl.load(token_tile(ptr, strides, tokens, o_i, columns), mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit
+def load_beta(ptr, strides, tokens, o_i, m_i):
+    """The beta of each position of a chunk, in fp32; 0 past the sequence's end."""
+    offset = ptr_offset((tokens[0], tokens[1] + o_i, tokens[2]), strides)
+    return tl.load(ptr + offset, mask=m_i, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def chunk_tile(ptr, strides, chunk, rows, columns):
+    """Pointers (row, column) of a chunk in what an earlier stage stored."""
+    return ptr + ptr_offset(chunk + (rows[:, None], columns[None, :]), strides)
 
 
 @triton.jit
@@ -167,9 +193,7 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         mask = m_i[:, None] & (o_k < S.KEY_DIM)[None, :]
-        b_k = _rows(
-            k_ptr, k_strides, (i_b, start + o_i[:, None], i_h, o_k[None, :]), mask, S.OPERAND
-        )
+        b_k = load_tokens(k_ptr, k_strides, (i_b, start, i_h), o_i, o_k, mask, S.OPERAND)
         kkt = tl.dot(b_k, tl.trans(b_k), kkt, input_precision=DOT_PRECISION)
 
     # --- for each value head
@@ -177,16 +201,11 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
     m_block = (o_i // S.LEAF)[:, None] >= (o_i // S.LEAF)[None, :]
     for value in tl.static_range(S.VALUES_PER_KEY):
         i_hv = i_h * S.VALUES_PER_KEY + value
-        b_beta = tl.load(
-            beta_ptr + ptr_offset((i_b, start + o_i, i_hv), beta_strides), mask=m_i, other=0.0
-        ).to(tl.float32)
+        b_beta = load_beta(beta_ptr, beta_strides, (i_b, start, i_hv), o_i, m_i)
         b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_hv, o_i), g_cumsum_log2_strides))
         weight = decay_exp2(b_g[:, None] - b_g[None, :]) * b_beta[:, None]
-        tl.store(
-            L_ptr + ptr_offset((i_b, i_c, i_hv, o_i[:, None], o_i[None, :]), L_strides),
-            tl.where(m_below, kkt * weight, 0.0),
-            mask=m_block,
-        )
+        p_L = chunk_tile(L_ptr, L_strides, (i_b, i_c, i_hv), o_i, o_i)
+        tl.store(p_L, tl.where(m_below, kkt * weight, 0.0), mask=m_block)
 
 
 def scaled_dot_kkt(
@@ -283,7 +302,7 @@ def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.const
 
     o_i = tl.arange(0, S.CHUNK_SIZE)
     tl.store(
-        A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides),
+        chunk_tile(A_ptr, A_strides, (i_b, i_c, i_h), o_i, o_i),
         tl.reshape(A, (S.CHUNK_SIZE, S.CHUNK_SIZE)).to(A_ptr.dtype.element_ty),
     )
 
@@ -331,22 +350,17 @@ def _gdn_recompute_w_u_kernel(
     k_strides, v_strides = in_units(k_strides, S.UNIT), in_units(v_strides, S.UNIT)
     w_strides = in_units(w_strides, S.UNIT)
 
-    # --- this program's chunk; value heads of one key head are in neighbouring programs, because
-    #   they share k
-    i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
-    i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
+    # value heads of one key head are in neighbouring programs, because they share k
+    i_h, i_b, i_c, start, count = own_chunk(
+        tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
+    chunk, tokens = (i_b, i_c, i_h), (i_b, start, i_h)
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_i = o_i < count
-    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(
-        S.INTERMEDIATE
-    )
-    b_beta = tl.load(
-        beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0
-    )
-    b_beta = b_beta.to(tl.float32)
+    b_A = tl.load(chunk_tile(A_ptr, A_strides, chunk, o_i, o_i)).to(S.INTERMEDIATE)
+    b_beta = load_beta(beta_ptr, beta_strides, tokens, o_i, m_i)
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
 
     # --- u
@@ -354,37 +368,22 @@ def _gdn_recompute_w_u_kernel(
     for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
         o_v = first_v + tl.arange(0, S.BLOCK_V)
         m_v = o_v < S.VALUE_DIM
-        b_v = tl.load(
-            v_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), v_strides),
-            mask=m_i[:, None] & m_v[None, :],
-            other=0.0,
-        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_V]
+        mask = m_i[:, None] & m_v[None, :]
+        b_v = load_tokens(v_ptr, v_strides, tokens, o_i, o_v, mask, S.OPERAND)
         b_u = tl.dot(b_A_u, b_v, input_precision=DOT_PRECISION)
-        tl.store(
-            u_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), u_strides),
-            tl.trans(b_u).to(S.OPERAND),
-            mask=m_v[:, None],
-        )
+        p_u = chunk_tile(u_ptr, u_strides, chunk, o_v, o_i)
+        tl.store(p_u, tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None])
 
     # --- w
     b_A_w = (b_A * (decay_exp2(b_g) * b_beta).to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
-        b_k = tl.load(
-            k_ptr
-            + ptr_offset(
-                (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides
-            ),
-            mask=m_i[:, None] & m_k[None, :],
-            other=0.0,
-        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]
+        mask, key_tokens = m_i[:, None] & m_k[None, :], (i_b, start, i_h // values_per_key)
+        b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, mask, S.OPERAND)
         b_w = tl.dot(b_A_w, b_k, input_precision=DOT_PRECISION)
-        tl.store(
-            w_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), w_strides),
-            b_w.to(S.OPERAND),
-            mask=m_k[None, :],
-        )
+        p_w = chunk_tile(w_ptr, w_strides, chunk, o_i, o_k)
+        tl.store(p_w, b_w.to(S.OPERAND), mask=m_k[None, :])
 
 
 def recompute_w_u(
@@ -437,6 +436,30 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _store(pointers, values, mask, WHOLE: tl.constexpr):
+    """Store where the mask is true.  WHOLE: it is true everywhere."""
+    if WHOLE:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks):
+    """Row of the batch of sequence i_s, its first chunk and the one after its last, its first
+    position and the one after its last.
+    """
+    if bounds_ptr is None:
+        return i_s, 0, nchunks, tl.zeros((), tl.int64), tl.cast(length, tl.int64)
+    else:
+        first = tl.load(bounds_ptr + i_s).to(tl.int32)
+        after = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+        begin = tl.load(spans_ptr + 2 * first, mask=first < after, other=0)
+        end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
+        return 0, first, after, begin, end
+
+
+@triton.jit
 def _gdn_chunk_state_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
@@ -459,34 +482,21 @@ def _gdn_chunk_state_kernel(
     o_k, o_i = tl.arange(0, S.BLOCK_K), tl.arange(0, S.CHUNK_SIZE)
     m_v, m_k = o_v < S.VALUE_DIM, o_k < S.KEY_DIM
     m_vk = m_v[:, None] & m_k[None, :]
-    if bounds_ptr is None:
-        i_b, first, after = i_s, 0, nchunks
-        begin, end = tl.zeros((), tl.int64), tl.cast(length, tl.int64)
-    else:
-        i_b, first, after = (
-            0,
-            tl.load(bounds_ptr + i_s).to(tl.int32),
-            tl.load(bounds_ptr + i_s + 1).to(tl.int32),
-        )
-        begin = tl.load(spans_ptr + 2 * first, mask=first < after, other=0)
-        end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
+    i_b, first, after, begin, end = _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks)
 
     # --- addresses of the first chunk; those of later chunks are multiples of a stride further
     k_strides, w_strides = in_units(k_strides, S.UNIT), in_units(w_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
-    p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
-    p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
+    chunk = (i_b, first, i_h)
+    p_w = chunk_tile(w_ptr, w_strides, chunk, o_i, o_k)
+    p_u = chunk_tile(u_ptr, u_strides, chunk, o_v, o_i)
     if S.PER_CHANNEL:
-        p_k = k_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), k_strides)
+        p_k = chunk_tile(k_ptr, k_strides, chunk, o_i, o_k)
     else:
-        p_k = k_ptr + ptr_offset(
-            (i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides
-        )
-    p_g = g_cumsum_log2_ptr + ptr_offset((i_b, first, i_h), g_cumsum_log2_strides[:3])
-    p_prev = prev_states_ptr + ptr_offset(
-        (i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides
-    )
-    p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
+        p_k = token_tile(k_ptr, k_strides, (i_b, begin, i_h // values_per_key), o_i, o_k)
+    p_g = g_cumsum_log2_ptr + ptr_offset(chunk, g_cumsum_log2_strides[:3])
+    p_prev = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
+    p_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
 
     # --- loop over chunks
     state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
@@ -496,10 +506,7 @@ def _gdn_chunk_state_kernel(
     for turn in range(after - first):
         step = tl.cast(turn, tl.int64)
         state_operand = state.to(S.OPERAND)
-        if ALL_K and ALL_V:
-            tl.store(p_prev + step * prev_states_strides[1], state_operand)
-        else:
-            tl.store(p_prev + step * prev_states_strides[1], state_operand, mask=m_vk)
+        _store(p_prev + step * prev_states_strides[1], state_operand, m_vk, ALL_K and ALL_V)
         b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
         b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
         if S.PER_CHANNEL:
@@ -509,22 +516,15 @@ def _gdn_chunk_state_kernel(
             g_end = _load(p_end, m_k, ALL_K)[None, :]
         else:
             m_i = o_i < end - begin - step * S.CHUNK_SIZE
-            b_k = tl.load(
-                p_k + step * S.CHUNK_SIZE * k_strides[1],
-                mask=m_i[:, None] & m_k[None, :],
-                other=0.0,
-            ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]
+            p_k_chunk = p_k + step * S.CHUNK_SIZE * k_strides[1]
+            b_k = _load(p_k_chunk, m_i[:, None] & m_k[None, :], False).to(S.OPERAND)
             p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
             b_g = tl.load(p_g_chunk + o_i)
             g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
 
-        v_new = b_u.to(tl.float32) - tl.dot(
-            state_operand, tl.trans(b_w), input_precision=DOT_PRECISION
-        )
-        if ALL_V:
-            tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND))
-        else:
-            tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND), mask=m_v[:, None])
+        v_new = b_u.to(tl.float32)
+        v_new -= tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
+        _store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND), m_v[:, None], ALL_V)
         if S.PER_CHANNEL:
             decayed = v_new.to(S.OPERAND)
         else:
@@ -602,61 +602,46 @@ def _gdn_chunk_output_kernel(
     q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides = (
         strides
     )
-    # --- heads of one chunk are in neighbouring programs, because they share q and k
+    # heads of one chunk are in neighbouring programs, because they share q and k
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
-    i_bch = tl.program_id(0) // V_BLOCKS
-    i_h, i_bc = i_bch % heads, i_bch // heads
-    i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
+    i_h, i_b, i_c, start, count = own_chunk(
+        tl.program_id(0) // V_BLOCKS, spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
-    i_kh = i_h // values_per_key
+    chunk, key_tokens = (i_b, i_c, i_h), (i_b, start, i_h // values_per_key)
     o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_v, m_i = o_v < S.VALUE_DIM, o_i < count
 
     # --- products with q
     q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
-    prev_states_strides, out_strides = (
-        in_units(prev_states_strides, S.UNIT),
-        in_units(out_strides, S.UNIT),
-    )
+    prev_states_strides = in_units(prev_states_strides, S.UNIT)
+    out_strides = in_units(out_strides, S.UNIT)
     acc = tl.zeros((S.CHUNK_SIZE, S.BLOCK_V), dtype=tl.float32)
     scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
         m_ik = m_i[:, None] & m_k[None, :]
-        b_q = _rows(
-            q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND
-        )
-        b_k = _rows(
-            k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND
-        )
-        b_S = tl.load(
-            prev_states_ptr
-            + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
-            mask=m_v[:, None] & m_k[None, :],
-            other=0.0,
-        )  # [BLOCK_V, BLOCK_K]
+        b_q = load_tokens(q_ptr, q_strides, key_tokens, o_i, o_k, m_ik, S.OPERAND)
+        b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, m_ik, S.OPERAND)
+        p_S = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
+        b_S = tl.load(p_S, mask=m_v[:, None] & m_k[None, :], other=0.0)  # [BLOCK_V, BLOCK_K]
         acc = tl.dot(b_q, tl.trans(b_S), acc, input_precision=DOT_PRECISION)
         scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=DOT_PRECISION)
 
     # --- decays, and the chunk's own values
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
-    b_v_new = tl.load(
-        v_new_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), v_new_strides),
-        mask=m_v[:, None],
-        other=0.0,
-    )  # [BLOCK_V, CHUNK_SIZE]
+    p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
+    b_v_new = tl.load(p_v_new, mask=m_v[:, None], other=0.0)  # [BLOCK_V, CHUNK_SIZE]
     acc *= decay_exp2(b_g).to(S.INTERMEDIATE).to(tl.float32)[:, None]
     decay = decay_exp2(b_g[:, None] - b_g[None, :]).to(S.INTERMEDIATE)
-    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(S.INTERMEDIATE) * decay, 0.0).to(
-        S.OPERAND
-    )
+    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(S.INTERMEDIATE) * decay, 0.0)
+    b_scores = b_scores.to(S.OPERAND)
     acc = tl.dot(b_scores, tl.trans(b_v_new), acc, input_precision=DOT_PRECISION) * scale
     tl.store(
-        out_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), out_strides),
+        token_tile(out_ptr, out_strides, (i_b, start, i_h), o_i, o_v),
         acc.to(out_ptr.dtype.element_ty),
         mask=m_i[:, None] & m_v[None, :],
     )

@@ -76,7 +76,7 @@ square_layout = gl.constexpr(product_layout(64, 4))
 halves_layout = gl.constexpr(product_layout(32, 4))
 blocks_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 pairs_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8]))
-# their scores of q, or of k, alone: (block of 8, i, j), and (i, j) between the halves
+# scores of q, or of k, alone in blocks of 8: (block, i, j)
 eights_layout = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1]],
@@ -86,6 +86,7 @@ eights_layout = gl.constexpr(
         [4, 8, 8],
     )
 )
+# scores of q, or of k, alone between the halves: (i, j)
 quadrant_layout = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 8], [0, 16]],
@@ -114,8 +115,8 @@ def allocate_tile(dtype: gl.constexpr, shape: gl.constexpr):
 
 
 @gluon.jit
-def of_fp32(code: gl.constexpr, v):
-    """A PTX instruction, or several, $0 from $1, of every fp32 number."""
+def map_fp32(code: gl.constexpr, v):
+    """PTX code applied to every fp32 number of v: $1 is the number, $0 the result."""
     return gl.inline_asm_elementwise(code, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -136,7 +137,7 @@ def times(rows, decays, dtype: gl.constexpr):
     elif dtype == gl.float16:
         return (rows.to(gl.float32) * decays).to(dtype)
     else:
-        return of_fp32("cvt.rna.tf32.f32 $0, $1;", rows.to(gl.float32) * decays)
+        return map_fp32("cvt.rna.tf32.f32 $0, $1;", rows.to(gl.float32) * decays)
 
 
 @gluon.jit
@@ -145,13 +146,13 @@ def decays_of(g):
     code: gl.constexpr = (
         "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}"
     )
-    return of_fp32(code, g.to(gl.float32) * LOG2_E)
+    return map_fp32(code, g.to(gl.float32) * LOG2_E)
 
 
 @gluon.jit
 def at_least(a):
     """Decays of at least 2^-24; NaN stays NaN."""
-    return of_fp32("{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}", a)
+    return map_fp32("{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}", a)
 
 
 @gluon.jit
@@ -248,7 +249,7 @@ def store_anchored(q, k, a, rows, columns):
     both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
     rows.store(both.reshape([2 * CHUNK, HALF]))
     tile = (
-        times(k, of_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
+        times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
         .reshape([BLOCKS, 2, EIGHT, HALF])
         .permute((1, 0, 2, 3))
     )

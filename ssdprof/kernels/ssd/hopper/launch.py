@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ssdprof.kernels.hopper.ring import CHUNK
@@ -73,50 +71,15 @@ def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
     return "look back" if slot_count(inputs, config) else "none"
 
 
-def hopper_launch(
+def launch_options(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
-) -> PreparedLaunch:
-    """Requires that `config.unsupported` is empty."""
-    packed, D, initial = inputs.cu_seqlens is not None, inputs.D, inputs.initial_states
-    (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
-    split, row = n_split(dstate), nheads * headdim
-    x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
-    # one lane finishes the output of some positions of a chunk
-    out_tiles = _units(inputs, (seqlen * row, row, headdim), CHUNK.value // split)
-    B_tiles, C_tiles = (_rows(tensor, split, packed=packed) for tensor in (inputs.B, inputs.C))
-    segments = inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
-    if packed:  # an upper bound, because the lengths are on the device
-        segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
-
-    def tensors(
-        inputs: SSDInputs, out: Any, final: Any, sync: Any = None, states: Any = None
-    ) -> tuple[Any, ...]:
-        """The kernel's descriptors and tensors in its order."""
-        return (
-            x_tiles(inputs.x),
-            B_tiles(inputs.B),
-            C_tiles(inputs.C),
-            out_tiles(out),
-            inputs.dt,
-            inputs.A,
-            inputs.dt_bias,
-            inputs.D,
-            inputs.initial_states,
-            inputs.cu_seqlens,
-            final,
-            final if states is None else states,
-            final if sync is None else sync,
-        )
-
-    strides = (
-        (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)),
-        inputs.A.stride(),
-        strides_of(inputs.dt_bias) or (0,),
-        (0, 0) if D is None else (*D.stride(), 0)[:2],
-        strides_of(inputs.cu_seqlens) or (0,),
-    )
-    sizes = (seqlen, inputs.sequences, config.segment, config.long_count, config.long_segment)
-    options = dict(  # UNITS: units per program; PAIRS: programs per segment
+) -> dict[str, object]:
+    """Compile-time arguments and launch options.  UNITS: units per program; PAIRS: programs per
+    segment
+    """
+    (nheads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
+    split = n_split(dstate)
+    return dict(
         HEADS=nheads,
         HEADS_PER_GROUP=inputs.heads_per_group,
         HEADDIM=headdim,
@@ -128,18 +91,62 @@ def hopper_launch(
         DT_SOFTPLUS=inputs.dt_softplus,
         RELAXED=not precision.exact,
         PASSING=passing(inputs, config),
-        INITIAL_STRIDES=strides_of(initial) or (0, 0, 0, 0),
+        INITIAL_STRIDES=strides_of(inputs.initial_states) or (0, 0, 0, 0),
         DEPTH=config.ring,
         SCORE_DEPTH=config.score_ring,
         UNIT_REGISTERS=config.unit_registers,
         OTHER_REGISTERS=config.other_registers,
         num_warps=8,
     )
-    launcher = Launcher(
-        _fused_hopper_kernel, (strides, tuple(map(float, inputs.dt_limit)), *sizes), options
+
+
+def hopper_launch(
+    inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
+) -> PreparedLaunch:
+    """Requires that `config.unsupported` is empty."""
+    packed, D = inputs.cu_seqlens is not None, inputs.D
+    (seqlen, nheads, headdim), split = inputs.x.shape[1:], n_split(inputs.B.shape[3])
+    row = nheads * headdim
+    x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
+    # one lane finishes the output of some positions of a chunk
+    out_tiles = _units(inputs, (seqlen * row, row, headdim), CHUNK.value // split)
+    B_tiles, C_tiles = (_rows(tensor, split, packed=packed) for tensor in (inputs.B, inputs.C))
+    segments = inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
+    if packed:  # an upper bound, because the lengths are on the device
+        segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
+
+    def tensors(
+        inputs: SSDInputs,
+        out: torch.Tensor,
+        final: torch.Tensor,
+        sync: torch.Tensor | None = None,
+        states: torch.Tensor | None = None,
+    ) -> tuple[object, ...]:
+        """The kernel's descriptors and tensors in its order."""
+        descriptors = x_tiles(inputs.x), B_tiles(inputs.B), C_tiles(inputs.C), out_tiles(out)
+        gates = inputs.dt, inputs.A, inputs.dt_bias
+        states, sync = (final if buffer is None else buffer for buffer in (states, sync))
+        bounds = inputs.initial_states, inputs.cu_seqlens
+        return *descriptors, *gates, inputs.D, *bounds, final, states, sync
+
+    strides = (
+        (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)),
+        inputs.A.stride(),
+        strides_of(inputs.dt_bias) or (0,),
+        (0, 0) if D is None else (*D.stride(), 0)[:2],
+        strides_of(inputs.cu_seqlens) or (0,),
     )
+    sizes = (seqlen, inputs.sequences, config.segment, config.long_count, config.long_segment)
+    scalars = (strides, tuple(map(float, inputs.dt_limit)), *sizes)
+    options = launch_options(inputs, precision, config)
     programs = share_count(inputs, config) or segments * program_count(inputs)
-    return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))
+    return prepared(
+        Launcher(_fused_hopper_kernel, scalars, options),
+        programs,
+        inputs,
+        tensors,
+        buffer_sizes(inputs, precision, config),
+    )
 
 
 def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:

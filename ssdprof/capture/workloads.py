@@ -1,0 +1,204 @@
+"""Captures as a folder of flashinfer-bench, and its workloads computed by our kernels.
+
+definitions/OP/NAME.json     what is computed, with a reference in fp64
+workloads/OP/NAME.jsonl      a line for each call
+blob/workloads/OP/NAME/      its tensors
+solutions/OP/NAME/           our kernels
+
+`recording.py` reads such folders.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ssdprof import kernels, operators
+from ssdprof.capture import store
+from ssdprof.core.words import plural, words
+from ssdprof.errors import BadInputError
+from ssdprof.files import put
+from ssdprof.kernels.inputs import Inputs
+from ssdprof.operators.definition import UNWRITTEN, Definition, Document, Values
+from ssdprof.operators.operator import Operator, Output
+
+_VARIABLE = ("total_seq_len", "num_seqs", "len_cu_seqlens", "batch_size")  # axes
+_REFERENCE = """from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+Output = tuple[Tensor, Tensor]
+
+
+{source}
+
+def run({names}):
+    return {function}({keywords})
+"""
+_SOLUTION = """from ssdprof.capture.workloads import solve
+
+
+def run({names}):
+    return solve({kind!r}, {implementation!r}, {names})
+"""
+
+
+def solve(kind: str, implementation: str, *values: Any) -> Output:
+    """The outputs of a definition of this kind, from its inputs in order."""
+    operator, definition = next(pair for pair in operators.definitions() if pair[1].name == kind)
+    given: Values = dict(zip(definition.inputs, values, strict=True))
+    run = kernels.get(operator.name, implementation).run
+    return definition.finish(given, *run(definition.read(**given), kernels.Precision()))
+
+
+def write_folder(captures: Path, folder: Path) -> list[str]:
+    """Write the calls of a capture.  Returns sentences on what was rounded and left out.
+
+    Raises BadInputError if there is nothing to write, and OSError.
+    """
+    manifest, read = store.load(captures)
+    documents: dict[Path, Document] = {}
+    lines: defaultdict[Path, list[str]] = defaultdict(list)
+    left_out: Counter[str] = Counter()
+    rounded: defaultdict[str, float] = defaultdict(float)
+    for stored in manifest.layers:
+        operator, inputs = operators.get(stored.layer.operator), read(stored).inputs
+        try:
+            definition, values = _defined(operator, inputs)
+            sizes: dict[str, int] = {}
+            for name, axes in definition.inputs.items():
+                sizes |= dict(zip(axes, values[name].shape, strict=True))
+            place = Path(operator.name, definition.name.format(**sizes))
+            document = _document(place, definition, values, sizes)
+            if documents.setdefault(place, document) != document:
+                raise ValueError("its dtypes are not those of earlier calls")
+        except ValueError as error:
+            left_out[f"of {operator.title} ({error})"] += 1
+            continue
+        if place not in lines:
+            _write_definition(folder, place, definition, document)
+        identity = str(uuid.uuid5(uuid.NAMESPACE_OID, stored.model_dump_json()))
+        workload = {
+            "uuid": identity,
+            "axes": {axis: sizes[axis] for axis in sizes if axis in _VARIABLE},
+            "inputs": _write_values(folder, place / f"{identity}.safetensors", values),
+        }
+        lines[place].append(json.dumps({"definition": place.name, "workload": workload}))
+        again = definition.read(**values)
+        for gate in operator.binding.per_position:
+            change = _change(inputs.tensors[gate], again.tensors[gate])
+            rounded[gate] = max(change, rounded[gate])
+    sentences = []
+    if left_out:
+        skipped = words(f"{plural(count, 'call')} {kind}" for kind, count in left_out.items())
+        sentences.append(f"Left out: {skipped}.")
+    if not lines:
+        raise BadInputError(" ".join([f"{captures} has no call to write.", *sentences]))
+    for place, of_definition in lines.items():
+        _put_text(folder / "workloads" / f"{place}.jsonl", "\n".join(of_definition))
+    changes = words(f"{gate} by up to {100 * change:.2g} %" for gate, change in rounded.items())
+    return [f"Raw gates have the dtype of the values, which changes {changes}.", *sentences]
+
+
+def _defined(operator: Operator, inputs: Inputs) -> tuple[Definition, Values]:
+    """What defines a call, and its inputs there.  ValueError if nothing does."""
+    why = UNWRITTEN
+    for definition in operator.load_definitions():
+        try:
+            values = definition.write(inputs)
+        except ValueError as error:
+            why = str(error)
+        else:
+            return definition, {name: values[name] for name in definition.inputs}
+    raise ValueError(why)
+
+
+def _document(
+    place: Path, definition: Definition, values: Values, sizes: Mapping[str, int]
+) -> Document:
+    """The definition of a call."""
+    inputs = {
+        name: {"shape": axes or None, "dtype": str(values[name].dtype).removeprefix("torch.")}
+        for name, axes in definition.inputs.items()
+    }
+    reference = definition.reference
+    return {
+        "name": place.name,
+        "op_type": place.parent.name,
+        "axes": {
+            axis: {"type": "var"} if axis in _VARIABLE else {"type": "const", "value": size}
+            for axis, size in sizes.items()
+        },
+        "inputs": inputs,
+        "outputs": {name: inputs[like] for name, like in definition.outputs.items()},
+        "reference": _REFERENCE.format(
+            source=inspect.getsource(reference),
+            names=", ".join(inputs),
+            function=reference.__name__,
+            keywords=", ".join(f"{name}={name}" for name in inputs),
+        ),
+    }
+
+
+def _write_definition(
+    folder: Path, place: Path, definition: Definition, document: Document
+) -> None:
+    """The definition, and our kernels as its solutions."""
+    _put_text(folder / "definitions" / f"{place}.json", json.dumps(document, indent=1))
+    for implementation in ("fused", "unfused"):
+        name = f"ssdprof_{implementation}_{place.name}"
+        text = _SOLUTION.format(
+            names=", ".join(document["inputs"]), kind=definition.name, implementation=implementation
+        )
+        solution = {
+            "name": name,
+            "definition": place.name,
+            "author": "ssdprof",
+            "spec": {
+                "language": "python",
+                "target_hardware": ["cuda"],
+                "entry_point": "main.py::run",
+                "dependencies": ["ssdprof"],
+                "destination_passing_style": False,
+            },
+            "sources": [{"path": "main.py", "content": text}],
+        }
+        _put_text(folder / "solutions" / place / f"{name}.json", json.dumps(solution, indent=1))
+
+
+def _write_values(folder: Path, file: Path, values: Values) -> Document:
+    """Write the tensors of a call.  Returns where each input is, or its value."""
+    path = Path("blob", "workloads", file)
+    tensors = {name: value.contiguous() for name, value in values.items() if value.ndim}
+    _put(folder / path, partial(save_file, tensors))
+    return {
+        name: {"type": "safetensors", "path": str(path), "tensor_key": name}
+        if name in tensors
+        else {"type": "scalar", "value": value.item()}
+        for name, value in values.items()
+    }
+
+
+def _change(before: Tensor, after: Tensor) -> float:
+    """The largest relative one."""
+    ratio = after.double().flatten() / before.double().flatten()
+    return float((ratio - 1).abs().nan_to_num(0, 0).max())
+
+
+def _put_text(file: Path, text: str) -> None:
+    _put(file, lambda temporary: temporary.write_text(f"{text}\n", encoding="utf-8"))
+
+
+def _put(file: Path, write: Callable[[Path], object]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    put(file, write)

@@ -1,0 +1,147 @@
+"""States of decoding in a format of a pool: formats by name, and calls step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ssdprof import kernels, operators
+from ssdprof.errors import BadInputError, nearest
+from ssdprof.kernels.state_formats import StateFormat
+from ssdprof.operators.implementations import load
+from ssdprof.operators.late import lazy, precision, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssdprof.kernels import oracle
+    from ssdprof.kernels.inputs import Inputs
+else:
+    oracle = lazy("ssdprof.kernels.oracle")
+
+IMPLEMENTATION = "recurrent"  # computes states step by step
+_FORMATS = {
+    state_format.name: state_format
+    for state_format in (
+        StateFormat(name="fp32", number="fp32"),
+        StateFormat(name="bf16", number="bf16"),
+        StateFormat(name="fp16", number="fp16"),
+        StateFormat(name="bf16-stochastic", number="bf16", rounding="stochastic"),
+        StateFormat(name="fp16-stochastic", number="fp16", rounding="stochastic"),
+        StateFormat(name="fp8", number="fp8", scale="row"),
+        StateFormat(name="int8", number="int8", scale="row"),
+        StateFormat(name="int8-carried", number="int8", rounding="carried", scale="row"),
+    )
+}
+LEAST_RANGE, LARGEST_RANGE = 1e-20, 1e20  # of a fixed scale
+
+
+def parse_state_format(text: str) -> StateFormat:
+    """The format of a name, of a name with a scale (`int8:head`, `fp8:fixed=2`), or of a user's
+    MODULE:FUNCTION.
+
+    Raises BadInputError for another text, and for a function that cannot be imported.
+    """
+    name, colon, scale = text.partition(":")
+    if name not in _FORMATS:
+        if not colon:
+            raise BadInputError(
+                f"There is no format {text!r} of states.",
+                f"{nearest(text, _FORMATS)}  A format of your own is MODULE:FUNCTION.",
+            )
+        return StateFormat(name=text, number="function", function=load(text))
+    known = _FORMATS[name]
+    if not colon:
+        return known
+    if not known.scale:
+        raise BadInputError(
+            f"States in {name} have no scale, and {text!r} names one.", f"Write {name}."
+        )
+    if scale == "head":
+        return replace(known, name=text, scale="head")
+    return replace(known, name=text, scale="fixed", fixed_range=_range_of(text, scale))
+
+
+def _range_of(text: str, scale: str) -> float:
+    """The number of "fixed=4".  BadInputError for another text, or for a number that makes no
+    scale.
+    """
+    word, _, number = scale.partition("=")
+    try:
+        fixed_range = float(number) if word == "fixed" else math.nan
+    except ValueError:
+        fixed_range = math.nan
+    if not LEAST_RANGE <= fixed_range <= LARGEST_RANGE:
+        raise BadInputError(
+            f"{text!r} names no scale of states.",
+            f"Write {text.partition(':')[0]} for one scale of each row, or add :head, or :fixed=R "
+            f"with the largest magnitude that is kept, {LEAST_RANGE:g} to {LARGEST_RANGE:g}.",
+        )
+    return fixed_range
+
+
+def stepped_states(
+    inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int], seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The operator token by token, with its states kept in a format between steps of `step` tokens.
+
+    The initial states are rounded first.  A step computes in fp32 from what the pool holds; its
+    outputs come before the rounding.  Returns out, of the values' shape, and states (marks,
+    sequences, heads, K, V), of SSD (..., P, N), both in fp32.
+
+    marks: numbers of steps after which the pool is returned, 0 for the rounded initial states; a
+    sequence that ended earlier has its last state.  seed: of the random numbers of stochastic
+    formats, 0 to 2**31 - 1.
+
+    Raises UnsupportedError for inputs that the kernel does not take, BadInputError for a user's
+    function that does not return states, and ValueError for a step, mark or seed out of range.
+    """
+    if step < 1 or min(marks) < 0 or not 0 <= seed < 1 << 31:
+        raise ValueError(f"step {step}, marks {tuple(marks)} or seed {seed} is out of range")
+    if state_format.function is not None:
+        return _by_function(inputs, state_format, step, marks)
+    kernel = kernels.get(inputs.operator, IMPLEMENTATION).stepped
+    assert kernel is not None
+    return kernel(inputs, state_format, step, marks, seed)
+
+
+def _by_function(
+    inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`stepped_states` with a launch and a call of the user's function for each step; packed
+    sequences one after the other.
+    """
+    positional = operators.get(inputs.operator).binding.positional(inputs)
+    run, exact = kernels.get(inputs.operator, IMPLEMENTATION).run, precision.Precision()
+    initial = oracle.initial_states(inputs, torch.float32)
+    out = torch.empty(inputs.values.shape, device=inputs.device)
+    states = torch.empty(len(marks), *inputs.states_shape, device=inputs.device)
+    for span in oracle.spans_of(inputs):
+        row, pieces = slice(span.batch, span.batch + 1), span.cut(step) if span.length else ()
+        state = _rounded(state_format, initial[span.sequence][None])
+        states[:, span.sequence] = state
+        for number, piece in enumerate(pieces, 1):
+            cut = slice(piece.start, piece.stop)
+            tokens = {name: tensor[row, cut].float() for name, tensor in positional.items()}
+            alone: dict[str, Any] = {inputs.LINEAR[1]: state, "cu_seqlens": None}
+            call = replace(inputs, **tokens, **alone, state_indices=None, state_every=0)
+            out[row, cut], state = run(call, exact)
+            state = _rounded(state_format, state)
+            # those of later marks are overwritten by a later step, if there is one
+            states[[mark >= number for mark in marks], span.sequence] = state
+    return out, states
+
+
+def _rounded(state_format: StateFormat, states: Tensor) -> Tensor:
+    """What the user's function returns.  BadInputError unless it is a tensor of states."""
+    assert state_format.function is not None
+    rounded = state_format.function(states)
+    if not isinstance(rounded, torch.Tensor) or rounded.shape != states.shape:
+        what = tuple(rounded.shape) if isinstance(rounded, torch.Tensor) else type(rounded).__name__
+        raise BadInputError(
+            f"{state_format.name} must return a tensor {tuple(states.shape)}, not {what}.",
+            "It takes states in fp32 and returns them as the pool would.",
+        )
+    return rounded.float()

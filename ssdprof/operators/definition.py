@@ -1,0 +1,73 @@
+"""Definitions of flashinfer-bench: what a kernel computes, in that project's names and layouts.
+
+https://bench.flashinfer.ai/docs/flashinfer-trace: a definition has axes, inputs, outputs and a
+reference; a workload has inputs for it, and a solution is a kernel of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias
+
+from ssdprof.operators.operator import I, Output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Document: TypeAlias = "dict[str, Any]"  # of JSON
+Values: TypeAlias = "dict[str, Tensor]"  # by name; scalars have no axes
+
+
+UNWRITTEN = "ssdprof writes no definition of it"
+
+
+def unwritten(*_: object) -> NoReturn:
+    raise ValueError(UNWRITTEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition(Generic[I]):
+    """A kind of definition, which is a kind of call of an operator.
+
+    name: of the definitions of this kind, with the sizes of axes in braces.
+    tokens: the axes whose product is the number of tokens.  sequences: the axis of sequences.
+    read: (inputs by name) -> those of the operator, packed.  ValueError for values that it cannot
+    have.
+
+    What is written has also:
+
+    inputs: name -> its axes, in the order of a call; empty for a scalar.
+    outputs: name -> the input that has its shape and dtype.
+    write: (the operator's inputs) -> inputs by name.  ValueError for a call that is not of this
+    kind.
+    finish: (inputs by name, out, final_states) -> the outputs.
+    reference: (inputs by name) -> the outputs, by torch alone.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    sequences: str
+    read: Callable[..., I]
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    write: Callable[[I], Values] = unwritten
+    finish: Callable[[Values, Tensor, Tensor], Output] = unwritten
+    reference: Callable[..., Output] = unwritten
+
+    def defines(self, document: Document) -> bool:
+        """Whether a definition is of this kind: by its name, and by those of its inputs."""
+        try:
+            inspect.signature(self.read).bind(**document["inputs"])
+        except TypeError:
+            return False
+        return bool(re.fullmatch(re.sub(r"\{\w+\}", r"\\d+", self.name), document["name"]))
+
+
+def rows(pool: Tensor, slots: Tensor) -> Tensor:
+    """The states in these slots of a pool.  ValueError if it does not have one."""
+    if not bool(((slots >= 0) & (slots < len(pool))).all()):
+        raise ValueError(f"slots are named outside of a pool of {len(pool)}")
+    return pool[slots.long()]

@@ -1,0 +1,171 @@
+"""GDN in definitions of flashinfer-bench: raw gates, and states (n, HV, V, K)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdprof.kernels import GDNInputs
+from ssdprof.kernels.oracle import initial_states, spans_of
+from ssdprof.operators.definition import Definition, Values, rows, unwritten
+from ssdprof.operators.operator import Output
+
+PER_TOKEN = ("q", "k", "v", "a", "b")
+
+
+def read(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    scale: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm: bool = False,
+) -> GDNInputs:
+    """Packed sequences, or sequences of one length, (n, T, ...).  scale: 0 is the default."""
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(len(q) + 1, device=q.device) * q.shape[1]
+        q, k, v, a, b = (tensor.flatten(0, 1) for tensor in (q, k, v, a, b))
+    g = -A_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float())
+    return GDNInputs(
+        q=q[None],
+        k=k[None],
+        v=v[None],
+        g=g[None],
+        beta=b.float().sigmoid()[None],
+        initial_state=state.mT,
+        scale=scale or None,
+        use_qk_l2norm=bool(use_qk_l2norm),
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def read_verified(
+    *,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    intermediate_states_buffer: Tensor | None = None,  # noqa: ARG001
+    **given: Any,
+) -> GDNInputs:
+    """Drafted tokens, which begin with slots of a pool; later states went to the buffer."""
+    return read(state=rows(initial_state, initial_state_indices), **given)
+
+
+def write(inputs: GDNInputs) -> Values:
+    """Tokens of all sequences, one after the other.  a and b get the dtype of q.
+
+    Softplus and sigmoid are inverted in fp64; no g is above 0.
+    """
+    beta, g = inputs.beta.double(), inputs.g.double().clamp(max=0)
+    if not bool(((beta >= 0) & (beta <= 1)).all()):
+        raise ValueError("beta is not between 0 and 1")
+    if inputs.q.shape[3] != inputs.v.shape[3]:
+        raise ValueError("K and V differ")
+    values = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if inputs.use_qk_l2norm:
+        for name in ("q", "k"):
+            squares = values[name].double().square().sum(-1, keepdim=True)
+            values[name] = values[name] * (squares + 1e-6).rsqrt()
+    values |= {"a": (-g.expm1()).log() - g, "b": beta.logit()}
+    ends = [span.batch * inputs.length + span.stop for span in spans_of(inputs)]
+    return {
+        **{name: values[name].flatten(0, 1).to(inputs.q.dtype) for name in PER_TOKEN},
+        "state": initial_states(inputs, torch.float32).mT,
+        "A_log": torch.zeros(inputs.v.shape[2]),
+        "dt_bias": torch.zeros(inputs.v.shape[2]),
+        "cu_seqlens": torch.tensor([0, *ends]),
+        "scale": torch.tensor(inputs.scale_or_default),
+    }
+
+
+def write_step(inputs: GDNInputs) -> Values:
+    if any(span.length != 1 for span in spans_of(inputs)):
+        raise ValueError("it has several tokens")
+    values = write(inputs)
+    return values | {name: values[name][:, None] for name in PER_TOKEN}
+
+
+def finish(given: Values, out: Tensor, final_states: Tensor) -> Output:
+    return out.reshape(given["v"].shape), final_states.mT.contiguous()
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Output:
+    """Token by token, in fp64.  q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), states
+    (n, HV, V, K).  Without cu_seqlens a token of each sequence: (n, 1, ...).
+    """
+    heads, state = v.shape[-2], state.double()
+    g = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias.double())
+    out = torch.empty_like(v)
+    bounds = range(len(v) + 1) if cu_seqlens is None else cu_seqlens.tolist()
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        for t in range(start, stop):
+            query, key, value = (
+                x[t].double().reshape(-1, x.shape[-1], 1).repeat_interleave(heads // x.shape[-2], 0)
+                for x in (q, k, v)
+            )
+            decay, beta = (x[t].reshape(heads, 1, 1) for x in (g.exp(), b.double().sigmoid()))
+            state[n] *= decay
+            state[n] += beta * (value - state[n] @ key) @ key.mT
+            out[t] = (scale * state[n] @ query).reshape(v.shape[1:])
+    return out, state.float()
+
+
+def _axes(*tokens: str, sequences: str, **packed: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    heads = ("num_v_heads",)
+    return {
+        "q": (*tokens, "num_q_heads", "head_size"),
+        "k": (*tokens, "num_k_heads", "head_size"),
+        "v": (*tokens, *heads, "head_size"),
+        "state": (sequences, *heads, "head_size", "head_size"),
+        "A_log": heads,
+        "a": (*tokens, *heads),
+        "dt_bias": heads,
+        "b": (*tokens, *heads),
+        **packed,
+        "scale": (),
+    }
+
+
+_SIZES = "_qk{num_q_heads}_v{num_v_heads}_d{head_size}_k_last"
+_PREFILL = Definition(
+    name=f"gdn_prefill{_SIZES}",
+    tokens=("total_seq_len",),
+    sequences="num_seqs",
+    read=read,
+    inputs=_axes("total_seq_len", sequences="num_seqs", cu_seqlens=("len_cu_seqlens",)),
+    outputs={"output": "v", "new_state": "state"},
+    write=write,
+    finish=finish,
+    reference=gated_delta_rule,
+)
+_STEP = replace(
+    _PREFILL,
+    name=f"gdn_decode{_SIZES}",
+    tokens=("batch_size", "seq_len"),
+    sequences="batch_size",
+    inputs=_axes("batch_size", "seq_len", sequences="batch_size"),
+    write=write_step,
+)
+_VERIFIED = replace(_STEP, name=f"gdn_mtp{_SIZES}", read=read_verified, write=unwritten)
+# the last one that does not fit a call says why
+DEFINITIONS = (_VERIFIED, _STEP, _PREFILL)

@@ -1,0 +1,339 @@
+"""Takes the calls of places in a process of the program, and hands them to a thread.
+
+    call -> bind the arguments -> the function itself -> bind what it returned -> the queue
+         -> the thread: a copy in main memory, on a stream of its own -> `Keeper`, which stores it
+
+On a GPU nothing waits in the program's streams: the tensors stay where they are, alive until the
+thread has copied them behind an event.  On a CPU they are copied at once, as the next statement of
+the program may overwrite them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import util
+from typing import ParamSpec, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from ssdprof import operators
+from ssdprof.core.words import plural
+from ssdprof.kernels.inputs import Inputs
+from ssdprof.record.keeper import Keeper
+from ssdprof.record.notes import note
+from ssdprof.record.place import FunctionCall, Place
+from ssdprof.record.recorded_call import RecordedCall
+from ssdprof.record.settings import GIGABYTE, RecordSettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, which stay in the GPU's memory
+_FLUSH_S = 60.0  # for what is in the queue when the process ends
+_FRAMES = 16  # of callers, among whom a layer is looked for
+# a call before its function runs: as its place reads it, its inputs, its layer
+_Begun: TypeAlias = "tuple[FunctionCall, Inputs, str]"
+# a call, and the event behind it; None on a CPU
+_Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None]"
+_LAYER_NAMES = ("layer_name", "prefix", "layer_idx", "layer_id", "layer_number")
+_IN_GRAPHS = "inside CUDA graphs"
+_GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
+
+
+def call(
+    place: Place,
+    function: Callable[P, T],
+    arguments: Callable[P, dict[str, object]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Call the function of a place, and record the call unless there is a reason not to.
+
+    arguments: of a call, by name, with defaults.
+    """
+    recorder = Recorder.of_process()
+    begun = recorder.before(place, partial(arguments, *args, **kwargs)) if recorder else None
+    if recorder is None or begun is None:
+        return function(*args, **kwargs)
+    with recorder.inside():
+        returned = function(*args, **kwargs)
+    recorder.after(place, begun, returned)
+    return returned
+
+
+class Recorder:
+    """The recorder of a process.  A forked one begins with its own."""
+
+    _current: Recorder | None = None
+
+    def __init__(self) -> None:
+        self.settings = RecordSettings.of(os.environ)
+        self._local = threading.local()
+        self._layers: dict[int, int] = {}  # by the identity of the module: layers without names
+        self._counts: Counter[tuple[str, str]] = Counter()  # of calls: operator and layer
+        self.lost: Counter[str] = Counter()  # calls that were not recorded, by the reason
+        self._queue, self._keeper = _Queue(), Keeper(self.settings)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
+        self._thread.start()
+        # processes of multiprocessing end without atexit, others without its finalizers
+        util.Finalize(None, self.flush, exitpriority=100)
+        atexit.register(self.flush)
+
+    @classmethod
+    def of_process(cls) -> Recorder | None:
+        """None where there can be none: an ending process starts no thread."""
+        if cls._current is None:
+            try:
+                cls._current = cls()
+            except Exception as error:
+                note(f"This process is not recorded: {error}.")
+        return cls._current
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked process, whose thread did not come along."""
+        cls._current = None
+
+    # --- in the program's thread
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While the context is open, places that the function of this one calls are not recorded
+        again.
+        """
+        self._local.is_inside = True
+        try:
+            yield
+        finally:
+            self._local.is_inside = False
+
+    def before(self, place: Place, named: Callable[[], dict[str, object]]) -> _Begun | None:
+        """The call, before its function overwrites anything; None if it is not recorded.  named:
+        gives its arguments by name.
+        """
+        if self._queue.closed or getattr(self._local, "is_inside", False):
+            return None
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            self._note_graph(place.module)
+            return None
+        try:
+            arguments = named()
+            if not _is_plain(arguments):
+                return None
+            with torch.no_grad():
+                bound = place.bind(arguments)
+                if bound is None:
+                    return None
+                inputs = operators.get(place.operator).inputs(**bound.inputs)
+                if inputs.device.type != "cuda":
+                    inputs = replace(inputs, **_copies(inputs.tensors))
+                return bound, inputs, str(bound.layer or self._layer())
+        except Exception as error:
+            self._cannot(place, error)
+            return None
+
+    def after(self, place: Place, begun: _Begun, returned: object) -> None:
+        """Queue the call with what it returned, or drop it."""
+        bound, inputs, layer = begun
+        try:
+            with torch.no_grad():
+                out, final_states = bound.result(returned)
+                _check_shape("out", out, inputs.values.shape)
+                if final_states is not None:
+                    _check_shape("final_states", final_states, inputs.final_shape)
+                # after a call that was not recorded, and between replays of graphs, there is a gap
+                number = self._counts[place.operator, layer] + self.lost.total()
+                call = RecordedCall(
+                    place=place,
+                    layer=layer,
+                    number=number,
+                    inputs=inputs,
+                    out=out,
+                    final_states=final_states,
+                    slots=bound.slots,
+                    weights=bound.weights,
+                    activate=bound.activate,
+                )
+                done = None
+                if inputs.device.type == "cuda":
+                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    done.record(torch.cuda.current_stream(inputs.device))
+                else:
+                    call = call.with_tensors(
+                        call.tensors | _copies({**call.outputs, **call.weights})
+                    )
+        except Exception as error:
+            self._cannot(place, error)
+            return
+        self._counts[place.operator, layer] += 2 if _IN_GRAPHS in self.lost else 1
+        if not self._queue.put(call, done, self.settings.max_delay_s) and not self._queue.closed:
+            self.lost["because the queue was full"] += 1
+
+    def _cannot(self, place: Place, error: Exception) -> None:
+        self.lost["of a kind that is not recorded"] += 1
+        why = " ".join(str(error).split())[:200]
+        note(f"Calls of {place.module}.{place.function} are not recorded: {why}.", once=True)
+
+    def _note_graph(self, module: str) -> None:
+        """Only the capture of a graph calls Python."""
+        option = _GRAPHS.get(module.partition(".")[0])
+        advice = f"  Start the server with {option}." if option else ""
+        note(f"Calls inside CUDA graphs cannot be recorded.{advice}", once=True)
+        self.lost[_IN_GRAPHS] += 1
+
+    def _layer(self) -> str:
+        """The layer of the call: the name or number of the nearest module of torch among the
+        callers' variables; without one, the number of that module in the order of first calls;
+        empty if there is no module.
+        """
+        frame, module = sys._getframe(2), None
+        for _ in range(_FRAMES):
+            for value in (frame.f_locals.get("self"), frame.f_locals.get("layer")):
+                if isinstance(value, torch.nn.Module):
+                    module = module or value
+                    for name in _LAYER_NAMES:
+                        if isinstance(word := getattr(value, name, None), int | str) and word != "":
+                            return str(word)
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        if module is None:
+            return ""
+        return str(self._layers.setdefault(id(module), len(self._layers)))
+
+    # --- in the thread
+
+    def _work(self) -> None:
+        """Keep calls until the queue is closed and empty."""
+        while (queued := self._queue.get()) is not None:
+            try:
+                self._keep(*queued)
+            except OSError as error:
+                note(f"Recording has ended: {error.strerror or error}.  The program goes on.")
+                self._queue.close()
+            except Exception as error:
+                self._cannot(queued[0].place, error)
+            del queued  # before it waits, so that the program may use the memory
+            if self._keeper.is_full:
+                self._queue.close()
+
+    def _keep(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
+        """Copy a call to main memory, and keep it.  What computes, does so on a stream of this
+        thread.
+        """
+        device = call.inputs.device
+        if done and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams.get(device)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            if stream and done:
+                stream.wait_event(done)
+            is_finite = _is_finite(call)
+            call = _on_host(call).packed()
+            if call.inputs.length:
+                self._keeper.keep(call, device, is_finite=is_finite)
+
+    def flush(self) -> None:
+        """When the process ends: store what is in the queue, and say what was lost."""
+        if Recorder._current is not self or not self._thread.is_alive():
+            return
+        self._queue.close()
+        self._thread.join(_FLUSH_S)
+        for reason, count in self.lost.items():
+            note(f"{plural(count, 'call')} {reason}: not recorded (process {os.getpid()}).")
+
+
+class _Queue:
+    """Calls between the program and the thread, bounded by their bytes."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_Queued] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def put(self, call: RecordedCall, done: torch.cuda.Event | None, most_s: float) -> bool:
+        """Whether there was room for the call, or became within this time."""
+        size = call.nbytes
+
+        def has_room() -> bool:
+            return self.closed or not self._bytes or self._bytes + size <= _WAITING_BYTES
+
+        with self._changed:
+            if not self._changed.wait_for(has_room, most_s) or self.closed:
+                return False
+            self._calls.append((call, done))
+            self._bytes += size
+            self._changed.notify_all()
+        return True
+
+    def get(self) -> _Queued | None:
+        """The next call; None if there is none and there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._calls or self.closed)
+            if not self._calls:
+                return None
+            queued = self._calls.popleft()
+            self._bytes -= queued[0].nbytes
+            self._changed.notify_all()
+        return queued
+
+    def close(self) -> None:
+        """Take no more calls."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+
+os.register_at_fork(after_in_child=Recorder.forget)
+
+
+def _is_plain(arguments: Mapping[str, object]) -> bool:
+    """Whether the arguments' tensors hold numbers, and no gradient is wanted of them."""
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(shape)}")
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _on_host(call: RecordedCall) -> RecordedCall:
+    """The call in main memory, in pinned memory if it was on a GPU.  Waits for the copy."""
+    if call.inputs.device.type != "cuda":
+        return call
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        for name, tensor in call.tensors.items()
+    }
+    for name, tensor in call.tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return call.with_tensors(copies)
+
+
+def _is_finite(call: RecordedCall) -> bool:
+    """Whether all outputs are, by their sum, which takes one pass over them.  A sum of large
+    numbers may overflow.
+    """
+    outputs = [tensor for tensor in (call.out, call.final_states) if tensor is not None]
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in outputs])
+    return bool(sums.sum().isfinite())

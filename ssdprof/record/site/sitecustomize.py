@@ -1,0 +1,38 @@
+"""Run by each Python process of a program that `ssdprof record` started, before its own code: this
+folder is the first of PYTHONPATH.  The file of the same name that it hides is run after it.
+"""
+
+import os
+import sys
+
+
+def _start() -> None:
+    """Begin to wait for modules with places."""
+    try:
+        from ssdprof.record.hook import install
+    except ImportError:
+        print(
+            f"ssdprof: nothing is recorded in {sys.executable}, where ssdprof is not "
+            "installed.  Install it there.",
+            file=sys.stderr,
+        )
+        return
+    install()
+
+
+def _run_hidden() -> None:
+    """Import the `sitecustomize` of the installation, if it has one, under this name."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != here]
+    this = sys.modules.pop("sitecustomize")
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        sys.modules.setdefault("sitecustomize", this)
+
+
+_start()
+_run_hidden()

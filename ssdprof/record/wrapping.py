@@ -1,0 +1,107 @@
+"""Replaces the functions of a module that are places by functions that record their calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from ssdprof.record import recorder
+from ssdprof.record.keeper import source
+from ssdprof.record.notes import note
+from ssdprof.record.place import Place
+from ssdprof.record.places import PLACES
+from ssdprof.record.settings import RecordSettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def wrap_places(module: ModuleType) -> None:
+    """Wrap those of the module's functions that are places of recorded operators."""
+    settings = RecordSettings.of(os.environ)
+    if settings.when == "wrong":
+        import_module("ssdprof.record.verdict")
+    here = [place for place in PLACES if place.module == module.__name__]
+    for place in here:
+        if place.operator not in settings.operators:
+            continue
+        library = source(place.library)  # it imports, and the recorder's thread must not
+        if changed := _wrap(module, place):
+            where = f"{place.module}.{place.function} of {library}"
+            note(f"{where} {changed}: its calls are not recorded.", once=True)
+
+
+def _wrap(module: ModuleType, place: Place) -> str:
+    """Wrap a place, also under the other names that its library has for it.  What has changed
+    there, if it cannot be wrapped.
+    """
+    owner: object = module
+    *names, name = place.function.split(".")
+    for part in names:
+        owner = getattr(owner, part, None)
+    function = inspect.getattr_static(owner, name, None) if owner is not None else None
+    is_static = isinstance(function, staticmethod)
+    if isinstance(function, staticmethod):
+        function = function.__func__
+    if not inspect.isfunction(function):
+        return "is no function"
+    signature = inspect.signature(function)
+    if missing := [word for word in place.parameters if word not in signature.parameters]:
+        return f"has no parameter {', '.join(missing)}"
+    wrapper = _recording(place, function, signature)
+    setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
+    for other, alias in _aliases(function, module.__name__.partition(".")[0]):
+        setattr(other, alias, wrapper)
+    return ""
+
+
+def _aliases(function: object, library: str) -> Iterator[tuple[ModuleType, str]]:
+    """Where modules of a library that are imported already have the function."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == library and isinstance(module, ModuleType):
+            for alias, value in list(vars(module).items()):
+                if value is function:
+                    yield module, alias
+
+
+def _recording(
+    place: Place, function: Callable[P, T], signature: inspect.Signature
+) -> Callable[P, T]:
+    """The function, recorded: of the same name, signature, docstring and attributes.
+
+    A compiler that traces the program, for which `is_compiling` is a constant, sees the library's
+    function alone.
+    """
+    arguments: Callable[P, dict[str, object]] = functools.partial(_arguments, signature)
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return recorder.call(place, function, arguments, *args, **kwargs)
+
+    # of a function that wraps another one, programs may want that one
+    vars(wrapper).update(vars(function))
+    return wrapper
+
+
+def _arguments(
+    signature: inspect.Signature, /, *args: object, **kwargs: object
+) -> dict[str, object]:
+    """Those of a call, by name, with defaults; those of **kwargs are among them."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments: dict[str, object] = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= bound.arguments[name]
+            del arguments[name]
+    return arguments

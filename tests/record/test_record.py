@@ -1,0 +1,401 @@
+"""`ssdprof record`: a server runs as without, and what went wrong in it is named."""
+
+import inspect
+import os
+import re
+import resource
+import runpy
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from record import servers
+from torch.nn.functional import normalize
+from torchrun import python
+
+from ssdprof.capture.manifest import read_manifest
+from ssdprof.capture.recording import open_recording
+from ssdprof.capture.store import read_layer
+from ssdprof.kernels import GDNInputs, KDAInputs
+from ssdprof.record import delta_rule, hook, keeper, notes, recorder
+from ssdprof.record.places import PLACES
+from ssdprof.record.recorded_call import RecordedCall
+from ssdprof.record.settings import GIGABYTE, RecordSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
+    return servers.write(tmp_path)
+
+
+def record(options: str, *program: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "ssdprof", "record", "--out", "out", *options.split(), "--"]
+    return subprocess.run([*words, *program], input=text, capture_output=True, text=True)
+
+
+def notes_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"^ssdprof: (.*)$", ran.stderr, re.MULTILINE)
+
+
+def test_a_recorded_server_runs_as_without(
+    server: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its input, output, bits and exit code; the calls of all of its processes are a capture."""
+    ran = record("", sys.executable, str(server), "no", "fork", "spawn", text="from stdin")
+    assert ran.returncode == 7, ran.stderr
+    first, *digests = ran.stdout.splitlines()
+    assert first == "from stdin"
+    assert not notes_of(ran)
+    monkeypatch.syspath_prepend(server.parent)
+    monkeypatch.setattr(sys, "argv", [str(server), "no"])
+    monkeypatch.setenv("RANK", "")  # which `work` sets
+    work = runpy.run_path(str(server))["work"]
+    for rank, passes in enumerate((1, 12, 12, 2)):
+        work(rank, passes)
+    assert capfd.readouterr().out.splitlines() == digests
+    folder = Path("out")
+    manifest = read_manifest(folder)
+    layers = [(layer.index, layer.name) for layer in manifest.checkpoint.layers]
+    assert layers == [(index, f"model.layers.{index}.linear_attn") for index in (2, 9, 10)]
+    assert len(manifest.layers) == 3 * (1 + 12 + 12 + 2)
+    captured = read_layer(folder, manifest.layers[-1])
+    assert captured.inputs.sequences == 2
+    assert captured.served is not None
+    assert captured.served[1].any()  # the server has overwritten them
+    assert manifest.checkpoint.model_type == "recorded by flash-linear-attention 0.6.0"
+    for file in (folder, *folder.rglob("*")):
+        assert not stat.S_IMODE(file.stat().st_mode) & 0o077
+        assert file.is_dir() or b"secretsecret" not in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("when", "fault", "line"),
+    [
+        (
+            "nonfinite",
+            "nan",
+            "layer model.layers.10.linear_attn, rank 1: out, sequence 1, position 1, head 1 is NaN "
+            "or infinite; its inputs are finite.",
+        ),
+        (
+            "wrong",
+            "padding",
+            "layer model.layers.10.linear_attn, rank 1: row 0 of call 12 begins with a state that "
+            "no earlier call left.",
+        ),
+    ],
+)
+def test_a_layer_that_goes_wrong_is_named(server: Path, when: str, fault: str, line: str) -> None:
+    ran = record(f"--when {when} --keep 2", sys.executable, str(server), fault, "fork")
+    assert notes_of(ran) == [line]
+    assert len(read_manifest(Path("out")).layers) == 3
+
+
+# --- in this process
+
+LIBRARY = "fla.ops.gated_delta_rule"
+Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture
+def chunked(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Function]]:
+    """Gives the library's function, recorded with other settings than those of the command."""
+    monkeypatch.syspath_prepend(server.parent)
+    finders = list(sys.meta_path)
+    (server.parent / "calls").mkdir()
+
+    def installed(**changes: object) -> Function:
+        settings = {
+            "folder": str(server.parent / "calls"),
+            "operators": ("gdn",),
+            "when": "always",
+            "keep": 2,
+            "max_bytes": GIGABYTE,
+            "max_calls": 100,
+            "max_delay_s": 0.0,
+            "modules": tuple({place.module for place in PLACES}),
+        }
+        variables = RecordSettings(**settings | changes).environment  # type: ignore[arg-type]
+        monkeypatch.setenv(hook.VARIABLE, variables[hook.VARIABLE])
+        hook.install()
+        function: Function = import_module(LIBRARY).chunk_gated_delta_rule
+        return function
+
+    notes._SHOWN.clear()
+    yield installed
+    recorder.Recorder.forget()
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        del sys.modules[name]
+
+
+def arguments(tokens: int = 6) -> dict[str, torch.Tensor]:
+    return {
+        "q": torch.randn(2, tokens, 1, 16),
+        "k": normalize(torch.randn(2, tokens, 1, 16), dim=-1),
+        "v": torch.randn(2, tokens, 2, 16),
+        "g": -torch.rand(2, tokens, 2),
+        "beta": torch.rand(2, tokens, 2),
+    }
+
+
+def stored() -> int:
+    """The number of calls that were stored, after the thread has ended."""
+    process = recorder.Recorder.of_process()
+    assert process
+    process.flush()
+    files = list(Path("calls").glob("*.safetensors"))
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    return len(files)
+
+
+def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Function]) -> None:
+    package = import_module(LIBRARY)
+    original = package.chunk_gated_delta_rule
+    wrapped = chunked()
+    assert package.chunk_gated_delta_rule is wrapped is package.chunk.chunk_gated_delta_rule
+    assert wrapped is not original
+    assert inspect.signature(wrapped) == inspect.signature(original)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__", "attribute"):
+        assert getattr(wrapped, name) == getattr(original, name)
+    given = arguments()
+    expected = original(**given, output_final_state=True)
+    assert all(map(torch.equal, wrapped(**given, output_final_state=True), expected))
+    values = given["v"].clone()
+    wrapped(**given, output_final_state=True, fault="overwrites")
+    assert stored() == 2
+    recording = open_recording(Path("calls"), "safetensors")
+    call, overwriting = recording.layers()  # a batch of two, as a pack
+    assert torch.equal(overwriting.inputs.values[0], values.flatten(0, 1))
+    assert call.inputs.sequences == 2
+    assert call.inputs.cu_seqlens is not None
+    assert call.served
+    assert torch.equal(call.served[0][0, 6:], expected[0][1])
+
+
+def test_calls_that_cannot_be_recorded_are_left_alone(
+    chunked: Callable[..., Function],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With gradients, while a compiler traces, inside a CUDA graph, and of other shapes."""
+    function, given = chunked(), arguments()
+    out, _ = function(**given | {"v": given["v"].requires_grad_()}, output_final_state=True)
+    assert out.requires_grad
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            function(**given, output_final_state=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            for _ in range(2):
+                function(**given, output_final_state=True)
+        with pytest.raises(ValueError, match="g must have shape"):
+            function(**given | {"g": given["g"][:, 1:]}, output_final_state=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(notes, "_SHOWN", set())
+            function(**given, output_final_state=True, fault="row")
+        assert stored() == 0
+    lines = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
+    assert lines[0] == "Calls inside CUDA graphs cannot be recorded."
+    assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[1]
+    assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[2]
+    assert lines[3].startswith("2 calls inside CUDA graphs: not recorded")
+
+
+def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
+    chunked: Callable[..., Function],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function, blocked = chunked(), threading.Event()
+    monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
+    keep = keeper.Keeper.keep
+
+    def wait(*arguments: Any, **options: Any) -> None:
+        blocked.wait()
+        keep(*arguments, **options)
+
+    monkeypatch.setattr(keeper.Keeper, "keep", wait)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in range(6):
+        function(**arguments(), output_final_state=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        blocked.set()
+        assert stored() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(Path("calls").glob("*.tmp"))
+    ended, dropped = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
+    assert re.match(r"Recording has ended: .*File too large.*  The program goes on.", ended)
+    assert re.match("[345] calls because the queue was full: not recorded", dropped)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_gates_are_activated_for_calls_that_are_stored(
+    chunked: Callable[..., Function],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    stops: bool,
+) -> None:
+    """In the recorder's thread; of the others after as many calls as are allowed, or without a
+    fault, they stay raw.
+    """
+    activate, threads = delta_rule._activated, []
+
+    def activated(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return activate(*arguments, **options)
+
+    monkeypatch.setattr(delta_rule, "_activated", activated)
+    function = chunked(max_calls=2) if stops else chunked(when="nonfinite")
+    for _ in range(4):
+        function(**arguments(), output_final_state=True, use_beta_sigmoid_in_kernel=True)
+    assert stored() == len(threads) == 2 * stops
+    assert {*threads} <= {"ssdprof-record"}
+    ended = "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
+    assert ended is stops
+
+
+def test_a_transposed_state_is_outside_the_budget(
+    chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = chunked(when="wrong")
+    function(**arguments(), output_final_state=True, fault="transposed")
+    assert stored() == 1
+    line = capfd.readouterr().err
+    assert "ssdprof: a layer that is not known, rank 0: final_states, head " in line
+    assert "the first wrong state is that of sequence 0 (6 tokens)" in line
+
+
+def test_a_function_that_has_changed_is_named(
+    server: Path, chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+) -> None:
+    library = server.parent / "fla" / "ops" / "gated_delta_rule" / "chunk.py"
+    library.write_text(library.read_text().replace("cu_seqlens", "offsets"))
+    function = chunked()
+    assert function.__code__.co_filename == str(library)
+    line = capfd.readouterr().err
+    assert "chunk_gated_delta_rule of flash-linear-attention 0.6.0 has no parameter cu_" in line
+
+
+def test_calls_without_a_layer_are_those_of_their_operator(
+    chunked: Callable[..., Function],
+) -> None:
+    """Of each, the first that is not finite is stored."""
+    chunked(when="nonfinite")
+    process = recorder.Recorder.of_process()
+    assert process
+    given = arguments()
+    for kind in (GDNInputs, KDAInputs):
+        place = next(place for place in PLACES if place.operator == kind.operator)
+        g = given["g"] if kind is GDNInputs else given["g"][..., None].expand(-1, -1, -1, 16)
+        call = RecordedCall(
+            place=place,
+            layer="",
+            number=0,
+            inputs=kind(**given | {"g": g}),
+            out=given["v"] * torch.nan,
+            final_states=None,
+            slots=None,
+        )
+        process._keeper.keep(call.packed(), torch.device("cpu"), is_finite=False)
+    assert stored() == 2
+
+
+def test_rows_of_padding_are_not_stored() -> None:
+    given = {name: tensor[:1] for name, tensor in arguments(7).items()}
+    bounds, slots = torch.tensor([0, 2, 4, 6]), torch.tensor([3, -1, 0])
+    inputs = GDNInputs(**given, cu_seqlens=bounds, initial_state=torch.randn(3, 2, 16, 16))
+    states = torch.randn(3, 2, 16, 16)
+    call = RecordedCall(
+        place=PLACES[0],
+        layer="",
+        number=0,
+        inputs=inputs,
+        out=given["v"],
+        final_states=states,
+        slots=slots,
+    ).packed()
+    assert call.slots is not None
+    assert call.final_states is not None
+    assert inputs.initial is not None
+    assert call.slots.tolist() == [3, 0]
+    assert call.inputs.tensors["cu_seqlens"].tolist() == [0, 2, 4]
+    assert torch.equal(call.out, given["v"][:, [0, 1, 4, 5]])
+    assert torch.equal(call.final_states, states[[0, 2]])
+    assert torch.equal(call.inputs.tensors["initial_state"], inputs.initial[[0, 2]])
+
+
+# --- the program's own surroundings
+
+
+def test_the_installations_sitecustomize_runs_and_paths_are_as_without(server: Path) -> None:
+    (server.parent / "sitecustomize.py").write_text("print('customised', __name__)")
+    program = (sys.executable, "-c", "import sys, sitecustomize; print(sys.path, sitecustomize)")
+    alone = subprocess.run(program, capture_output=True, text=True, check=True)
+    # the command itself is a Python process, too
+    assert record("", *program).stdout.removeprefix("customised sitecustomize\n") == alone.stdout
+    assert alone.stdout.startswith("customised sitecustomize")
+
+
+SLEEP = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGTERM, -15), (signal.SIGINT, -2), (signal.SIGKILL, -9)]
+)
+def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
+    server: Path, number: signal.Signals, ends: int
+) -> None:
+    """SIGKILL goes to the program: nothing can pass it on."""
+    words = [sys.executable, "-m", "ssdprof", "record", "--out", "out", "--", sys.executable, "-c"]
+    with subprocess.Popen([*words, SLEEP], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout
+        program = int(command.stdout.readline())
+        os.kill(program if number == signal.SIGKILL else command.pid, number)
+        assert command.wait(300) == ends
+
+
+EARLY = """
+import os, signal, subprocess
+from ssdprof.jobs import record
+
+start = subprocess.Popen
+
+def started(*arguments, **options):
+    process = start(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return process
+
+subprocess.Popen = started
+print(record._ended(["sleep", "60"], dict(os.environ)) == -signal.SIGUSR1)
+"""
+
+
+def test_a_signal_while_the_program_starts_is_passed_on() -> None:
+    """In a process without threads, as the command has none."""
+    assert python("-c", EARLY).stdout == "True\n"
+
+
+def test_a_program_that_cannot_start_is_refused(server: Path) -> None:
+    """One without operators is not."""
+    assert "the program called no function that ssdprof knows" in record("", "true").stderr
+    ran = record("", "no-such-server")
+    assert ran.returncode == 2
+    assert "no-such-server cannot be started" in ran.stderr
