@@ -164,10 +164,3 @@ def wait_until_written():
     """
     code: gl.constexpr = "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0; }"
     gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def prefetch(ptr):
-    """Begin to read a line of memory to the L2 cache."""
-    code: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
-    gl.inline_asm_elementwise(code, "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)

@@ -523,7 +523,7 @@ class Machine:
     ) -> Tensor:
         if code == "ld.acquire.gpu.global.b32 $0, [$1];":
             return self.atomic_add(args[0], 0, "acquire")
-        if "fence.proxy.async" in code or "prefetch" in code:
+        if "fence.proxy.async" in code:
             if "wait_group" in code:
                 self.turns.finish_copies()
             return torch.tensor(0)

@@ -32,19 +32,14 @@ from ssdprof.kernels._gluon import aggregate, load_acquire, order_async, role_ba
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.kda.hopper.prep import allocate_inputs, prepare_chunk
-from ssdprof.kernels.kda.hopper.role_copies import (
-    load_inputs,
-    load_segment,
-    prefetch_values,
-    store_segment,
-)
+from ssdprof.kernels.kda.hopper.role_copies import load_inputs, load_segment, store_segment
 from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles
 
 # other functions belong to the stage that calls them
 STAGES = {
     "wait_for": "waiting.chunk", "slab_sequences": "ticket", "chunk_of": "ticket",
-    "segment_at": "ticket", "values_ahead": "loads", "prepare": "setup", "scan": "setup",
+    "segment_at": "ticket", "prepare": "setup", "idle": "setup", "scan": "setup",
     "loads": "loads", "stores": "chunk_output", "_kda_hopper_kernel": "setup",
 }  # fmt: skip
 
@@ -55,7 +50,6 @@ class KDAEnv:
 
     inputs: gl.tuple  # descriptors of q, k, g, v and out
     factors: gl.tuple  # of keys, queries, X, W
-    v_ptr: gl.tensor
     beta_ptr: gl.tensor
     ends_ptr: gl.tensor
     initial_ptr: gl.tensor | gl.constexpr
@@ -63,7 +57,6 @@ class KDAEnv:
     cu_seqlens_ptr: gl.tensor | gl.constexpr
     prepared_ptr: gl.tensor  # programs that have prepared a slab and head
     scanned_ptr: gl.tensor  # whether a slab, head and slice of V is scanned
-    v_strides: gl.tuple
     beta_strides: gl.tuple
     cu_stride: gl.tensor | gl.constexpr
     seqlen: gl.tensor
@@ -177,11 +170,10 @@ def prepare(env, tiles, full):
 
 
 @gluon.jit
-def values_ahead(env):
-    """Role: brings v of the chunk to the L2 cache."""
-    _, head, sequence, t, exists = chunk_of(env)
-    if exists:
-        prefetch_values(env, sequence, t, head)
+def idle():
+    """Role without work: only beside another role, `warp_specialize` gives `prepare` its
+    registers.
+    """
 
 
 @gluon.jit
@@ -227,8 +219,8 @@ def _kda_hopper_kernel(
     q_desc, k_desc, g_desc, v_desc, keys_desc, queries_desc, X_desc, W_desc, out_desc, tensors,
     strides, seqlen, sequences, slabs, slab_size, behind, scale, S: gl.constexpr,
 ):  # fmt: skip
-    v_ptr, beta_ptr, cu_seqlens_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = tensors
-    v_strides, beta_strides, cu_strides = strides
+    beta_ptr, cu_seqlens_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = tensors
+    beta_strides, cu_strides = strides
     chunks = slab_size * S.HEADS
     group = chunks + S.HEADS * S.SLICES
     g, number = gl.program_id(0) // group, gl.program_id(0) % group
@@ -238,7 +230,6 @@ def _kda_hopper_kernel(
         env = KDAEnv(
             (q_desc, k_desc, g_desc, v_desc, out_desc),
             (keys_desc, queries_desc, X_desc, W_desc),
-            v_ptr,
             beta_ptr,
             ends_ptr,
             initial_ptr,
@@ -246,7 +237,6 @@ def _kda_hopper_kernel(
             cu_seqlens_ptr,
             sync_ptr,
             sync_ptr + slabs * S.HEADS,
-            v_strides,
             beta_strides,
             cu_strides[0],
             seqlen,
@@ -262,7 +252,7 @@ def _kda_hopper_kernel(
             _, head, sequence, t, exists = chunk_of(env)
             if exists:
                 load_inputs(env, inputs, full, sequence, t, head)
-            gl.warp_specialize([(prepare, (env, inputs, full)), (values_ahead, (env,))], [1], [24])
+            gl.warp_specialize([(prepare, (env, inputs, full)), (idle, ())], [1], [24])
         else:
             tiles, written = allocate_tiles(q_desc.dtype)
             gl.warp_specialize(

@@ -8,8 +8,8 @@ import torch
 
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED, capability, sm_count
+from ssdprof.kernels.gdn.hopper.config import slot_count
 from ssdprof.kernels.gdn.inputs import GDNOutput, state_strides
-from ssdprof.kernels.gdn.portable import slot_count
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
@@ -31,7 +31,8 @@ from ssdprof.kernels.tensors import (
 )
 
 RESIDENT = 2  # programs on a multiprocessor
-REGISTERS = 128  # of a thread, on average: `work` takes those that copying roles do not need
+# of a thread, on average: `prepare` and `scan` take those that the other roles do not need
+REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
 
 
@@ -63,19 +64,14 @@ class KDAHopperConfig:
 
 def slab_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
     """Slabs of all sequences.  Those of packed sequences may hold parts of several."""
-    if inputs.cu_seqlens is None:
-        chunks = ceil_div(inputs.v.shape[1], CHUNK.value)
-        return inputs.sequences * ceil_div(chunks, config.slab)
-    slots = slot_count(inputs.v.shape[1], inputs.sequences, CHUNK.value, packed=True)
-    return ceil_div(slots, config.slab)
+    if inputs.cu_seqlens is not None:
+        return ceil_div(slot_count(inputs), config.slab)
+    return inputs.sequences * ceil_div(slot_count(inputs) // inputs.sequences, config.slab)
 
 
 def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.dtype]]]:
     """Bytes and places of what programs write for others; see `hopper_kernel.py`."""
-    slots = slot_count(
-        inputs.v.shape[1], inputs.sequences, CHUNK.value, packed=inputs.cu_seqlens is not None
-    )
-    chunks, dtype = slots * inputs.v.shape[2], inputs.q.dtype
+    chunks, dtype = slot_count(inputs) * inputs.v.shape[2], inputs.q.dtype
     factor = (dtype, chunks, CHUNK.value, DIM.value)
     nbytes, parts = places(
         {
@@ -102,10 +98,7 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
         q.dtype == torch.float32 or not inputs.use_qk_l2norm,
         "fp32 inputs, and q and k that it does not normalise",
     )
-    slots = slot_count(
-        inputs.length, inputs.sequences, CHUNK.value, packed=inputs.cu_seqlens is not None
-    )
-    yield slots * CHUNK.value * v.shape[2] >= 2**31, "2^31 positions of all heads"
+    yield slot_count(inputs) * CHUNK.value * v.shape[2] >= 2**31, "2^31 positions of all heads"
     reason = unreadable(q=q, k=inputs.k, g=inputs.g, v=v)
     yield reason != "", reason
 
@@ -113,40 +106,17 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
 def hopper_launch(
     inputs: KDAInputs, config: KDAHopperConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
+    """A call for all inputs of one signature.  Requires that `hopper_unsupported` is empty.
+
+    state_v_first: final states are (sequences, HV, V, K) in memory
+    """
     index, device = inputs.q.get_device(), inputs.q.device
     heads, value_dim = inputs.v.shape[2:]
     slabs, slices = slab_count(inputs, config), value_dim // HALF.value
+    shape = inputs.states_shape
+    strides = state_strides(*shape[1:], v_first=state_v_first)
     nbytes, parts = workspace(inputs)
-    row_count = parts["W"][1] // (CHUNK.value * inputs.q.element_size())
-    factors = [
-        described(inputs.q.dtype, (row_count, columns), (columns, 1), (CHUNK.value, HALF.value))
-        for columns in (DIM.value, DIM.value, DIM.value, CHUNK.value)
-    ]
-    read = [_tiles(tensor, inputs) for tensor in (inputs.q, inputs.k, inputs.g, inputs.v)]
-    out_tiles = _tiles(torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device="meta"), inputs)
-    states_shape = inputs.states_shape
-    final = state_strides(*states_shape[1:], v_first=state_v_first)
-    initial = strides_of(inputs.initial_state) or (0, 0, 0, 0)
-    v_strides, beta_strides = (
-        (tensor.stride(0), row_stride(tensor), tensor.stride(2))
-        for tensor in (inputs.v, inputs.beta)
-    )
-    strides = v_strides, beta_strides, strides_of(inputs.cu_seqlens) or (0,)
-    sizes = inputs.v.shape[1], inputs.sequences, slabs, config.slab, config.behind
-    launcher = Launcher(
-        _kda_hopper_kernel,
-        (strides, *sizes, inputs.scale_or_default),
-        dict(
-            HEADS=heads,
-            VALUES_PER_KEY=inputs.values_per_key,
-            SLICES=slices,
-            GATE_BYTES=inputs.g.element_size(),
-            PACKED=inputs.cu_seqlens is not None,
-            STATE_STRIDES=(*initial, *final),
-            num_warps=WARPS.value,
-            maxnreg=REGISTERS,
-        ),
-    )
+    describe, launcher = _descriptors(inputs), _launcher(inputs, config, slabs, strides)
     programs = (slabs + config.behind) * heads * (config.slab + slices)
     flags = slabs * heads * (1 + slices)
 
@@ -154,45 +124,60 @@ def hopper_launch(
         with torch.cuda.device(index):  # no effect for -1, the CPU
             sync = torch.zeros(flags, dtype=torch.int32, device=device)
             memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
-            *between, ends = (Part(memory, *where) for where in parts.values())
+            *factors, ends = (Part(memory, *place) for place in parts.values())
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = torch.empty_strided(
-                states_shape, final, dtype=torch.float32, device=device
-            )
-            tensors: tuple[torch.Tensor | Part, ...] = (
-                inputs.q,
-                inputs.k,
-                inputs.g,
-                inputs.v,
-                *between,
-                out,
-            )
-            descriptors = (
-                describe(tensor)
-                for describe, tensor in zip((*read, *factors, out_tiles), tensors, strict=True)
-            )
-            launcher(
-                programs,
-                *descriptors,
-                inputs.v,
-                inputs.beta,
-                inputs.cu_seqlens,
-                ends,
-                inputs.initial_state,
-                sync,
-                final_states,
-            )
+            final_states = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+            tiled: tuple[torch.Tensor | Part, ...] = (inputs.q, inputs.k, inputs.g, inputs.v)
+            tiled += (*factors, out)
+            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            tensors = inputs.beta, inputs.cu_seqlens, ends, inputs.initial_state, sync, final_states
+            launcher(programs, *descriptors, *tensors)
         return GDNOutput(out, final_states)
 
     return call
 
 
-def _tiles(tensor: torch.Tensor, inputs: KDAInputs) -> Described:
-    """Tiles of one head, one chunk and half of the columns."""
-    return tiles(
-        tensor,
-        steps(tensor, tensor.stride(2)),
-        sizes=(tensor.shape[2], tensor.shape[3]),
-        block=(1, CHUNK.value, HALF.value),
-        packed=inputs.cu_seqlens is not None,
+def _descriptors(inputs: KDAInputs) -> list[Described]:
+    """Of q, k, g, v, keys, queries, X, W and out: a tile has 64 columns of one head and chunk."""
+    row_count = slot_count(inputs) * inputs.v.shape[2] * CHUNK.value
+    factors = [
+        described(inputs.q.dtype, (row_count, columns), (columns, 1), (CHUNK.value, HALF.value))
+        for columns in (DIM.value, DIM.value, DIM.value, CHUNK.value)
+    ]
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device="meta")
+    *read, written = (
+        tiles(
+            tensor,
+            steps(tensor, tensor.stride(2)),
+            sizes=(tensor.shape[2], tensor.shape[3]),
+            block=(1, CHUNK.value, HALF.value),
+            packed=inputs.cu_seqlens is not None,
+        )
+        for tensor in (inputs.q, inputs.k, inputs.g, inputs.v, out)
+    )
+    return [*read, *factors, written]
+
+
+def _launcher(
+    inputs: KDAInputs, config: KDAHopperConfig, slabs: int, final_strides: tuple[int, ...]
+) -> Launcher:
+    beta, initial_strides = inputs.beta, strides_of(inputs.initial_state) or (0, 0, 0, 0)
+    strides = (
+        (beta.stride(0), row_stride(beta), beta.stride(2)),
+        strides_of(inputs.cu_seqlens) or (0,),
+    )
+    sizes = inputs.v.shape[1], inputs.sequences, slabs, config.slab, config.behind
+    return Launcher(
+        _kda_hopper_kernel,
+        (strides, *sizes, inputs.scale_or_default),
+        dict(
+            HEADS=inputs.v.shape[2],
+            VALUES_PER_KEY=inputs.values_per_key,
+            SLICES=inputs.v.shape[3] // HALF.value,
+            GATE_BYTES=inputs.g.element_size(),
+            PACKED=inputs.cu_seqlens is not None,
+            STATE_STRIDES=(*initial_strides, *final_strides),
+            num_warps=WARPS.value,
+            maxnreg=REGISTERS,
+        ),
     )

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ssdprof.kernels._gluon import async_load, async_store, prefetch
+from ssdprof.kernels._gluon import async_load, async_store
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.kda.hopper.tiles import (
     DIM,
@@ -23,8 +23,7 @@ from ssdprof.kernels.kda.hopper.tiles import (
 
 # other functions belong to the stage that calls them
 STAGES = {
-    "load_inputs": "loads", "prefetch_values": "loads", "load_segment": "loads",
-    "store_segment": "chunk_output",
+    "load_inputs": "loads", "load_segment": "loads", "store_segment": "chunk_output",
 }  # fmt: skip
 
 
@@ -43,18 +42,6 @@ def load_inputs(env, inputs, full, sequence, t, head):
         where = [sequence.tile, head, sequence.row + t, half * HALF]
         g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
         async_load(g_desc, where, full.index(1), g_tile)
-
-
-@gluon.jit
-def prefetch_values(env, sequence, t, head):
-    """Brings v of the chunk at position t to the L2 cache, where a scan reads it a slab later."""
-    rows: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    batch = gl.where(env.S.PACKED, 0, sequence.index).to(gl.int64)
-    o_t = gl.minimum(t + gl.arange(0, CHUNK, rows), sequence.length - 1)
-    v_ptr = env.v_ptr + batch * env.v_strides[0] + head.to(gl.int64) * env.v_strides[2]
-    row_ptr = v_ptr + (sequence.begin + o_t).to(gl.int64) * env.v_strides[1]
-    for piece in gl.static_range(env.S.SLICES):
-        prefetch(row_ptr + piece * HALF)
 
 
 @gluon.jit
