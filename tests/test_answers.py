@@ -65,7 +65,7 @@ def kl(case: Case) -> float:
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
+def test_relaxed_bf16_is_farther_than_exact(model: str):
     words = "--implementations unfused --layers 0 --gate kl:1e-10"
     answer = ending(1, f"answers {model} {SEQ} {words}")
     assert "unfused (relaxed, bf16 states) at 70 tokens: kl:1e-10: " in answer.shown
@@ -85,9 +85,7 @@ def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
 
 @pytest.mark.parametrize(("model", "operator"), [("demo", "ssd"), ("demo-gdn", "gdn")])
 @pytest.mark.parametrize("broken", [swapped_heads, without_decay])
-def test_a_broken_kernel_fails_the_gate(
-    register: Register, model: str, operator: str, broken: Any
-) -> None:
+def test_a_broken_kernel_fails_the_gate(register: Register, model: str, operator: str, broken: Any):
     register(operator, "broken", broken)
     words = f"answers {model} {SEQ} {ONE_PRECISION} --implementations unfused,broken --gate kl:1e-4"
     text = ending(1, f"{words} --generate 2").shown
@@ -96,7 +94,7 @@ def test_a_broken_kernel_fails_the_gate(
     ending(1, "export")
 
 
-def test_the_layer_to_blame_comes_first(register: Register) -> None:
+def test_the_layer_to_blame_comes_first(register: Register):
     seen = []
 
     def broken_in_one(inputs: Any, precision: Any) -> Any:
@@ -118,7 +116,7 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
     assert "One layer at a time" in Answer("export").out
 
 
-def test_what_an_implementation_raises_is_in_its_case(register: Register) -> None:
+def test_what_an_implementation_raises_is_in_its_case(register: Register):
     def refuse(_inputs: Any, _precision: Any) -> Any:
         raise registry.UnsupportedError("not today")
 
@@ -134,7 +132,7 @@ def test_what_an_implementation_raises_is_in_its_case(register: Register) -> Non
     assert gated[0].reason == "not today"
 
 
-def test_an_interruption_keeps_what_there_is(register: Register) -> None:
+def test_an_interruption_keeps_what_there_is(register: Register):
     def interrupted(_inputs: Any, _precision: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -150,7 +148,7 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
 
 
 @pytest.mark.usefixtures("exact_kernels")
-def test_run_compares_answers_too() -> None:
+def test_run_compares_answers_too():
     shown = passing(f"run demo --seq 40 --layers 1 {ONE_PRECISION} --answers").shown
     report = latest("run")
     assert len(report.of_calls) == 2
@@ -164,7 +162,7 @@ def test_run_compares_answers_too() -> None:
 @pytest.mark.parametrize(("weights", "item"), [("own", 2), ("auto", 4)])
 def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(
     tmp_path: Path, weights: str, item: int
-) -> None:
+):
     """Without a GPU that is fp32, unless the user selects the model's dtype."""
     tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)
     words = f"--prompt random --weights {weights} --dry-run --json"

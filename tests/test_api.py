@@ -23,7 +23,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.progress import Watcher
 
 
-def test_a_function_that_is_not_there() -> None:
+def test_a_function_that_is_not_there():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ssdprof.nothing  # noqa: B018
 
@@ -36,7 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> ssdprof.Results:
     )
 
 
-def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results) -> None:
+def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results):
     assert ran.passed
     assert ran.report.command[:8] == (
         "ssdprof",
@@ -55,13 +55,13 @@ def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results) -> None:
     assert repr(ran).splitlines()[-1].startswith("In short: fused is accurate enough")
 
 
-def test_a_notebook_shows_a_page_of_its_own(ran: ssdprof.Results) -> None:
+def test_a_notebook_shows_a_page_of_its_own(ran: ssdprof.Results):
     shown = ran._repr_html_()
     assert shown.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
     assert "<h1>" not in shown
 
 
-def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results) -> None:
+def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results):
     pytest.importorskip("pandas")
     frame = ran.to_pandas()
     assert list(frame["implementation"]) == ["unfused", "fused"]
@@ -71,9 +71,7 @@ def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results) -> None:
 @pytest.mark.parametrize(
     ("file", "begins"), [("x.html", "<!DOCTYPE"), ("x.json", "{"), ("x", "## "), ("x.csv", "rep")]
 )
-def test_the_suffix_is_the_format(
-    ran: ssdprof.Results, tmp_path: Path, file: str, begins: str
-) -> None:
+def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path: Path, file: str, begins: str):
     assert ran.export(tmp_path / file).read_text().startswith(begins)
     with pytest.raises(BadInputError, match="exists"):
         ran.export(tmp_path / file)
@@ -88,14 +86,14 @@ def test_the_suffix_is_the_format(
         ({"seq": 0}, "'0' is not a number of tokens."),
     ],
 )
-def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], words: str) -> None:
+def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], words: str):
     with pytest.raises(BadInputError) as caught:
         ssdprof.run("demo", **given)
     assert words in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["run", "answers", "prefill", "bench"])
-def test_help_shows_the_options_of_the_command(name: str) -> None:
+def test_help_shows_the_options_of_the_command(name: str):
     kind = getattr(options, f"{name.capitalize()}Options")
     typed = {python for python, _, _ in options.flags(kind)} - {
         "json",
@@ -110,7 +108,7 @@ def test_help_shows_the_options_of_the_command(name: str) -> None:
 
 def test_a_run_that_stored_captures_stands_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/one/captures")
     folder.mkdir(parents=True)
@@ -122,7 +120,7 @@ def test_a_run_that_stored_captures_stands_for_them(
 # --- one case again
 
 
-def test_a_case_runs_again_by_its_command(ran: ssdprof.Results) -> None:
+def test_a_case_runs_again_by_its_command(ran: ssdprof.Results):
     case = ran.cases[-1]
     shown = CliRunner().invoke(app, ["case", case.id, str(ran.folder)])
     command = (
@@ -150,7 +148,7 @@ def test_a_case_runs_again_by_its_command(ran: ssdprof.Results) -> None:
         ),
     ],
 )
-def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str) -> None:
+def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str):
     found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(
         command=("ssdprof", *typed.split())
     )
@@ -172,7 +170,7 @@ def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str)
     assert " ".join(found.again(found.cases[-1])) == f"ssdprof {words}"
 
 
-def test_the_words_of_a_drawn_case() -> None:
+def test_the_words_of_a_drawn_case():
     found = bench(*cell()).changed(
         command=("ssdprof", "bench", "ssd", "--cells", "8x4k", "--seq", "1k", "--json")
     )
@@ -198,7 +196,7 @@ def right(inputs: Any) -> Any:
 
 def test_a_function_is_judged_on_given_tensors(
     inputs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     def wrong(inputs: Any) -> Any:
         out, states = right(inputs)
         return out * 1.01, states
@@ -239,7 +237,7 @@ def test_a_function_is_judged_on_given_tensors(
     assert "ssdprof: given tensors, 70 tokens, no GPU" in repr(found)
 
 
-def test_what_cannot_be_compared_is_refused(inputs: Any) -> None:
+def test_what_cannot_be_compared_is_refused(inputs: Any):
     with pytest.raises(SsdprofError, match="no implementation 'nothing'"):
         ssdprof.compare(inputs, ["nothing"])
     with pytest.raises(SsdprofError, match="mamba_ssm"):

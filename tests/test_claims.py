@@ -6,7 +6,7 @@ import claims
 import pytest
 
 
-def test_the_table_and_its_page_are_filled_from_the_results() -> None:
+def test_the_table_and_its_page_are_filled_from_the_results():
     rows = claims.rows()
     found = claims.filled(rows)
     assert found == rows, "python benchmarks/claims.py"
@@ -33,11 +33,11 @@ def test_the_table_and_its_page_are_filled_from_the_results() -> None:
         ("> above", 2, None, False),
     ],
 )
-def test_conditions(must: str, value: float, above: float | None, expected: bool) -> None:
+def test_conditions(must: str, value: float, above: float | None, expected: bool):
     assert claims.holds(must, value, above) is expected
 
 
 @pytest.mark.parametrize("must", ["about 3", ">= 1.5 and", "1.5"])
-def test_a_condition_that_cannot_be_read_is_refused(must: str) -> None:
+def test_a_condition_that_cannot_be_read_is_refused(must: str):
     with pytest.raises(ValueError, match="is no condition"):
         claims.holds(must, 1, None)

@@ -44,7 +44,7 @@ def refused(code: int, command: str) -> str:
     return answer.err
 
 
-def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.MonkeyPatch):
     """`goldens/machine/refused.txt` and `goldens/stored/refused.txt` have what else is refused."""
     monkeypatch.setenv("GITHUB_OUTPUT", "output.txt")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
@@ -54,11 +54,11 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)]
 )
-def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
+def test_a_percentage_with_or_without_its_sign(text: str, value: float):
     assert parse_percent("--smallest-difference", text) == pytest.approx(value)
 
 
-def test_another_run_in_the_same_folder() -> None:
+def test_another_run_in_the_same_folder():
     header = {"kind": "bench", "target": "demo", "environment": collect(), "baseline": "unfused"}
     with reports.opened(Path("shared"), Watcher(), **header):
         assert "Another run is writing into shared" in refused(2, "run demo --out shared --seq 16")
@@ -88,7 +88,7 @@ def test_another_run_in_the_same_folder() -> None:
 )
 def test_how_a_command_ends(
     monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str
-) -> None:
+):
     def fail(*_: object) -> None:
         raise raised
 
@@ -100,7 +100,7 @@ def test_how_a_command_ends(
 
 def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+):
     def fail(*_: object) -> None:
         raise ZeroDivisionError("somewhere deep at http://user:secret@host")
 
@@ -124,7 +124,7 @@ def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     assert "secret" not in log.read_text().partition("ZeroDivisionError: ")[2]
 
 
-def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch):
     """Nothing is truncated if a row needs more than 80 columns."""
     monkeypatch.setattr("ssdprof.commands.terminal.WIDTH_OF_A_PIPE", 80)
     text = Answer("models").out
@@ -133,7 +133,7 @@ def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "128x64, N 128, G 1, chunk 256" in text
 
 
-def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch):
     """Square brackets are not markup."""
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
     monkeypatch.setattr("ssdprof.environment.doctor.doctor", lambda: (check,))
@@ -141,19 +141,19 @@ def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["ok", "cache", "/home/[bold]me"] in lines
 
 
-def test_the_shell_completes_commands() -> None:
+def test_the_shell_completes_commands():
     words = dict(_SSDPROF_COMPLETE="complete_bash", COMP_WORDS="ssdprof acc", COMP_CWORD="1")
     assert shell("PROGRAM", **words).stdout.split() == ["accuracy"]
 
 
-def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"]
     )
     assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
 
 
-def test_paragraphs_of_help_are_wrapped_to_the_terminal_and_not_as_in_the_source() -> None:
+def test_paragraphs_of_help_are_wrapped_to_the_terminal_and_not_as_in_the_source():
     shown = shell("COLUMNS=200 PROGRAM run --help").stdout
     assert any(
         "Exit code 0 says" in line and "Exit code 1 says" in line for line in shown.splitlines()
@@ -189,7 +189,7 @@ stalls --from demo --layer 3
 """
 
 
-def test_wrong_usage_is_answered_before_torch_is_imported() -> None:
+def test_wrong_usage_is_answered_before_torch_is_imported():
     """torch takes seconds to import and is not needed for the answer."""
     wrong = WRONG.splitlines()
     Path("damaged").mkdir()
@@ -240,7 +240,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: str) -> None:
+def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: str):
     done = shell(command)
     assert (done.returncode, done.stdout, bool(done.stderr)) == (code, "", bool(words))
     assert done.stderr.startswith(words)
@@ -252,7 +252,7 @@ def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: 
     [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
     ids=["encoding", "locale"],
 )
-def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, str]) -> None:
+def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, str]):
     Path("printing.py").write_text(
         "import json\n"
         "from ssdprof.commands import terminal\n"
@@ -274,7 +274,7 @@ def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, st
     ],
     ids=["SIGTERM", "inside generated code"],
 )
-def test_an_interrupt_of_any_kind_is_told(command: str) -> None:
+def test_an_interrupt_of_any_kind_is_told(command: str):
     Path("waiting.py").write_text(
         f"import os, signal, sys, time\nfrom ssdprof import cli\n{command}"
         "cli.app.command('wait')(command)\nsys.argv = ['ssdprof', 'wait']\ncli.main()\n"
@@ -289,7 +289,7 @@ def denied(suffix: str = "", prefix: str = "", dir: str = "", real: Any = tempfi
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
     """Simulated, because root may run the tests and may write everywhere."""
     monkeypatch.setattr(
         "ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loads the model")
@@ -301,7 +301,7 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.Monke
     assert "cannot be written: permission denied" in refused(3, "capture demo --seq 16")
 
 
-def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -311,7 +311,7 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert "The file prompt.txt cannot be read: Permission denied." in error
 
 
-def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
+def test_a_state_that_no_kernel_takes_is_refused_from_the_config():
     """This happens before any download: the folder has no weights."""
 
     Path("model").mkdir()
@@ -320,7 +320,7 @@ def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
     assert "dstate = 512 in layer 0; kernels take at most 256" in refused(2, "run ./model --seq 16")
 
 
-def test_ctrl_c_during_the_imports_shows_no_traceback() -> None:
+def test_ctrl_c_during_the_imports_shows_no_traceback():
     code = """
 import sys
 

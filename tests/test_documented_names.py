@@ -54,14 +54,14 @@ def lost_paths(file: Path, known: set[str]) -> Iterator[str]:
             yield f"{file.relative_to(ROOT)}: {word}"
 
 
-def test_every_path_that_is_named_exists() -> None:
+def test_every_path_that_is_named_exists():
     """The laboratory log is a record of its days."""
     known = tracked()
     files = [file for file in (*DOCUMENTS, *CODE) if "log" not in file.parts]
     assert [path for file in files for path in lost_paths(file, known)] == []
 
 
-def test_every_command_in_a_sentence_exists() -> None:
+def test_every_command_in_a_sentence_exists():
     calls = [
         call.split()
         for file in DOCUMENTS
@@ -78,7 +78,7 @@ def test_every_command_in_a_sentence_exists() -> None:
             schema(words[0])
 
 
-def test_every_name_of_the_package_exists() -> None:
+def test_every_name_of_the_package_exists():
     """Functions and classes that documents import or call."""
     for file in DOCUMENTS:
         text = file.read_text()
@@ -90,7 +90,7 @@ def test_every_name_of_the_package_exists() -> None:
             assert callable(resolve_name(f"ssdprof:{name}")), (file.name, name)
 
 
-def test_every_bench_that_is_named_has_results() -> None:
+def test_every_bench_that_is_named_has_results():
     benches = {cell.bench.name for gpu in ("h200", "h100") for cell in recorded.committed(gpu)}
     named = {
         word
@@ -106,14 +106,14 @@ def test_every_bench_that_is_named_has_results() -> None:
 @pytest.mark.parametrize(
     "folder", sorted({file.parent for file in recorded.RESULTS.glob("*/report.json")}), ids=str
 )
-def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path: Path) -> None:
+def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path: Path):
     page = tmp_path / "x.html"
     Answer("export", str(folder), "-o", str(page))
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert os.listdir(tmp_path) == ["x.html"]
 
 
-def test_every_name_of_the_kernels_in_the_glossary_is_in_the_code() -> None:
+def test_every_name_of_the_kernels_in_the_glossary_is_in_the_code():
     text = (ROOT / "docs" / "glossary.md").read_text()
     (section,) = re.findall(r"^## Terms of the fused kernels\n(.*?)^## ", text, re.M | re.S)
     code = " ".join(file.read_text() for file in CODE if "ssdprof" in file.parts)
@@ -123,7 +123,7 @@ def test_every_name_of_the_kernels_in_the_glossary_is_in_the_code() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_says_which_commands_need_a_gpu(command: str) -> None:
+def test_help_says_which_commands_need_a_gpu(command: str):
     """Those that end with exit code 3 on a machine without one, and no other."""
     needs = command in ("bench", "prefill", "stalls", "tune")
     said = re.search(r"[Nn]eeds\s+an\s+NVIDIA\s+GPU", COMMANDS[command].help)
@@ -133,7 +133,7 @@ def test_help_says_which_commands_need_a_gpu(command: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value"), [("--dtype", "bf16"), ("--dtypes", "exact"), ("--states", "fp32")]
 )
-def test_an_option_means_the_same_in_every_command(option: str, value: str) -> None:
+def test_an_option_means_the_same_in_every_command(option: str, value: str):
     """By the help of all commands, which `test_goldens` compares with this file."""
     shown = (ROOT / "tests" / "goldens" / "options.txt").read_text().splitlines()
     declared = [line for line in shown if line.startswith(f"{option} ")]

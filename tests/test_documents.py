@@ -54,13 +54,13 @@ def broken(file: Path, target: str) -> bool:
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_links_of_documents_lead_somewhere(file: Path) -> None:
+def test_links_of_documents_lead_somewhere(file: Path):
     text = re.sub(r"```.*?```|`[^`]*`", "", file.read_text(), flags=re.S)
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
     assert [target for target in targets if broken(file, target)] == []
 
 
-def test_documents_that_code_cites_exist() -> None:
+def test_documents_that_code_cites_exist():
     """By their path from the root of the repository, with an anchor or without."""
     lost = [
         f"{file.relative_to(ROOT)}: {cited}"
@@ -71,7 +71,7 @@ def test_documents_that_code_cites_exist() -> None:
     assert lost == []
 
 
-def test_a_broken_anchor_is_found() -> None:
+def test_a_broken_anchor_is_found():
     log = ROOT / "benchmarks" / "log" / "ssd.md"
     assert not broken(log, "#row-57")
     assert broken(log, "#row-999")
@@ -111,7 +111,7 @@ BANNED = re.compile(
 )
 
 
-def test_the_prose_keeps_to_plain_words() -> None:
+def test_the_prose_keeps_to_plain_words():
     # examples of wrong wording; released entries
     exempt = {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}
     prose = [
@@ -135,7 +135,7 @@ def options_of(command: str) -> set[str]:
 @pytest.mark.parametrize(
     "file", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda one: one.name
 )
-def test_every_command_line_in_the_documents_exists(file: Path) -> None:
+def test_every_command_line_in_the_documents_exists(file: Path):
     blocks = re.findall(r"^```\w*\n(.*?)^```", file.read_text(), re.MULTILINE | re.DOTALL)
     for line in (line.strip() for block in blocks for line in block.splitlines()):
         for call in re.findall(r"(?:^|&& |\$ |-m )ssdprof ([^-].*?)(?= &&| -- |$)", line):
@@ -147,7 +147,7 @@ def test_every_command_line_in_the_documents_exists(file: Path) -> None:
             assert not unknown, line
 
 
-def test_the_documents_list_every_command_and_no_other_option() -> None:
+def test_the_documents_list_every_command_and_no_other_option():
     listed = re.findall(
         r"^\| `(\w+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE
     )
@@ -157,7 +157,7 @@ def test_the_documents_list_every_command_and_no_other_option() -> None:
 
 
 @pytest.mark.parametrize("mark", ["main", "test", "full"])
-def test_ci_finds_the_readme_commands(mark: str) -> None:
+def test_ci_finds_the_readme_commands(mark: str):
     """.ci/run reads the fenced block after the mark; there must be exactly one, with one line."""
     found = re.findall(
         rf"^<!-- ci: {mark} -->\n```\n(.+)\n```$", (ROOT / "README.md").read_text(), re.MULTILINE
@@ -165,7 +165,7 @@ def test_ci_finds_the_readme_commands(mark: str) -> None:
     assert len(found) == 1
 
 
-def test_make_help_lists_every_target() -> None:
+def test_make_help_lists_every_target():
     shown = subprocess.run(
         ["make", "-C", ROOT, "--no-print-directory"], capture_output=True, text=True, check=True
     )
@@ -174,7 +174,7 @@ def test_make_help_lists_every_target() -> None:
     assert {line.split()[0] for line in shown.stdout.splitlines()} == set(phony[1].split())
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_the_version_is_the_same_everywhere():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(
         r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE

@@ -60,7 +60,7 @@ def read(document: str) -> Report:
     return Report.model_validate_json(document)
 
 
-def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
+def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path):
     report = latest()
     assert report.complete
     assert Outcome(report).passed
@@ -89,7 +89,7 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*tiny_models.KDA, *tiny_models.IN_MEMORY])
-def test_a_kda_model_of_every_type_runs_from_its_folder(name: str) -> None:
+def test_a_kda_model_of_every_type_runs_from_its_folder(name: str):
     tiny_models.build(name).save_pretrained(name)
     passing(f"run {name} --prompt random --seq 24 --layers first:1 {ONE_PRECISION}")
     assert Outcome(latest()).passed
@@ -97,7 +97,7 @@ def test_a_kda_model_of_every_type_runs_from_its_folder(name: str) -> None:
 
 
 @pytest.mark.usefixtures("in_demo_run")
-def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
+def test_export_writes_what_a_job_attaches(tmp_path: Path):
     file = tmp_path / "report.md"
     answer = Answer(f"export --format markdown -o {file}")
     assert (answer.code, answer.out) == (0, "")
@@ -119,7 +119,7 @@ def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
     assert "Error by position" in page.words
 
 
-def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
+def test_stored_captures_are_replayed(in_demo_run: Path):
     (captures,) = in_demo_run.glob("runs/*/captures")
     answer = passing(f"run {captures} --out again {ONE_PRECISION} --json")
     again = {case.name: case.accuracy for case in read(answer.out).cases}
@@ -129,7 +129,7 @@ def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
 
 
 @demo_alone
-def test_captures_that_were_broken_off(demo_run: Path) -> None:
+def test_captures_that_were_broken_off(demo_run: Path):
     (captures,) = demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "captures")
     manifest = json.loads(Path("captures/manifest.json").read_text()) | {"complete": False}
@@ -143,7 +143,7 @@ def test_captures_that_were_broken_off(demo_run: Path) -> None:
     assert (answer.code, "holds no layer" in answer.err) == (2, True)
 
 
-def test_several_lengths_and_layers_of_a_random_prompt() -> None:
+def test_several_lengths_and_layers_of_a_random_prompt():
     words = f"--seq 20,33 --layers every:2 {ONE_PRECISION} --prompt random"
     answer = passing(f"run demo {words} --json")
     report = read(answer.out)
@@ -154,7 +154,7 @@ def test_several_lengths_and_layers_of_a_random_prompt() -> None:
     assert any("random tokens" in note for note in report.remarks)
 
 
-def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch):
     """Those of the settings file are not judged without one; the others are."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for gate in ("speedup:1.5", "time@call:5"):
@@ -168,9 +168,7 @@ def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @demo_alone
-def test_a_dry_run_says_what_a_run_would_say(
-    in_demo_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch):
     """The plan on stdout, and the error of the run with its exit code."""
     monkeypatch.setattr("ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")
@@ -231,7 +229,7 @@ def a_layer_is_done(folder: str) -> bool:
 
 
 @pytest.mark.slow
-def test_interrupted_before_the_first_case(start: Start) -> None:
+def test_interrupted_before_the_first_case(start: Start):
     """No run is kept that could become the latest one."""
     process = start("run demo --seq 300")
     wait_for(lambda: any(Path("runs").glob(f"*/{reports.HEADER}")) or process.poll() is not None)
@@ -244,7 +242,7 @@ def test_interrupted_before_the_first_case(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted(start: Start) -> None:
+def test_interrupted(start: Start):
     """The report is valid and marked as partial, and no command treats it as passed.
 
     On a busy machine a run can end before the signal arrives.  Then another run is started.
@@ -270,7 +268,7 @@ def test_interrupted(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_progress_and_data_do_not_mix(start: Start) -> None:
+def test_progress_and_data_do_not_mix(start: Start):
     process = start(f"run demo {FAST} --json")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0

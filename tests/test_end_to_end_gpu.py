@@ -18,7 +18,7 @@ def run(*options: str) -> Report:
     return Report.model_validate_json(passing("run demo", *options, "--json").out)
 
 
-def test_everything_that_passed_is_timed() -> None:
+def test_everything_that_passed_is_timed():
     report = run("--layers first:2 --states all")
     assert report.prompts[0].seqlen == 16384
     assert report.environment.gpu is not None
@@ -37,7 +37,7 @@ def test_everything_that_passed_is_timed() -> None:
 BASELINES = {f"exact, {state} states" for state in ("fp32", "fp16", "bf16")}
 
 
-def test_segments_and_one_piece_see_the_same_inputs() -> None:
+def test_segments_and_one_piece_see_the_same_inputs():
     """Accuracy depends on the inputs, which differ only in the rounding of sums in another
     order.
     """
@@ -60,7 +60,7 @@ def test_segments_and_one_piece_see_the_same_inputs() -> None:
     assert ours[0] == pytest.approx(ours[1], rel=0.05)
 
 
-def test_interrupted_while_timing(tmp_path: Path) -> None:
+def test_interrupted_while_timing(tmp_path: Path):
     """The first layer is done; the second is being timed."""
     header = tmp_path / "run" / reports.HEADER
     with starting(tmp_path) as start:
@@ -77,7 +77,7 @@ def test_interrupted_while_timing(tmp_path: Path) -> None:
     assert report.cases
 
 
-def test_a_small_bench() -> None:
+def test_a_small_bench():
     options = "--shape 16x64x128x1 --seq 256 --cells 2x200 --packed 4x16-64 --dtypes all"
     answer = passing("bench ssd", options, "--out cells --json")
     report = reports.load("cells")[1]

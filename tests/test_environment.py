@@ -24,7 +24,7 @@ def check(name: str) -> doctor.Check:
 @pytest.mark.parametrize(("version", "racy"), [("3.6.0", True), ("3.9.0", False)])
 def test_doctor_says_whether_the_compiler_makes_a_race_of_mamba_ssms_kernel(
     version: str, racy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "INTERPRETED", False)
     monkeypatch.setattr(doctor.triton, "__version__", version)
@@ -36,7 +36,7 @@ def test_doctor_says_whether_the_compiler_makes_a_race_of_mamba_ssms_kernel(
 # --- collect
 
 
-def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("platform.node", lambda: "secret-host")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     found = machine.collect()
@@ -51,12 +51,12 @@ def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
+def test_without_a_gpu_there_is_none_and_no_clocks():
     assert machine.collect().gpu is None
     assert machine.read_clocks() is None
 
 
-def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
+def test_each_operators_kernels_have_a_hash_of_their_own():
     assert len({machine.kernels_hash(name) for name in ("ssd", "gdn", "kda")}) == 3
     assert machine.kernels_hash("toy") == "", "one from outside has no bundled kernels"
 
@@ -78,7 +78,7 @@ def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
         ("ApplicationsClocksSetting", ""),
     ],
 )
-def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch, reason: str, word: str) -> None:
+def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch, reason: str, word: str):
     nvml = FakeNvml(reasons=getattr(pynvml, f"nvmlClocksEventReason{reason}"))
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
@@ -87,7 +87,7 @@ def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch, reason: str, wo
     assert clocks.throttle_reasons == (word,) * bool(word)
 
 
-def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "pynvml", FakeNvml())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
@@ -102,7 +102,7 @@ def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("broken", [False, True])
 def test_nvml_is_asked_for_the_device_that_torch_means(
     monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
+):
     nvml = FakeNvml(broken=broken)
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
@@ -122,7 +122,7 @@ def test_nvml_is_asked_for_the_device_that_torch_means(
 @pytest.mark.parametrize(("fraction", "left"), [(1.0, 50), (0.5, 20)])
 def test_free_memory_of_a_gpu_counts_what_torch_caches_and_a_limit(
     fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     known = dict(mem_get_info=(40, 100), memory_allocated=30, memory_reserved=40)
     for name, value in (known | dict(get_per_process_memory_fraction=fraction)).items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
@@ -132,7 +132,7 @@ def test_free_memory_of_a_gpu_counts_what_torch_caches_and_a_limit(
 @pytest.mark.parametrize("vendor", ["0x1022", "0x10de"])
 def test_a_driver_is_proposed_only_for_a_gpu(
     vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (tmp_path / "0000:00:01.0").mkdir()
     (tmp_path / "0000:00:01.0" / "vendor").write_text(f"{vendor}\n")
     monkeypatch.setattr(doctor, "_PCI", tmp_path)
@@ -151,21 +151,19 @@ def test_a_driver_is_proposed_only_for_a_gpu(
 @pytest.mark.parametrize(("capability", "count"), [("9.0", 1), ("10.0", 0)])
 def test_what_servers_choose_is_known_for_hopper(
     capability: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(doctor, "gpu", lambda: SimpleNamespace(compute_capability=capability))
     assert [check.detail for check in doctor.served({"GDN": "flashinfer"})] == (
         ["flashinfer"] * count
     )
 
 
-def test_every_check_that_is_not_ok_has_a_hint() -> None:
+def test_every_check_that_is_not_ok_has_a_hint():
     for found in doctor.doctor():
         assert (found.hint == "") == (found.status == "ok"), found
 
 
-def test_each_requirement_is_checked_against_its_own_bounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_requirement_is_checked_against_its_own_bounds(monkeypatch: pytest.MonkeyPatch):
     versions = {"torch": "2.13.0", "triton": None, "numpy": "2.4.0"}
     monkeypatch.setattr(
         doctor,
@@ -177,7 +175,7 @@ def test_each_requirement_is_checked_against_its_own_bounds(
     assert statuses == {"torch": "ok", "triton": "missing", "numpy": "warn"}
 
 
-def test_the_drivers_word_on_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drivers_word_on_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     parameters = tmp_path / "params"
     assert doctor._counters(parameters).detail == "no NVIDIA driver"
     parameters.write_text("RmMsg: \nRmProfilingAdminOnly: 0\n")
@@ -189,9 +187,7 @@ def test_the_drivers_word_on_counters(tmp_path: Path, monkeypatch: pytest.Monkey
     assert doctor._counters(parameters).status == "ok"
 
 
-def test_ncu_is_found_where_the_toolkit_puts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ncu_is_found_where_the_toolkit_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(toolchain, "_NCU_FOLDERS", (f"{tmp_path}/cuda*/bin",))
     assert doctor._ncu().status == "missing"
@@ -212,7 +208,7 @@ def test_ncu_is_found_where_the_toolkit_puts_it(
     ("name", "command"),
     [("HF_HUB_DOWNLOAD_TIMEOUT", "doctor"), ("HF_HUB_ETAG_TIMEOUT", "run demo --dry-run")],
 )
-def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command: str) -> None:
+def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command: str):
     """In a process of its own: the client reads its variables when it is imported."""
     done = python(*MODULE, *command.split(), **{name: "abc"})
     assert (done.returncode, done.stdout) == (2, "")
@@ -222,14 +218,14 @@ def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command
     ]
 
 
-def test_offline_mode_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert doctor._hub().status == "warn"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert doctor._hub().status == "ok"
 
 
-def test_a_full_or_locked_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_or_locked_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def with_free(size: int) -> Any:
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=size))
         return doctor._cache()
@@ -241,7 +237,7 @@ def test_a_full_or_locked_cache_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert with_free(100 << 30).status == "missing"
 
 
-def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch):
     """NVML finds the GPU, so kernels are not interpreted.  For example, its driver is too old."""
     monkeypatch.setattr(doctor, "INTERPRETED", False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -250,7 +246,7 @@ def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_everything_about_it_is_known() -> None:
+def test_on_a_gpu_everything_about_it_is_known():
     gpu = machine.collect().gpu
     assert gpu is not None
     assert gpu.l2_bytes > 1 << 20
@@ -261,7 +257,7 @@ def test_on_a_gpu_everything_about_it_is_known() -> None:
     assert {check("gpu").status, check("gpu memory").status, check("clocks").status} == {"ok"}
 
 
-def test_without_package_metadata_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_package_metadata_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch):
     """As if the sources ran without an installation."""
 
     def absent(_: str) -> None:
@@ -273,7 +269,7 @@ def test_without_package_metadata_the_doctor_says_so(monkeypatch: pytest.MonkeyP
     assert "without package metadata" in check.detail
 
 
-def test_a_password_in_the_hubs_address_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_in_the_hubs_address_is_masked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://user:secret@hub")
     assert doctor._hub().detail == "https://...@hub, not contacted by this check"
 
@@ -290,13 +286,13 @@ def test_a_password_in_the_hubs_address_is_masked(monkeypatch: pytest.MonkeyPatc
 )
 def test_a_pair_of_torch_and_triton_that_no_test_ran_with_is_told(
     versions: tuple[str, str], status: str
-) -> None:
+):
     found = doctor._pair(*versions)
     assert found.status == status
     assert found.hint == ("" if status == "ok" else "Tested: 2.11 with 3.6; 2.13 with 3.6 or 3.9.")
 
 
-def test_the_pairs_of_the_makefile_are_those_that_doctor_calls_tested() -> None:
+def test_the_pairs_of_the_makefile_are_those_that_doctor_calls_tested():
     pairs = re.findall(
         r"PAIR = torch==(\S+) triton==(\S+)", (Path(__file__).parents[1] / "Makefile").read_text()
     )

@@ -22,7 +22,7 @@ from ssdprof.errors import BadInputError, harmless, library_message, masked, pri
         ("org/name@v1 by a@b.c", "org/name@v1 by a@b.c"),
     ],
 )
-def test_secrets_are_masked(text: str, shown: str) -> None:
+def test_secrets_are_masked(text: str, shown: str):
     assert masked(text) == shown
     error = BadInputError(text, text)
     assert (error.message, error.hint, str(error)) == (shown, shown, shown)
@@ -32,7 +32,7 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
 @pytest.mark.parametrize("user", ["user:s3 cret", "u:p@s s/x", "a'b\"c", "u"])
 def test_an_address_that_is_known_is_masked_whatever_is_in_it(
     variable: str, user: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     address = f"http://{user}@127.0.0.1:9"
     if variable == "the command":
         monkeypatch.setattr("sys.argv", ["ssdprof", "run", address])
@@ -44,19 +44,19 @@ def test_an_address_that_is_known_is_masked_whatever_is_in_it(
     assert masked(text) == shown
 
 
-def test_a_password_is_masked_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_is_masked_without_a_scheme(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["ssdprof", "run", "bob:p w@127.0.0.1:9/org/model"])
     assert masked("'bob:p w' is neither a hub id nor a folder") == (
         "'...' is neither a hub id nor a folder"
     )
 
 
-def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "api-key 12345678")
     assert masked("sent 'api-key 12345678'") == "sent '...'"
 
 
-def test_a_librarys_sentence_is_whole() -> None:
+def test_a_librarys_sentence_is_whole():
     sentence = (
         "Field 'attention_multiplier' with value [1, 2] doesn't match any type in (int, float, "
         "NoneType). "
@@ -95,17 +95,17 @@ def test_a_librarys_sentence_is_whole() -> None:
         ),
     ],
 )
-def test_a_librarys_error_that_is_no_sentence(error: Exception, shown: str) -> None:
+def test_a_librarys_error_that_is_no_sentence(error: Exception, shown: str):
     assert library_message(error) == shown
 
 
-def test_an_endless_message_ends() -> None:
+def test_an_endless_message_ends():
     message = library_message(ValueError("word " * 5000))
     assert len(message) <= 1000
     assert message.endswith("word (24,030 characters more)")
 
 
-def test_no_escape_sequence_reaches_the_terminal() -> None:
+def test_no_escape_sequence_reaches_the_terminal():
     assert printable("a\x1b[31m\n b\ud800µ") == r"a\x1b[31m b\ud800µ"
 
 
@@ -119,12 +119,12 @@ def test_no_escape_sequence_reaches_the_terminal() -> None:
         ("at::native\tµ\n\u202e\x9b\ud800", "at::native\tµ\n\\u202e\\x9b\\ud800"),
     ],
 )
-def test_no_text_controls_a_terminal_or_a_log(text: str, shown: str) -> None:
+def test_no_text_controls_a_terminal_or_a_log(text: str, shown: str):
     assert (harmless(text), harmless(shown)) == (shown, shown)
     assert LayerRef(index=0, name=text, operator="").name == shown
 
 
-def test_unreadable_is_not_missing() -> None:
+def test_unreadable_is_not_missing():
     missing = unreadable(
         "The file a", FileNotFoundError(2, "No such file or directory"), "Name a file."
     )

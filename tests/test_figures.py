@@ -105,7 +105,7 @@ def over(cell: Cell, row: Row, head: str, names: tuple[str, ...]) -> bool:
     return number(row[head]) == shown(fastest / device_us(cell, "fused"), number(row[head]))
 
 
-def test_the_speeds_of_the_readme() -> None:
+def test_the_speeds_of_the_readme():
     """Each is of the newest bench that compared a cell with one of the kernels that the heading
     names.
     """
@@ -171,7 +171,7 @@ TIMES: list[tuple[str, str, str, dict[str, str], str]] = [
 ]
 
 
-def test_the_times_of_gated_delta_rules() -> None:
+def test_the_times_of_gated_delta_rules():
     for document, heading in dict.fromkeys(one[:2] for one in TIMES):
         ways = [one[2:] for one in TIMES if one[:2] == (document, heading)]
         for row in table_with(document, heading, "heads", ways[0][-1]):
@@ -193,7 +193,7 @@ def test_the_times_of_gated_delta_rules() -> None:
             }
 
 
-def test_the_benches_that_a_table_names_have_its_cells() -> None:
+def test_the_benches_that_a_table_names_have_its_cells():
     """Where the time goes: every row is of the benches that the text above it names, and each of
     these has a row.
     """
@@ -210,7 +210,7 @@ def test_the_benches_that_a_table_names_have_its_cells() -> None:
     assert used == benches == {"gdn", "gdn-8k"}
 
 
-def test_the_times_of_ssd() -> None:
+def test_the_times_of_ssd():
     columns = {"fused": "fused", "`mamba_ssm`": "mamba_ssm"}
     for row in table_with("kernels.md", "share of the floor"):
         rounded = {head: number(row[head]).replace(",", "") for head in columns}
@@ -229,7 +229,7 @@ def test_the_times_of_ssd() -> None:
         ), row
 
 
-def test_the_times_of_prefills() -> None:
+def test_the_times_of_prefills():
     file = library = ""
     for row in table_with("whole-models.md", "Amdahl over unfused"):
         if link := re.search(r"\(\.\./(benchmarks/results/.*\.json)\)", row["model"]):
@@ -389,7 +389,7 @@ def held() -> dict[tuple[str, str], float]:
     }
 
 
-def test_figures_in_sentences_are_numbers_of_the_results() -> None:
+def test_figures_in_sentences_are_numbers_of_the_results():
     wrong = {place: value for place, value in held().items() if place[1] != shown(value, place[1])}
     assert wrong == {}
     unsaid = [place for place in held() if place[1] not in figures(place[0])]
@@ -399,7 +399,7 @@ def test_figures_in_sentences_are_numbers_of_the_results() -> None:
 @pytest.mark.parametrize(
     "document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))]
 )
-def test_no_figure_is_of_unknown_origin(document: str) -> None:
+def test_no_figure_is_of_unknown_origin(document: str):
     log = "".join(file.read_text() for file in (ROOT / "benchmarks" / "log").glob("*.md"))
     log += (RESULTS / "README.md").read_text()
     known = {figure for place, figure in held() if place == document} | set(
@@ -413,7 +413,7 @@ def test_no_figure_is_of_unknown_origin(document: str) -> None:
     assert unknown == []
 
 
-def test_the_figures_of_verdicts() -> None:
+def test_the_figures_of_verdicts():
     compared = result("verdicts-h100.json")
 
     def counts(kind: str, verdict: str, clock: str = "device") -> list[int]:
@@ -453,7 +453,7 @@ def test_the_figures_of_verdicts() -> None:
         assert phrase in " ".join(file.read_text().split())
 
 
-def test_the_figures_of_repeated_benches() -> None:
+def test_the_figures_of_repeated_benches():
     cells = result("repeated-benches-h200.json")["cells"]
 
     def disjoint(clock: str, *operators: str) -> str:
@@ -467,7 +467,7 @@ def test_the_figures_of_repeated_benches() -> None:
     assert said in " ".join((RESULTS / "README.md").read_text().split())
 
 
-def test_a_wrong_figure_is_found() -> None:
+def test_a_wrong_figure_is_found():
     row = table_with(DELTA, "unfused", "over fla")[0]
     (cell, *_) = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
     assert not microseconds(cell, row | {"fused": "40.5 µs"}, {"fused": "fused"})

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="only Linux has a disk that is always full"
 )
-def test_a_device_is_written_to_and_not_replaced() -> None:
+def test_a_device_is_written_to_and_not_replaced():
     with pytest.raises(MissingCapabilityError, match="disk is full"):
         write_text(Path("/dev/full"), "text", replace=False)
     assert Path("/dev/full").is_char_device()
 
 
-def test_a_file_is_overwritten_only_when_told() -> None:
+def test_a_file_is_overwritten_only_when_told():
     file = Path("report.md")
     write_text(file, "one", replace=False)
     with pytest.raises(BadInputError, match=r"report\.md exists") as caught:
@@ -31,7 +31,7 @@ def test_a_file_is_overwritten_only_when_told() -> None:
     assert file.read_text() == "two"
 
 
-def test_a_link_is_followed() -> None:
+def test_a_link_is_followed():
     Path("real.md").write_text("one")
     Path("link.md").symlink_to("real.md")
     write_text(Path("link.md"), "two")
@@ -39,7 +39,7 @@ def test_a_link_is_followed() -> None:
     assert Path("real.md").read_text() == "two"
 
 
-def test_a_folder_that_is_not_there_is_named() -> None:
+def test_a_folder_that_is_not_there_is_named():
     with pytest.raises(BadInputError, match="no folder nowhere"):
         write_text(Path("nowhere/report.md"), "text")
 
@@ -54,13 +54,13 @@ def test_a_folder_that_is_not_there_is_named() -> None:
         (b"9" * 5000, "limit"),
     ],
 )
-def test_what_is_not_json(text: bytes, why: str) -> None:
+def test_what_is_not_json(text: bytes, why: str):
     Path("a.json").write_bytes(text)
     with pytest.raises(ValueError, match=why):
         read_json(Path("a.json"))
 
 
-def test_a_pipe_and_a_large_file_are_not_read() -> None:
+def test_a_pipe_and_a_large_file_are_not_read():
     os.mkfifo("pipe")
     with pytest.raises(OSError, match="not a regular file"):
         regular(Path("pipe"))
@@ -70,7 +70,7 @@ def test_a_pipe_and_a_large_file_are_not_read() -> None:
         read_json(Path("large"))
 
 
-def test_neither_a_pipe_nor_a_link_of_others_is_written_to() -> None:
+def test_neither_a_pipe_nor_a_link_of_others_is_written_to():
     os.mkfifo("pipe")
     with pytest.raises(MissingCapabilityError, match="pipe cannot be written"):
         append_text(Path("pipe"), "text")
@@ -84,13 +84,13 @@ def test_neither_a_pipe_nor_a_link_of_others_is_written_to() -> None:
     assert not Path("elsewhere").exists()
 
 
-def test_whether_a_folder_can_be_made_is_tried() -> None:
+def test_whether_a_folder_can_be_made_is_tried():
     with pytest.raises(MissingCapabilityError, match="/proc/x cannot be written"):
         check_writable(Path("/proc/x"))
     check_writable(Path("new/folder"))
     assert not list(Path().iterdir())
 
 
-def test_a_long_name_is_no_hindrance() -> None:
+def test_a_long_name_is_no_hindrance():
     write_text(Path("a" * 250), "text")
     assert [file.name for file in Path().iterdir()] == ["a" * 250]

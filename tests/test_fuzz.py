@@ -25,6 +25,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("kind", sorted((*fuzz.KINDS, *fuzz.SEVERAL)))
 @settings(derandomize=True, deadline=None, database=None, max_examples=4)
 @given(draw=strategies.randoms(use_true_random=False))
-def test_damaged_inputs_end_well(kind: str, draw: random.Random) -> None:
+def test_damaged_inputs_end_well(kind: str, draw: random.Random):
     assert fuzz.tried(kind, draw) == ""
     assert Path("good.json").is_file()

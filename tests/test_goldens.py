@@ -339,11 +339,11 @@ def compare(texts: dict[str, str]) -> None:
         for group in GROUPS
     ],
 )
-def test_outputs(group: str, tmp_path: Path) -> None:
+def test_outputs(group: str, tmp_path: Path):
     compare(outputs(group, tmp_path))
 
 
-def test_options_and_schemas() -> None:
+def test_options_and_schemas():
     compare(lists())
 
 

@@ -62,7 +62,7 @@ def ssdprof(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 @pytest.mark.slow
-def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
+def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call):
     dry = ssdprof("run", "org/demo", *SHORT, "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert "model.safetensors" in dry.stdout
@@ -80,7 +80,7 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
 @pytest.mark.slow
 def test_a_prompt_that_is_too_short_costs_no_download_of_weights(
     hub: MiniHub, ssdprof: Call, tmp_path: Path
-) -> None:
+):
     (tmp_path / "short.txt").write_text("a few words")
     hub.log.clear()
     for dry in ((), ("--dry-run",)):
@@ -95,7 +95,7 @@ def test_a_prompt_that_is_too_short_costs_no_download_of_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repo", ["org/private", "org/gated"])
-def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str) -> None:
+def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str):
     done = ssdprof("run", repo, *SHORT, HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
     folder, _ = reports.load(None)

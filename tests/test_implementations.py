@@ -80,7 +80,7 @@ def cases() -> dict[str, Case]:
     [("demo", "my_ssd"), pytest.param("demo-gdn", "my_gdn", marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("not_isolated")
-def test_the_example_of_the_documents(here: Path, model: str, function: str) -> None:
+def test_the_example_of_the_documents(here: Path, model: str, function: str):
     write_example(here)
     shown = passing(f"run {model} {SHORT} --impl unfused,my_kernels:{function}").shown
     assert "PASSED: all 2 cases are within the error budget" in shown
@@ -93,7 +93,7 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path) -> None:
+def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path):
     write_example(here)
     words = "--decode 1 --impl my_kernels:my_gdn_step"
     passing("run demo-gdn --seq 16", words)
@@ -105,7 +105,7 @@ def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(h
     assert BETWEEN_CALLS + "a shared prefix" in held
 
 
-def test_every_command_of_the_document_takes_the_example() -> None:
+def test_every_command_of_the_document_takes_the_example():
     """The commands use the names of the example."""
     named = re.findall(r"my_kernels:(\w+)", DOCUMENT.read_text())
     assert set(named) == set(
@@ -125,7 +125,7 @@ def test_every_command_of_the_document_takes_the_example() -> None:
     ],
 )
 @pytest.mark.usefixtures("judged_once")
-def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str) -> None:
+def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str):
     name = f"bad_kernels:{function}"
     shown = ending(1, f"run demo {SHORT} --impl unfused,{name}").shown
     assert name in shown
@@ -139,7 +139,7 @@ def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, rea
 @pytest.mark.usefixtures("not_isolated")
 def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
     here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Of the captured call, and of a call that broke a law."""
     (here / "peeking.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"
@@ -170,7 +170,7 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
 @pytest.mark.parametrize("command", ["run", "answers"])
 def test_what_a_kernel_prints_is_no_data(
     here: Path, command: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     """Neither during the import of its module nor during its call."""
     (here / "my_kernels.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"
@@ -183,7 +183,7 @@ def test_what_a_kernel_prints_is_no_data(
     assert {"imported", "called"} <= set((answer.err + capfd.readouterr().err).split())
 
 
-def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]):
     with only_data_on_stdout():
         ctypes.CDLL(None).puts(b"of the C library")  # stays in the buffer until a flush
         os.write(1, b"of a system call\n")
@@ -193,7 +193,7 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> Non
     assert set(found.err.splitlines()) == {"of the C library", "of a system call"}
 
 
-def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
     shown = ending(1, f"run demo {SHORT} --impl unfused,bad_kernels:good --first-call 7").shown
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
@@ -201,7 +201,7 @@ def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
+def test_a_kernel_with_a_precision_is_judged_at_each():
     words = "run demo --seq 40 --layers 0 --impl bad_kernels:precise,bad_kernels:good"
     shown = ending(1, words).shown
     assert (
@@ -269,7 +269,7 @@ def refuse(_inputs: Any) -> Any:
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch):
     library(monkeypatch, "other", narrow)
     shown = passing(f"run demo {SHORT} --impl unfused,fused,other --full").shown
     case = cases()["other"]
@@ -281,9 +281,7 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_libraries_that_cannot_take_part_are_a_sentence_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest.MonkeyPatch):
     library(monkeypatch, "shy", refuse)
     library(monkeypatch, "gpu_only", needs_gpu=True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
@@ -297,9 +295,7 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch: pytest.MonkeyPatch):
     library(monkeypatch, "sloppy", sloppy)
     library(monkeypatch, "wrong", doubled)
     passing(f"run demo {SHORT} --impl fused,sloppy")
@@ -319,7 +315,7 @@ def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(
 @pytest.mark.usefixtures("not_isolated")
 def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_told(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     library(monkeypatch, "forgetful", forgetful)
     shown = ending(1, f"run demo {SHORT} --impl fused,forgetful").shown
     (case,) = (case for case in latest().cases if case.implementation == "forgetful")
@@ -331,11 +327,11 @@ def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_
     assert Outcome(latest().changed(cases=(company,), requested=())).failed == ()
 
 
-def test_every_law_has_a_consequence_for_a_user() -> None:
+def test_every_law_has_a_consequence_for_a_user():
     assert set(LAWS) - {REPEATS} <= set(CONSEQUENCES)
 
 
-def test_a_named_library_makes_its_first_call_in_another_process() -> None:
+def test_a_named_library_makes_its_first_call_in_another_process():
     """Which finds it by the word that the user typed."""
     model = resolve(operators.get("ssd"), "model")
     assert not model.isolated, "it only came along"
@@ -348,7 +344,7 @@ def test_a_named_library_makes_its_first_call_in_another_process() -> None:
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch):
     library(monkeypatch, "other", narrow)
     words = "--seq 40 --layers 0 --impl unfused,fused --baseline other --full"
     shown = passing("run demo", words).shown
@@ -370,7 +366,7 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
+def test_accuracy_shows_the_named_implementations_of_the_run():
     ending(1, f"run demo {SHORT} --impl unfused,fused,bad_kernels:nan")
     shown = ending(1, "accuracy").shown
     assert "bad_kernels:nan" in shown.partition("Accuracy of the output at 40 tokens")[2]

@@ -74,7 +74,7 @@ def newest() -> tuple[Report, dict[str, Case]]:
 
 
 @pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
-def test_the_example_of_the_documents_is_timed(here: Path, model: str, function: str) -> None:
+def test_the_example_of_the_documents_is_timed(here: Path, model: str, function: str):
     write_example(here)
     name = f"my_kernels:{function}"
     words = f"--seq 512 --layers 0 --dtypes exact --impl unfused,fused,{name}"
@@ -101,9 +101,7 @@ def test_the_example_of_the_documents_is_timed(here: Path, model: str, function:
         ("hanging", r"its first call was stopped after 20 s"),
     ],
 )
-def test_a_faulty_kernel_is_named_and_the_others_are_timed(
-    here: Path, function: str, reason: str
-) -> None:
+def test_a_faulty_kernel_is_named_and_the_others_are_timed(here: Path, function: str, reason: str):
     (here / "faulty_kernels.py").write_text(FAULTY)
     name = f"faulty_kernels:{function}"
     words = "--seq 512 --layers 0 --dtypes exact --first-call 20"
@@ -120,7 +118,7 @@ def test_a_faulty_kernel_is_named_and_the_others_are_timed(
 
 
 @pytest.mark.parametrize("function", ["right", "illegal"])
-def test_a_bench_judges_an_own_kernel_too(here: Path, function: str) -> None:
+def test_a_bench_judges_an_own_kernel_too(here: Path, function: str):
     (here / "faulty_kernels.py").write_text(FAULTY)
     words = f"--shape 16x64x128x1 --seq 512 --impl unfused,faulty_kernels:{function}"
     code, shown = call(f"bench ssd {words}")

@@ -93,7 +93,7 @@ def wrong_column_in_place(reference: Implementation, inputs: Any, precision: Pre
 @pytest.mark.parametrize("operator", SHAPES)
 def test_kept_states_are_compared_with_runs_that_are_cut_there(
     operator: str, pool: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     pretend_gpu(monkeypatch)
     reference = kernels.get(operator, "reference")
     planted_kernels = POOLED if pool else PLANTED
@@ -143,7 +143,7 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
 @pytest.mark.parametrize("operator", SHAPES)
 def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
     operator: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     pretend_gpu(monkeypatch, real=True)
     for name in ("unfused", "fused"):
         monkeypatch.setitem(
@@ -162,9 +162,7 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
 
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("operator", ["gdn", "ssd"])
-def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
-    operator: str, pool: bool
-) -> None:
+def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str, pool: bool):
     """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
     reference = kernels.get(operator, "reference")
     tokens = dict(sequences=5, shortest=1, pool=10 * pool)
@@ -201,7 +199,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", DEMOS)
-def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
+def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str):
     words = "--verify 4 --layers first:1"
     answer = passing(f"run {model} --seq 24 --batch 2", words, "--save-captures --out a --full")
     report = load("a")[1]
@@ -240,7 +238,7 @@ def changed_in_the_middle(inputs: Any) -> Output:
         (changed_in_the_middle, {"accepted tokens"}),
     ],
 )
-def test_laws(kernel: Any, broken: set[str]) -> None:
+def test_laws(kernel: Any, broken: set[str]):
     kernel.keeps_states = True
     inputs = generated("gdn", SHAPES["gdn"], 4, sequences=2, state_every=1)
     found = {name: probe for name, probe in probed(kernel, inputs).items() if name in NAMES}

@@ -122,7 +122,7 @@ def main(kills: int, seed: int = 0) -> None:
 
 
 @pytest.mark.slow
-def test_a_few_kills(tmp_path: Path) -> None:
+def test_a_few_kills(tmp_path: Path):
     done = python(__file__, "4", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.stdout.startswith("4 kills"), done.stderr
 

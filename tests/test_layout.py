@@ -60,13 +60,13 @@ def allowed(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*RANK, *sorted(BASE)])
-def test_a_part_imports_only_what_it_may(name: str) -> None:
+def test_a_part_imports_only_what_it_may(name: str):
     for file in (file for module, file in MODULES.items() if part(module) == name):
         outside = {part(module) for module in IMPORTS[file]} - allowed(name)
         assert not outside, f"{file.relative_to(ROOT)} imports {outside}"
 
 
-def test_every_part_has_a_row() -> None:
+def test_every_part_has_a_row():
     assert {part(module) for module in MODULES} - {"", "__main__"} <= {*RANK, *BASE}
 
 
@@ -79,7 +79,7 @@ BUILDS_ON = {"kda": "gdn"}
 PARTS = ("", "_definitions", "_inputs", "_oracle", "_tuning")  # of a record, a file each
 
 
-def test_only_its_own_rooms_know_an_operator() -> None:
+def test_only_its_own_rooms_know_an_operator():
     """The registries have a line for each; nothing else imports or compares with one by name."""
     for operator, (name, file) in product(operators.names(), MODULES.items()):
         beside = (f"ssdprof.operators.{operator}{suffix}" for suffix in PARTS)
@@ -103,7 +103,7 @@ def test_only_its_own_rooms_know_an_operator() -> None:
                 )
 
 
-def test_no_kernel_imports_its_reference_or_the_reverse() -> None:
+def test_no_kernel_imports_its_reference_or_the_reverse():
     for name, file in MODULES.items():
         for other in (
             IMPORTS[file] if part(name) == "kernels" and file.name != "__init__.py" else ()
@@ -121,7 +121,7 @@ def test_no_kernel_imports_its_reference_or_the_reverse() -> None:
             )
 
 
-def test_no_environment_variable_reaches_a_kernel_and_no_first_call_is_tuned() -> None:
+def test_no_environment_variable_reaches_a_kernel_and_no_first_call_is_tuned():
     """They read one, Triton's variable that selects the interpreter."""
     for file in (file for name, file in MODULES.items() if part(name) == "kernels"):
         lines = [
@@ -132,7 +132,7 @@ def test_no_environment_variable_reaches_a_kernel_and_no_first_call_is_tuned() -
         assert all("TRITON_INTERPRET" in line for line in lines), file.relative_to(ROOT)
 
 
-def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+def test_nothing_heavy_is_imported_before_it_is_needed():
     """Each line of this process may have imported none of the libraries that it prints."""
     code = """if True:
         import sys

@@ -25,7 +25,7 @@ def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
 
 
-def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
+def test_a_run_says_where_the_weights_are_and_what_that_costs():
     planned = passing(f"{PLAIN} --dry-run")
     for words in (
         "disk-offload:",

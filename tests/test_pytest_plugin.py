@@ -38,7 +38,7 @@ def test_my_kernel(inputs, kernel, ssdprof_judge):
 """
 
 
-def test_a_kernel_is_judged_in_the_tests_of_an_empty_repository(tmp_path: Path) -> None:
+def test_a_kernel_is_judged_in_the_tests_of_an_empty_repository(tmp_path: Path):
     (tmp_path / "test_my_kernel.py").write_text(TESTS)
     done = python("-m", "pytest", "--strict-markers", "-p", "no:xdist", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

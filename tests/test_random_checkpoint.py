@@ -53,7 +53,7 @@ def notes_of(ref: CheckpointRef) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
+def test_random_weights_are_named_in_the_notes(tmp_path: Path):
     folder = tmp_path / "random"
     subprocess.run(
         [sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True
@@ -63,12 +63,12 @@ def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
     assert any("The weights are random" in note for note in notes_of(ref))
 
 
-def test_trained_weights_are_not() -> None:
+def test_trained_weights_are_not():
     assert not any("random" in note for note in notes_of(open_model("demo").ref))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path) -> None:
+def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path):
     written = MODELS[name]
     real = KNOWN[REPOS[name].casefold()]
     (tmp_path / "config.json").write_text(json.dumps(written.config(written.depth)))
@@ -93,7 +93,7 @@ def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     small = dataclasses.replace(
         GRANITE_SMALL,
         hidden=64,
@@ -120,7 +120,7 @@ def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
     assert all(0.3 < scale < 3 for scale in scales), scales
 
 
-def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path) -> None:
+def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path):
     model, info = AutoModelForCausalLM.from_pretrained(
         narrow, dtype="auto", output_loading_info=True
     )
@@ -129,7 +129,7 @@ def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path) -> N
     assert [layer.index for layer in open_model(str(narrow)).ref.layers] == [0, 1, 2]
 
 
-def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None:
+def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path):
     model = AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.float32).eval()
     seen = []
 
@@ -155,7 +155,7 @@ def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None
 
 def test_too_few_layers_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Olmo-Hybrid's definition requires an attention layer, and the first one is the fourth
     layer.
     """

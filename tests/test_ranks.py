@@ -29,9 +29,7 @@ FAST = "--dtypes exact --states fp32"
 MEASURED = ("samples", "first_call", "trials")
 
 
-def test_a_world_size_that_is_no_number_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert ending(2, "run demo").err == (
@@ -53,7 +51,7 @@ def test_a_world_size_that_is_no_number_is_refused(
 )
 def test_what_ranks_cannot_share_is_refused(
     words: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     """Otherwise each rank would do all of the work, two of them on one GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -63,7 +61,7 @@ def test_what_ranks_cannot_share_is_refused(
     )
 
 
-def test_more_ranks_than_layers_are_refused() -> None:
+def test_more_ranks_than_layers_are_refused():
     one, two = (RunOptions(model="demo", layers=f"first:{n}") for n in (1, 2))
     with pytest.raises(BadInputError, match=r"^2 ranks cannot share 1 layer\."):
         check(one, find_to_replay(one), Ranks(0, 2, HashStore()))
@@ -75,7 +73,7 @@ def test_more_ranks_than_layers_are_refused() -> None:
 @pytest.mark.parametrize("ended", [True, False])
 def test_what_is_wrong_in_every_rank_is_told_by_the_first(
     words: str, ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """ended: torchrun ends the other ranks, because the first one ended.  Otherwise the other ranks
     print the error.
     """
@@ -103,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.slow
-def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
+def test_torchrun_shows_a_wrong_option_once(start: Start):
     """torchrun ends the other rank, which may be slower and may not have found the error yet."""
     process = start("run demo --layers 99")
     _, err = process.communicate(timeout=120)
@@ -140,7 +138,7 @@ def ran(folder: Path, command: str, program: tuple[str, ...] = MODULE) -> tuple[
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_report_of_one_process(tmp_path: Path) -> None:
+def test_two_ranks_write_the_report_of_one_process(tmp_path: Path):
     one, two = ran(tmp_path, f"run demo --seq 16,24 --layers first:3 --decode 1 {FAST}")
     assert len(one.cases) == 2 * 3 * 4
     assert same(one) == same(two)
@@ -148,9 +146,7 @@ def test_two_ranks_write_the_report_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
-def test_two_ranks_write_the_bench_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_write_the_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS.parent, TESTS))))
     words = "bench ssd --shape 1x16x16x1 --chunk-size 128 --seq 40,50,60 --cells 2x40"
     one, two = ran(tmp_path, words, program=(str(TESTS / "bench_without_gpu.py"),))
@@ -168,7 +164,7 @@ def test_two_ranks_write_the_bench_of_one_process(
         "bench gdn --shape qwen3.5-9b --seq 1k,4k --impl unfused,fused",
     ],
 )
-def test_two_gpus_write_the_report_of_one_but_for_times(words: str, tmp_path: Path) -> None:
+def test_two_gpus_write_the_report_of_one_but_for_times(words: str, tmp_path: Path):
     """Captures and therefore accuracies have equal bits; kernels and launches are equal too.
 
     Each rank tests the laws at the first of its own layers; a bench of ranks has no further
@@ -184,9 +180,7 @@ def test_two_gpus_write_the_report_of_one_but_for_times(words: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_ends_the_run_and_is_named(
-    start: Start, tmp_path: Path, killed: int
-) -> None:
+def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path: Path, killed: int):
     process = start("run demo --seq 256 --out run")
     file = tmp_path / "run" / f"cases.{killed}.jsonl"
     ranks = wait_for(

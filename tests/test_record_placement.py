@@ -27,7 +27,7 @@ TINY = replace(
 )
 
 
-def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(MODELS, record_placement.MODEL, TINY)
     record_placement.write_checkpoint(record_placement.MODEL, tmp_path, 1, 0, "cpu")
     target = find(record_placement.request_of(tmp_path, 64, "one-gpu"))
@@ -57,7 +57,7 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"chosen_by_itself": "one-gpu"}, "fits on one GPU"),
     ],
 )
-def test_failures(changes: dict[str, Any], words: str) -> None:
+def test_failures(changes: dict[str, Any], words: str):
     assert record_placement.failures({"disk-offload": row(chosen_by_itself="disk-offload")}) == []
     (found,) = record_placement.failures({"disk-offload": row(**changes)})
     assert words in found

@@ -18,7 +18,7 @@ from ssdprof.store.reports import dump
 DONE = cases.bench(*cases.cell(1024), *cases.cell(4096), baseline="fla", matched_with="unfused")
 
 
-def test_a_line_has_the_numbers_of_its_case() -> None:
+def test_a_line_has_the_numbers_of_its_case():
     first, second = recorded.recorded("b", DONE)
     assert (first.bench.libraries, first.bench.state, first.bench.baseline) == (
         {"fla": "0.4"},
@@ -51,7 +51,7 @@ def test_a_line_has_the_numbers_of_its_case() -> None:
     assert not first.cases[0].over
 
 
-def test_a_case_that_failed_says_why_and_has_no_time() -> None:
+def test_a_case_that_failed_says_why_and_has_no_time():
     bad = cases.failed(cases.cell(1024)[2])
     (cell,) = recorded.recorded("b", cases.bench(*cases.cell(1024)[:2], bad, baseline="fla"))
     assert (cell.cases[2].status, cell.cases[2].device_us, cell.cases[2].over) == (
@@ -64,7 +64,7 @@ def test_a_case_that_failed_says_why_and_has_no_time() -> None:
 
 def test_a_new_bench_is_added_to_the_file_of_its_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(recorded, "file_of", lambda _: tmp_path / "gpu.jsonl")
     (tmp_path / "b.json").write_text(dump(DONE))
     assert recorded.read(tmp_path / "b.json") == recorded.recorded("b", DONE)
@@ -81,7 +81,7 @@ def test_a_new_bench_is_added_to_the_file_of_its_gpu(
     ]
 
 
-def test_a_cell_is_superseded_when_all_of_it_was_measured_with_newer_kernels() -> None:
+def test_a_cell_is_superseded_when_all_of_it_was_measured_with_newer_kernels():
     both = cases.cell(1024)[1:]
     first = "2026-01-01T00:00:00+00:00"
     later = "2026-01-02T00:00:00+00:00"
@@ -96,7 +96,7 @@ def test_a_cell_is_superseded_when_all_of_it_was_measured_with_newer_kernels() -
     assert kept(one, cases.bench(both[1], created=later, kernels="2")) == ["newer", "older"]
 
 
-def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
+def test_the_committed_lines_are_whole_and_none_is_superseded():
     files = sorted(recorded.RESULTS.glob("*.jsonl"))
     assert [file.name for file in files] == ["h100.jsonl", "h200.jsonl"]
     for file in files:
@@ -109,7 +109,7 @@ def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
 # --- the tables of results/README.md
 
 
-def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
+def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path):
     readme = tmp_path / "README.md"
     of_ssd, of_gdn = (
         f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn")
@@ -123,7 +123,7 @@ def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operator", [readme_table.SSD, readme_table.GDN], ids=lambda one: one.name)
-def test_the_tables_say_what_the_recorded_results_say(operator: readme_table.Operator) -> None:
+def test_the_tables_say_what_the_recorded_results_say(operator: readme_table.Operator):
     cells = readme_table.committed(operator)
     assert cells
     assert readme_table.selection(cells, operator) == readme_table.current(
@@ -134,7 +134,7 @@ def test_the_tables_say_what_the_recorded_results_say(operator: readme_table.Ope
 # --- the small cases that are timed against flash-linear-attention
 
 
-def test_there_are_15_batches_and_12_packs() -> None:
+def test_there_are_15_batches_and_12_packs():
     found = list(small_gdn_cases.cells())
     assert [one.tokens.packed for one in found] == [False] * 15 + [True] * 12
     assert len({str(one) for one in found}) == 27

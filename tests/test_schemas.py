@@ -23,7 +23,7 @@ def keeps_to(name: str, document: Any) -> None:
     jsonschema.validate(document, schema(name), cls=jsonschema.Draft202012Validator)
 
 
-def test_every_schema_is_listed_and_printed() -> None:
+def test_every_schema_is_listed_and_printed():
     lines = Answer("schemas").out.splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEMAS)
     for name in SCHEMAS:
@@ -34,7 +34,7 @@ def test_every_schema_is_listed_and_printed() -> None:
     assert "report-v4" in caught.value.hint
 
 
-def test_every_command_that_prints_json_has_a_schema() -> None:
+def test_every_command_that_prints_json_has_a_schema():
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     printing = {
         name
@@ -62,7 +62,7 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
         ("report-v4", "accuracy run.json --json"),
     ],
 )
-def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None:
+def test_what_a_command_prints_follows_its_schema(name: str, words: str):
     Path("run.json").write_text(reports.dump(cases.report()))
     Path("other.json").write_text(reports.dump(cases.report(layers=(0,), change=cases.failed)))
     keeps_to(name, json.loads(Answer(words).out))
@@ -73,7 +73,7 @@ def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None
     [cases.report(), cases.bench(), cases.prefill(), cases.answers()],
     ids=lambda one: one.kind,
 )
-def test_a_report_of_any_kind_is_exported_as_its_document(report: Report) -> None:
+def test_a_report_of_any_kind_is_exported_as_its_document(report: Report):
     Path("report.json").write_text(reports.dump(report))
     document = json.loads(Answer("export report.json --json").out)
     keeps_to("report-v4", document)

@@ -33,7 +33,7 @@ def kinds(report: Report) -> Counter[tuple[str, str, int]]:
     )
 
 
-def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch):
     add = CaptureWriter.add
 
     def interrupted(self: CaptureWriter, captured: CapturedLayer) -> LayerCapture:
@@ -48,7 +48,7 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
     assert len(read_manifest(Path("a")).layers) == 2
 
 
-def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch):
     lost = "1 of x became 0."
     monkeypatch.setattr(replay, "cast_inputs", lambda _operator, inputs, _: (inputs, lost))
     passing(f"run demo --seq 24 --chunked-prefill 12 --out a {FAST}")
@@ -60,7 +60,7 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
+def test_decode_steps_are_replayed_stored_and_told(model: str):
     answer = passing(f"run {model} --seq 24 --decode 2 --batch 2 --save-captures --out a {WHOLE}")
     _, report = reports.load("a")
     assert kinds(report) == {
@@ -96,7 +96,7 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert not Outcome(lost).passed
 
 
-def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
+def test_steps_are_compared_at_one_precision_whatever_the_prompts_are():
     passing("run demo --seq 16 --layers first:1 --dtypes relaxed --states bf16 --decode 1")
     _, report = reports.load(None)
     steps = [case for case in report.cases if case.call]
@@ -111,7 +111,7 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
 
 
 @pytest.mark.slow
-def test_packed_sequences_are_one_call() -> None:
+def test_packed_sequences_are_one_call():
     answer = passing(f"run demo-gdn --packed 3x4-12 --save-captures --out a {WHOLE}")
     _, report = reports.load("a")
     lengths = report.prompts[0].serving.packed
@@ -137,7 +137,7 @@ def test_packed_sequences_are_one_call() -> None:
         ("demo-kda", "1/1 heads", "2"),
     ],
 )
-def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str) -> None:
+def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str):
     answer = passing(f"run {model} --seq 24 --tensor-parallel 2 --save-captures --out a {FAST}")
     _, report = reports.load("a")
     assert report.tensor_parallel == 2
@@ -157,7 +157,7 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
         assert refused.err.endswith(f"hint: Give {fitting}.")
 
 
-def test_stored_captures_are_what_they_are() -> None:
+def test_stored_captures_are_what_they_are():
     assert Answer("capture demo --seq 16 --layers first:1 --out captures").code == 0
     for words in (
         "--batch 2",
@@ -177,7 +177,7 @@ def test_stored_captures_are_what_they_are() -> None:
     assert (answer.code, "answers need the model" in answer.err) == (2, True)
 
 
-def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch):
     """One layer would fit, but generation needs all layers."""
     monkeypatch.setattr(limits, "free_bytes", lambda: 2_000_000)
     assert Answer("run demo --layers first:1 --seq 16 --dry-run").code == 0

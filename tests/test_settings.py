@@ -30,7 +30,7 @@ smallest-difference = "2%"
 """
 
 
-def test_everything_that_a_file_may_hold() -> None:
+def test_everything_that_a_file_may_hold():
     Path("ssdprof.toml").write_text(WHOLE)
     assert settings.load().model_dump() == {
         "gates": ("speedup:1.5", "match:99%", "match@0:60%", "rms:1.5"),
@@ -42,7 +42,7 @@ def test_everything_that_a_file_may_hold() -> None:
 
 def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     assert settings.load() == settings.ProjectSettings()
     Path("pyproject.toml").write_text('[tool.ssdprof]\ngates = ["rms:1"]\n')
     assert settings.load().gates == ("rms:1",)
@@ -70,7 +70,7 @@ def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(
         ("a = " + "[" * 10_000 + "]" * 10_000, "is not TOML", "--config"),
     ],
 )
-def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str) -> None:
+def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str):
     Path("ssdprof.toml").write_text(text)
     with pytest.raises(BadInputError) as caught:
         settings.load()
@@ -82,7 +82,7 @@ def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[tool]\nssdprof = 3", "[[tool.ssdprof]]\ngates = 3", "tool = 3"])
-def test_a_table_that_is_none(text: str) -> None:
+def test_a_table_that_is_none(text: str):
     Path("pyproject.toml").write_text(text)
     with pytest.raises(BadInputError, match=r"\[tool.ssdprof\] is not a table"):
         settings.load()
@@ -98,20 +98,20 @@ def test_a_table_that_is_none(text: str) -> None:
     ],
     ids=["a folder", "a broken link", "a pipe", "a link to itself"],
 )
-def test_what_is_no_file_is_not_passed_over(make: Callable[[Path], object]) -> None:
+def test_what_is_no_file_is_not_passed_over(make: Callable[[Path], object]):
     make(Path("ssdprof.toml"))
     with pytest.raises(BadInputError, match=r"ssdprof\.toml cannot be read"):
         settings.load()
 
 
-def test_the_command_line_comes_before_the_file() -> None:
+def test_the_command_line_comes_before_the_file():
     Path("ssdprof.toml").write_text(WHOLE)
     given = gates("speedup:3", "match@1e-2:99.9%", "match@1e-3:98%")
     assert settings.gates(None, given) == (*given, *gates("match@0:60%", "rms:1.5"))
     assert settings.gates(None, (), prefill=True) == gates("speedup:1.05")
 
 
-def test_a_gate_of_a_file_that_cannot_be_read_is_refused() -> None:
+def test_a_gate_of_a_file_that_cannot_be_read_is_refused():
     Path("ssdprof.toml").write_text('gates = ["sped:2"]')
     with pytest.raises(BadInputError, match="The gate 'sped:2' is of an unknown metric"):
         settings.gates(None, ())

@@ -45,9 +45,7 @@ def command(**variables: str) -> subprocess.Popen[str]:
         ),
     ],
 )
-def test_a_variable_that_no_library_understands_is_named(
-    variable: str, value: str, words: str
-) -> None:
+def test_a_variable_that_no_library_understands_is_named(variable: str, value: str, words: str):
     with command(**{variable: value}) as process:
         _, err = process.communicate(timeout=100)
     assert process.returncode == 3
@@ -56,13 +54,13 @@ def test_a_variable_that_no_library_understands_is_named(
     assert len(err) < 700
 
 
-def test_warnings_of_libraries_end_no_command() -> None:
+def test_warnings_of_libraries_end_no_command():
     with command(PYTHONWARNINGS="error") as process:
         out, err = process.communicate(timeout=100)
     assert (process.returncode, "PASSED" in out) == (0, True), err
 
 
-def test_a_reader_of_progress_that_goes_away_costs_nothing() -> None:
+def test_a_reader_of_progress_that_goes_away_costs_nothing():
     """Progress is no data.  The reader goes before the first line, so that every line fails."""
     with command() as process:
         assert process.stderr

@@ -75,7 +75,7 @@ def lacking() -> list[str]:
 
 
 @pytest.mark.usefixtures("furnished")
-def test_nothing_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lacking(monkeypatch: pytest.MonkeyPatch):
     assert lacking() == []
     require_toolchain()
     # the cache is in the working directory: a container's user ID may be no user's
@@ -158,7 +158,7 @@ def test_what_is_lacking_is_named_with_one_command(
     name: str,
     words: str,
     command: str,
-) -> None:
+):
     for file, content in files.items():
         if content is None:
             (furnished / file).unlink()
@@ -175,7 +175,7 @@ def test_what_is_lacking_is_named_with_one_command(
     assert caught.value.hint.endswith(command.format(furnished))
 
 
-def test_where_they_are_found(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_they_are_found(furnished: Path, monkeypatch: pytest.MonkeyPatch):
     (furnished / "elsewhere").mkdir()
     (furnished / "elsewhere" / "libcuda.so.1").touch()
     (furnished / "bin" / "ldconfig").write_text(LINKED.format(furnished / "elsewhere"))
@@ -192,13 +192,11 @@ def test_where_they_are_found(furnished: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-def test_a_real_compiler_finds_the_c_library() -> None:
+def test_a_real_compiler_finds_the_c_library():
     assert need("C library").detail == "dlfcn.h"
 
 
-def test_who_may_not_install_is_told_who_may(
-    furnished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytest.MonkeyPatch):
     (furnished / "bin" / "gcc").unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert need("C compiler").hint == "Run as root: apt-get update && apt-get install -y gcc"
@@ -207,7 +205,7 @@ def test_who_may_not_install_is_told_who_may(
 
 
 @pytest.mark.usefixtures("furnished")
-def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, _mode: "bin" in str(path))
         with pytest.raises(MissingCapabilityError, match=r"cache .* cannot be written"):
@@ -220,7 +218,7 @@ def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_folders_that_may_not_be_searched_are_lacking(
     furnished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A container that runs with its own user ID often has root's home."""
     stat = os.stat
 
@@ -246,9 +244,7 @@ def capture_demo(folder: Path) -> None:
     capture(find(request), folder / "captures", overwrite=False, watcher=Watcher())
 
 
-def test_a_run_asks_before_anything_is_downloaded(
-    furnished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch):
     (furnished / "bin" / "gcc").unlink()
     limits.check_replay((16,))  # the interpreter compiles nothing
     limits.check_capture()
@@ -276,14 +272,14 @@ def test_a_run_asks_before_anything_is_downloaded(
 )
 def test_kernels_need_a_gpu_and_no_interpreter(
     monkeypatch: pytest.MonkeyPatch, why: str, *, seen: bool
-) -> None:
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(toolchain, "INTERPRETED", seen)
     with pytest.raises(MissingCapabilityError, match=f"It needs an NVIDIA GPU, and {why}"):
         require_gpu("It needs", "")
 
 
-def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch):
     # the last driver is too old to report its CUDA version
     for gpus, cuda in ((-1, 12040), (0, 12040), (1, 0)):
         driver(monkeypatch, gpus=gpus, cuda=cuda)
@@ -330,7 +326,7 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
 )
 def test_why_torch_uses_no_gpu(
     monkeypatch: pytest.MonkeyPatch, built: str | None, cuda: int, hidden: str | None, words: str
-) -> None:
+):
     driver(monkeypatch, gpus=2, cuda=cuda)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -343,7 +339,7 @@ def test_why_torch_uses_no_gpu(
     assert (found.status, found.hint) == ("missing", unusable_gpu())
 
 
-def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for running, others in ((0, 0), (1, 0), (3, 2)):
         driver(monkeypatch, processes=running)
@@ -354,7 +350,7 @@ def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_doctor_names_slices_company_and_needs(
     furnished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (furnished / "include" / "Python.h").unlink()
     found = doctor_of_a_slice(monkeypatch)
     assert (found["gpu slice"].status, found["gpu sharing"].status) == ("warn", "warn")
@@ -369,7 +365,7 @@ def test_the_doctor_names_slices_company_and_needs(
 
 
 @pytest.mark.usefixtures("furnished")
-def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch):
     """For example because another process uses it in exclusive mode, or because its memory is
     full.
     """

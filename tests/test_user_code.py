@@ -69,12 +69,12 @@ def run(body: str) -> str:
         ("child.tell('case'); time.sleep(2.5)", "0 0  None 0"),
     ],
 )
-def test_however_a_child_ends_its_parent_knows_and_ends(body: str, printed: str) -> None:
+def test_however_a_child_ends_its_parent_knows_and_ends(body: str, printed: str):
     assert run(body) == f"{printed}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_child_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent(number: signal.Signals, tmp_path: Path):
     work = "open('child', 'w').write(str(os.getpid()))\n    time.sleep(1000)"
     code = FORKED.format(body=work).replace("2.0", "99.0")
     with subprocess.Popen(
@@ -156,7 +156,7 @@ cli.main()
 )
 def test_a_command_reports_whatever_ended_its_child(
     deed: str, later: str, code: int, words: str, tmp_path: Path
-) -> None:
+):
     done = python("-c", RUN.format(deed=deed, later=later), cwd=tmp_path)
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), (
         done.stdout + done.stderr
@@ -167,7 +167,7 @@ def test_a_command_reports_whatever_ended_its_child(
         assert results == {"unfused": "passed", "k:f": "failed" if code else "passed"}
 
 
-def test_a_module_that_ends_the_process_while_it_is_imported(tmp_path: Path) -> None:
+def test_a_module_that_ends_the_process_while_it_is_imported(tmp_path: Path):
     (tmp_path / "k.py").write_text("import os\nos._exit(0)\n")
     done = python(*MODULE, "run", "demo", "--seq", "16", "--impl", "k:f", cwd=tmp_path)
     assert done.returncode == 2
@@ -179,7 +179,7 @@ class Own(BaseException):
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), Own("why"), KeyError("why")])
-def test_whatever_a_kernel_raises_is_an_error_of_its_case(error: BaseException) -> None:
+def test_whatever_a_kernel_raises_is_an_error_of_its_case(error: BaseException):
     def kernel(_inputs: object) -> None:
         raise error
 
@@ -188,7 +188,7 @@ def test_whatever_a_kernel_raises_is_an_error_of_its_case(error: BaseException) 
         made.run(inputs(), Precision())
 
 
-def test_what_a_kernel_changes_in_its_process_is_restored(tmp_path: Path) -> None:
+def test_what_a_kernel_changes_in_its_process_is_restored(tmp_path: Path):
     before = Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()
     with while_it_runs(None):
         os.chdir(tmp_path)

@@ -50,7 +50,7 @@ def assert_close(actual: Inputs, expected: Inputs) -> None:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_segments_together_are_the_whole_prompt(name: str) -> None:
+def test_segments_together_are_the_whole_prompt(name: str):
     whole, one_piece = capture(name, segment_length=LENGTH)
     joined, segmented = capture(name, segment_length=40)
     sites = len(tiny_models.OPERATOR_LAYERS[name])
@@ -62,7 +62,7 @@ def test_segments_together_are_the_whole_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
-def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
+def test_values_are_the_models_and_the_layout_is_a_kernels(name: str):
     model = tiny_models.build(name, torch.bfloat16).base_model
     passed = []
 
@@ -96,7 +96,7 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     assert not any(tensor.requires_grad for tensor in first.inputs.tensors.values())
 
 
-def test_only_wanted_layers_in_the_models_order() -> None:
+def test_only_wanted_layers_in_the_models_order():
     refs = tiny_models.layer_refs("zamba2")
     for segment_length in (LENGTH, 40):
         captured, _ = capture("zamba2", layers=(refs[4], refs[1]), segment_length=segment_length)
@@ -104,7 +104,7 @@ def test_only_wanted_layers_in_the_models_order() -> None:
 
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
-def test_one_layer_at_a_time(segment_length: int) -> None:
+def test_one_layer_at_a_time(segment_length: int):
     """When a layer arrives, the memory of the one before it is free."""
     alive = []
 
@@ -117,7 +117,7 @@ def test_one_layer_at_a_time(segment_length: int) -> None:
     assert len(alive) == 3
 
 
-def test_collecting_keeps_none_of_the_models_tensors() -> None:
+def test_collecting_keeps_none_of_the_models_tensors():
     captured = capture("mamba2")[0][0]
     inputs = token_major(captured.inputs)
     reference = weakref.ref(inputs.values)
@@ -129,7 +129,7 @@ def test_collecting_keeps_none_of_the_models_tensors() -> None:
     assert_close(buffer.inputs(torch.device("cpu")), captured.inputs)
 
 
-def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
+def test_layers_that_do_not_fit_main_memory_go_in_groups():
     sites = find_mixers(tiny_models.shared("mamba2").base_model)
     size = LENGTH * capture_bytes_per_token(sites[0])
     together, _ = capture("mamba2", segment_length=40)
@@ -142,7 +142,7 @@ def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
 
 def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     size = LENGTH * capture_bytes_per_token(find_mixers(tiny_models.shared("mamba2").base_model)[0])
     together, _ = capture("mamba2", segment_length=40)
@@ -161,7 +161,7 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
 
 def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """Writing to a mapped file on a full disk is a bus error."""
 
     def refuse(_file: int, _start: int, size: int) -> None:
@@ -176,9 +176,7 @@ def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
     assert "TMPDIR" in raised.value.hint
 
 
-def test_a_million_tokens_take_more_than_2_to_the_31_elements(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch):
     """Parts at both ends of the prompt have the right offsets.  The file is sparse: only their
     pages are written.
     """
@@ -217,7 +215,7 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(
         assert not getattr(inputs, name)[:, length : 2 * length].any()
 
 
-def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
+def test_a_layer_that_bypasses_its_operator_is_an_error():
     model = tiny_models.build("bamba").base_model
     # as a kernel for the whole layer would do
     model.layers[1].mamba.forward = lambda hidden_states, **_: hidden_states
@@ -234,7 +232,7 @@ def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
 def test_whatever_ends_a_capture_leaves_the_model_as_it_was(
     segment_length: int, error: type[BaseException]
-) -> None:
+):
     model = tiny_models.build("nemotron_h").base_model
     site = find_mixers(model)[0]
     original = site.namespace[site.function]
@@ -267,12 +265,12 @@ def test_whatever_ends_a_capture_leaves_the_model_as_it_was(
         ({"layers": ()}, "No layer was selected"),
     ],
 )
-def test_no_prompt_and_no_layer(options: dict[str, Any], words: str) -> None:
+def test_no_prompt_and_no_layer(options: dict[str, Any], words: str):
     with pytest.raises(BadInputError, match=words):
         capture("mamba2", **options)
 
 
-def test_out_of_memory_says_what_to_do() -> None:
+def test_out_of_memory_says_what_to_do():
     def on_layer(_: CapturedLayer) -> None:
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
 
@@ -285,7 +283,7 @@ def test_out_of_memory_says_what_to_do() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
-def test_segments_on_a_gpu(name: str) -> None:
+def test_segments_on_a_gpu(name: str):
     """Our GPU kernels and lower-right flash attention inside the model, in its usual dtype."""
     model = tiny_models.build(name, torch.bfloat16).base_model.cuda()
     whole, _ = capture(name, model=model, segment_length=LENGTH)

@@ -15,7 +15,7 @@ from ssdprof.environment.machine import free_memory, host_memory
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_capture_bytes_are_those_of_the_captured_tensors(name: str) -> None:
+def test_capture_bytes_are_those_of_the_captured_tensors(name: str):
     model = tiny_models.shared(name).base_model
     captured, _ = capture(name, tiny_models.prompt(50), model=model)
     sizes = [
@@ -25,11 +25,11 @@ def test_capture_bytes_are_those_of_the_captured_tensors(name: str) -> None:
     assert sizes == [capture_bytes_per_token(mixer) for mixer in find_mixers(model)]
 
 
-def test_free_memory_of_the_host() -> None:
+def test_free_memory_of_the_host():
     assert 0 < host_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch):
     """Otherwise each rank would use half of it for captured inputs, and all of it for a model
     without a GPU.
     """
@@ -41,7 +41,7 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count(
     version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     """The parent group has a lower limit.  A downloaded checkpoint fills the cache up to the
     limit.
     """

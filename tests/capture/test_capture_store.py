@@ -80,7 +80,7 @@ def read_all(folder: Path) -> list[CapturedLayer]:
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
-def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
+def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str):
     first, *others = captured(name, torch.bfloat16)
     layers = [replace(first, remark="Each key head was taken once."), *others]
     with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: No such file"):
@@ -120,7 +120,7 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
 
 def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_asked_for(
     tmp_path: Path, mamba2: list[CapturedLayer]
-) -> None:
+):
     with pytest.raises(KeyboardInterrupt):
         interrupt(tmp_path, mamba2[2])
     assert not load(tmp_path)[0].complete
@@ -155,7 +155,7 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
     tmp_path: Path, mamba2: list[CapturedLayer], monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+):
     """Whichever of its changes of the folder is the last.  The next one leaves nothing of it."""
     with writer(tmp_path) as out:
         out.add(mamba2[0])
@@ -225,7 +225,7 @@ def without_dt(file: Path) -> None:
         "a tensor is missing",
     ],
 )
-def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: str) -> None:
+def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: str):
     file = stored / load(stored)[0].layers[1].file
     damage(file)
     with pytest.raises(BadInputError, match=words.format(file=file.name)):
@@ -261,9 +261,7 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: s
         (lambda layer: layer.pop("seqlen"), r"manifest\.json is damaged at layers\.0\.seqlen"),
     ],
 )
-def test_a_changed_entry_of_the_manifest(
-    stored: Path, change: Callable[[Any], object], words: str
-) -> None:
+def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], object], words: str):
     edit(stored, lambda manifest: change(manifest["layers"][0]))
     with pytest.raises(BadInputError, match=words):
         read_all(stored)
@@ -282,16 +280,14 @@ def test_a_changed_entry_of_the_manifest(
         (b"[" * 10**5, "is not valid JSON: it is nested too deeply"),
     ],
 )
-def test_a_damaged_manifest(stored: Path, content: bytes, words: str) -> None:
+def test_a_damaged_manifest(stored: Path, content: bytes, words: str):
     (stored / MANIFEST).write_bytes(content)
     with pytest.raises(BadInputError, match=words):
         load(stored)
 
 
 @pytest.mark.parametrize("opener", ["read_text", "safe_open"])
-def test_files_that_may_not_be_read(
-    stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str
-) -> None:
+def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str):
     """Simulated, because root may run the tests and may read every file."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -311,7 +307,7 @@ def denied(*_: object) -> None:
 
 def test_a_folder_is_refused_before_a_model_is_loaded(
     stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     with pytest.raises(BadInputError, match="holds a complete capture"):
         check_folder(stored, overwrite=False)
     check_folder(stored, overwrite=True)
@@ -345,7 +341,7 @@ def disk_with_room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]):
     def fill() -> None:
         with writer(tmp_path) as out:
             out.add(mamba2[0])
@@ -371,7 +367,7 @@ def _write_until_stopped(folder: Path, connection: Any) -> None:
         connection.recv()
 
 
-def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]):
     context = multiprocessing.get_context("fork")
     connection, of_writer = context.Pipe()
     other = context.Process(target=_write_until_stopped, args=(tmp_path, of_writer))
@@ -393,7 +389,7 @@ def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) 
 
 def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     ref = tiny_models.checkpoint_ref("mamba2")
     refs = tiny_models.layer_refs("mamba2")
@@ -414,7 +410,7 @@ def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
     assert len({folder, *others}) == 6
 
 
-def test_the_hash_of_scalars_does_not_depend_on_their_order() -> None:
+def test_the_hash_of_scalars_does_not_depend_on_their_order():
     assert (
         scalars_hash({"a": 1, "b": 2.0})
         == scalars_hash({"b": 2.0, "a": 1})

@@ -21,7 +21,7 @@ def logits(model: Any, segment: int = 40) -> Tensor:
 
 @pytest.mark.parametrize("name", [*tiny_models.SSD, *tiny_models.GDN])
 @pytest.mark.parametrize("segment", [pytest.param(40, marks=pytest.mark.slow), 16])
-def test_logits_of_every_family_stay_the_same(name: str, segment: int) -> None:
+def test_logits_of_every_family_stay_the_same(name: str, segment: int):
     model = tiny_models.shared(name)
     bundled = ConvAndNorm(find_mixers(model))
     assert bundled.left_to_model == ()
@@ -41,7 +41,7 @@ def test_logits_of_every_family_stay_the_same(name: str, segment: int) -> None:
         ("qwen3_5_text", (16, True)),
     ],
 )
-def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]) -> None:
+def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]):
     (norm,) = gated_norms(find_mixers(tiny_models.shared(name))[0])
     options = norm_form(norm)
     assert options is not None
@@ -49,7 +49,7 @@ def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]) -> None
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
-def test_the_probe_tells_the_forms_apart_in_bf16(name: str) -> None:
+def test_the_probe_tells_the_forms_apart_in_bf16(name: str):
     norm = gated_norms(find_mixers(tiny_models.build(name, torch.bfloat16))[0])[0]
     assert norm_form(norm) == norm_form(gated_norms(find_mixers(tiny_models.shared(name))[0])[0])
 
@@ -67,7 +67,7 @@ class Sigmoid(nn.Module):
         return nn.functional.rms_norm(hidden_states, (128,)) * torch.sigmoid(gate)
 
 
-def test_another_norm_is_left_to_the_model_and_named() -> None:
+def test_another_norm_is_left_to_the_model_and_named():
     model = tiny_models.build("granitemoehybrid")
     sites = find_mixers(model)
     sites[0].module.norm = Sigmoid()
@@ -81,7 +81,7 @@ def test_another_norm_is_left_to_the_model_and_named() -> None:
     assert "forward" not in vars(sites[1].module.norm)
 
 
-def test_the_model_is_restored_whatever_ends_the_context() -> None:
+def test_the_model_is_restored_whatever_ends_the_context():
     model = tiny_models.shared("mamba2")
     sites = find_mixers(model)
     before = sites[0].namespace[CONVOLUTION]
@@ -94,7 +94,7 @@ def test_the_model_is_restored_whatever_ends_the_context() -> None:
     assert "forward" not in vars(sites[0].module.norm)
 
 
-def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
+def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name():
     sites = find_mixers(tiny_models.shared("mamba2"))
     x = torch.zeros(1, 8, 4)
     weight = torch.zeros(8, 4)
@@ -107,7 +107,7 @@ def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
         assert convolve(x, weight, None, activation="silu", seq_idx=None).shape == x.shape
 
 
-def test_the_form_comes_from_a_probe_and_not_from_a_name() -> None:
+def test_the_form_comes_from_a_probe_and_not_from_a_name():
     """The group width of a norm comes from probing the module, not from its name."""
     (norm,) = gated_norms(find_mixers(tiny_models.build("mamba2"))[0])
     norm.group_size = 32  # this also changes the module's output

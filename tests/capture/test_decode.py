@@ -40,7 +40,7 @@ def greedy(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name: str) -> None:
+def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name: str):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     ids = tiny_models.prompt(LENGTH, batch=2)
@@ -77,7 +77,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 16])
 @pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next", "olmo_hybrid"])
-def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> None:
+def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int):
     """The first step's initial state is the final state of the prompt's inputs, and so on from step
     to step.
     """
@@ -99,7 +99,7 @@ def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> N
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
+def test_the_tokens_are_those_that_the_model_would_generate(name: str):
     """The model's operators and ours round differently; the tiny models' margins are larger than
     the difference.
     """
@@ -117,14 +117,14 @@ def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
     assert torch.equal(torch.cat(fed[-4:], 1), tokens)
 
 
-def test_a_prompt_of_one_token_is_no_step() -> None:
+def test_a_prompt_of_one_token_is_no_step():
     captured, _ = capture("mamba2", tiny_models.prompt(1), Serving(decode=1))
     assert [layer.call.kind if layer.call else "prompt" for layer in captured] == ["prompt"] * 3 + [
         "decode"
     ] * 3
 
 
-def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch):
     site = find_mixers(tiny_models.shared("mamba2"))[0]
 
     forward = type(site.module).forward
@@ -144,7 +144,7 @@ def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.Monk
         capture("mamba2", tiny_models.prompt(LENGTH), Serving(decode=STEPS))
 
 
-def test_what_differs_within_a_head_is_no_step_of_this_operator() -> None:
+def test_what_differs_within_a_head_is_no_step_of_this_operator():
     b, h, p, n = 2, 4, 8, 16
     dt = torch.rand(b, h, 1).expand(-1, -1, p)
     A = -torch.rand(h)[:, None, None].expand(-1, p, n)

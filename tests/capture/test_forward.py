@@ -38,7 +38,7 @@ FP32_ROUNDING = 5e-5
         (1, 4, [(0, 1)]),
     ],
 )
-def test_split(seqlen: int, segment_length: int, segments: list[tuple[int, int]]) -> None:
+def test_split(seqlen: int, segment_length: int, segments: list[tuple[int, int]]):
     assert split_prompt(seqlen, segment_length) == segments
 
 
@@ -48,7 +48,7 @@ def run(model: Any, ids: Tensor, segment_length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_last_segment_ends_as_the_whole_prompt_does(name: str) -> None:
+def test_the_last_segment_ends_as_the_whole_prompt_does(name: str):
     model = tiny_models.shared(name).base_model
     ids = tiny_models.prompt(90, batch=2)
     implementation = model.config._attn_implementation
@@ -59,7 +59,7 @@ def test_the_last_segment_ends_as_the_whole_prompt_does(name: str) -> None:
     assert model.config._attn_implementation == implementation
 
 
-def test_attention_that_is_more_than_causal_is_refused() -> None:
+def test_attention_that_is_more_than_causal_is_refused():
     states = torch.randn(1, 4, 8, 16)
     with pytest.raises(BadInputError, match="Linear attends with sliding_window"):
         forward._attend(torch.nn.Linear(1, 1), states, states, states, None, sliding_window=4)
@@ -71,7 +71,7 @@ def test_attention_that_is_more_than_causal_is_refused() -> None:
 @pytest.mark.parametrize(
     "name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"]
 )
-def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path) -> None:
+def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path):
     tiny_models.shared(name).save_pretrained(tmp_path)
     local = fetch(open_model(str(tmp_path)), deepest_layer=1)
     model = load_model(local, device="cpu")
@@ -82,7 +82,7 @@ def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path) -> N
     torch.testing.assert_close(segments, whole[:, 80:], rtol=FP32_ROUNDING, atol=FP32_ROUNDING)
 
 
-def test_a_model_with_attention_makes_its_own_cache() -> None:
+def test_a_model_with_attention_makes_its_own_cache():
     assert counting_cache(tiny_models.shared("granitemoehybrid").base_model, [0]) is None
     assert counting_cache(tiny_models.shared("falcon_h1").base_model, [0]) is None
 
@@ -101,7 +101,7 @@ def hidden(model: Any, segment_length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
+def test_logits_of_blocks_are_those_of_the_whole_model(name: str):
     model = tiny_models.shared(name)
     if name == "granitemoehybrid":
         assert model.config.logits_scaling == 1.0
@@ -115,7 +115,7 @@ def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
         assert torch.equal(model(tiny_models.prompt(LENGTH), use_cache=False).logits, whole)
 
 
-def test_scaled_logits_are_scaled() -> None:
+def test_scaled_logits_are_scaled():
     scaled = tiny_models.build("granitemoehybrid")
     scaled.config.logits_scaling = 6.0
     states = hidden(scaled, LENGTH)
@@ -130,7 +130,7 @@ def test_scaled_logits_are_scaled() -> None:
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 @pytest.mark.parametrize("segment_length", [40, 32])
-def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int) -> None:
+def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int):
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(40)
     tokens = greedy(model, ids, 4, segment_length)

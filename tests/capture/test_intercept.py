@@ -33,7 +33,7 @@ def logits(model: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
-def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name: str) -> None:
+def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name: str):
     model = tiny_models.shared(name)
     before = logits(model)
     sites = find_mixers(model)
@@ -55,7 +55,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
-def test_on_our_operator_logits_are_the_same_to_rounding(name: str) -> None:
+def test_on_our_operator_logits_are_the_same_to_rounding(name: str):
     model = tiny_models.shared(name)
     with intercept(find_mixers(model), lambda call: call.replacement()) as count:
         replaced = logits(model)
@@ -64,7 +64,7 @@ def test_on_our_operator_logits_are_the_same_to_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
+def test_final_states_go_where_the_model_asks_for_them(name: str):
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(LENGTH)
     returned = []
@@ -82,7 +82,7 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
         assert torch.equal(cache.layers[site.layer_index].recurrent_states[0], final_state)
 
 
-def test_a_call_from_an_unknown_mixer_is_an_error() -> None:
+def test_a_call_from_an_unknown_mixer_is_an_error():
     model = tiny_models.shared("mamba2")
     with (
         pytest.raises(BadInputError, match="mamba2_chunk_scan was called outside the mixers"),
@@ -106,7 +106,7 @@ def captured_without_transformers_operator(
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
-def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
     layers = captured_without_transformers_operator(
         name, tiny_models.build(name).base_model, 70, monkeypatch
     )
@@ -117,7 +117,7 @@ def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", tiny_models.GDN)
 def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     ran = set()
     get = kernels.get
 
@@ -136,7 +136,7 @@ def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_a_prompt_in_segments_of_one_token_is_refused(name: str) -> None:
+def test_a_prompt_in_segments_of_one_token_is_refused(name: str):
     with pytest.raises(
         BadInputError, match=r"With segments of 1 this \w+ model got single tokens"
     ) as raised:
@@ -182,7 +182,7 @@ def bind(
     )
 
 
-def test_arguments_arrive_where_they_belong() -> None:
+def test_arguments_arrive_where_they_belong():
     args, kwargs = ssd_call()
     state = torch.randn(BATCH, HEADS, WIDTH, STATE)
     bound = bind(
@@ -214,7 +214,7 @@ def test_arguments_arrive_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
-def test_leaking_keyword_arguments_are_dropped(operator: Any) -> None:
+def test_leaking_keyword_arguments_are_dropped(operator: Any):
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
     leaked = {
         "use_cache": True,
@@ -234,13 +234,13 @@ def test_leaking_keyword_arguments_are_dropped(operator: Any) -> None:
     ("operator", "name"),
     [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "state_v_first"), ("gdn", "cp_context")],
 )
-def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str) -> None:
+def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str):
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
     with pytest.raises(BadInputError, match=f"Mixer passes {name} to its operator"):
         bind(operator, Mixer(), tuple(args), {**kwargs, name: torch.zeros(3, dtype=torch.int32)})
 
 
-def test_inputs_that_do_not_fit_together_are_refused() -> None:
+def test_inputs_that_do_not_fit_together_are_refused():
     args, kwargs = ssd_call()
     args[1] = args[1][:, :-1]
     with pytest.raises(
@@ -251,7 +251,7 @@ def test_inputs_that_do_not_fit_together_are_refused() -> None:
         bind("ssd", Mixer(), tuple(args[:2]), {})
 
 
-def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
+def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are():
     args, kwargs = gdn_call()
     one_row = [tensor.flatten(0, 1)[None] for tensor in args]
     gates = {name: kwargs[name].flatten(0, 1)[None] for name in ("g", "beta")}
@@ -286,7 +286,7 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
 )
 def test_limits_of_dt_that_the_config_does_not_state_are_remarked(
     stated: tuple[float, float], passed: tuple[float, float], remark: str
-) -> None:
+):
     mixer = Mixer()
     mixer.config = SimpleNamespace(time_step_limit=list(stated))
     args, kwargs = ssd_call()

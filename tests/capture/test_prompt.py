@@ -54,9 +54,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("16k, 1k,512,1024", (16384, 1024, 512)),
     ],
 )
-def test_lengths_are_numbers_or_multiples_of_1024_each_once(
-    seqs: str, lengths: tuple[int, ...]
-) -> None:
+def test_lengths_are_numbers_or_multiples_of_1024_each_once(seqs: str, lengths: tuple[int, ...]):
     assert parse_seqs(seqs) == lengths
 
 
@@ -79,7 +77,7 @@ NO_LENGTHS = [
 
 
 @pytest.mark.parametrize("seqs", [*NO_LENGTHS, "1k,", ",1k", "1k,,2k", "1k;2k", "1k,0"])
-def test_anything_else_is_refused_with_a_hint(seqs: str) -> None:
+def test_anything_else_is_refused_with_a_hint(seqs: str):
     with pytest.raises(BadInputError) as error:
         parse_seqs(seqs)
     assert error.value.exit_code == ExitCode.BAD_INPUT
@@ -89,18 +87,16 @@ def test_anything_else_is_refused_with_a_hint(seqs: str) -> None:
 # --- the default text
 
 
-def test_the_default_text_suffices_for_128k_tokens_of_tokenizers_that_split_at_white_space() -> (
-    None
-):
+def test_the_default_text_suffices_for_128k_tokens_of_tokenizers_that_split_at_white_space():
     assert len(text.load().decode().split()) > 131072
 
 
-def test_held_out_and_training_parts_are_the_whole_text() -> None:
+def test_held_out_and_training_parts_are_the_whole_text():
     assert text.held_out() + text.training() == text.load()
     text.held_out().decode()
 
 
-def test_a_damaged_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(text, "files", lambda _: tmp_path)
     whole = (Path(text.__file__).parent / "text.txt.xz").read_bytes()
     for data in (whole[:1000], b""):
@@ -109,7 +105,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             text.load()
 
 
-def test_the_default_text_is_the_published_one_with_its_licence() -> None:
+def test_the_default_text_is_the_published_one_with_its_licence():
     folder = Path(text.__file__).parent
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (folder / "LICENSE").read_text()
     digest = hashlib.sha256(text.load()).hexdigest()
@@ -120,7 +116,7 @@ def test_the_default_text_is_the_published_one_with_its_licence() -> None:
 # --- prompts
 
 
-def test_the_default_prompt_of_the_demo_tokenizer_is_the_text_byte_by_byte() -> None:
+def test_the_default_prompt_of_the_demo_tokenizer_is_the_text_byte_by_byte():
     ids, prompt = build_prompt(DEMO, 1000)
     assert bytes(ids[0].tolist()) == text.load()[:1000]
     assert prompt.kind == "default"
@@ -130,7 +126,7 @@ def test_the_default_prompt_of_the_demo_tokenizer_is_the_text_byte_by_byte() -> 
 
 def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(
     tokenizer_folder: Path,
-) -> None:
+):
     from transformers import AutoTokenizer
 
     whole = AutoTokenizer.from_pretrained(tokenizer_folder)(text.load()[:200_000].decode())[
@@ -151,9 +147,7 @@ def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(
     # far longer than expected; and: the first read ends inside the last required word
     [(60, 299), (8, 8)],
 )
-def test_it_reads_on_until_the_last_token_is_certain(
-    tmp_path: Path, letters: int, seqlen: int
-) -> None:
+def test_it_reads_on_until_the_last_token_is_certain(tmp_path: Path, letters: int, seqlen: int):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a" * letters: 1}, unk_token="[UNK]"))
@@ -164,7 +158,7 @@ def test_it_reads_on_until_the_last_token_is_certain(
     assert ids.tolist() == [[1] * seqlen]
 
 
-def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path) -> None:
+def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path):
     file = tmp_path / "mine.txt"
     file.write_bytes(b"\xef\xbb\xbf" + "naïve text".encode())
     ids, prompt = build_prompt(DEMO, 11, kind="file", file=file)
@@ -183,7 +177,7 @@ def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path) -
 )
 def test_the_hint_for_too_short_a_file_says_what_fits(
     tmp_path: Path, lengths: dict[str, Any], hint: str
-) -> None:
+):
     file = tmp_path / "short.txt"
     file.write_text("x" * 46)  # the demo's tokens are bytes
     with pytest.raises(BadInputError, match=r"it gives 46 tokens .* are needed") as error:
@@ -192,7 +186,7 @@ def test_the_hint_for_too_short_a_file_says_what_fits(
     build_prompt(DEMO, 46, kind="file", file=file)
 
 
-def test_the_default_text_can_be_too_short_as_well() -> None:
+def test_the_default_text_can_be_too_short_as_well():
     with pytest.raises(
         BadInputError, match="The default text is too short: it gives 1,001,975 tokens"
     ):
@@ -211,7 +205,7 @@ def test_the_default_text_can_be_too_short_as_well() -> None:
 )
 def test_a_file_that_gives_no_text_is_refused(
     tmp_path: Path, content: bytes | str | None, message: str
-) -> None:
+):
     file = tmp_path if content == "folder" else tmp_path / "mine.txt"
     if isinstance(content, bytes):
         file.write_bytes(content)
@@ -220,16 +214,14 @@ def test_a_file_that_gives_no_text_is_refused(
     assert error.value.hint
 
 
-def test_a_file_and_another_kind_exclude_each_other(tmp_path: Path) -> None:
+def test_a_file_and_another_kind_exclude_each_other(tmp_path: Path):
     with pytest.raises(BadInputError):
         build_prompt(DEMO, 4, kind="file")
     with pytest.raises(BadInputError):
         build_prompt(DEMO, 4, kind="random", file=tmp_path / "mine.txt")
 
 
-def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(
-    tokenizer_folder: Path,
-) -> None:
+def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(tokenizer_folder: Path):
     first, prompt = build_prompt(tokenizer_folder, 20_000, kind="random", seed=1)
     again, _ = build_prompt(tokenizer_folder, 20_000, kind="random", seed=1)
     other, _ = build_prompt(tokenizer_folder, 20_000, kind="random", seed=2)
@@ -245,7 +237,7 @@ def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(
 
 def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(
     tokenizer_folder: Path, tmp_path: Path
-) -> None:
+):
     _, prompt = build_prompt(tokenizer_folder, 5)
     digest = hashlib.sha256((tokenizer_folder / "tokenizer.json").read_bytes()).hexdigest()
     assert digest[:12] in prompt.tokenizer
@@ -268,7 +260,7 @@ def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(
 )
 def test_tokenizer_json_alone_is_enough_and_no_remote_code_runs(
     tokenizer_folder: Path, tmp_path: Path, settings: dict[str, object] | None
-) -> None:
+):
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
     (tmp_path / "custom.py").write_text("raise SystemExit('remote code ran')\n")
     if settings is not None:
@@ -276,7 +268,7 @@ def test_tokenizer_json_alone_is_enough_and_no_remote_code_runs(
     assert build_prompt(tmp_path, 100)[0].equal(build_prompt(tokenizer_folder, 100)[0])
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match="no tokenizer") as error:
         build_prompt(tmp_path, 4)
     assert "--tokenizer" in error.value.hint
@@ -287,7 +279,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_batch_and_a_pack_are_cut_from_the_text_each_with_its_special_token(
     tokenizer_folder: Path,
-) -> None:
+):
     alone = build_prompt(tokenizer_folder, 30)[0][0].tolist()
     ids, prompt = build_prompt(tokenizer_folder, 10, batch=3)
     assert ids.tolist() == [[0, *alone[start : start + 9]] for start in (1, 10, 19)]
@@ -298,7 +290,7 @@ def test_a_batch_and_a_pack_are_cut_from_the_text_each_with_its_special_token(
     assert prompt.seqlen == 11
 
 
-def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> None:
+def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row():
     class Both:
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [0, *map(ord, text), 1]}
@@ -307,7 +299,7 @@ def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> N
     assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
 
 
-def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path: Path):
     file = tmp_path / "text.txt"
     file.write_bytes(text.load()[:400])
     whole = len(build_prompt(tokenizer_folder, 60, kind="file", file=file)[0][0])
@@ -317,13 +309,13 @@ def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_p
     assert "5 pieces of it that overlap" in prompt.source
 
 
-def test_random_tokens_take_no_room_for_their_vocabulary() -> None:
+def test_random_tokens_take_no_room_for_their_vocabulary():
     ids, _ = build_prompt(None, 100, kind="random", vocab_size=10**12)
     assert int(ids.max()) < 10**12
     assert len(set(ids[0].tolist())) == 100
 
 
-def test_a_batch_of_random_tokens(tokenizer_folder: Path) -> None:
+def test_a_batch_of_random_tokens(tokenizer_folder: Path):
     ids, _ = build_prompt(tokenizer_folder, 8, kind="random", batch=4)
     assert ids.shape == (4, 8)
     assert len({tuple(row) for row in ids.tolist()}) == 4

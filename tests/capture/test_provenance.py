@@ -91,7 +91,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_recorded_call_with_a_wrong_state_is_suspected(
     plant: Plant, slots: tuple[int, ...], words: str, outputs: bool
-) -> None:
+):
     """Of recordings with outputs and the states of each call, and of pools without outputs."""
     torch.manual_seed(0)
     folder = recorded(
@@ -109,7 +109,7 @@ def test_a_recorded_call_with_a_wrong_state_is_suspected(
 
 
 @pytest.mark.usefixtures("in_empty_folder")
-def test_a_verification_is_not_followed() -> None:
+def test_a_verification_is_not_followed():
     """Which of its states the server keeps is not recorded."""
     folder = recorded(Path("r"), lambda left: -left[1], SLOTS, lambda _: True)
     provenance = Provenance(rows_are_sequences=False)
@@ -125,7 +125,7 @@ def test_a_verification_is_not_followed() -> None:
 
 
 @pytest.mark.usefixtures("in_empty_folder")
-def test_the_capture_and_its_run_name_the_suspicion() -> None:
+def test_the_capture_and_its_run_name_the_suspicion():
     torch.manual_seed(0)
     folder = recorded(Path("r"), lambda left: left[1].flip(0), SLOTS, bool)
     words = "row 0 (slot 5) of call 3 begins with the state that row 1 (slot 2) of call 2 left"
@@ -137,7 +137,7 @@ def test_the_capture_and_its_run_name_the_suspicion() -> None:
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "kimi_linear"])
 @pytest.mark.parametrize("serving", [Serving(chunk=16), Serving(decode=3)])
-def test_a_models_own_calls_pass_their_states_on(name: str, serving: Serving) -> None:
+def test_a_models_own_calls_pass_their_states_on(name: str, serving: Serving):
     """Row i is sequence i; the rows of one call are exchanged, which no call shows by itself."""
     captured, _ = capture(name, tiny_models.prompt(40, batch=2), serving)
     assert not faults_of(captured)

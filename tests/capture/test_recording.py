@@ -82,7 +82,7 @@ def close(layer: CapturedLayer) -> bool:
     )
 
 
-def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump: Path) -> None:
+def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump: Path):
     recorded = open_recording(dump, "flashinfer")
     assert recorded.left_out == "Left out: 2 calls of a warm-up."
     assert [len(calls) for calls in recorded.passes] == [2, 1]
@@ -131,7 +131,7 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     ],
     ids=["slot", "layout", "snapshot", "token", "head"],
 )
-def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]) -> None:
+def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]):
     *_, last = open_recording(dump, "flashinfer").layers()
     assert last.served
     outputs = {"right": last.served, "wrong": plant(*last.served, last.inputs)}
@@ -146,7 +146,7 @@ def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
-def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong: bool) -> None:
+def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong: bool):
     """A pool that is read with V and K exchanged is one of the faults that servers had."""
     if wrong:
         repack(
@@ -165,7 +165,7 @@ def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong: bool) -> None:
         assert "served" in Answer(*words).out
 
 
-def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Path) -> None:
+def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Path):
     def renamed(metadata: dict[str, Any]) -> None:
         metadata["input_metadata"]["arg_5"] = 0.5  # scale, positional
         metadata["input_metadata"]["kwarg_use_qk_l2norm_in_kernel"] = True
@@ -176,13 +176,13 @@ def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Pa
 
 
 @pytest.mark.parametrize(("decay", "logarithm"), [(0.0, -math.inf), (1.0, 0.0)])
-def test_decays_become_logarithms(dump: Path, decay: float, logarithm: float) -> None:
+def test_decays_become_logarithms(dump: Path, decay: float, logarithm: float):
     repack(call(dump, 3) / "inputs.pt", lambda tensors: tensors["kwarg_g"].fill_(decay))
     layer = next(open_recording(dump, "flashinfer").layers())
     assert set(layer.inputs.tensors["g"].flatten().tolist()) == {logarithm}
 
 
-def test_calls_of_other_functions_in_graphs_and_without_outputs_are_counted(dump: Path) -> None:
+def test_calls_of_other_functions_in_graphs_and_without_outputs_are_counted(dump: Path):
     for number, (name, graph) in enumerate([("trtllm_attention", False), (PREFILL, True)], 8):
         place = dump / f"20261127_000000_000_pid609_{name}_call{number:04d}"
         shutil.copytree(call(dump, 7), place)
@@ -202,7 +202,7 @@ def test_calls_of_other_functions_in_graphs_and_without_outputs_are_counted(dump
     assert last.remark == "No output of recorded layer 0 was recorded in pass 2."
 
 
-def test_every_process_has_its_own_passes(dump: Path) -> None:
+def test_every_process_has_its_own_passes(dump: Path):
     for number in (1, 2, 3, 4):
         place = dump / f"other_call{number:04d}"
         shutil.copytree(call(dump, number), place)
@@ -278,9 +278,7 @@ def states_of_another_slot(file: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_recording_is_refused(
-    dump: Path, damage: Callable[[Path], object], words: str
-) -> None:
+def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], object], words: str):
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
@@ -288,9 +286,7 @@ def test_a_damaged_recording_is_refused(
     assert "internal" not in answer.err
 
 
-def test_huge_foreign_and_empty_recordings_are_refused(
-    dump: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("nothing", "foreign"):
         Path(name).mkdir()
     (Path("foreign") / "session.jsonl").write_text("{}\n")
@@ -314,7 +310,7 @@ def test_huge_foreign_and_empty_recordings_are_refused(
     ending(3, "capture", "--from", "flashinfer", str(dump), "--out", "huge")
 
 
-def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
+def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path):
     states = torch.randn(3, 2, 16, 8)
     shapes: list[tuple[int, tuple[int, ...]]] = [(70, ()), (12, (0, 5, 5, 12)), (9, ())]
     passes = [
@@ -335,7 +331,7 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
     assert first.served is None
 
 
-def test_layers_without_names_are_counted_for_each_operator(tmp_path: Path) -> None:
+def test_layers_without_names_are_counted_for_each_operator(tmp_path: Path):
     folder = tmp_path / "r"
     folder.mkdir()
     for number, operator in enumerate(("gdn", "ssd", "gdn") * 2):
@@ -364,7 +360,7 @@ def verification(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
     return call | {"final_states": torch.cat(states)}
 
 
-def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path: Path) -> None:
+def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path: Path):
     """Kernels that return final states alone are refused for others only, in a sentence."""
     calls = [verification((3, 3, 3)), verification((1, 2))]
     record(tmp_path / "r", "gdn", calls, (1,), state_every=1)
@@ -427,9 +423,7 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
         ),
     ],
 )
-def test_a_damaged_folder_is_refused(
-    tmp_path: Path, damage: Callable[[Path], object], words: str
-) -> None:
+def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], object], words: str):
     folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
     answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")

@@ -25,7 +25,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
+def test_chunks_carry_the_state_and_are_the_prompt_together(name: str):
     ids = tiny_models.prompt(LENGTH, batch=2)
     whole, _ = capture(name, ids, Serving())
     chunks, calls = capture(name, ids, Serving(chunk=16))
@@ -51,7 +51,7 @@ def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
         assert_close(state, final_state)
 
 
-def test_a_last_chunk_of_one_token_joins_the_one_before() -> None:
+def test_a_last_chunk_of_one_token_joins_the_one_before():
     chunks, calls = capture("mamba2", tiny_models.prompt(33), Serving(chunk=16))
     assert calls == 2 * 3
     assert {chunk.inputs.x.shape[1] for chunk in chunks} == {16, 17}
@@ -60,7 +60,7 @@ def test_a_last_chunk_of_one_token_joins_the_one_before() -> None:
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
+def test_a_pack_is_its_sequences_alone(name: str, segment_length: int):
     lengths = (20, 1, 29)
     ids = tiny_models.prompt(LENGTH)
     packs, calls = capture(name, ids, Serving(packed=lengths), segment_length)
@@ -84,7 +84,7 @@ def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
 
 
 @pytest.mark.usefixtures("registries_of_its_own")
-def test_inputs_without_sequence_bounds_cannot_be_packed() -> None:
+def test_inputs_without_sequence_bounds_cannot_be_packed():
     operators.register(toy.OPERATOR)
     inputs = toy.ToyInputs(x=torch.randn(1, 8, 2, 4), a=-torch.rand(1, 8, 2))
     with pytest.raises(BadInputError, match="Sequences of toy layers cannot be packed") as raised:
@@ -109,7 +109,7 @@ def writer_of(folder: Path, name: str, serving: Serving) -> store.CaptureWriter:
     "serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"]
 )
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path) -> None:
+def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path):
     calls, _ = capture(name, tiny_models.prompt(LENGTH), serving)
     with writer_of(tmp_path, name, serving) as writer:
         for captured in calls:
@@ -136,7 +136,7 @@ def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
     name: str, bounds: list[int], tmp_path: Path
-) -> None:
+):
     serving = Serving(packed=(20, 30))
     (first, *_), _ = capture(name, tiny_models.prompt(LENGTH), serving)
     wrong = replace(first, inputs=replace(first.inputs, cu_seqlens=torch.tensor(bounds)))
@@ -148,7 +148,7 @@ def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["granitemoehybrid", "mamba2", "qwen3_next", "olmo_hybrid"])
-def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
+def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int):
     """granitemoehybrid has one group, which every rank gets; mamba2 has two groups."""
     (captured, *_), _ = capture(name, tiny_models.prompt(20), Serving())
     inputs = captured.inputs
@@ -177,7 +177,7 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     assert torch.equal(rank_states, states[:, :heads])
 
 
-def test_heads_that_ranks_cannot_share() -> None:
+def test_heads_that_ranks_cannot_share():
     refusal = operators.get("ssd").refusal
     assert refusal is not None
     assert refusal({"nheads": 48, "ngroups": 1}, 5) == "its 48 heads cannot be divided by 5"

@@ -54,7 +54,7 @@ def bench(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("bench", [True, False], indirect=True)
-def test_captures_travel_there_and_back(bench: str) -> None:
+def test_captures_travel_there_and_back(bench: str):
     """Only gates, and q and k that had to be normalised, are rounded."""
     assert "changes g by up to" in bench
     again = {layer.inputs.length: layer.inputs for layer in layers()}
@@ -81,7 +81,7 @@ def test_captures_travel_there_and_back(bench: str) -> None:
     assert "Suspect" not in passing("run", "taken", *asked).out
 
 
-def test_the_reference_is_the_oracle_and_our_kernels_solve_it(bench: str) -> None:
+def test_the_reference_is_the_oracle_and_our_kernels_solve_it(bench: str):
     named = {layer.layer.name.split()[1]: layer.inputs for layer in layers()}
     for name in (PREFILL, PREFILL.replace("prefill", "decode")):
         lines = WORKLOADS.with_stem(name).read_text().splitlines()
@@ -103,7 +103,7 @@ def test_the_reference_is_the_oracle_and_our_kernels_solve_it(bench: str) -> Non
                 assert error.norm() < 5e-3 * expected.norm()
 
 
-def test_rows_of_a_batch_follow_each_other() -> None:
+def test_rows_of_a_batch_follow_each_other():
     packed = gdn(6, 0, 3, 6)
     states = packed["initial_state"]
     rows = {name: packed[name].unflatten(1, (2, 3))[0] for name in ("q", "k", "v", "g", "beta")}
@@ -112,7 +112,7 @@ def test_rows_of_a_batch_follow_each_other() -> None:
         assert torch.equal(tensor, batch[name])
 
 
-def test_calls_that_are_not_defined_are_left_out() -> None:
+def test_calls_that_are_not_defined_are_left_out():
     different = {name: tensor for name, tensor in gdn_call(9).items() if "f" not in name}
     long = gdn(5, 0, 5) | {"beta": torch.full((1, 5, 2), 1.5)}
     record(Path("gdn"), "gdn", [gdn(7, 0, 3, 7), different, long], (7,))
@@ -152,7 +152,7 @@ def define(name: str, tensors: Tensors, drawn: Sequence[str] = (), **tokens: int
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, f"bench/{name}.bin")
 
 
-def test_drafted_tokens_begin_in_a_pool_and_random_inputs_are_always_the_same() -> None:
+def test_drafted_tokens_begin_in_a_pool_and_random_inputs_are_always_the_same():
     key = torch.ones(2, 3, 1, 8)
     gate = torch.zeros(2, 3, 2)
     head = torch.zeros(2)
@@ -175,7 +175,7 @@ def test_drafted_tokens_begin_in_a_pool_and_random_inputs_are_always_the_same() 
     assert not torch.equal(inputs.q, inputs.k)
 
 
-def test_steps_of_ssd_begin_in_a_pool() -> None:
+def test_steps_of_ssd_begin_in_a_pool():
     x = torch.randn(2, 2, 4)
     dt = torch.randn(2, 2, 1)
     A = -torch.rand(2, 1, 1)
@@ -227,6 +227,6 @@ def repack(name: str, tensor: torch.Tensor) -> None:
         (lambda: shutil.rmtree("bench/workloads"), "holds no workloads"),
     ],
 )
-def test_a_damaged_folder_is_refused(bench: str, damage: Callable[[], object], words: str) -> None:
+def test_a_damaged_folder_is_refused(bench: str, damage: Callable[[], object], words: str):
     damage()
     assert words in ending(2, *TAKE).err

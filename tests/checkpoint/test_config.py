@@ -93,7 +93,7 @@ def refusal(opened: Open, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> None:
+def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str):
     model = tiny_models.shared(name)
     checkpoint = opened(model.config.to_dict())
     assert tuple(layer.index for layer in checkpoint.layers) == tiny_models.OPERATOR_LAYERS[name]
@@ -118,9 +118,7 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> Non
     ],
     ids=["granite-4.0-h-small", "Bamba-9B", "Nemotron-Nano-9B-v2", "mamba2-2.7b", "Qwen3.5-27B"],
 )
-def test_published_configs(
-    opened: Open, config: dict[str, Any], layers: int, of: int, words: str
-) -> None:
+def test_published_configs(opened: Open, config: dict[str, Any], layers: int, of: int, words: str):
     model = opened(config)
     # a known type needs no remote code
     assert model.ref.model_type in ("mamba2", config.get("model_type"))
@@ -131,13 +129,13 @@ def test_published_configs(
     )
 
 
-def test_the_original_format_pads_its_vocabulary(opened: Open) -> None:
+def test_the_original_format_pads_its_vocabulary(opened: Open):
     config = opened(MAMBA2_2_7B).config
     assert config["vocab_size"] == 50288
     assert config["num_heads"] * config["head_dim"] == config["expand"] * config["hidden_size"]
 
 
-def test_depth_keeps_what_the_model_definition_insists_on(opened: Open) -> None:
+def test_depth_keeps_what_the_model_definition_insists_on(opened: Open):
     assert opened(tiny_models.shared("olmo_hybrid").config.to_dict()).depth(0) == 4
     granite = opened(GRANITE_H_SMALL)
     assert granite.depth(0) == 1
@@ -161,7 +159,7 @@ def test_depth_keeps_what_the_model_definition_insists_on(opened: Open) -> None:
         ("unheard", "thinker_config", "qwen3_5_text"),
     ],
 )
-def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, inner: str) -> None:
+def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, inner: str):
     text = tiny_models.shared(inner).config.to_dict()
     tower = {"model_type": "vit", "num_hidden_layers": 2}
     config = {"model_type": outer, "vision_config": tower, key: text, "audio_config": tower}
@@ -171,7 +169,7 @@ def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, 
     assert model.ref.model_type == outer
 
 
-def test_a_type_of_transformers_outside_of_the_table(opened: Open) -> None:
+def test_a_type_of_transformers_outside_of_the_table(opened: Open):
     model = opened(CONFIG_MAPPING["lara_mini"](num_hidden_layers=3).to_dict())
     assert {layer.operator for layer in model.layers} == {"gdn"}
 
@@ -192,9 +190,7 @@ def test_a_type_of_transformers_outside_of_the_table(opened: Open) -> None:
         ({"hidden_size": 64}, "no model_type"),
     ],
 )
-def test_other_types_are_refused_with_the_reason(
-    opened: Open, config: dict[str, Any], reason: str
-) -> None:
+def test_other_types_are_refused_with_the_reason(opened: Open, config: dict[str, Any], reason: str):
     text = refusal(opened, config)
     assert reason in text
     assert "granitemoehybrid" in text  # the supported types
@@ -207,9 +203,7 @@ def test_other_types_are_refused_with_the_reason(
         *({"bits": 4}, "int4"),
     ],
 )
-def test_unknown_quantisation_is_refused(
-    opened: Open, tmp_path: Path, quantization: object
-) -> None:
+def test_unknown_quantisation_is_refused(opened: Open, tmp_path: Path, quantization: object):
     codes = torch.ones(8, dtype=torch.uint8)
     save_file({"model.layers.0.in_proj.weight": codes}, tmp_path / "model.safetensors")
     text = refusal(opened, {**GRANITE_H_SMALL, "quantization_config": quantization})
@@ -218,7 +212,7 @@ def test_unknown_quantisation_is_refused(
 
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
-def test_known_quantisation_is_recorded(opened: Open, method: str) -> None:
+def test_known_quantisation_is_recorded(opened: Open, method: str):
     for config in (GRANITE_H_SMALL, QWEN3_5):
         assert (
             opened({**config, "quantization_config": {"quant_method": method}}).named_quantization
@@ -266,14 +260,14 @@ STEPS: list[list[float]] = [[0.0, 1.0, 2.0], [0.0, 1e300], [0.0, -0.5], [math.na
 )
 def test_damaged_configs_are_refused_by_key(
     opened: Open, config: dict[str, Any], change: dict[str, Any], named: str
-) -> None:
+):
     assert named in refusal(opened, {**config, **change})
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1, 2]", b'"granite"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1e}']
 )
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(
         BadInputError, match=r"^config.json of .* (is not valid JSON|holds no JSON object)"
@@ -340,13 +334,13 @@ QWEN3_5_FP8 = {
 )
 def test_every_key_that_counts_layers_is_cut(
     opened: Open, config: dict[str, Any], expected: dict[str, Any]
-) -> None:
+):
     cut = opened(config).cut_config(3)
     assert {key: cut[key] for key in expected} == expected
     assert opened(cut).layer_count == 3
 
 
-def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path: Path) -> None:
+def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path: Path):
     text = QWEN3_5_FP8["text_config"]
     assert "vision_config" not in opened(
         {**QWEN3_5_FP8, "text_config": {**text, "vision_config": {}}}

@@ -65,9 +65,7 @@ def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
         ({"model_type": []}, "of type []"),
     ],
 )
-def test_a_config_that_transformers_cannot_use(
-    demo: Path, change: dict[str, Any], words: str
-) -> None:
+def test_a_config_that_transformers_cannot_use(demo: Path, change: dict[str, Any], words: str):
     error = refused(demo, "config.json", **change)
     assert words in error.message
     assert "..." not in error.message
@@ -76,7 +74,7 @@ def test_a_config_that_transformers_cannot_use(
 @pytest.mark.parametrize("change", [{"hidden_act": "swish_7"}, {"dtype": 7}])
 def test_the_refused_field_is_named_where_transformers_does_not(
     demo: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
-) -> None:
+):
     monkeypatch.setattr(
         "ssdprof.checkpoint.load.check_space", lambda *_, **__: pytest.fail("downloads")
     )
@@ -107,7 +105,7 @@ def test_the_refused_field_is_named_where_transformers_does_not(
 )
 def test_a_tokenizer_that_transformers_cannot_use(
     demo: Path, file: str, change: dict[str, Any], words: str
-) -> None:
+):
     error = refused(demo, file, **change)
     assert words in error.message
     assert "--tokenizer" in error.hint
@@ -115,12 +113,12 @@ def test_a_tokenizer_that_transformers_cannot_use(
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 10**5, b"\xff", b"[]"])
-def test_what_is_no_json_object(demo: Path, file: str, content: bytes) -> None:
+def test_what_is_no_json_object(demo: Path, file: str, content: bytes):
     (demo / file).write_bytes(content)
     assert file.removesuffix("_config.json").removesuffix(".json") in error_of(demo).message
 
 
-def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Save) -> None:
+def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Save):
     """Frequencies of rotary positions are computed, not loaded."""
     folder = copied("qwen3_next")
     parameters = json.loads((folder / "config.json").read_text())["rope_parameters"]

@@ -55,7 +55,7 @@ def stated(document: Path, row: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
 
-def test_it_is_small_and_has_the_files_of_a_hub_repository(folder: Path) -> None:
+def test_it_is_small_and_has_the_files_of_a_hub_repository(folder: Path):
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     assert sum(sizes.values()) <= 3_000_000
     assert {
@@ -67,9 +67,7 @@ def test_it_is_small_and_has_the_files_of_a_hub_repository(folder: Path) -> None
     } <= set(sizes)
 
 
-def test_stock_transformers_loads_every_weight(
-    folder: Path, loaded: tuple[Any, dict[str, Any]]
-) -> None:
+def test_stock_transformers_loads_every_weight(folder: Path, loaded: tuple[Any, dict[str, Any]]):
     model, info = loaded
     assert not any(info.values()), info
     stored = load_file(folder / "model.safetensors")
@@ -78,13 +76,13 @@ def test_stock_transformers_loads_every_weight(
         assert torch.equal(model.get_parameter(name), tensor.float()), name
 
 
-def test_the_gdn_demo_shares_keys_and_has_wider_values() -> None:
+def test_the_gdn_demo_shares_keys_and_has_wider_values():
     config = json.loads((DEMO_FOLDERS["demo-gdn"] / "config.json").read_text())
     assert config["linear_num_value_heads"] == 2 * config["linear_num_key_heads"]
     assert config["linear_value_head_dim"] == 2 * config["linear_key_head_dim"]
 
 
-def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
+def test_the_gates_of_the_gdn_demo_have_learnt():
     """In every layer, one head forgets within bytes, another one remembers for longer, and beta
     uses its range.
     """
@@ -108,7 +106,7 @@ def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
         assert high - low > 0.5
 
 
-def test_its_token_ids_are_bytes(folder: Path) -> None:
+def test_its_token_ids_are_bytes(folder: Path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sample = (
         "".join(chr(point) for point in (*range(0x100), 0x20AC, 0x1F600)) + "plain words\r\n\ttoo"
@@ -124,7 +122,7 @@ def test_its_token_ids_are_bytes(folder: Path) -> None:
 )
 def test_its_logits_are_finite_over_4096_tokens(
     folder: Path, loaded: tuple[Any, dict[str, Any]], dtype: torch.dtype
-) -> None:
+):
     model = (
         loaded[0]
         if dtype == torch.float32
@@ -140,7 +138,7 @@ def test_its_logits_are_finite_over_4096_tokens(
 @pytest.mark.slow
 def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
     demo: str, loaded: tuple[Any, dict[str, Any]]
-) -> None:
+):
     held_out = text.held_out()[:SLICE]
     bits = bits_per_byte.model_bits_per_byte(loaded[0], held_out)
     bigram = bits_per_byte.best_bigram_bits_per_byte(text.training(), held_out)
@@ -151,7 +149,7 @@ def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
         )
 
 
-def test_the_bigram_model_is_right_on_a_text_worked_by_hand() -> None:
+def test_the_bigram_model_is_right_on_a_text_worked_by_hand():
     # In "aaba", a is followed once by a and once by b, and b once by a; add one: p(a) = 4/260, p(b)
     # = 2/260.
     b_after_a = (1 + 2 * 2 / 260) / (2 + 2)
@@ -160,7 +158,7 @@ def test_the_bigram_model_is_right_on_a_text_worked_by_hand() -> None:
     assert bits_per_byte.bigram_bits_per_byte(b"aaba", b"aba", prior=2) == pytest.approx(expected)
 
 
-def test_the_operator_used_in_training_is_that_of_transformers() -> None:
+def test_the_operator_used_in_training_is_that_of_transformers():
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

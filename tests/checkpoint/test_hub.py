@@ -49,7 +49,7 @@ def tiny_hub(hub: MiniHub, saved: Save) -> MiniHub:
 # --- what is fetched
 
 
-def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, copied: Save) -> None:
+def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, copied: Save):
     folder = copied("granitemoehybrid")
     others = (
         "pytorch_model.bin",
@@ -94,7 +94,7 @@ def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, copied: S
     assert len(lines) == 1
 
 
-def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, copied: Save) -> None:
+def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, copied: Save):
     folder = copied("granitemoehybrid")
     (folder / "empty.txt").touch()
     hub.publish("org/tiny", folder)
@@ -106,14 +106,12 @@ def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, copied:
     assert not any(info.cached for info in located.files(1) if info.name.endswith(".safetensors"))
 
 
-def test_a_symlink_keeps_its_name(saved: Save, tmp_path: Path) -> None:
+def test_a_symlink_keeps_its_name(saved: Save, tmp_path: Path):
     (tmp_path / "my-model").symlink_to(saved("mamba2").resolve())
     assert open_model(str(tmp_path / "my-model")).ref.repo_id == "my-model"
 
 
-def test_a_revision_is_resolved_once_and_stays(
-    tiny_hub: MiniHub, saved: Save, copied: Save
-) -> None:
+def test_a_revision_is_resolved_once_and_stays(tiny_hub: MiniHub, saved: Save, copied: Save):
     commit = tiny_hub.publish("org/tiny", copied("mamba2"), revision="v1")
     located = open_model("org/tiny", revision="v1")
     assert located.ref.revision == commit
@@ -125,7 +123,7 @@ def test_a_revision_is_resolved_once_and_stays(
     assert len(by_branch) == 3  # for config.json: a check that the hub answers, then HEAD and GET
 
 
-def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save) -> None:
+def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save):
     hub.publish("ibm-granite/granite-4.0-h-small", saved("granitemoehybrid"))
     located = open_model("ibm-granite/granite-4.0")
     assert located.ref.requested == "ibm-granite/granite-4.0"
@@ -136,7 +134,7 @@ def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save)
     assert open_model("ibm-granite/granite-4.0-h-small").ref.siblings == ()
 
 
-def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, saved: Save) -> None:
+def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, saved: Save):
     hub.publish("ibm-ai-platform/Bamba-9B", saved("bamba"))
     hub.publish("org/tiny", saved("bamba"))
     assert open_model("ibm-ai-platform/Bamba-9B").ref.trained_context == 4096
@@ -145,7 +143,7 @@ def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, s
 
 def test_the_original_format_from_its_safetensors_revision(
     hub: MiniHub, saved: Save, tmp_path: Path
-) -> None:
+):
     hub.publish(DEFAULT_TOKENIZER, saved("bamba"))
     for form, revision in ((PICKLE, "main"), (SINGLE, "refs/pr/1")):
         folder = tmp_path / form
@@ -171,7 +169,7 @@ def test_the_original_format_from_its_safetensors_revision(
 
 def test_a_broken_connection_continues_where_it_broke(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     # the client keeps whole chunks, by default of 10 MB
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     located = open_model("org/tiny")
@@ -192,7 +190,7 @@ def test_a_broken_connection_continues_where_it_broke(
 @pytest.mark.parametrize("at", ["config", "listing", "header", "shard"])
 def test_a_connection_that_drops_between_requests(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+):
     """As with keep-alive connections: the server closes the connection instead of answering."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     tiny_hub.drops = at == "config"
@@ -207,9 +205,7 @@ def test_a_connection_that_drops_between_requests(
     assert tiny_hub.drops == 0
 
 
-def test_a_connection_that_keeps_dropping_ends(
-    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch):
     pauses = []
     monkeypatch.setattr("time.sleep", pauses.append)
     repo = hub_module.HubRepo("org/tiny")
@@ -222,7 +218,7 @@ def test_a_connection_that_keeps_dropping_ends(
 
 
 @pytest.mark.usefixtures("tiny_hub")
-def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
+def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy():
     located = open_model("org/tiny")
     assert located.weight_bytes(0) > 0  # reads the headers on the hub
     shard = next(info.name for info in located.files(0) if info.name.endswith(".safetensors"))
@@ -234,7 +230,7 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
 
 def test_too_little_disk_is_said_before_the_download(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     target = find(ServedModelOptions(model="org/tiny", seqlens=(64,), prompt="random"))
     planned = plan(target)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
@@ -254,7 +250,7 @@ def test_too_little_disk_is_said_before_the_download(
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_missing_repo_names_known_ones_like_it() -> None:
+def test_a_missing_repo_names_known_ones_like_it():
     for name, words in (
         ("org/nothing", "hf auth login"),
         ("ibm-granite/granite-4.0-h-tinny", "ibm-granite/granite-4.0-h-tiny"),
@@ -285,7 +281,7 @@ def test_a_repo_that_needs_a_token(
     message: str,
     words: str,
     not_allowed: str,
-) -> None:
+):
     hub.publish("org/one", saved("mamba2"), private=way == "private", gated=way == "gated")
     error = failure("org/one")
     assert (error.exit_code, message in error.message, words in error.hint) == (4, True, True), (
@@ -299,7 +295,7 @@ def test_a_repo_that_needs_a_token(
     assert fetch(open_model("org/one")).model.source.label == "org/one"
 
 
-def test_an_unknown_revision_names_those_there_are(tiny_hub: MiniHub, saved: Save) -> None:
+def test_an_unknown_revision_names_those_there_are(tiny_hub: MiniHub, saved: Save):
     tiny_hub.publish("org/tiny", saved("bamba"), revision="v2")
     error = failure("org/tiny", revision="v9")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
@@ -308,7 +304,7 @@ def test_an_unknown_revision_names_those_there_are(tiny_hub: MiniHub, saved: Sav
 
 
 @pytest.mark.parametrize("name", ["org/name/more", "org/na me", "a" * 300, "-x", "org/..", "", " "])
-def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name: str) -> None:
+def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name: str):
     assert failure(name).exit_code == ExitCode.BAD_INPUT
     assert hub.log == []
 
@@ -331,7 +327,7 @@ def cut_shard(folder: Path) -> None:
 )
 def test_what_is_wrong_on_the_hub(
     hub: MiniHub, copied: Save, damage: Callable[[Path], object], code: int, words: str
-) -> None:
+):
     folder = copied("mamba2")
     damage(folder)
     hub.publish("org/bad", folder)
@@ -344,7 +340,7 @@ def test_what_is_wrong_on_the_hub(
 
 def test_offline_runs_from_the_cache_and_names_it(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     commit = hub.publish("org/tiny", saved("mamba2"))
     hub.publish("org/other", saved("bamba"))
     fetch_all(open_model("org/tiny"), deepest_layer=0)
@@ -375,7 +371,7 @@ def test_offline_runs_from_the_cache_and_names_it(
 )
 def test_a_hub_that_does_not_help(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, down: int | None, words: str
-) -> None:
+):
     monkeypatch.setattr("time.sleep", lambda _: None)  # without a cache the client retries for 23 s
     fetch_all(open_model("org/tiny"))
     tiny_hub.down = down
@@ -387,7 +383,7 @@ def test_a_hub_that_does_not_help(
     assert (error.exit_code, words in f"{error.message} {error.hint}") == (4, True), error
 
 
-def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch):
     """The client alone would retry for 24 s."""
     hub.close()
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
@@ -399,7 +395,7 @@ def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatc
 
 def test_a_password_in_the_endpoint_is_masked(
     hub: MiniHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("http://", "http://user:secret@"))
     hub.close()
     error = failure("org/tiny")
@@ -409,7 +405,7 @@ def test_a_password_in_the_endpoint_is_masked(
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("endpoint", ["", "localhost:8000", "hub", "http://[::1", "ftp://hub"])
-def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoint: str):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.BAD_INPUT
@@ -429,7 +425,7 @@ def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoin
 )
 def test_settings_that_the_client_cannot_use(
     tiny_hub: MiniHub, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
-) -> None:
+):
     """In a separate process, because the client reads them once."""
     hub = {"HF_ENDPOINT": tiny_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": ""}
     done = python(*MODULE, "capture", "org/tiny", "--dry-run", **hub | variables)
@@ -462,7 +458,7 @@ def test_settings_that_the_client_cannot_use(
 )
 def test_what_keeps_a_file_from_being_fetched(
     monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, words: str
-) -> None:
+):
 
     def fail(*_: object, **__: object) -> None:
         raise raised
@@ -473,9 +469,7 @@ def test_what_keeps_a_file_from_being_fetched(
     assert ("HF_HOME" in error.hint) == ("written" in error.message or "full" in error.message)
 
 
-def test_a_warning_of_the_client_is_masked(
-    hub: MiniHub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureFixture[str]):
     import logging
 
     hub_module.api()
@@ -489,7 +483,7 @@ def test_a_warning_of_the_client_is_masked(
 # --- local names
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there(tmp_path: Path):
     assert failure(str(tmp_path / "nothing")).exit_code == ExitCode.MODEL_UNAVAILABLE
     assert failure("./nothing").exit_code == ExitCode.MODEL_UNAVAILABLE
     file = tmp_path / "file"

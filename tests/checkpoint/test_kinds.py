@@ -125,7 +125,7 @@ def with_exact_gates(
         ("kimi_linear", torch.float64),
     ],
 )
-def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype) -> None:
+def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype):
     folder, exact = with_exact_gates(name, dtype)
     weights = loaded(folder)
     for (layer, leaf), gate in exact.items():
@@ -139,7 +139,7 @@ def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "kimi_linear"])
-def test_parameters_on_the_disk_keep_fp32(name: str) -> None:
+def test_parameters_on_the_disk_keep_fp32(name: str):
     folder, _ = with_exact_gates(name)
     located = open_model(str(folder))
     local = fetch(located)
@@ -174,7 +174,7 @@ def in_two_files(folder: Path, later: Weights, *, named: bool = True) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_index_says_which_copy_of_a_tensor_counts(rows: int) -> None:
+def test_the_index_says_which_copy_of_a_tensor_counts(rows: int):
     """Copies of another shape must not count in sizes either."""
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
@@ -190,7 +190,7 @@ def test_the_index_says_which_copy_of_a_tensor_counts(rows: int) -> None:
     assert open_model(str(folder)).weight_bytes() == size
 
 
-def test_an_index_counts_before_a_single_file() -> None:
+def test_an_index_counts_before_a_single_file():
     """As in vLLM and SGLang.  Names may begin with "./"."""
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
@@ -211,7 +211,7 @@ def test_an_index_counts_before_a_single_file() -> None:
     assert loaded(folder)["embed_tokens.weight"].eq(3).all()
 
 
-def test_two_copies_of_which_the_index_names_none_are_refused() -> None:
+def test_two_copies_of_which_the_index_names_none_are_refused():
     folder = checkpoint("qwen3_5_text")
     key = "model.layers.0.linear_attn.A_log"
     in_two_files(folder, {key: torch.ones(4)}, named=False)
@@ -255,13 +255,13 @@ def test_two_copies_of_which_the_index_names_none_are_refused() -> None:
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
 def test_the_weight_that_does_not_fit_is_named(
     name: str, change: Callable[[Weights], Weights], code: int, words: str, options: tuple[str, ...]
-) -> None:
+):
     folder = checkpoint(name)
     rewrite(folder, change)
     assert words in run(folder, *options, code=code)[0].err
 
 
-def test_a_file_beside_the_index_is_named() -> None:
+def test_a_file_beside_the_index_is_named():
     folder = checkpoint("qwen3_5_text")
     in_two_files(folder, {})
     places = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -281,7 +281,7 @@ def test_a_file_beside_the_index_is_named() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
-def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool) -> None:
+def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool):
     folder = checkpoint(name)
     expected = loaded(folder, head=head)
     rewrite(
@@ -292,7 +292,7 @@ def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool) 
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn])
-def test_what_is_no_weight_may_be_stored_in_anything(dtype: torch.dtype) -> None:
+def test_what_is_no_weight_may_be_stored_in_anything(dtype: torch.dtype):
     folder = checkpoint("granitemoehybrid")
     expected = loaded(folder)
     extra = {
@@ -303,7 +303,7 @@ def test_what_is_no_weight_may_be_stored_in_anything(dtype: torch.dtype) -> None
     check_loaded(folder, expected)
 
 
-def test_gptq_of_the_old_kind_is_named() -> None:
+def test_gptq_of_the_old_kind_is_named():
     folder = checkpoint("qwen3_5_text")
     key = "model.layers.0.linear_attn.out_proj"
     codes = {
@@ -331,9 +331,7 @@ def test_gptq_of_the_old_kind_is_named() -> None:
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
     ],
 )
-def test_a_quantisation_that_only_the_config_has_left_is_none(
-    file: str, left: dict[str, Any]
-) -> None:
+def test_a_quantisation_that_only_the_config_has_left_is_none(file: str, left: dict[str, Any]):
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
     edit_json(folder / file, **left)
@@ -346,7 +344,7 @@ def test_a_quantisation_that_only_the_config_has_left_is_none(
 
 
 @pytest.mark.parametrize("files", [(), ("config.json",)])
-def test_checkpoints_of_a_training_run_are_named(files: tuple[str, ...]) -> None:
+def test_checkpoints_of_a_training_run_are_named(files: tuple[str, ...]):
     for step in (200, 1000):
         folder = Path("training") / f"checkpoint-{step}"
         folder.mkdir(parents=True)
@@ -358,7 +356,7 @@ def test_checkpoints_of_a_training_run_are_named(files: tuple[str, ...]) -> None
     assert hint in answer.err
 
 
-def test_a_pickle_keyed_by_numbers_is_refused() -> None:
+def test_a_pickle_keyed_by_numbers_is_refused():
     folder = Path("numbers")
     folder.mkdir()
     ssm = {"layer": "Mamba2", "headdim": 16}
@@ -369,7 +367,7 @@ def test_a_pickle_keyed_by_numbers_is_refused() -> None:
     assert "holds an entry 0, which is no name of a weight" in answer.err
 
 
-def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.MonkeyPatch):
     folder = checkpoint("qwen3_5_text")
     monkeypatch.delitem(tf.MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping, "qwen3_5_text")
     check_predictions_refused(
@@ -381,7 +379,7 @@ def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("weight", "part"), [("lm_head.weight", "head, lm_head,"), ("layers.1.mlp.up", "layers")]
 )
-def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str, part: str) -> None:
+def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str, part: str):
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
 
     def broken(weights: Weights) -> Weights:
@@ -399,7 +397,7 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str,
     assert "it is not the implementations" in answer.err
 
 
-def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -414,7 +412,7 @@ def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch) -
     "file",
     ["tiktoken.model", "tekken.json", "tokenization_x.py", "source.spm", "inner/tokenizer.json"],
 )
-def test_a_tokenizer_that_is_not_read_is_named(file: str) -> None:
+def test_a_tokenizer_that_is_not_read_is_named(file: str):
     folder = checkpoint("qwen3_5_text")
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("")
@@ -425,7 +423,7 @@ def test_a_tokenizer_that_is_not_read_is_named(file: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SSD, *GDN])
-def test_models_decode_with_parameters_in_fp32(name: str) -> None:
+def test_models_decode_with_parameters_in_fp32(name: str):
     folder = checkpoint(name)
     kept = ("A_log", "D", "dt_bias")
     rewrite(
@@ -445,7 +443,7 @@ def test_models_decode_with_parameters_in_fp32(name: str) -> None:
         ("model.", "model.language_model.model."),
     ],
 )
-def test_keys_with_foreign_prefixes_load_or_are_named(before: str, after: str, head: bool) -> None:
+def test_keys_with_foreign_prefixes_load_or_are_named(before: str, after: str, head: bool):
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder, head=head)
     rewrite(folder, renamed(before, after))
@@ -458,7 +456,7 @@ def test_keys_with_foreign_prefixes_load_or_are_named(before: str, after: str, h
     check_loaded(folder, expected, head=head)
 
 
-def test_an_adapter_is_named_and_never_silent() -> None:
+def test_an_adapter_is_named_and_never_silent():
     config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4}
     Path("alone").mkdir()
     for folder in (Path("alone"), checkpoint("qwen3_5_text")):
@@ -487,14 +485,14 @@ def test_an_adapter_is_named_and_never_silent() -> None:
     ("key", "tied"),
     [("score.weight", True), ("classifier.weight", False), ("model.score.weight", True)],
 )
-def test_a_classifier_predicts_no_tokens(key: str, tied: bool) -> None:
+def test_a_classifier_predicts_no_tokens(key: str, tied: bool):
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=tied)
     rewrite(folder, without("lm_head", **{key: torch.ones(2, 64)}))
     check_predictions_refused(folder, f"is a classifier, with '{key}' and no lm_head.weight")
     run(folder)  # its operators are measured
 
 
-def test_a_lost_head_is_named() -> None:
+def test_a_lost_head_is_named():
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
     rewrite(folder, without("lm_head"))
     check_predictions_refused(folder, "qwen3_5_text lacks lm_head.weight ", 4)
@@ -503,7 +501,7 @@ def test_a_lost_head_is_named() -> None:
 @pytest.mark.parametrize(("outer", "inner"), [(True, False), (True, True), (None, True)])
 def test_the_outer_config_decides_whether_the_head_is_the_embedding(
     outer: bool | None, inner: bool
-) -> None:
+):
     folder = checkpoint("qwen3_5_text")
     text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": inner}
     outside = {} if outer is None else {"tie_word_embeddings": outer}
@@ -520,13 +518,13 @@ def test_the_outer_config_decides_whether_the_head_is_the_embedding(
 @pytest.mark.parametrize(
     "value", ["flash_attention_2", "flash_attention_3", "made_up", {"": "flash_attention_2"}]
 )
-def test_the_attention_of_a_config_need_not_be_installed(key: str, value: object) -> None:
+def test_the_attention_of_a_config_need_not_be_installed(key: str, value: object):
     run(checkpoint("qwen3_5_text", **{key: value}), "--dry-run")
 
 
 @pytest.mark.parametrize("where", ["quantization", "quantization_config"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_mlx_is_named(where: str, bits: int) -> None:
+def test_mlx_is_named(where: str, bits: int):
     folder = checkpoint("qwen3_5_text", **{where: {"group_size": 64, "bits": bits}})
     rewrite(folder, packed)
     answer, _ = run(folder, "--dry-run", code=2)
@@ -541,7 +539,7 @@ def check_decoded(folder: Path, decoded: Weights) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "block"), [(80, 32), (96, 64), (72, 128), (64, 32)])
-def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int) -> None:
+def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int):
     """96 in blocks of 64 would divide into two blocks of 48: equal blocks give wrong weights
     without an error.
     """
@@ -590,7 +588,7 @@ def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
-def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
+def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str):
     folder = checkpoint("qwen3_5_text")
     decoded = {}
 
@@ -614,7 +612,7 @@ def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
 @pytest.mark.parametrize(
     ("codes", "scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", (3,)), ("uint8", ())]
 )
-def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | None) -> None:
+def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | None):
     folder = checkpoint("qwen3_5_text")
     weight = "model.layers.0.linear_attn.in_proj_qkv.weight"
     scales = {} if scale is None else {f"{weight}_scale": torch.ones(scale)}
@@ -631,7 +629,7 @@ def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"])
-def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str) -> None:
+def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str):
     folder = checkpoint("qwen3_5_text")
     write_modelopt(folder, file, {"quant_algo": algorithm})
     rewrite(folder, packed)
@@ -663,7 +661,7 @@ def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str
         ({"heads": 1}, "has 'heads' = 1 in ssm_cfg"),
     ],
 )
-def test_options_of_original_mamba2(change: dict[str, Any], words: str) -> None:
+def test_options_of_original_mamba2(change: dict[str, Any], words: str):
     folder = checkpoint("mamba2")
     ssm = {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32} | change
     config = {
@@ -684,7 +682,7 @@ def test_options_of_original_mamba2(change: dict[str, Any], words: str) -> None:
         ).state_dict()
 
 
-def test_a_type_that_nobody_listed_works() -> None:
+def test_a_type_that_nobody_listed_works():
     """As in the next release of transformers: a wrapper with its language model in another config,
     of a new type.
     """

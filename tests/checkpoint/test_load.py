@@ -69,7 +69,7 @@ def check_layers(model: Any, whole: Any, ids: Tensor) -> None:
 @pytest.mark.parametrize("deepest_layer", [0, None])
 def test_a_cut_model_computes_what_the_whole_one_does(
     saved: Save, name: str, deepest_layer: int | None
-) -> None:
+):
     located = open_model(str(saved(name)))
     local = fetch(located, deepest_layer=deepest_layer)
     model = load_model(local, device="cpu")
@@ -83,7 +83,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, name: str) -> None:
+def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, name: str):
     located = open_model(str(saved(name)))
     model = load_model(fetch(located, head=True), device="cpu")
     ids = tiny_models.prompt(40)
@@ -96,7 +96,7 @@ def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, na
     assert sum(stored.values()) == located.weight_bytes(head=True) >= located.weight_bytes()
 
 
-def test_a_shared_block_stays_shared(tmp_path: Path) -> None:
+def test_a_shared_block_stays_shared(tmp_path: Path):
     config = tiny_models.shared("zamba2").config.to_dict()
     # two blocks, used twice each
     kinds = ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]
@@ -118,7 +118,7 @@ def test_a_shared_block_stays_shared(tmp_path: Path) -> None:
 )
 def test_a_vision_language_repo_gives_its_language_model(
     saved: Save, tmp_path: Path, text_type: str, whole_type: str
-) -> None:
+):
     folder = saved(text_type)
     text_config = json.loads((folder / "config.json").read_text())
     outer = {
@@ -148,7 +148,7 @@ def test_a_vision_language_repo_gives_its_language_model(
     check_layers(model, tiny_models.shared(text_type), tiny_models.prompt(20))
 
 
-def test_shards_may_lie_in_a_subfolder(copied: Save) -> None:
+def test_shards_may_lie_in_a_subfolder(copied: Save):
     folder = copied("mamba2")
     index = folder / INDEX
     shards = json.loads(index.read_text())["weight_map"]
@@ -161,7 +161,7 @@ def test_shards_may_lie_in_a_subfolder(copied: Save) -> None:
     check_layers(model, tiny_models.shared("mamba2"), tiny_models.prompt(40))
 
 
-def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Save) -> None:
+def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Save):
     model = open_model(str(saved("granitemoehybrid")))
     local = fetch(model, deepest_layer=0)
     tokenizer = fetch_tokenizer(model)
@@ -174,7 +174,7 @@ def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Save) -> None:
     assert not folder.exists()
 
 
-def test_a_tokenizer_from_another_folder(saved: Save, copied: Save) -> None:
+def test_a_tokenizer_from_another_folder(saved: Save, copied: Save):
     folder = copied("mamba2")
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -191,7 +191,7 @@ def test_a_tokenizer_from_another_folder(saved: Save, copied: Save) -> None:
 
 
 @pytest.mark.parametrize("limit", [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None])
-def test_every_spelling_of_no_limit_loads(copied: Save, limit: object) -> None:
+def test_every_spelling_of_no_limit_loads(copied: Save, limit: object):
     folder = copied("mamba2")
     edit_config(folder, time_step_limit=limit)
     assert load(folder, 0).config.time_step_limit[1] == float("inf")
@@ -203,7 +203,7 @@ def test_every_spelling_of_no_limit_loads(copied: Save, limit: object) -> None:
 )
 def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
     tmp_path: Path, stored: torch.dtype, in_config: torch.dtype | None
-) -> None:
+):
     """The config decides, even if the files differ.  Without an entry, the dtype of most of the
     weights decides.
     """
@@ -226,7 +226,7 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64])
 def test_codes_without_a_quantisation_in_the_config_are_no_weights(
     tmp_path: Path, dtype: torch.dtype
-) -> None:
+):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.2.mlp.up_proj.weight"
@@ -261,7 +261,7 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
     quantization: dict[str, Any],
     kind: type[SsdprofError],
     words: str,
-) -> None:
+):
     folder = copied("qwen3_5_text")
     edit_config(folder, quantization_config=quantization)
     located = open_model(str(folder))
@@ -273,7 +273,7 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
             read(located)
 
 
-def test_weights_of_mxfp8_are_decoded(tmp_path: Path) -> None:
+def test_weights_of_mxfp8_are_decoded(tmp_path: Path):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.0.mlp.gate_proj.weight"
@@ -314,7 +314,7 @@ def test_weights_of_mxfp8_are_decoded(tmp_path: Path) -> None:
 )
 def test_a_config_that_does_not_fit_is_refused_in_a_dry_run_too(
     copied: Save, change: dict[str, Any], deepest_layer: int | None, words: str
-) -> None:
+):
     folder = copied("falcon_h1")
     edit_config(folder, **change)
     for read in (load, lambda folder, deepest: check_fetch(open_model(str(folder)), deepest)):
@@ -337,9 +337,7 @@ def open_original(folder: Path) -> Model:
 
 @pytest.mark.parametrize("form", [PICKLE, SINGLE, INDEX])
 @pytest.mark.parametrize("deepest_layer", [0, None])
-def test_the_original_format_loads(
-    original_folder: Path, form: str, deepest_layer: int | None
-) -> None:
+def test_the_original_format_loads(original_folder: Path, form: str, deepest_layer: int | None):
     write_original(original_folder, original_state(), form)
     located = open_original(original_folder)
     assert located.ref.model_type == "mamba2"
@@ -358,7 +356,7 @@ def test_the_original_format_loads(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_original_format_loads_with_its_head(original_folder: Path, tied: bool) -> None:
+def test_the_original_format_loads_with_its_head(original_folder: Path, tied: bool):
     """If the head is the embedding, checkpoints may or may not contain it."""
     edit_config(original_folder, tie_embeddings=tied)
     state = original_state()
@@ -379,7 +377,7 @@ def test_the_original_format_loads_with_its_head(original_folder: Path, tied: bo
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_dtype_of_the_original_format_is_known_before_it_is_loaded(
     original_folder: Path, form: str, deepest_layer: int | None, dtype: torch.dtype
-) -> None:
+):
     """The config does not have it.  A few numbers of each head keep their stored dtype."""
     state = {key: value.to(dtype) for key, value in original_state().items()}
     write_original(original_folder, state, form)
@@ -399,7 +397,7 @@ class Malicious:
         return os.mkdir, (str(self.trace),)
 
 
-def test_a_pickle_that_would_run_code_is_refused(original_folder: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused(original_folder: Path):
     trace = original_folder / "executed"
     torch.save({"backbone.embedding.weight": Malicious(trace)}, original_folder / PICKLE)
     with pytest.raises(BadInputError, match="was not executed"):
@@ -476,7 +474,7 @@ def changed(change: Callable[[Tensor], Any]) -> Callable[[Path], object]:
 )
 def test_a_pickle_is_a_table_of_floats(
     original_folder: Path, damage: Callable[[Path], object], words: str
-) -> None:
+):
     """In a dry run, too, which loads no values."""
     damage(original_folder / PICKLE)
     model = open_original(original_folder)
@@ -487,9 +485,7 @@ def test_a_pickle_is_a_table_of_floats(
 
 
 @pytest.mark.parametrize("change", [{"d_model": 128}, {"n_layer": 4}, {"vocab_size": 10**6}])
-def test_an_original_config_that_is_not_its_weights(
-    original_folder: Path, change: dict[str, int]
-) -> None:
+def test_an_original_config_that_is_not_its_weights(original_folder: Path, change: dict[str, int]):
     edit_config(original_folder, **change)
     with pytest.raises(
         (BadInputError, ModelUnavailableError), match=r"do not fit its config|lacks"

@@ -31,7 +31,7 @@ from ssdprof.errors import BadInputError
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_every_mixer_is_found(name: str) -> None:
+def test_every_mixer_is_found(name: str):
     for model in (tiny_models.shared(name), tiny_models.shared(name).base_model):
         sites = find_mixers(model)
         assert tuple(site.layer_index for site in sites) == tiny_models.OPERATOR_LAYERS[name]
@@ -39,7 +39,7 @@ def test_every_mixer_is_found(name: str) -> None:
         assert all(model.get_submodule(site.name) is site.module for site in sites)
 
 
-def test_mixers_that_no_capture_can_name_are_refused() -> None:
+def test_mixers_that_no_capture_can_name_are_refused():
     first, second, _ = (mixer.module for mixer in find_mixers(tiny_models.shared("mamba2")))
     layer = nn.ModuleDict({"first": first, "second": second})
     for model, words in (
@@ -54,7 +54,7 @@ def test_mixers_that_no_capture_can_name_are_refused() -> None:
             find_mixers(model)
 
 
-def test_a_layer_of_another_operator_is_refused() -> None:
+def test_a_layer_of_another_operator_is_refused():
     model = tiny_models.shared("granitemoehybrid")
     ids = tiny_models.prompt(2)
     for index, operator, words in (
@@ -98,7 +98,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     saved: Saved, name: str, segment_length: int
-) -> None:
+):
     located = open_model(str(saved(name)))
     local = fetch(located)
     _, mapped = some_room(located)
@@ -115,9 +115,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 
 
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
-def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(
-    saved: Saved, name: str
-) -> None:
+def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str):
     """As with a GPU: the layers' weights are in main memory and move to the computing device, here
     the CPU.
     """
@@ -144,7 +142,7 @@ def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
-def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
+def test_hooks_leave_a_cache_where_its_layers_are(name: str):
     """For every name of the argument, which differs between models and versions of transformers."""
     model = tiny_models.shared(name).base_model
     with torch.no_grad():
@@ -162,7 +160,7 @@ def layers_of(model: Any, mapped: DeviceMap | None) -> dict[int | str, int]:
     return {device: held.layers for device, held in weights_by_device(model, mapped).items()}
 
 
-def test_what_each_device_holds(saved: Saved) -> None:
+def test_what_each_device_holds(saved: Saved):
     located = open_model(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
     by_device = weights_by_device(model, mapped)
@@ -174,7 +172,7 @@ def test_what_each_device_holds(saved: Saved) -> None:
     assert module == sum(p.nbytes for p in experts.parameters())
 
 
-def test_places_of_gpus_come_first(saved: Saved) -> None:
+def test_places_of_gpus_come_first(saved: Saved):
     located = open_model(str(saved("granitemoehybrid")))
     model, _ = some_room(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
@@ -190,6 +188,6 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
 @pytest.mark.parametrize(
     "room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}]
 )
-def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
+def test_too_little_room(saved: Saved, room: dict[int | str, int]):
     model = open_model(str(saved("granitemoehybrid"))).cut_on_meta()
     assert infer_devices(model, room) is None

@@ -34,7 +34,7 @@ LAYERS = tuple(
         ("https://huggingface.co/org/name/blob/main/config.json", "org/name", "main"),
     ],
 )
-def test_names_and_addresses(typed: str, repo: str, revision: str | None) -> None:
+def test_names_and_addresses(typed: str, repo: str, revision: str | None):
     assert parse_repo(typed, None) == (repo, revision)
     assert parse_repo(typed, revision) == (repo, revision)
 
@@ -54,7 +54,7 @@ def test_names_and_addresses(typed: str, repo: str, revision: str | None) -> Non
         (".", "v1", "is local and has no revisions"),
     ],
 )
-def test_names_that_are_refused_at_once(typed: str, revision: str | None, words: str) -> None:
+def test_names_that_are_refused_at_once(typed: str, revision: str | None, words: str):
     with pytest.raises(BadInputError, match=words):
         open_model(typed, revision=revision)
 
@@ -71,19 +71,19 @@ def test_names_that_are_refused_at_once(typed: str, revision: str | None, words:
         ("demoo", "demo"),
     ],
 )
-def test_a_typo_finds_what_was_meant(typed: str, meant: str) -> None:
+def test_a_typo_finds_what_was_meant(typed: str, meant: str):
     assert close_names(typed)[0] == meant
 
 
 @pytest.mark.parametrize("typed", ["org/nothing", "meta-llama/Llama-3.1-8B", "xyz"])
-def test_a_name_unlike_any_finds_nothing(typed: str) -> None:
+def test_a_name_unlike_any_finds_nothing(typed: str):
     assert close_names(typed) == []
 
 
 # --- families
 
 
-def test_every_row_is_of_a_supported_type_and_has_its_flagship() -> None:
+def test_every_row_is_of_a_supported_type_and_has_its_flagship():
     for row in FAMILIES:
         assert bool(row.typed) == bool(row.flagship)
         assert row.flagship is None or row.flagship in [member.repo for member in row.checkpoints]
@@ -94,7 +94,7 @@ def test_every_row_is_of_a_supported_type_and_has_its_flagship() -> None:
     assert not set(repos) & {name for row in FAMILIES for name in row.typed}
 
 
-def test_what_users_type_names_a_family_and_a_repo_does_not() -> None:
+def test_what_users_type_names_a_family_and_a_repo_does_not():
     family = family_named("ibm-granite/granite-4.0")
     assert family is not None
     assert family.flagship == "ibm-granite/granite-4.0-h-small"
@@ -103,7 +103,7 @@ def test_what_users_type_names_a_family_and_a_repo_does_not() -> None:
     assert family_named("granite") is None
 
 
-def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself() -> None:
+def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself():
     for budget, names in (
         (7_000_000_000, ["micro", "1b", "350m"]),
         (10**15, ["tiny", "micro", "1b", "350m"]),
@@ -136,7 +136,7 @@ def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself() 
         ("6-6,0", [0, 6]),
     ],
 )
-def test_selects(spec: str, indices: list[int]) -> None:
+def test_selects(spec: str, indices: list[int]):
     assert list(select_indices(spec, [layer.index for layer in LAYERS])) == indices
 
 
@@ -148,9 +148,7 @@ def test_selects(spec: str, indices: list[int]) -> None:
         ("first:7", "first:7: the model has 6: 0, 1"),
     ],
 )
-def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(
-    spec: str, words: str
-) -> None:
+def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: str, words: str):
     with pytest.raises(BadInputError, match=words):
         select_indices(spec, [layer.index for layer in LAYERS])
 
@@ -175,7 +173,7 @@ def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(
         "3.5",
     ],
 )
-def test_a_spec_that_cannot_be_read(spec: str) -> None:
+def test_a_spec_that_cannot_be_read(spec: str):
     with pytest.raises(BadInputError, match="cannot be read") as raised:
         select_indices(spec, [layer.index for layer in LAYERS])
     assert "every:K" in raised.value.hint

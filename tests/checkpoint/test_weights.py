@@ -27,7 +27,7 @@ def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
     return caught.value
 
 
-def test_a_header_gives_shapes_and_bytes(tmp_path: Path) -> None:
+def test_a_header_gives_shapes_and_bytes(tmp_path: Path):
     file = tmp_path / "a.safetensors"
     save_file(
         {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)},
@@ -63,7 +63,7 @@ def corrupt(content: bytes) -> bytes:
 )
 def test_a_damaged_shard_cannot_be_had(
     copied: Save, damage: Callable[[bytes], bytes] | None, words: str
-) -> None:
+):
     folder = copied("mamba2")
     shard = min(folder.glob("model-*.safetensors"))
     content = shard.read_bytes()
@@ -79,7 +79,7 @@ def test_a_damaged_shard_cannot_be_had(
     assert ("Error while deserializing header: " in error.message) == ("truncated" in words)
 
 
-def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save) -> None:
+def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save):
     folder = copied("mamba2")
     model = open_model(str(folder))
     unneeded = {info.name for info in model.files(2)} - {info.name for info in model.files(0)}
@@ -108,7 +108,7 @@ def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save) ->
 )
 def test_an_index_that_is_wrong_or_leaves_its_folder(
     copied: Save, key: str, place: str | None, kind: type[SsdprofError], words: str
-) -> None:
+):
     folder = copied("mamba2")
     shard = min(folder.glob("model-*.safetensors"))
     (folder.parent / "secret.safetensors").write_bytes(shard.read_bytes())
@@ -119,7 +119,7 @@ def test_an_index_that_is_wrong_or_leaves_its_folder(
     assert words in error.message
 
 
-def test_names_that_are_no_file_do_not_stay_inside() -> None:
+def test_names_that_are_no_file_do_not_stay_inside():
     assert not any(map(stays_inside, ("", ".", "a\0b")))
     assert stays_inside("model-00001-of-00002.safetensors")
 
@@ -137,7 +137,7 @@ def test_names_that_are_no_file_do_not_stay_inside() -> None:
         ({"weight_map": {"a": "pytorch_model.bin"}}, BadInputError),
     ],
 )
-def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]) -> None:
+def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]):
     folder = copied("mamba2")
     (folder / INDEX).write_bytes(
         content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -147,7 +147,7 @@ def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]) 
     assert not any(word in refused.message for word in ("object", "indices", "KeyError"))
 
 
-def test_which_weights_three_layers_need() -> None:
+def test_which_weights_three_layers_need():
     needed = (
         "model.layers.2.mamba.A_log",
         "backbone.embeddings.weight",
@@ -167,7 +167,7 @@ def test_which_weights_three_layers_need() -> None:
     assert replace(weights, head=True).needs("lm_head.weight")
 
 
-def test_a_folder_without_safetensors_is_refused(copied: Save) -> None:
+def test_a_folder_without_safetensors_is_refused(copied: Save):
     folder = copied("mamba2")
     for file in folder.glob("*.safetensors*"):
         file.unlink()

@@ -10,7 +10,7 @@ from ci.test_workflow import ROOT, SHELL, yaml_of
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def test_it_publishes_only_what_was_tested_and_attested() -> None:
+def test_it_publishes_only_what_was_tested_and_attested():
     jobs = yaml_of(".github/workflows/release.yml")["jobs"]
     assert (jobs["test"]["needs"], jobs["publish"]["needs"]) == ("build", "test")
     assert jobs["test"]["strategy"]["matrix"]["file"] == ["*.whl", "*.tar.gz"]
@@ -21,14 +21,14 @@ def test_it_publishes_only_what_was_tested_and_attested() -> None:
 
 
 @pytest.mark.parametrize(("tag", "fits"), [(f"v{VERSION}", True), ("v99.0.0", False)])
-def test_a_tag_that_is_not_the_version_is_refused(tag: str, fits: bool) -> None:
+def test_a_tag_that_is_not_the_version_is_refused(tag: str, fits: bool):
     steps = yaml_of(".github/workflows/release.yml")["jobs"]["build"]["steps"]
     (check,) = (step["run"] for step in steps if step.get("name") == "The tag is the version")
     done = subprocess.run([*SHELL, check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag})
     assert (done.returncode == 0) == fits
 
 
-def test_documents_name_this_versions_wheel_and_promise_no_registry() -> None:
+def test_documents_name_this_versions_wheel_and_promise_no_registry():
     for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = file.read_text()
         assert "pip install ssdprof\n" not in text, file

@@ -155,7 +155,7 @@ def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
     assert "\nThe comparison with the baseline did not pass" in worse.log
 
 
-def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path: Path):
     played = play("cpu", tmp_path, "--layers 99")
     assert not played.passed
     reason = "error: Layer 99 has no SSD, GDN or KDA operator; the model has 4: 0, 1, 3, 4."
@@ -165,13 +165,13 @@ def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", FAULTS)
-def test_a_regression_fails_the_job_and_nothing_else_does(job: str, tmp_path: Path) -> None:
+def test_a_regression_fails_the_job_and_nothing_else_does(job: str, tmp_path: Path):
     fake = {"FAKE_TIMES": "1"} if job == "gpu" else {}
     check_job(job, tmp_path, QUICK, **fake)
 
 
 @pytest.mark.slow
-def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path) -> None:
+def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path):
     """With a wheel, in an environment that sees this one's libraries but not this package."""
     page = (ROOT / "docs" / "ci.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S)
@@ -217,7 +217,7 @@ SPREADS = (0.0, 0.005, 0.01, 0.02)  # from run to run
 PERCENT = (3, 5)
 
 
-def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
+def test_the_page_says_how_often_an_unchanged_case_fails():
     """Two runs of one time, with the scatter of each recorded comparison of a kernel with
     itself.
     """
@@ -253,11 +253,11 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
 
 
 @pytest.mark.gpu
-def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path: Path) -> None:
+def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path: Path):
     check_job("gpu", tmp_path, "--seq 16k --layers 1 --dtypes exact --states fp32")
 
 
-def test_no_input_is_part_of_a_script() -> None:
+def test_no_input_is_part_of_a_script():
     """An expression inside `run` would allow a branch's name to run commands; `env` passes values
     safely.
     """
@@ -266,7 +266,7 @@ def test_no_input_is_part_of_a_script() -> None:
         assert "run" not in step or step["shell"] == "bash"
 
 
-def test_the_action_is_documented() -> None:
+def test_the_action_is_documented():
     action = yaml_of("action.yml")
     for entry in [*action["inputs"].values(), *action["outputs"].values()]:
         assert entry["description"]

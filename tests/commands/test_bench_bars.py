@@ -64,7 +64,7 @@ def check(*reports: Report) -> dict[tuple[str, str], Any]:
     return {(one.name, one.what): one for one in bars.check(RULES, cells)}
 
 
-def test_what_holds_and_what_does_not() -> None:
+def test_what_holds_and_what_does_not():
     found = check(timed())
     device = found["exact", "as mamba_ssm, device"]
     call = found["exact", "as mamba_ssm, call"]
@@ -76,14 +76,14 @@ def test_what_holds_and_what_does_not() -> None:
     assert not check(timed(relaxed_us=101.0))["relaxed", "as fused exact, device"].holds
 
 
-def test_what_was_not_measured_does_not_hold() -> None:
+def test_what_was_not_measured_does_not_hold():
     alone = report(measured("fused", 1.0))
     device = check(alone)["exact", "as mamba_ssm, device"]
     assert (device.holds, device.missed, len(device.unmeasured)) == (False, (), 1)
     assert not check(alone)["first call", "as 2 s, compiling"].holds
 
 
-def test_of_several_results_that_have_both_the_least_counts() -> None:
+def test_of_several_results_that_have_both_the_least_counts():
     less = timed(200.0)
     more = timed(100.0, created="2026-01-02T00:00:00+00:00")
     alone = report(measured("fused", 1.0), created="2026-01-03T00:00:00+00:00")
@@ -91,7 +91,7 @@ def test_of_several_results_that_have_both_the_least_counts() -> None:
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 1.5
 
 
-def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured() -> None:
+def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured():
     older = timed(200.0, kernels="01")
     newer = timed(150.0, kernels="02", created="2026-01-02T00:00:00+00:00")
     alone = report(
@@ -105,7 +105,7 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
 @pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
 def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
     status: str, *, library: bool
-) -> None:
+):
     good = timed()
     new = timed(created="2026-01-02T00:00:00+00:00")
     made = tuple(
@@ -123,7 +123,7 @@ def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
     assert found["relaxed", "as fused exact, device"].holds
 
 
-def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed() -> None:
+def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed():
     good = timed()
     new = timed(fused_us=1.0)
     made = (
@@ -135,7 +135,7 @@ def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed() -> None:
     assert len(check(failed)["exact", "as mamba_ssm, device"].unmeasured) == 1
 
 
-def test_a_kernel_that_compiles_too_long_is_named() -> None:
+def test_a_kernel_that_compiles_too_long_is_named():
     slow = check(timed(seconds=2.5))["first call", "as 2 s, compiling"]
     assert slow.least.ratio == pytest.approx(0.8)
     assert slow.least.cell == "one for tiny, 1 x 40"
@@ -173,7 +173,7 @@ def check_files(
 
 def test_the_script_prints_a_table_and_ends_with_1_if_a_bar_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Of one GPU only."""
     assert check_files(tmp_path, monkeypatch, 3, "NVIDIA H200", "NVIDIA H200") == 0
     assert "held" in capsys.readouterr().out
@@ -194,7 +194,7 @@ def bars_of(operator: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_bar_holds_in_the_committed_results(operator: str) -> None:
+def test_every_bar_holds_in_the_committed_results(operator: str):
     cells = [
         cell
         for cell in recorded.committed("h200")
@@ -219,7 +219,7 @@ def of_one(fields: dict[str, Any], result: Report) -> bars.Finding:
     return found
 
 
-def test_over_microseconds_and_over_the_floor() -> None:
+def test_over_microseconds_and_over_the_floor():
     result = report(measured("fused", 50.0))
     found = of_one({"over": 100, "device": {"must": 2.0}}, result)
     assert found.readings[0].ratio == 2.0
@@ -231,7 +231,7 @@ def test_over_microseconds_and_over_the_floor() -> None:
     assert (found.must, found.holds, found.at_goal) == (0.0, True, 0)
 
 
-def test_errors_count_where_all_tokens_were_compared() -> None:
+def test_errors_count_where_all_tokens_were_compared():
     rules = {"over": "unfused exact", "error": {"must": 0.99}, "checked_in_full": True}
     full, short = (
         report(

@@ -77,7 +77,7 @@ def is_measured(words: str, cases: set[str]) -> bool:
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
-def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
+def test_every_cell_of_every_bar_is_measured(operator: str):
     cases = {}
     for *place, case in measured(operator):
         cases.setdefault(tuple(place), set()).add(case)
@@ -99,7 +99,7 @@ def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
-def test_results_have_files_of_their_own_that_are_judged_at_last(operator: str) -> None:
+def test_results_have_files_of_their_own_that_are_judged_at_last(operator: str):
     *benches, last = commands(operator)
     files = [words[words.index("--out") + 1] for words in benches]
     assert len(set(files)) == len(files)

@@ -39,7 +39,7 @@ def runs_in_folder(in_empty_folder: None) -> None:
     kept("slow", run(cases.slowed(1.05, lambda case: case.implementation == "fused")))
 
 
-def test_exit_code_and_rows() -> None:
+def test_exit_code_and_rows():
     assert compare("base slow").code == 0  # without conditions
     held = compare("base same --fail-if time:base+3% --fail-if match:base-0.1")
     assert (held.code, held.err) == (0, "")
@@ -52,7 +52,7 @@ def test_exit_code_and_rows() -> None:
     assert "unfused, exact" not in broken.err
 
 
-def test_a_gate_does_not_pass_because_nothing_was_compared() -> None:
+def test_a_gate_does_not_pass_because_nothing_was_compared():
     kept("others", run(layers=(3,)))
     for words in ("base others", "base others --json"):
         answer = compare(words)
@@ -60,7 +60,7 @@ def test_a_gate_does_not_pass_because_nothing_was_compared() -> None:
         assert answer.err == "FAILED: nothing was compared: no case is in both"
 
 
-def test_json_and_markdown() -> None:
+def test_json_and_markdown():
     told = json.loads(compare("base slow --json").out)
     keeps_to("comparison", told)
     assert len(told["pairs"]) == 8
@@ -78,7 +78,7 @@ def test_json_and_markdown() -> None:
     assert compare("base slow --json --format markdown").code == 2
 
 
-def test_stages_that_were_profiled_in_both_stand_side_by_side() -> None:
+def test_stages_that_were_profiled_in_both_stand_side_by_side():
     text = (Path(__file__).parents[1] / "stalls" / "data" / "demo" / "stalls.json").read_text()
     for name, us in (("base", "6.016"), ("slow", "12.032")):
         (folder := Path("runs", name, "stalls")).mkdir()
@@ -90,12 +90,12 @@ def test_stages_that_were_profiled_in_both_stand_side_by_side() -> None:
     assert "ticket" not in compare("base same").out
 
 
-def test_a_path_is_named_as_it_is() -> None:
+def test_a_path_is_named_as_it_is():
     """Square brackets and colons are not markup."""
     assert compare("base slow -o 'a [bold]b:x:.md'").err == "Wrote a [bold]b:x:.md."
 
 
-def test_settings_hold_the_conditions() -> None:
+def test_settings_hold_the_conditions():
     Path("ssdprof.toml").write_text(
         '[compare]\nfail-if = ["time:base+3%"]\nsmallest-difference = "10%"\n'
     )
@@ -105,7 +105,7 @@ def test_settings_hold_the_conditions() -> None:
     assert compare("base slow --fail-if time:base+20%").code == 0
 
 
-def test_conditions_on_times_need_a_gpu() -> None:
+def test_conditions_on_times_need_a_gpu():
     """Those of the settings file are not judged without one; the others are."""
     kept("cpu", run(gpu=False))
     refused = compare("base cpu --fail-if time:base+3%")
@@ -128,7 +128,7 @@ def test_conditions_on_times_need_a_gpu() -> None:
         ("base cells.json", "cells.json"),
     ],
 )
-def test_what_is_refused(words: str, complaint: str) -> None:
+def test_what_is_refused(words: str, complaint: str):
     Path("ssdprof.txt").write_text("no report")
     Path("picture.json").write_bytes(b"\x89PNG")
     Path("cells.json").write_text('{"cells": []}')
@@ -146,7 +146,7 @@ def test_what_is_refused(words: str, complaint: str) -> None:
         ("compare base same", "x.xml", ".md, .html, .htm, .json,"),  # has no JUnit
     ],
 )
-def test_a_suffix_without_a_format_is_refused(words: str, file: str, named: str) -> None:
+def test_a_suffix_without_a_format_is_refused(words: str, file: str, named: str):
     refused = Answer(f"{words} -o {file}")
     assert (refused.code, refused.out) == (2, "")
     assert f"{file}: no format has the suffix {Path(file).suffix}." in refused.err

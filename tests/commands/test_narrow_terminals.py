@@ -22,7 +22,7 @@ def shown_at(command: str, width: int) -> str:
 
 
 @pytest.mark.parametrize("command", ["", *sorted(COMMANDS)])
-def test_help_breaks_no_word(command: str) -> None:
+def test_help_breaks_no_word(command: str):
     words = shown_at(command, 400).split()
     assert words[0] == "Usage:"
     assert words == shown_at(command, 80).split() == shown_at(command, 60).split()
@@ -30,7 +30,7 @@ def test_help_breaks_no_word(command: str) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_counters_of_progress_are_whole(width: int) -> None:
+def test_counters_of_progress_are_whole(width: int):
     steps = [
         ("Replaying", 1200, "calls"),
         ("Layer 38, 131,072 tokens, published=~/mamba, relaxed, bf16 states", 1024, "cases"),

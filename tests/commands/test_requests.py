@@ -55,9 +55,7 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
         (StallsOptions, {"seqlen": "2k", "model": None}, {"seqlen": 2048}),
     ],
 )
-def test_words_are_read(
-    kind: Callable[..., Any], typed: dict[str, Any], read: dict[str, Any]
-) -> None:
+def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: dict[str, Any]):
     given = {
         name: value for name, value in ({"model": "demo"} | typed).items() if value is not None
     }
@@ -87,11 +85,11 @@ def test_words_are_read(
 )
 def test_two_precisions_unless_more_are_asked_for(
     dtype: DType, intermediates: Any, states: tuple[DType, ...] | None, compared: list[str]
-) -> None:
+):
     assert list(map(str, precisions_for(dtype, intermediates, states))) == compared
 
 
-def test_the_conditions_of_every_command() -> None:
+def test_the_conditions_of_every_command():
     asked, _, _ = target.run(RunOptions(model="demo", gate=["speedup:2", "rms:5"]))
     assert asked.conditions == gates("speedup:2", "rms:5")
     compared, found = target.answers(AnswersOptions(model="demo", gate=["kl:0.1", "top1:90%"]))
@@ -99,7 +97,7 @@ def test_the_conditions_of_every_command() -> None:
     assert found.whole
 
 
-def test_the_cells_and_names_of_a_bench() -> None:
+def test_the_cells_and_names_of_a_bench():
     request, names, too_large, _ = target.bench(
         BenchOptions(
             operator="ssd",
@@ -131,7 +129,7 @@ def test_the_cells_and_names_of_a_bench() -> None:
     assert request.conditions == gates("rms:2")
 
 
-def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
+def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path):
     file = tmp_path / "ssdprof.toml"
     file.write_text(
         'gates = ["speedup:1.5", "rms:3", "match@0:50%"]\n[prefill]\ngates = ["speedup:1.1"]\n'
@@ -164,12 +162,12 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ({"gate": ["match@1:99%"]}, "The gate 'match@1:99%' has an unknown place"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
+def test_what_does_not_go_together(options: dict[str, Any], words: str):
     with pytest.raises(BadInputError, match=words):
         target.run(RunOptions(model="demo", **options))
     assert target.run(RunOptions(model="demo", stalls=True, batch=2))[1].batch == 2
 
 
-def test_tune_searches_for_three_lengths_of_one_shape() -> None:
+def test_tune_searches_for_three_lengths_of_one_shape():
     _, cells = target.tune(TuneOptions(operator="gdn"))
     assert [cell.tokens.seqlen for cell in cells] == [1024, 8192, 65536]

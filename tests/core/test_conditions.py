@@ -36,7 +36,7 @@ def places(name: str) -> list[str]:
 
 
 @given(data=st.data(), limit=NUMBERS, name=st.sampled_from(sorted(METRICS)))
-def test_every_gate_in_its_own_unit_is_read(data: st.DataObject, limit: float, name: str) -> None:
+def test_every_gate_in_its_own_unit_is_read(data: st.DataObject, limit: float, name: str):
     metric = METRICS[name]
     at = data.draw(st.sampled_from(["", *places(name)]))
     limit = float(f"{limit % 100 if metric.is_percent else limit:g}")
@@ -46,7 +46,7 @@ def test_every_gate_in_its_own_unit_is_read(data: st.DataObject, limit: float, n
 
 
 @given(data=st.data(), limit=NUMBERS, name=st.sampled_from(sorted(METRICS)))
-def test_every_change_to_the_worse_is_read(data: st.DataObject, limit: float, name: str) -> None:
+def test_every_change_to_the_worse_is_read(data: st.DataObject, limit: float, name: str):
     metric = METRICS[name]
     at = data.draw(st.sampled_from(["", *places(name)]))
     relative = not metric.is_percent and data.draw(st.booleans())
@@ -61,7 +61,7 @@ def test_every_change_to_the_worse_is_read(data: st.DataObject, limit: float, na
 
 
 @given(text=st.text(alphabet="abeikloprst@:+-.%0159 ", max_size=20) | st.text(max_size=20))
-def test_any_other_text_is_refused_with_a_hint(text: str) -> None:
+def test_any_other_text_is_refused_with_a_hint(text: str):
     for read in (parse_gate, parse_change):
         try:
             found = read(text)
@@ -109,7 +109,7 @@ CHANGES = [
 )
 def test_what_cannot_be_read_says_what_to_write(
     parse: Callable[[str], Condition | Change], text: str, complaint: str, hint: str
-) -> None:
+):
     with pytest.raises(BadInputError) as caught:
         parse(text)
     what = "gate" if parse is parse_gate else "change"
@@ -118,7 +118,7 @@ def test_what_cannot_be_read_says_what_to_write(
     assert hint in caught.value.hint
 
 
-def test_the_examples_in_hints_can_be_read() -> None:
+def test_the_examples_in_hints_can_be_read():
     for name, metric in METRICS.items():
         assert parse_gate(f"{name}:{metric.gate}").metric == name
         assert parse_change(f"{name}:{metric.change}").metric == name
@@ -135,7 +135,7 @@ TWO = report(layers=(0, 9), precisions=(cases.EXACT_FP32, cases.RELAXED_FP32))
 EXACT_0, EXACT_9 = (f"layer {layer}, 131,072 tokens, fused, exact, fp32 states" for layer in (0, 9))
 
 
-def test_gates_that_hold() -> None:
+def test_gates_that_hold():
     assert (
         said(
             TWO,
@@ -178,16 +178,14 @@ def test_gates_that_hold() -> None:
         ),
     ],
 )
-def test_a_gate_names_the_cases_that_break_it(
-    gate: str, names: tuple[str, ...], found: str
-) -> None:
+def test_a_gate_names_the_cases_that_break_it(gate: str, names: tuple[str, ...], found: str):
     """Neither the baseline's nor its other precisions'."""
     lines = said(TWO, gate)
     assert {line.split(": ")[1] for line in lines} == set(names)
     assert all(line.startswith(f"{gate}: ") and found in line for line in lines)
 
 
-def test_a_speedup_over_another_implementation() -> None:
+def test_a_speedup_over_another_implementation():
     """Of a bench, `fused` alone is judged, over the fastest case of the other."""
     made = (*cell(), *cell(times={"fla": 60.0}, precision=cases.RELAXED_FP32))
     assert said(bench(*made), "speedup@fla:1.1", "speedup:1.99") == []
@@ -197,7 +195,7 @@ def test_a_speedup_over_another_implementation() -> None:
     assert said(bench(*made), "speedup@nobody:1")[0].endswith("it or its baseline was not timed")
 
 
-def test_a_gate_that_can_judge_nothing_is_broken() -> None:
+def test_a_gate_that_can_judge_nothing_is_broken():
     refused = report(change=lambda one: failed(one, "refused"))
     assert said(refused, "rms:9") == ["rms:9: no case passed that it could judge"]
     assert {
@@ -206,7 +204,7 @@ def test_a_gate_that_can_judge_nothing_is_broken() -> None:
     assert said(TWO, "kl:1") == ["kl:1: no case passed that it could judge"]
 
 
-def test_an_error_over_a_floor_of_nothing_is_infinite() -> None:
+def test_an_error_over_a_floor_of_nothing_is_infinite():
     exact = cases.accuracy().changed(floor=deviation(0.0))
     assert said(of_cases("run", [case(accuracy=(exact,))]), "rms:9")[0].endswith(
         ": inf times the floor"
@@ -215,7 +213,7 @@ def test_an_error_over_a_floor_of_nothing_is_infinite() -> None:
     assert said(of_cases("run", [case(accuracy=(right,))]), "rms:0") == []
 
 
-def test_the_fused_implementation_has_to_reach_the_speedup_of_a_prefill_in_each_form() -> None:
+def test_the_fused_implementation_has_to_reach_the_speedup_of_a_prefill_in_each_form():
     place = "prefill, model convolution and norm, 1,024 tokens"
     assert said(prefill(), "speedup:1.99") == []
     assert said(prefill(), "speedup:2.1") == [
@@ -233,7 +231,7 @@ def test_the_fused_implementation_has_to_reach_the_speedup_of_a_prefill_in_each_
     assert said(prefill(of_prefill("unfused", 2000.0), of_prefill(), library), "speedup:1.99") == []
 
 
-def test_a_prefill_that_was_not_timed_does_not_hold() -> None:
+def test_a_prefill_that_was_not_timed_does_not_hold():
     base = of_prefill("unfused", 2000.0)
     late = of_prefill(call_us=None)
     assert said(prefill(base, late), "speedup:1")[0].endswith(
@@ -254,7 +252,7 @@ def test_a_prefill_that_was_not_timed_does_not_hold() -> None:
     assert said(prefill(base), "speedup:1") == ["speedup:1: no case passed that it could judge"]
 
 
-def test_a_left_out_cell_of_a_bench_breaks_a_speedup() -> None:
+def test_a_left_out_cell_of_a_bench_breaks_a_speedup():
     left = LeftOut(case_key="mamba2-2.7b, bf16, 1 x 60", reason="the budget was spent")
     assert said(bench(left_out=(left,)), "speedup:1", "match@1e-2:1%") == [
         "speedup:1: mamba2-2.7b, bf16, 1 x 60: left out: the budget was spent"
@@ -270,7 +268,7 @@ def test_a_left_out_cell_of_a_bench_breaks_a_speedup() -> None:
         ("perplexity:8", "8.01"),
     ],
 )
-def test_answers_are_judged_on_the_whole_prompt_and_noise_is_not(gate: str, found: str) -> None:
+def test_answers_are_judged_on_the_whole_prompt_and_noise_is_not(gate: str, found: str):
     assert said(answers(), gate) == [
         f"{gate}: answers, 1,100 tokens, fused, exact, fp32 states: {found}"
     ]
@@ -293,7 +291,7 @@ def test_answers_are_judged_on_the_whole_prompt_and_noise_is_not(gate: str, foun
     )
 
 
-def test_a_perplexity_that_nobody_knows_cannot_be_judged() -> None:
+def test_a_perplexity_that_nobody_knows_cannot_be_judged():
     unknown = answers(of_answers(bands=(band(perplexity=None, perplexity_increase_pct=None),)))
     gate = "perplexity-increase:1%"
     gated = unknown.changed(conditions=cases.gates(gate))

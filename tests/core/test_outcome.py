@@ -165,7 +165,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
 @pytest.mark.parametrize(("found", "passed", "fields"), OUTCOMES)
 def test_a_report_passes_if_all_of_it_was_compared_and_passed(
     found: Report, passed: bool, fields: dict[str, Any]
-) -> None:
+):
     result = Outcome(found)
     shown = {name: getattr(result, name) for name in fields}
     names = {
@@ -176,7 +176,7 @@ def test_a_report_passes_if_all_of_it_was_compared_and_passed(
     assert (result.passed, shown | names) == (passed, fields)
 
 
-def test_an_exact_answer_that_is_not_finite_is_told_from_a_kernels() -> None:
+def test_an_exact_answer_that_is_not_finite_is_told_from_a_kernels():
     def nonfinite(which: str) -> Any:
         (out, states) = WHOLE.cases[0].accuracy
         found = getattr(out, which).changed(nonfinite=3, first_nonfinite=(0, 1, 0, 0))

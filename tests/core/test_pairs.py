@@ -61,7 +61,7 @@ def offences(comparison: Comparison) -> dict[str, list[str]]:
     }
 
 
-def test_a_report_does_not_differ_from_itself() -> None:
+def test_a_report_does_not_differ_from_itself():
     comparison = compared(
         run(),
         run(),
@@ -78,7 +78,7 @@ def test_a_report_does_not_differ_from_itself() -> None:
     assert {total.cases for total in comparison.totals} == {2}
 
 
-def test_every_chunk_of_a_prompt_is_compared() -> None:
+def test_every_chunk_of_a_prompt_is_compared():
     """Even if the last chunk, of the same size, did not change."""
     base = in_calls(run(seqlens=(24,)), count=3)
     first = cases.slowed(
@@ -95,7 +95,7 @@ def test_every_chunk_of_a_prompt_is_compared() -> None:
     assert (total.where, total.over, total.cases) == ("chunks of 8 tokens of 24 tokens", "call", 6)
 
 
-def test_a_ratio_and_its_interval() -> None:
+def test_a_ratio_and_its_interval():
     base = run()
     new = run(change=cases.slowed(1.05, fused))
     comparison = compared(base, new)
@@ -121,7 +121,7 @@ def test_a_ratio_and_its_interval() -> None:
 
 
 @pytest.mark.parametrize("what", ["GPU", "driver", "Triton"])
-def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -> None:
+def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str):
     other = {
         "GPU": {"name": "NVIDIA H100"},
         "driver": {"driver": "1.2"},
@@ -143,7 +143,7 @@ def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -
         ]
 
 
-def test_another_shape_does_not_compare() -> None:
+def test_another_shape_does_not_compare():
     def smaller(case: Case) -> Case:
         dims = case.dims and case.dims.changed(words="64 heads x 64, state 128")
         return cases.with_task(case, dims=dims)
@@ -168,7 +168,7 @@ def test_another_shape_does_not_compare() -> None:
     ],
     ids=["prompt", "revision", "model", "prompt of chunks"],
 )
-def test_errors_on_other_inputs_do_not_compare(new: Report) -> None:
+def test_errors_on_other_inputs_do_not_compare(new: Report):
     comparison = compared(
         in_calls(run()) if new.cases[0].call else run(), new, "time:base+3%", "rms:base+5%"
     )
@@ -314,13 +314,13 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
 @pytest.mark.parametrize(("condition", "base", "new", "offenders"), OFFENCES)
 def test_a_condition_names_what_violates_it(
     condition: str, base: Report, new: Report, offenders: list[str]
-) -> None:
+):
     said = offences(compared(base, new, condition))[condition]
     assert len(said) == len(offenders), said
     assert all(one.startswith(begins) for one, begins in zip(said, offenders, strict=True)), said
 
 
-def test_where_nothing_was_compared_nothing_passed() -> None:
+def test_where_nothing_was_compared_nothing_passed():
     for base, new in ((run(layers=(0,)), run(layers=(9,))), (run(cases=()), run())):
         apart = compared(base, new)
         assert (apart.passed, apart.nothing_compared) == (False, "no case is in both")
@@ -332,7 +332,7 @@ def test_where_nothing_was_compared_nothing_passed() -> None:
     assert {pair.verdict for pair in partly.pairs} == {"no difference", "only in NEW"}
 
 
-def test_two_kinds_do_not_compare() -> None:
+def test_two_kinds_do_not_compare():
     with pytest.raises(BadInputError, match=r"BASE is a run and NEW is a bench\."):
         compared(run(), bench())
 
@@ -346,7 +346,7 @@ def slow_prefill(**fields: Any) -> Report:
     )
 
 
-def test_prefills_are_compared_by_their_call_times() -> None:
+def test_prefills_are_compared_by_their_call_times():
     pair = pair_of(compared(cases.prefill(), slow_prefill()), ROW)
     assert pair.time is not None
     assert (pair.time, pair.verdict) == (pair.call, "slower")
@@ -390,7 +390,7 @@ def versions(**packages: str) -> dict[str, Any]:
 )
 def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
     fields: dict[str, Any], own: dict[str, Any], reason: str
-) -> None:
+):
     comparison = compared(cases.prefill(), slow_prefill(**own).changed(**fields), "speedup:base-3%")
     pair = pair_of(comparison, ROW)
     assert (pair.time, pair.call, len(pair.incomparable)) == (None, None, 1)
@@ -400,7 +400,7 @@ def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
     assert pair_of(comparison, ROW.replace("fused", "unfused")).verdict == "not comparable"
 
 
-def test_the_models_own_convolution_counts_only_where_it_ran() -> None:
+def test_the_models_own_convolution_counts_only_where_it_ran():
     base, new = (
         cases.prefill(of_prefill("unfused", 2000.0, conv_and_norm="bundled", convolution=name))
         for name in ("a", "b")
@@ -421,7 +421,7 @@ def test_the_models_own_convolution_counts_only_where_it_ran() -> None:
     [cases.prefill(model=checkpoint(repo_id="other/model")), slow_prefill(layers=6)],
     ids=["model", "layers"],
 )
-def test_another_model_or_fewer_layers_do_not_compare_at_all(new: Report) -> None:
+def test_another_model_or_fewer_layers_do_not_compare_at_all(new: Report):
     comparison = compared(cases.prefill(), new, "time:base+3%")
     pair = pair_of(comparison, ROW)
     assert (pair.time, pair.over_baseline, pair.verdict) == (None, None, "not comparable")

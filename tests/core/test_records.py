@@ -45,7 +45,7 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_document_is_read_back_as_it_was(name: str) -> None:
+def test_a_document_is_read_back_as_it_was(name: str):
     text = REPORTS[name].model_dump_json(exclude_defaults=True)
     json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert Report.model_validate_json(text) == REPORTS[name]
@@ -59,7 +59,7 @@ def test_a_document_is_read_back_as_it_was(name: str) -> None:
         max_size=5,
     )
 )
-def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
+def test_samples_are_read_back_as_they_were(us: list[list[float]]):
     made = Samples(process="p", clock="device", us=tuple(map(tuple, us)))
     assert Samples.model_validate_json(made.model_dump_json()) == made
     found = case(samples=(made,)).device_us
@@ -86,14 +86,14 @@ def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
 )
 def test_a_number_out_of_range_and_an_unknown_field_are_refused(
     made: Any, fields: dict[str, Any], where: str
-) -> None:
+):
     with pytest.raises(ValidationError) as caught:
         made.changed(**fields)
     assert first_fault(caught.value).startswith(f"{where}: ")
 
 
 @pytest.mark.parametrize("us", [((1.0,),), ((1.0,), ()), ((1.0,), (0.0,)), ((1.0,), (math.nan,))])
-def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...], ...]) -> None:
+def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...], ...]):
     with pytest.raises(ValidationError):
         Samples(process="p", clock="call", us=us)
 
@@ -114,9 +114,7 @@ def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...
         ),
     ],
 )
-def test_a_case_is_of_one_thing_and_only_what_ran_has_times(
-    fields: dict[str, Any], why: str
-) -> None:
+def test_a_case_is_of_one_thing_and_only_what_ran_has_times(fields: dict[str, Any], why: str):
     with pytest.raises(ValidationError, match=why):
         case().changed(**fields)
 
@@ -168,12 +166,12 @@ PROMPT = cases.prompt(40)
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(made: Any, fields: dict[str, Any], why: str) -> None:
+def test_what_contradicts_itself_is_refused(made: Any, fields: dict[str, Any], why: str):
     with pytest.raises(ValidationError, match=why):
         made.changed(**fields)
 
 
-def test_every_text_is_harmless() -> None:
+def test_every_text_is_harmless():
     ours = [kind for kind in Record.__subclasses__() if kind.__module__.startswith("ssdprof.")]
     of_records = ((kind, *one) for kind in ours for one in kind.__annotations__.items())
     bare = [
@@ -187,7 +185,7 @@ def test_every_text_is_harmless() -> None:
     )
 
 
-def test_a_fault_names_its_place() -> None:
+def test_a_fault_names_its_place():
     with pytest.raises(ValidationError) as caught:
         Report.model_validate(7)
     assert first_fault(caught.value) == "the document: Input should be a valid dictionary"
@@ -239,11 +237,11 @@ def test_a_fault_names_its_place() -> None:
         ),
     ],
 )
-def test_a_case_has_the_same_name_in_every_report(made: Case, name: str) -> None:
+def test_a_case_has_the_same_name_in_every_report(made: Case, name: str):
     assert made.name == name == ", ".join(cases.requested(made))
 
 
-def test_precisions_follow_the_dtype_of_the_inputs() -> None:
+def test_precisions_follow_the_dtype_of_the_inputs():
     assert precisions_for("fp16", "exact", None) == (cases.EXACT_FP32,)
     assert list(precisions_for("fp16", "all", None)) == [
         "exact, fp32 states",
@@ -262,7 +260,7 @@ def over(norm: str = "max") -> Any:
     return accuracy(budget=(use,))
 
 
-def test_an_error_beyond_its_budget_is_inaccurate_and_says_where() -> None:
+def test_an_error_beyond_its_budget_is_inaccurate_and_says_where():
     assert case().result == "passed"
     wrong = case(accuracy=(over(), accuracy("final_states", 0.5)))
     assert wrong.result == "inaccurate"
@@ -275,7 +273,7 @@ def test_an_error_beyond_its_budget_is_inaccurate_and_says_where() -> None:
     assert case(accuracy=(over("rms"),)).result == "inaccurate"
 
 
-def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate() -> None:
+def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate():
     states = accuracy("final_states", claimed="fp32", coarser="bf16")
     found = case(accuracy=(accuracy(), states))
     assert (found.result, found.why) == (
@@ -285,13 +283,13 @@ def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate() -> None:
 
 
 @pytest.mark.parametrize(("used", "where"), [(2.3, "head 1"), (2.5, "head 1, column 7")])
-def test_a_place_is_named_if_it_is_twice_as_bad_as_its_head(used: float, where: str) -> None:
+def test_a_place_is_named_if_it_is_twice_as_bad_as_its_head(used: float, where: str):
     head = ErrorTest(test="rms", head=1, value=1.2, limit=1)
     column = ErrorTest(test="column", head=1, position=7, value=used, limit=1)
     assert accuracy(checks=(head, column)).reason.startswith(f"out, {where}: relative RMS error")
 
 
-def test_what_is_not_finite_says_whose_fault_it_is() -> None:
+def test_what_is_not_finite_says_whose_fault_it_is():
     bad = deviation(nonfinite=2, first_nonfinite=(0, 1, 2, 3))
     kernel = case(accuracy=(accuracy(vs_oracle=bad),))
     assert kernel.result == "nonfinite"
@@ -318,14 +316,14 @@ def test_what_is_not_finite_says_whose_fault_it_is() -> None:
 )
 def test_another_library_may_be_outside_the_budget_if_it_is_close(
     kind: str, rms: float | None, result: str
-) -> None:
+):
     found = case(
         kind=kind, accuracy=(over().changed(vs_oracle=deviation().changed(rms_ratio=rms)),)
     )
     assert (found.result, bool(found.outside_budget)) == (result, True)
 
 
-def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
+def test_a_fault_while_it_was_timed_makes_it_inaccurate():
     found = case(later_fault="after it was timed: head 3")
     assert (found.result, found.why, found.time_us) == (
         "inaccurate",
@@ -347,18 +345,18 @@ def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
         (of_answers(change="moved bits"), False),
     ],
 )
-def test_what_gates_apply_to(one: Case, is_gated: bool) -> None:
+def test_what_gates_apply_to(one: Case, is_gated: bool):
     assert one.is_gated is is_gated
 
 
-def test_a_match_is_of_its_tolerance() -> None:
+def test_a_match_is_of_its_tolerance():
     assert deviation(matches=(1.0, 2.0, 3.0)).match_pct(1e-3) == 2
 
 
 # --- times
 
 
-def test_times_are_of_all_processes_and_each_clock() -> None:
+def test_times_are_of_all_processes_and_each_clock():
     both = case(samples=(*timed(100.0, 150.0), cases.samples("call", 250.0, process="q")))
     assert value(both.call_us) == pytest.approx(math.sqrt(150 * 250))
     assert both.time_us == both.device_us
@@ -366,7 +364,7 @@ def test_times_are_of_all_processes_and_each_clock() -> None:
     assert case().time_us is None
 
 
-def test_a_speedup_is_of_times_in_the_same_rounds() -> None:
+def test_a_speedup_is_of_times_in_the_same_rounds():
     slow = case("unfused", samples=timed(100.0, 150.0))
     fast = case(samples=timed(50.0, 75.0))
     found = fast.over(slow)
@@ -375,7 +373,7 @@ def test_a_speedup_is_of_times_in_the_same_rounds() -> None:
     assert (fast.over(None), fast.over(fast), fast.over(case())) == (None, None, None)
 
 
-def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
+def test_the_floor_is_the_slower_of_memory_and_arithmetic():
     ceilings = Ceilings(copy_gb_per_s=1000, matmul_tflops=100)
     one = case(bytes_moved=10**6, flops=10**9, samples=timed(100.0))
     assert one.floor_us(ceilings) == pytest.approx(10)
@@ -391,7 +389,7 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 # --- a report
 
 
-def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
+def test_the_baseline_is_the_exact_one_of_equal_states():
     report = cases.report(layers=(0, 9))
     for one in report.cases:
         base = report.baseline_of(one)
@@ -406,7 +404,7 @@ def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
             assert (base, report.speedup(one)) == (None, None)
 
 
-def test_a_bench_compares_with_the_fastest_of_another_implementation() -> None:
+def test_a_bench_compares_with_the_fastest_of_another_implementation():
     half = "exact, fp16 states"
     made = (*cell(times={"fla": 200.0, "fused": 50.0}), *cell(times={"fla": 150.0}, precision=half))
     report = bench(*made)
@@ -420,7 +418,7 @@ def test_a_bench_compares_with_the_fastest_of_another_implementation() -> None:
 @pytest.mark.parametrize(
     ("share", "speedup"), [(0.25, 2.0), (0.1, 1.5), (0.9, 4.0), (0.3, 0.5), (0.0, 3.0)]
 )
-def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, speedup: float) -> None:
+def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, speedup: float):
     alone = share * 2000 / 60
     base = of_prefill("unfused", 2000.0, alone_us=alone)
     own = of_prefill(alone_us=alone / speedup)
@@ -432,13 +430,13 @@ def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, spee
     assert prefill(base, late).predicted(late) is None
 
 
-def test_nothing_is_predicted_of_a_part_that_is_longer_than_the_whole() -> None:
+def test_nothing_is_predicted_of_a_part_that_is_longer_than_the_whole():
     base = of_prefill("unfused", 100.0, alone_us=150.0 / 60)
     own = of_prefill(alone_us=20.0 / 60)
     assert prefill(base, own).predicted(own) is None
 
 
-def test_what_belongs_to_processes_is_joined() -> None:
+def test_what_belongs_to_processes_is_joined():
     lines = (
         ProcessLine(
             process="a",

@@ -51,7 +51,7 @@ def reference(report: Report) -> tuple[str, str]:
     return found
 
 
-def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
+def test_noise_comes_first_and_gates_do_not_judge_it():
     report = answered(generate=2, conditions=(parse_gate("kl:1e-30"),))
     assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
     assert [
@@ -72,7 +72,7 @@ def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
 
 def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     named = answered(implementations=("fused",), reference="unfused")
     assert reference(named) == ("unfused exact, fp32 states", "--reference names it.")
     monkeypatch.setattr(job, "PIECE", 8)
@@ -104,11 +104,11 @@ def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
 
 
 @pytest.mark.parametrize(("chunk", "halved"), [(64, 32), (32, 16), (16, 16)])
-def test_noise_of_other_chunks(chunk: int, halved: int) -> None:
+def test_noise_of_other_chunks(chunk: int, halved: int):
     assert seen_by(job.in_other_chunks, replace(inputs(), chunk_size=chunk)).chunk_size == halved
 
 
-def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros() -> None:
+def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros():
     given = inputs()
     given.x[0, 3] = 0
     found = seen_by(job.with_moved_bits, given)
@@ -128,7 +128,7 @@ def halved(states: torch.Tensor) -> torch.Tensor:
     return states / 2
 
 
-def test_formats_of_states_are_rows_after_the_implementations() -> None:
+def test_formats_of_states_are_rows_after_the_implementations():
     """int8 with its error is within the noise, and what keeps less is farther away."""
     names = ("fp32", "int8-carried", "int8", "test_answers_job:halved")
     formats = tuple(map(parse_state_format, names))

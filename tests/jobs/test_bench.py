@@ -80,7 +80,7 @@ def results(report: Report) -> list[tuple[str, str]]:
     return [(case.implementation, case.result) for case in report.cases]
 
 
-def test_every_cell_is_measured_and_kept() -> None:
+def test_every_cell_is_measured_and_kept():
     report = benched(*cells(40, 50))
     assert (report.complete, report.baseline, report.matched_with, report.missing) == (
         True,
@@ -100,7 +100,7 @@ def test_every_cell_is_measured_and_kept() -> None:
         )
 
 
-def test_outputs_are_matched_with_another_one_than_the_baseline() -> None:
+def test_outputs_are_matched_with_another_one_than_the_baseline():
     report = benched(*cells(40), match_with="fused")
     assert (report.baseline, report.matched_with) == ("unfused", "fused")
     against = [
@@ -111,9 +111,7 @@ def test_outputs_are_matched_with_another_one_than_the_baseline() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(16,), (16, 32)])
-def test_short_checks_are_shared_and_named(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
-) -> None:
+def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]):
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
     compared = []
     whole = job.Comparer.compare
@@ -130,7 +128,7 @@ def test_short_checks_are_shared_and_named(
     assert all(case.samples for case in report.cases)
 
 
-def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch):
     measured = job.CellBench.measured
 
     def interrupted(bench: Any, cell: Cell, *rest: Any) -> Any:
@@ -170,7 +168,7 @@ def sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("sampled_here")
 def test_a_further_process_repeats_the_command_of_the_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     words = "bench ssd --shape 4x16x16x1 --seq 36 --dtype fp32"
     passing(f"{words} --processes 2 --out kept")
@@ -182,7 +180,7 @@ def test_a_further_process_repeats_the_command_of_the_report(
 @pytest.mark.usefixtures("sampled_here")
 def test_a_further_process_that_fails_leaves_the_report_incomplete(
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     command = ("ssdprof", "bench", "ssd", "--shape", "4x16x16x1", "--seq", "nothing")
     report = benched(*cells(36), processes=2, command=command)
     assert "error: 'nothing' is not a number of tokens" in capsys.readouterr().err
@@ -192,7 +190,7 @@ def test_a_further_process_that_fails_leaves_the_report_incomplete(
 @pytest.mark.parametrize("fault", ["", "slow", "wrong"])
 def test_further_processes_only_add_samples_and_say_nothing(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     verified = []
     whole = compare.Comparer._accuracies
 
@@ -247,7 +245,7 @@ def test_further_processes_only_add_samples_and_say_nothing(
     assert all(row["call time, low [µs]"] for row in rows)
 
 
-def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch):
     """Also if the oracle alone lacks memory, and if an output was compared before."""
     whole = compare.compare_with_oracle
     passes = []
@@ -265,7 +263,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]
 
 
-def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch):
     clock = [0.0]
     measured = job.CellBench.measured
 
@@ -286,7 +284,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     clock = [0.0]
 
     def compiling(*_: object) -> None:
@@ -308,7 +306,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
 
 def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
     monkeypatch: pytest.MonkeyPatch, users_folder: Path
-) -> None:
+):
     monkeypatch.setattr(isolate, "_tried", lambda *_: [("ran", "")])
     (users_folder / "own_kernels.py").write_text(
         "from fakes import RAN\n"
@@ -361,7 +359,7 @@ def library(operator: str) -> Implementation:
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_token_takes_part(
     name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
     operator = operators.get(name)
@@ -388,7 +386,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     assert report.speedup(theirs) is None
 
 
-def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatch):
     operator = operators.get("gdn")
     for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
         monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))
@@ -399,14 +397,14 @@ def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatc
     assert value(report.speedup(report.cases[1])) == 2
 
 
-def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
+def test_the_budget_is_shared_by_the_cells_that_are_left():
     assert sampling_seconds(math.inf, 1) == 1.5
     assert sampling_seconds(300, 100) == pytest.approx(1.0)
     assert sampling_seconds(1, 100) == 0.1
     assert sampling_seconds(300, 1) == 1.5
 
 
-def test_an_alternative_form_runs_once() -> None:
+def test_an_alternative_form_runs_once():
     names = ("unfused", "fused", "recurrent_in_place")
     request = BenchOptions(
         operator="ssd", intermediates="all", compared=tuple(resolve(SSD, name) for name in names)

@@ -24,7 +24,7 @@ def dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in inputs.tensors.items()}
 
 
-def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None:
+def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not():
     inputs = SSDCase(dtype=BF16, gate=True, initial_states=True).inputs()
     inputs = token_major(replace(inputs, dt=inputs.tensors["dt"].to(BF16)))
     found, remark = cast_inputs(operators.get(inputs.operator), inputs, "fp16")
@@ -48,7 +48,7 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_decay_of_gdn_stays_in_fp32_even_where_everything_is(dtype: torch.dtype) -> None:
+def test_the_decay_of_gdn_stays_in_fp32_even_where_everything_is(dtype: torch.dtype):
     inputs = GDNCase(dtype=dtype).inputs()
     inputs = replace(inputs, beta=inputs.beta.to(dtype), g=inputs.g.float())
     after = dtypes(cast_inputs(operators.get(inputs.operator), inputs, "fp16")[0])
@@ -56,7 +56,7 @@ def test_the_decay_of_gdn_stays_in_fp32_even_where_everything_is(dtype: torch.dt
     assert after["g"] == FP32
 
 
-def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
+def test_what_the_other_dtype_does_not_hold_is_counted():
     inputs = SSDCase(dtype=BF16).inputs()
     x = inputs.x.clone()
     x[0, :2, 0, 0], x[0, 2, 0, 0] = 1e5, 1e-9
@@ -71,7 +71,7 @@ FAST = "--seq 24 --layers first:1 --dtypes relaxed"
 
 
 @pytest.mark.usefixtures("in_empty_folder")
-def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
+def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not():
     plain = passing(f"run demo {FAST} --out plain --save-captures --states fp16")
     source = load("plain")[1].cases[0].dims.dtype
     assert load("plain")[1].cast is None

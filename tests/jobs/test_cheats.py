@@ -83,7 +83,7 @@ class NothingReplayed(FakeTimer):
 )
 def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
     cheat: Any, timer: FakeTimer, why: str
-) -> None:
+):
     (entry,) = entries("cheat", 1.0)
     before = fingerprint(*entry.call.inputs.tensors.values())
     cheats(entry, cheat(entry))
@@ -94,9 +94,7 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
     assert fingerprint(*entry.call.inputs.tensors.values()) == before
 
 
-def test_what_a_thread_computes_after_the_call_is_no_output(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_thread_computes_after_the_call_is_no_output(monkeypatch: pytest.MonkeyPatch):
     """The threads write after the output has been read once, and before it is read again."""
     threads = []
     calls = []
@@ -135,7 +133,7 @@ def test_what_a_thread_computes_after_the_call_is_no_output(
     assert cases["when timed"].why == f"after it was timed: {LATE}"
 
 
-def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
+def test_a_tensor_that_computes_when_it_is_read_is_refused():
     class Lazy(torch.Tensor): ...
 
     implementation = own_implementation(
@@ -273,7 +271,7 @@ def here(users_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("in_a_thread", LATE),
     ],
 )
-def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str) -> None:
+def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str):
     code, found = run(function)
     assert (code, found["cheat"].device_us, found["cheat"].call_us) == (1, None, None), found[
         "cheat"
@@ -285,7 +283,7 @@ def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str) -> N
 @pytest.mark.gpu
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("function", ["right", "by_content", "patching_the_clock"])
-def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: str) -> None:
+def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: str):
     code, found = run(function)
     cheat = found["cheat"]
     honest = found["unfused"]
@@ -301,7 +299,7 @@ def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: s
 @pytest.mark.usefixtures("here")
 def test_a_device_clock_that_differs_from_the_profiler_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     elapsed = timing._elapsed_ms
     monkeypatch.setattr(timing, "_elapsed_ms", lambda start, stop: elapsed(start, stop) / 2)
     with pytest.raises(

@@ -55,7 +55,7 @@ def one_bit(output: SSDOutput) -> SSDOutput:
 # --- what happened
 
 
-def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
+def test_what_goes_wrong_is_a_status_with_a_reason():
     def nan(output: SSDOutput) -> SSDOutput:
         output.out[0, 5, 1, 2] = float("nan")
         return output
@@ -97,7 +97,7 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
     assert [launch.kernel for launch in good.launches] == ["good"]
 
 
-def test_laws_are_told_whether_the_interpreter_ran_the_call() -> None:
+def test_laws_are_told_whether_the_interpreter_ran_the_call():
     def interpreted(output: SSDOutput) -> SSDOutput:
         get("ssd", "unfused").run(inputs(), Precision())
         return output
@@ -115,7 +115,7 @@ def test_laws_are_told_whether_the_interpreter_ran_the_call() -> None:
     assert told == {"plain": False, "triton": True, "plain again": False}
 
 
-def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.MonkeyPatch):
     def no_memory(*_args: object, **_kwargs: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
@@ -128,7 +128,7 @@ def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.Monk
         compared(entries("a"), timer=FakeTimer(), oracle_must_fit=True)
 
 
-def test_a_call_that_changes_its_inputs_has_no_output_and_no_time() -> None:
+def test_a_call_that_changes_its_inputs_has_no_output_and_no_time():
     looks = []
 
     def changed_when_timed() -> str:
@@ -174,7 +174,7 @@ def groups(*, timed: bool = False) -> list[Entry]:
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 8, 100])
 def test_little_memory_changes_nothing_but_the_number_of_passes(
     monkeypatch: pytest.MonkeyPatch, capacity: int
-) -> None:
+):
     roomy = compared(groups())
     passes = []
     whole = module.compare_with_oracle
@@ -201,7 +201,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(
 
 def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(Call, "outputs_that_fit", 2)
     (base,) = entries("once", spoil=after_the_first(raising(torch.OutOfMemoryError("later"))))
     verdicts = compared([base], entries("a", baseline=base), entries("b", baseline=base))
@@ -217,14 +217,14 @@ def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
 # --- times
 
 
-def test_only_entries_of_one_group_are_timed_together() -> None:
+def test_only_entries_of_one_group_are_timed_together():
     timer = FakeTimer()
     compared(entries("a", turns=1), entries("b", turns=2), entries("c", turns=1), timer=timer)
     assert [set(timer.recorded[place : place + 2]) for place in (0, 2)] == [{"a", "c"}] * 2
     assert timer.recorded[4:] == ["b", "b"]
 
 
-def test_the_fastest_chunk_size_is_taken() -> None:
+def test_the_fastest_chunk_size_is_taken():
     timer = FakeTimer()
     choosy = entries(
         "choosy", lambda size: {128: 90.0, 256: 70.0}[size or 0], chunk_sizes=(128, 256)
@@ -239,7 +239,7 @@ def test_the_fastest_chunk_size_is_taken() -> None:
     assert len(timer.recorded) == 2 * (2 + 2)
 
 
-def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
+def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast():
     choosy = entries(
         "choosy", lambda size: float(size or 0), chunk_sizes=(128, 256), wrong_chunk=128
     )
@@ -255,7 +255,7 @@ def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
     assert (wrong.chunk_size, wrong.result, len(wrong.trials)) == (128, "inaccurate", 2)
 
 
-def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_not() -> None:
+def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_not():
     def nan(output: SSDOutput) -> SSDOutput:
         return SSDOutput(output.out * float("nan"), output.final_states)
 
@@ -267,9 +267,7 @@ def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_no
         assert (over.value if over else None) == (2 if result == "inaccurate" else None)
 
 
-def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first() -> (
-    None
-):
+def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first():
     calls = []
 
     def untuned(output: SSDOutput) -> SSDOutput:
@@ -288,7 +286,7 @@ def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in
     assert half[0].call.run()[1].dtype == torch.bfloat16, "and not to be timed"
 
 
-def test_nothing_is_faster_than_the_roof() -> None:
+def test_nothing_is_faster_than_the_roof():
     """10 MB take 2.5 us at 4,000 GB/s."""
     ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
     (fast,) = entries("fast", 1.0)
@@ -303,7 +301,7 @@ def test_nothing_is_faster_than_the_roof() -> None:
     )
 
 
-def test_what_goes_wrong_while_it_is_timed() -> None:
+def test_what_goes_wrong_while_it_is_timed():
     def zero(name: str, output: SSDOutput) -> None:
         if name == "racy":
             output.out[0, 9, 1].zero_()
@@ -347,7 +345,7 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
 )
 def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
     monkeypatch: pytest.MonkeyPatch, precision: Precision, factor: float, largest: float
-) -> None:
+):
     scales = []
     changeable = module._changeable
 
@@ -373,7 +371,7 @@ def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
 # --- verdicts from shorter inputs
 
 
-def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite() -> None:
+def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite():
     made = [
         *entries("good"),
         *entries("wrong", spoil=noisy(0.5)),
@@ -392,7 +390,7 @@ def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite() -> None:
     assert cases["good"].accuracy == right_ones[made[0].key].accuracy
 
 
-def test_of_the_first_calls_on_both_inputs_the_slower_one_is_told() -> None:
+def test_of_the_first_calls_on_both_inputs_the_slower_one_is_told():
     (entry,) = entries("a")
     verdict = compared([entry])["a"].changed(first_call={"seconds": 3, "compiled": {"kernel": 2.5}})
     (case,) = Comparer().compare([entry], "x", {entry.key: verdict})
@@ -414,7 +412,7 @@ def ringing(output: SSDOutput) -> SSDOutput:
     return output
 
 
-def test_a_first_call_that_takes_too_long_fails_alone() -> None:
+def test_a_first_call_that_takes_too_long_fails_alone():
     verdicts = compared(entries("slow", spoil=ringing), entries("fast"), first_call_s=600)
     assert (verdicts["slow"].result, verdicts["slow"].why) == (
         "failed",
@@ -423,7 +421,7 @@ def test_a_first_call_that_takes_too_long_fails_alone() -> None:
     assert verdicts["fast"].result == "passed"
 
 
-def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
+def test_the_end_of_the_bench_is_the_end_of_a_first_call():
     with pytest.raises(TimeIsUp, match="in the first call of slow exact, fp32 states"):
         compared(entries("slow", spoil=sleepy), until=time.monotonic() + 0.05)
 
@@ -431,7 +429,7 @@ def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
 # --- interruption
 
 
-def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before() -> None:
+def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before():
     seen = []
     with pytest.raises(KeyboardInterrupt):
         compared(
@@ -486,7 +484,7 @@ FP32, FP16, BF16 = (Precision.named(f"exact, {one} states") for one in ("fp32", 
 )
 def test_the_baseline_runs_at_equal_states_if_it_has_them(
     wanted: Any, baseline: str, fixed: Any, pairs: Any
-) -> None:
+):
     fused = get("ssd", "fused")
     first = replace(
         get("ssd", "unfused"),
@@ -496,7 +494,7 @@ def test_the_baseline_runs_at_equal_states_if_it_has_them(
     assert [(one.name, *rest) for one, *rest in planned([fused], first, wanted, "fp32")] == pairs
 
 
-def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it() -> None:
+def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it():
     sizes = (16, 32)
     made = [
         *entries("library", chunk_sizes=sizes),
@@ -517,7 +515,7 @@ def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it(
 
 def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(module, "_changeable", lambda _: nullcontext(None))
     (case,) = compared(entries("a"), timer=FakeTimer()).values()
     assert (case.result, bool(case.samples)) == ("passed", True)

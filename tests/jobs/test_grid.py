@@ -24,11 +24,11 @@ from ssdprof.operators.ssd_inputs import GENERATOR
         ("64,64", (64,)),
     ],
 )
-def test_lengths(words: str, expected: tuple[int, ...]) -> None:
+def test_lengths(words: str, expected: tuple[int, ...]):
     assert lengths(words) == expected
 
 
-def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not() -> None:
+def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not():
     wanted, left_out = parse_tokens("1k,4k", "1,8", "8x4k,32x4k", "4x16-32", max_tokens=8192)
     assert [str(tokens) for tokens in wanted] == [
         "1 x 1,024",
@@ -53,13 +53,13 @@ def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not() -> Non
         *(("1k", "", words) for words in ("8x4k", "8x4k-1k", "8x0-4")),
     ],
 )
-def test_lengths_cells_and_packs_that_are_none(given: tuple[str, str, str]) -> None:
+def test_lengths_cells_and_packs_that_are_none(given: tuple[str, str, str]):
     lengths_, cells, packs = given
     with pytest.raises(BadInputError):
         parse_tokens(lengths_, "1", cells, packs, max_tokens=1 << 20)
 
 
-def test_shapes_by_model_and_by_sizes() -> None:
+def test_shapes_by_model_and_by_sizes():
     assert parse_shapes(GENERATOR, "mamba2-2.7b, 24x32x64x2") == (
         Shape(
             "mamba2-2.7b",
@@ -76,12 +76,12 @@ def test_shapes_by_model_and_by_sizes() -> None:
 
 
 @pytest.mark.parametrize("words", ["mamba3", "80x64x128", "80x64x128x3", "0x64x128x1", ""])
-def test_shapes_that_are_none(words: str) -> None:
+def test_shapes_that_are_none(words: str):
     with pytest.raises(BadInputError):
         parse_shapes(GENERATOR, words)
 
 
-def test_dtypes_and_chunk_sizes() -> None:
+def test_dtypes_and_chunk_sizes():
     assert parse_dtypes("bf16,fp16,bf16") == ("bf16", "fp16")
     with pytest.raises(BadInputError, match="int8"):
         parse_dtypes("int8")
@@ -92,7 +92,7 @@ def test_dtypes_and_chunk_sizes() -> None:
             parse_chunk_sizes(words)
 
 
-def test_the_grid_is_the_product() -> None:
+def test_the_grid_is_the_product():
     shapes = parse_shapes(GENERATOR, "mamba2-2.7b,nemotron-3-nano")
     tokens, _ = parse_tokens("1k,2k", "1", "", "", max_tokens=1 << 20)
     cells = expand(shapes, ("bf16", "fp16"), tokens, "contiguous")

@@ -131,7 +131,7 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, host: int = 0) -> No
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """One layer is in memory at a time, so the number of layers does not matter."""
     model = write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
@@ -163,9 +163,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
         assert caught.value.hint.startswith("What fits: --seq 8192")
 
 
-def test_a_smaller_model_of_the_family_is_advised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_smaller_model_of_the_family_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_without_values("Granite-4.0-h-small", tmp_path)
     target = find(
         ServedModelOptions(
@@ -196,7 +194,7 @@ def test_a_smaller_model_of_the_family_is_advised(
 )
 def test_what_would_fit_is_advised(
     name: str, free: float, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """In addition to the memory for the computation."""
     write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))

@@ -7,7 +7,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 
 
-def test_the_interpreter_takes_short_prompts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_takes_short_prompts_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(limits, "device", lambda: torch.device("cpu"))
     limits.check_replay((16, limits.LONGEST_INTERPRETED))
     for seqlens, batch in (
@@ -24,7 +24,7 @@ def test_the_interpreter_takes_short_prompts_only(monkeypatch: pytest.MonkeyPatc
     limits.check_replay((131072,))
 
 
-def test_running_out_of_memory_says_what_to_do() -> None:
+def test_running_out_of_memory_says_what_to_do():
     with (
         pytest.raises(MissingCapabilityError, match="Tried to allocate") as caught,
         limits.memory_errors(),

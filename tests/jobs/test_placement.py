@@ -109,7 +109,7 @@ def beside(folder: Path) -> int:
 )
 def test_the_fastest_placement_that_fits(
     granite: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[float], host: float, kind: str
-) -> None:
+):
     """Memory in units of the weights, in addition to the memory for the computation."""
     target = asked(granite)
     weights = target.weight_bytes
@@ -134,9 +134,7 @@ def test_the_fastest_placement_that_fits(
     )
 
 
-def test_what_a_user_names_is_taken_or_refused(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytest.MonkeyPatch):
     weights = asked(granite).weight_bytes
     more = beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
@@ -165,7 +163,7 @@ def test_what_a_user_names_is_taken_or_refused(
 
 def test_a_second_gpu_that_another_process_has_alone_is_left_out(
     granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     weights = asked(granite).weight_bytes
     more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
@@ -185,7 +183,7 @@ def test_a_second_gpu_that_another_process_has_alone_is_left_out(
 
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     weights = asked(granite).weight_bytes
     more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, 4 * weights + more], 2 * weights + INPUTS)
@@ -233,7 +231,7 @@ def save_in_fp8(folder: Path) -> None:
 )
 def test_weights_that_transformers_writes_anew_are_counted(
     save: Callable[[Path], None], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
     target = asked(tmp_path, "disk-offload")
@@ -254,7 +252,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
 
 def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
     granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A tokenizer of another model, and no room for weights that are written anew."""
     monkeypatch.setattr(placement, "fetch", None)
     target = asked(granite, seqlen=256, tokenizer="demo")
@@ -282,7 +280,7 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
     assert "TMPDIR" in caught.value.hint
 
 
-def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
+def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path):
     for file in granite.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -298,7 +296,7 @@ def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Pat
         choose(asked(tmp_path, "cpu-offload"))
 
 
-def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch):
     record = Placement(
         kind="disk-offload",
         device="cuda:0",
@@ -339,7 +337,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ChosenPlacement(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 
 
-def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch):
     hidden = []
     fetch = placement.fetch
 
@@ -353,7 +351,7 @@ def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.Monk
     assert hidden == [False, False]
 
 
-def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:
+def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path):
     file = tmp_path / "weights"
     file.write_bytes(b"x" * 1_000_000)
     speed = placement.read_bytes_per_s(file)
@@ -365,7 +363,7 @@ def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:
 
 def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The model is loaded according to the placement, while the files that it reads exist.
 
     Streamed weights are part of the predicted peak, together with the weights that stay in memory.
@@ -495,7 +493,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
 )
 def test_the_predicted_peak_is_that_of_a_capture(
     name: str, segment_length: int, serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The prediction runs on the meta device, without memory."""
     # torch's CausalBias cannot be constructed under a dispatch mode.
     monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
@@ -518,7 +516,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
 def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
     name: str, tmp_path: Path
-) -> None:
+):
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
     target = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
@@ -533,7 +531,7 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_operator_calls_of_one_form_are_tried_once(
     name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The predicted peak is the same as if every call were tried."""
     shapes, wanted = shapes_of(name)
     tried = []  # not the calls, because a call holds its tensors
@@ -558,7 +556,7 @@ def test_operator_calls_of_one_form_are_tried_once(
     assert predicted() == (peak, len(wanted))
 
 
-def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> None:
+def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer():
     """At the call, or after the prompt if its segments are collected.  A GPU's memory has
     fragments, too.
     """
@@ -579,7 +577,7 @@ def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> N
 @pytest.mark.parametrize("kind", [None, "one-gpu"])
 def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
     kind: PlacementKind | None, granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def fails(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("not on meta")
 
@@ -601,7 +599,7 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
 
 def test_segments_of_a_given_length_may_be_tried_with_less_memory(
     granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     target = asked(granite, "one-gpu")
     memory(monkeypatch, [], target.weight_bytes)
     with pytest.raises(MissingCapabilityError, match="what is computed for 96 tokens takes"):
@@ -611,14 +609,14 @@ def test_segments_of_a_given_length_may_be_tried_with_less_memory(
 
 def test_each_prompt_has_the_longest_segments_that_fit(
     granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     target = replace(asked(granite), seqlens=(1024, 2048, 4096))
     needed = placement.Chooser(replace(target, seqlens=(2048,))).least_beside()
     memory(monkeypatch, [], target.weight_bytes + needed)
     assert choose(target).segment_lengths == (1024, 2048, 2048)
 
 
-def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch):
     """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole
     prompt.
     """
@@ -682,7 +680,7 @@ def capped(size: int | None) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
 def test_the_predicted_peak_of_a_gpu(
     large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """torch's count, under a cap that makes the offloads stream; on one GPU, because several would
     hold all weights.
     """
@@ -703,7 +701,7 @@ def test_the_predicted_peak_of_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
-def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
+def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int):
     """The cache of every layer is on the layer's GPU."""
     found = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
@@ -735,7 +733,7 @@ def on_host(inputs: Any) -> dict[str, Tensor]:
         (2 * 10**9, False, False, False),
     ],
 )
-def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, is_refused: bool) -> None:
+def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, is_refused: bool):
     found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
     target = SimpleNamespace(
         located=SimpleNamespace(files=lambda *_, **__: found),

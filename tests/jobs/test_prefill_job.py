@@ -90,7 +90,7 @@ def results(report: Report) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     report = timed(12, 8, copies=2, names=(*COMPARED, "mamba_ssm"))
     assert report.absent[0].startswith("mamba_ssm cannot be imported")
@@ -110,7 +110,7 @@ def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_of_the_first_layers_alone_a_gate_judges_what_was_timed() -> None:
+def test_of_the_first_layers_alone_a_gate_judges_what_was_timed():
     report = timed(8, layers="first:1", conditions=(parse_gate("speedup:1.5"),))
     (unfused, _) = report.cases
     assert task_of(unfused, Prefill).layers < task_of(unfused, Prefill).layer_count
@@ -126,7 +126,7 @@ def test_of_the_first_layers_alone_a_gate_judges_what_was_timed() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_a_budget_that_is_spent_leaves_lengths_out_by_name() -> None:
+def test_a_budget_that_is_spent_leaves_lengths_out_by_name():
     report = timed(8, budget=1e-9)
     assert (report.cases, report.complete, report.missing) == ((), True, ())
     assert [(one.case_key, one.reason) for one in report.left_out] == [
@@ -135,9 +135,7 @@ def test_a_budget_that_is_spent_leaves_lengths_out_by_name() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_an_interrupt_within_a_length_leaves_what_was_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch):
     whole: Callable[..., None] = job._Length._whole_prefill
 
     def interrupted(self: job._Length, name: str) -> None:
@@ -163,7 +161,7 @@ def test_an_interrupt_within_a_length_leaves_what_was_found(
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_all_lengths_come_with_the_models_own_convolution_first_and_other_libraries_with_it_alone(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     library = replace(kernels.get("ssd", "reference"), name="library", kind="library", version="1")
     known = implementations.resolve
     monkeypatch.setattr(
@@ -194,7 +192,7 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsewhere(
     users_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def tried(implementation: Any, *_: Any) -> list[isolate.CallVerdict]:
         hangs = implementation.name.endswith("second")
         return [("failed", "it hangs") if hangs else ("ran", "")]
@@ -219,6 +217,6 @@ def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsew
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_refused() -> None:
+def test_without_a_gpu_it_is_refused():
     with pytest.raises(MissingCapabilityError, match=r"Prefill times need an NVIDIA GPU"):
         timed(8)

@@ -145,7 +145,7 @@ def of(case: Case) -> Prefill:
 @pytest.mark.parametrize("kind", ["model", "bundled"])
 def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(
     kind: KernelOrigin,
-) -> None:
+):
     one, _ = length(*map(contender, US), conv_and_norm=kind)
     report = timed(one)
     found = cases(report)
@@ -172,9 +172,7 @@ def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_diffe
         assert (of(case).logits_rms, of(case).same_token) == (0.0, True)
 
 
-def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_whole_prefill() -> (
-    None
-):
+def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_whole_prefill():
     """Later segments have initial states, and may compile or tune kernels that the first call did
     not need.
     """
@@ -193,7 +191,7 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_w
     assert ran[0] == 3 * LAYERS
 
 
-def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
+def test_all_take_turns_and_nothing_moves_without_a_warm_up():
     one, timer = length(*map(contender, US))
     timed(one)
     first = timer.events.index("call fused")
@@ -206,7 +204,7 @@ def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
         assert sorted(calls[number : number + 3]) == ["call fused", "call library", "call unfused"]
 
 
-def test_with_time_enough_every_recording_lies_elsewhere() -> None:
+def test_with_time_enough_every_recording_lies_elsewhere():
     clock = StepClock(now=Ticking().now)
     one, timer = length(contender("unfused"), profile=cpu_trace, seconds=5.0)
     (case,) = timed(one, clock).cases
@@ -214,9 +212,7 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
     assert len(case.samples[0].us) == timer.events.count("reallocate") >= 5
 
 
-def test_while_a_users_kernel_runs_the_parent_knows_its_case(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest.MonkeyPatch):
     told = []
     known = set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
@@ -248,7 +244,7 @@ def zeros(inputs: Any, precision: Any) -> Any:
     return torch.zeros_like(out), final_states
 
 
-def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
+def test_what_goes_wrong_is_a_status_and_has_no_time():
     wrong = {
         "refusing": raising(UnsupportedError("refusing: no bf16")),
         "large": raising(torch.OutOfMemoryError("8 GiB more\nand a page of advice")),
@@ -273,7 +269,7 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
     assert {event for event in timer.events if event.startswith("call")} == {"call unfused"}
 
 
-def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup() -> None:
+def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup():
     logits_rms = of(
         cases(timed(length(contender("unfused"), contender("fused", zeros))[0]))["fused"]
     ).logits_rms
@@ -289,13 +285,13 @@ def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup() -
     )
 
 
-def test_a_model_that_bypasses_its_operator_is_refused() -> None:
+def test_a_model_that_bypasses_its_operator_is_refused():
     one, _ = length(contender("unfused"), segment=1)
     with pytest.raises(BadInputError, match=r"bypasses its operator|single token"):
         timed(one)
 
 
-def test_every_step_is_told_with_its_seconds() -> None:
+def test_every_step_is_told_with_its_seconds():
     steps = []
     ticking = Ticking()
     clock = StepClock(on_step=lambda *step: steps.append(step), now=ticking.now)
@@ -309,7 +305,7 @@ def test_every_step_is_told_with_its_seconds() -> None:
     ]
 
 
-def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
+def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept():
     ticking = Ticking()
     one, _ = length(*map(contender, US), profile=ticking.profile)
     found = cases(timed(one, StepClock(1.5, now=ticking.now)))
@@ -331,7 +327,7 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
     assert "s of the budget were left" in case.why
 
 
-def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows() -> None:
+def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows():
     """A round takes 1 ms in the profile, but each call takes a second on the clock: five recordings
     do not fit.
     """
@@ -357,9 +353,7 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 @pytest.mark.parametrize(
     ("round_s", "moves"), [(0.1, True), (1.3, True), (1.4, False), (10.0, False), (math.inf, False)]
 )
-def test_long_prefills_are_timed_where_they_lie_and_a_few_times(
-    round_s: float, moves: bool
-) -> None:
+def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s: float, moves: bool):
     plan = sampling_plan(round_s, 20.0, 0.01)
     assert (plan.warmup_rounds > 0) == moves
     if moves:

@@ -58,7 +58,7 @@ def names(report: Report) -> list[str]:
 
 
 @needs_interpreter
-def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> None:
+def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed():
     report = replayed(states=("fp32", "fp16"))
     assert (report.kind, report.id, report.command, report.complete) == (
         "run",
@@ -83,7 +83,7 @@ def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> 
 
 
 @needs_interpreter
-def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_kernels() -> None:
+def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_kernels():
     replayed(intermediates="exact", states=("fp32",), trace=Path("trace.json"))
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     marks = sorted(
@@ -104,7 +104,7 @@ def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_k
 
 
 @needs_interpreter
-def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.MonkeyPatch):
     fused = kernels.get("ssd", "fused")
     left = [1]
 
@@ -121,7 +121,7 @@ def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.Monke
 
 
 @needs_interpreter
-def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
+def test_the_bundled_baseline_passes_at_all_six_precisions():
     report = replayed(3, implementations=("unfused",), states=("fp32", "fp16", "bf16"))
     assert [case.result for case in report.cases] == ["passed"] * 6, [
         case.why for case in report.cases
@@ -140,9 +140,7 @@ def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
             assert (accuracy.vs_baseline and accuracy.vs_baseline.against) == against
 
 
-def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest.MonkeyPatch):
     timers = []
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(replay, "INTERPRETED", True)
@@ -160,7 +158,7 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
 @pytest.mark.parametrize("stop_at", [5, 13])
 def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
     stop_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     plain = replay.Comparer
     began = []
 
@@ -201,7 +199,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
     )
 
 
-def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
+def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own():
     asked = RunOptions(
         model="", implementations=("fused",), intermediates="exact", states=("fp32", "bf16")
     )
@@ -225,7 +223,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_everything_is_measured() -> None:
+def test_on_a_gpu_everything_is_measured():
     report = replayed(3, implementations=("unfused",), intermediates="exact", states=("fp32",))
     (case,) = report.cases
     assert limits.device() == torch.device("cuda", 0)
@@ -241,7 +239,7 @@ def test_on_a_gpu_everything_is_measured() -> None:
     assert all(launch.registers for launch in case.launches)
 
 
-def test_heads_are_counted_by_how_long_they_remember() -> None:
+def test_heads_are_counted_by_how_long_they_remember():
     """exp(-0.2 x 64) and less is forgotten within 64 tokens; exp(-0.0001 x 16,384) is not forgotten
     at all.
     """

@@ -52,17 +52,17 @@ def states_of(folder: str) -> dict[str, tuple[Case, DecodedStates]]:
 )
 def test_errors_are_known_after_powers_of_two_of_steps(
     length: int, step: int, marks: tuple[int, ...]
-) -> None:
+):
     assert marks_of(length, step) == marks
 
 
-def test_errors_of_heads_are_relative_and_infinite_where_nothing_is_exact() -> None:
+def test_errors_of_heads_are_relative_and_infinite_where_nothing_is_exact():
     exact = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]).double()
     actual = torch.tensor([[1.1, 0.9], [2.0, 0.0], [0.0, 0.0], [0.0, 1.0], [1.0, math.inf]])
     assert errors_of_heads(actual, exact, 0) == (0.1, 0.0, 0.0, None, None)
 
 
-def test_the_exponent_of_growth_has_an_interval() -> None:
+def test_the_exponent_of_growth_has_an_interval():
     steps = [4, 8, 16, 32]
     known = exponent(steps, [3 * step**0.5 for step in steps])
     assert known
@@ -74,7 +74,7 @@ def test_the_exponent_of_growth_has_an_interval() -> None:
 
 
 @pytest.mark.parametrize("operator", SHAPES)
-def test_a_format_that_loses_a_head_is_found_in_every_operator(operator: str) -> None:
+def test_a_format_that_loses_a_head_is_found_in_every_operator(operator: str):
     Path("mine.py").write_text(FORMATS)
     names = ["fp32", "bf16", "mine:all", "mine:loses_a_head", "mine:empty"]
     words = f"--shape {SHAPES[operator]} --seq 12 --decode-states {','.join(names)}"
@@ -97,7 +97,7 @@ def test_a_format_that_loses_a_head_is_found_in_every_operator(operator: str) ->
     assert found["bf16"][1].slot_bytes == 2 * 2 * 4 * 4
 
 
-def test_a_longer_step_rounds_less_often() -> None:
+def test_a_longer_step_rounds_less_often():
     passing(f"bench ssd {SMALL} --decode-states bf16 --out a")
     passing(f"bench ssd {SMALL} --decode-states bf16 --decode-step 8 --out b")
     (_, each), (case, eighth) = *states_of("a").values(), *states_of("b").values()
@@ -107,7 +107,7 @@ def test_a_longer_step_rounds_less_often() -> None:
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_prompts_and_stored_captures_are_decoded(model: str) -> None:
+def test_prompts_and_stored_captures_are_decoded(model: str):
     words = "--layers first:1 --decode-states fp32,int8"
     passing(f"run {model} --seq 12 --batch 2", words, "--save-captures --out a")
     found = states_of("a")
@@ -121,7 +121,7 @@ def test_prompts_and_stored_captures_are_decoded(model: str) -> None:
     assert "It holds states of decoded tokens" in answer.err
 
 
-def test_an_interrupted_run_goes_on_with_the_other_formats() -> None:
+def test_an_interrupted_run_goes_on_with_the_other_formats():
     words = f"bench ssd {SMALL} --decode-states fp32,bf16 --out a"
     passing(words)
     file = Path("a/cases.0.jsonl")
@@ -159,13 +159,13 @@ def test_an_interrupted_run_goes_on_with_the_other_formats() -> None:
         ("--decode-states fp32,mine:broken", 1, "RuntimeError: boom (mine.py:"),
     ],
 )
-def test_what_cannot_be_decoded_is_told(words: str, code: int, message: str) -> None:
+def test_what_cannot_be_decoded_is_told(words: str, code: int, message: str):
     Path("mine.py").write_text(FORMATS)
     answer = ending(code, f"bench ssd {SMALL} {words} --out a")
     assert message in f"{answer.err} {answer.shown}"
 
 
-def test_runs_refuse_what_is_not_a_whole_prompt() -> None:
+def test_runs_refuse_what_is_not_a_whole_prompt():
     assert set(SHAPES) <= set(operators.names())
     for words in ("--verify 4", "--decode 2", "--chunked-prefill 8", "--packed 2x4-8", "--answers"):
         answer = ending(2, f"run demo --decode-states fp32 {words}")

@@ -36,7 +36,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "implementation", ["reference", pytest.param("unfused", marks=pytest.mark.slow), "fused"]
 )
-def test_an_implementation_computes_in_the_models_place(name: str, implementation: str) -> None:
+def test_an_implementation_computes_in_the_models_place(name: str, implementation: str):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     before = logits(model)
@@ -49,7 +49,7 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "olmo_hybrid"])
-def test_only_the_named_layers_are_replaced(name: str) -> None:
+def test_only_the_named_layers_are_replaced(name: str):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     replaced = []
@@ -69,7 +69,7 @@ def test_only_the_named_layers_are_replaced(name: str) -> None:
     assert left == [site.layer_index for site in sites if site.layer_index != 1]
 
 
-def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise() -> None:
+def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise():
     model = tiny_models.shared("mamba2")
     before = logits(model)
 
@@ -119,16 +119,14 @@ def names(model_name: str) -> dict[str, list[str]]:
         ("olmo_hybrid", ["OlmoHybridAttention 1"], ["OlmoHybridMLP 4"]),
     ],
 )
-def test_parts_are_found_by_what_modules_do(
-    name: str, attention: list[str], mlps: list[str]
-) -> None:
+def test_parts_are_found_by_what_modules_do(name: str, attention: list[str], mlps: list[str]):
     found = names(name)
     assert (found["attention"], found["MLP"]) == (attention, mlps)
     assert len(found["mixer"]) == len(found["gated norm"]) == 1
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "zamba2"])
-def test_no_module_is_part_of_two(name: str) -> None:
+def test_no_module_is_part_of_two(name: str):
     model = tiny_models.shared(name)
     found = _modules(model, find_mixers(model))
     outer = [module for part in ("mixer", "attention", "MLP") for module in found[part]]
@@ -137,7 +135,7 @@ def test_no_module_is_part_of_two(name: str) -> None:
         assert not set(module.modules()) & (set(outer) - {module})
 
 
-def test_a_models_launches_are_those_of_its_parts() -> None:
+def test_a_models_launches_are_those_of_its_parts():
     model = tiny_models.shared("granitemoehybrid")
     sites = find_mixers(model)
     ids = tiny_models.prompt(24)
@@ -165,7 +163,7 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
     assert not [event for event in before if str(event.get("name")).startswith("ssdprof:")]
 
 
-def test_parts_add_up_to_the_whole() -> None:
+def test_parts_add_up_to_the_whole():
     some = [
         ("operator", "a", 5.0),
         ("operator", "a", 2.0),

@@ -90,7 +90,7 @@ def options(tuning: Any, committed: Any, inputs: Any) -> list[Any]:
     return [option for axis in tuning.axes(committed) for option in axis(committed, inputs)]
 
 
-def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused() -> None:
+def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused():
     """The short cut that is checked also covers its sequence, and has several segments if the whole
     cut does.
     """
@@ -145,7 +145,7 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
 )
 def test_what_the_candidates_vary(
     tuning: Any, committed: Any, inputs: Any, fields: str, tried: set[object]
-) -> None:
+):
     """A kernel takes all of them: they are read back as they are stored."""
     configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
     assert set(map(attrgetter(*fields.split()), configs)) == tried
@@ -155,7 +155,7 @@ def test_what_the_candidates_vary(
         assert tuning.config("hopper" if hopper else "portable", settings, config.reason) == config
 
 
-def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() -> None:
+def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer():
     nearby = options(
         SSD, SSDHopperConfig(segment=10, long_count=2, long_segment=100), ssd_inputs(240 * 64)
     )
@@ -175,7 +175,7 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() 
 )
 def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
     headdim: int, dtype: torch.dtype, committed: SSDPortableConfig
-) -> None:
+):
     """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to
     such rows.
     """
@@ -185,7 +185,7 @@ def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
     assert all(config.chunk < 64 or config.block_p * dtype.itemsize >= 128 for config in configs)
 
 
-def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
+def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence():
     inputs = gdn_inputs(4100)
     short = GDN.short(inputs)
     assert short.length == 1024 + 4100 % 64
@@ -206,7 +206,7 @@ def made(intermediates: Any = "exact") -> list[Problem]:
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kernel_one_for_each(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
     assert [inputs.values.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
@@ -265,7 +265,7 @@ def of(cases: Sequence[Case], name: str) -> Case:
 @pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
 def test_it_goes_to_the_fastest_axis_by_axis(
     fitting: int, turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A configuration is written to the file and read back unchanged.  fitting: whose outputs are
     kept by graphs.
     """
@@ -352,7 +352,7 @@ def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
     ],
     ids=["noise", "a lucky place", "0.8 %", "wrong at length", "refused", "cannot be captured"],
 )
-def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str) -> None:
+def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str):
     outcome = found(fake)
     assert isinstance(outcome[1], str)
     assert why in outcome[1]
@@ -368,7 +368,7 @@ def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str) -
         assert list(of_result(outcome, "inaccurate")) == ["segment 4, ring 2"]
 
 
-def test_a_wrong_candidate_is_named_and_never_found() -> None:
+def test_a_wrong_candidate_is_named_and_never_found():
     def cost(config: SSDHopperConfig, _tokens: int) -> float:
         return 50.0 if config.ring == 2 else 100.0 + config.segment
 
@@ -393,7 +393,7 @@ def test_a_wrong_candidate_is_named_and_never_found() -> None:
 )
 def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_the_search(
     broken: str, result: str, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Otherwise all other candidates would be reported as failing."""
 
     def fake() -> FakeTimer:
@@ -410,7 +410,7 @@ def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_
         found(fake())
 
 
-def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_sequences() -> None:
+def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_sequences():
     problem = ssd_problem("portable", 128, 192)
     both = by_warps((128, 192))
     outcome = found(both, problem)
@@ -441,7 +441,7 @@ def used() -> list[str]:
 
 def test_what_is_stored_is_used_and_said_also_in_another_process(
     cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     assert used() == []
     file = kept()
     assert file == cache / "NVIDIA-Test.json"
@@ -476,7 +476,7 @@ def test_what_is_stored_is_used_and_said_also_in_another_process(
     assert used() == []
 
 
-def test_later_outcomes_replace_those_for_the_same_calls() -> None:
+def test_later_outcomes_replace_those_for_the_same_calls():
     kept(nchunks=16, segment=4)
     kept(nchunks=32, segment=8)
     kept(nchunks=16, segment=5)
@@ -487,7 +487,7 @@ def test_later_outcomes_replace_those_for_the_same_calls() -> None:
 
 def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     file = kept(environment(GPU.model_copy(update={"name": "NVIDIA Other"})))
     assert used() == []
     file.rename(file.with_name("NVIDIA-Test.json"))
@@ -512,7 +512,7 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
         ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )
-def test_what_cannot_be_read_is_said(before: str, after: str, why: str) -> None:
+def test_what_cannot_be_read_is_said(before: str, after: str, why: str):
     file = kept()
     text = file.read_text()
     assert before in text
@@ -521,9 +521,7 @@ def test_what_cannot_be_read_is_said(before: str, after: str, why: str) -> None:
     assert f"NVIDIA-Test.json {why}" in said
 
 
-def test_a_cache_that_cannot_be_written_is_said(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch):
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file where a folder should be")
     with pytest.raises(BadInputError, match="cannot be made: a file is in its place"):
@@ -534,7 +532,7 @@ def test_a_cache_that_cannot_be_written_is_said(
     )
 
 
-def test_a_find_is_for_its_own_calls_only() -> None:
+def test_a_find_is_for_its_own_calls_only():
     def chosen(
         inputs: GDNInputs, precision: Precision = EXACT, *, batch_invariant: bool = False
     ) -> GDNPortableConfig:
@@ -563,7 +561,7 @@ def test_a_find_is_for_its_own_calls_only() -> None:
 # --- the command
 
 
-def test_clear_needs_no_gpu() -> None:
+def test_clear_needs_no_gpu():
     file = kept()
     assert "Removed" in passing("tune --clear").err
     assert not file.exists()
@@ -616,7 +614,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_from_words_to_kernels_that_take_the_find(
     words: str, places: tuple[str, ...], plan: Callable[[], Any]
-) -> None:
+):
     """The file is real: the next command reads it and says so, and its kernels use the
     configuration.
     """
@@ -633,7 +631,7 @@ def test_from_words_to_kernels_that_take_the_find(
 
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
-def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path):
     words = "tune ssd --shape 2x16x16x1,4x16x16x1 --seq 40"
     with monkeypatch.context() as patch:
         seconds = count(0, 100)
@@ -656,7 +654,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
+def test_on_a_gpu_from_words_to_a_run_that_says_so():
     """Two tunings, one for each kernel.  Every find has a right output and is used."""
     shapes = "ssd --shape 16x64x128x1,3x64x64x1 --seq 1k,4k --json"
     tuned = passing(f"tune {shapes}")

@@ -203,11 +203,9 @@ def kda_portable(config: KDAPortableConfig) -> Run:
     )(inputs)
 
 
-KDA_ON_HOPPER = dict(l2norm=True, key_dim=128, value_dim=64)
-
-
-def kda_hopper(config: KDAHopperConfig) -> Run:
-    return lambda inputs, _: kda_hopper_launch(inputs, config, state_v_first=False)(inputs)
+def kda_hopper(inputs: Any, _precision: Precision) -> Any:
+    config = KDAHopperConfig(slab=4, behind=2)
+    return kda_hopper_launch(inputs, config, state_v_first=False)(inputs)
 
 
 # --- all of them
@@ -281,8 +279,7 @@ TARGETS = {
         kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))
     ),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
-    "kda hopper": of_kda(kda_hopper(KDAHopperConfig(slab=1)), sizes=KDA_ON_HOPPER),
-    "kda slabs": of_kda(kda_hopper(KDAHopperConfig(slab=4, behind=2)), sizes=KDA_ON_HOPPER),
+    "kda hopper": of_kda(kda_hopper, sizes=dict(l2norm=True, key_dim=128, value_dim=64)),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),
     "kda step": of_kda(chosen("kda", "unfused_step")),
     "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),

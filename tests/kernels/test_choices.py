@@ -161,7 +161,7 @@ SLOW = ("ssd", "hopper")
     ("operator", "name"),
     [pytest.param(*one, marks=[pytest.mark.slow] * (one == SLOW)) for one in FROZEN],
 )
-def test_the_choices_are_the_frozen_ones(operator: str, name: str) -> None:
+def test_the_choices_are_the_frozen_ones(operator: str, name: str):
     digest = hashlib.sha256("\n".join(choices(operator, name)).encode()).hexdigest()[:16]
     assert digest == FROZEN[operator, name]
 
@@ -188,7 +188,7 @@ TABLES: dict[str, ConfigTable] = {
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_call_has_a_row_and_every_row_a_call(table: ConfigTable) -> None:
+def test_every_call_has_a_row_and_every_row_a_call(table: ConfigTable):
     taken = [
         first_fit(table, **call, exact=exact) for call in TABLE_CALLS for exact in (True, False)
     ]
@@ -196,12 +196,12 @@ def test_every_call_has_a_row_and_every_row_a_call(table: ConfigTable) -> None:
     assert all(why for _, _, why in table)
 
 
-def test_fp32_sums_over_n_are_short() -> None:
+def test_fp32_sums_over_n_are_short():
     """benchmarks/log/ssd.md#row-60: a tensor core rounds towards zero whenever it adds products."""
     assert all(first_fit(PORTABLE, **call)[1].block_n <= 64 for call in TABLE_CALLS if call["wide"])
 
 
-def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses() -> None:
+def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses():
     """benchmarks/log/ssd.md#row-57.  Products of less than 64 rows take their operands from
     registers.
     """
@@ -213,15 +213,13 @@ def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses() -> None:
         assert tile.chunk < 64 or width >= 128, call
 
 
-def test_a_reason_goes_with_the_choice() -> None:
+def test_a_reason_goes_with_the_choice():
     inputs = SSDCase(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
     assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2][2]
     assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0][2])
 
 
-def test_configurations_are_looked_up_by_the_name_of_the_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}")
     )

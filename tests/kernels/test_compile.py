@@ -47,7 +47,7 @@ PLACES += [("COMMON", one) for one in (89, 120)]  # L4 and RTX
 
 
 @pytest.mark.parametrize(("table", "capability"), PLACES)
-def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int) -> None:
+def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int):
     """No product reads from a lost address, or registers that may be overwritten while it is in
     flight.  Products and
     sums are fused whatever Triton is set to: otherwise results and speeds would depend on an
@@ -74,7 +74,7 @@ def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int) -> N
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_shipped_configurations_take_no_more_than_recorded(capability: int) -> None:
+def test_shipped_configurations_take_no_more_than_recorded(capability: int):
     """Every row of the committed configurations, with any Triton."""
     if not RECORDED.exists():
         pytest.skip(f"nothing was recorded with Triton {triton.__version__}")
@@ -90,20 +90,20 @@ def test_shipped_configurations_take_no_more_than_recorded(capability: int) -> N
 
 @pytest.mark.skipif(NEWER, reason="recorded with the oldest Triton")
 @pytest.mark.parametrize("table", TABLES)
-def test_machine_code_is_the_recorded_one(table: str) -> None:
+def test_machine_code_is_the_recorded_one(table: str):
     """Names, resources and instructions of every kernel for sm_90."""
     recorded = json.loads(RECORDED.read_text())["90"]
     theirs = {name: text for name, text in recorded.items() if name.startswith(f"{table} ")}
     assert recorded_form(table, 90) == theirs, "after an intended change, run machine_code.py"
 
 
-def test_operators_hashes_are_those_of_the_recorded_kernels() -> None:
+def test_operators_hashes_are_those_of_the_recorded_kernels():
     assert json.loads(HASHES.read_text()) == operators_hashes(
         json.loads(RECORDED.with_name("compiled.json").read_text())["90"]
     )
 
 
-def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch):
     chosen = set()
     first_fit = config.first_fit
 
@@ -123,7 +123,7 @@ def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             assert id(row) in chosen, row
 
 
-def test_the_limits_can_be_broken() -> None:
+def test_the_limits_can_be_broken():
     """Chunks that are too large are detected, and a kernel that gives wrong results on an H200."""
     broken = compiled("compile_cases", 90, "BROKEN")
     assert broken["fp32"][-1].spilled_bytes > STACK_BYTES["SSD_PORTABLE"]
@@ -152,5 +152,5 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("first", "second", "count"), FOUND)
-def test_finds_writes_to_operands_before_a_wait(first: str, second: str, count: int) -> None:
+def test_finds_writes_to_operands_before_a_wait(first: str, second: str, count: int):
     assert len(racy_writes(LOOP.format(first=first, second=second))) == count

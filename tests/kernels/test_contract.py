@@ -60,7 +60,7 @@ WIDE["kda"] = WIDE["gdn"]
     emulated=("ssd hopper, short", "gdn first passes"),
     gpu=("ssd hopper, short", "gdn first passes"),
 )
-def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype) -> None:
+def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype):
     inputs = kernel.case(initial_states=True).inputs()
     names = WIDE[kernel.operator]
     # steps and gates in 64 bits go to another kernel
@@ -72,7 +72,7 @@ def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype) ->
     kernel.assert_right(kernel(wide), wide)
 
 
-def test_state_dtype_is_where_states_are_rounded() -> None:
+def test_state_dtype_is_where_states_are_rounded():
     """Between chunks and segments, for any dtype of the inputs, and not within the first chunk."""
     for kernel, inputs in (
         (TARGETS["ssd unfused"], SSDCase().inputs()),
@@ -112,7 +112,7 @@ NEIGHBOURS = dict(
     "kda tiny",
     **NEIGHBOURS,
 )
-def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target) -> None:
+def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target):
     """Nor do NaN and infinity in the others and in their states reach one."""
     lengths = (21, 40, 3)
     for case in (
@@ -148,7 +148,7 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target) -> None:
     emulated_slow=("gdn first passes", "gdn parts"),
     gpu=("gdn parts", "gdn first passes", "gdn unfused"),
 )
-def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target) -> None:
+def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target):
     heads = TWO_HEADS[kernel.operator] if kernel.device == "cpu" else {}
     inputs = kernel.case(lengths=(5, 75 if kernel.device == "cpu" else 18), **heads).inputs()
     start = int(inputs.cu_seqlens[1])
@@ -184,7 +184,7 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target) -> None:
     ),
 )
 @pytest.mark.parametrize("dtype", [FP32, *slow(BF16, FP16)], ids=str)
-def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype) -> None:
+def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype):
     inputs = kernel.case(batch=3, seqlen=40, initial_states=True, dtype=dtype).inputs()
     whole = kernel(inputs)
     order = [2, 0, 1]
@@ -203,7 +203,7 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype)
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant"),
 )
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
-def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...]) -> None:
+def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...]):
     inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
     whole = kernel(inputs)
     ends = inputs.cu_seqlens.tolist()
@@ -232,7 +232,7 @@ def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...])
     slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"),
     gpu=("ssd unfused", "gdn unfused"),
 )
-def test_two_calls_with_a_carried_state_are_one(kernel: Target, where: int) -> None:
+def test_two_calls_with_a_carried_state_are_one(kernel: Target, where: int):
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     first = kernel(cut(inputs, 0, where))
     second = kernel(with_state(cut(inputs, where, None), first.final_states))
@@ -240,7 +240,7 @@ def test_two_calls_with_a_carried_state_are_one(kernel: Target, where: int) -> N
 
 
 @targets("ssd recurrent", "gdn recurrent", "kda recurrent")
-def test_steps_are_a_sequence(kernel: Target) -> None:
+def test_steps_are_a_sequence(kernel: Target):
     """Decoding one position at a time, with the state carried over, has the bits of one call over
     all positions.
     """
@@ -253,7 +253,7 @@ def test_steps_are_a_sequence(kernel: Target) -> None:
     assert torch.equal(state, whole.final_states)
 
 
-def test_int64_bounds_and_strided_bounds() -> None:
+def test_int64_bounds_and_strided_bounds():
     kernel = TARGETS["ssd unfused"]
     inputs = kernel.case(lengths=(20, 30)).inputs()
     for cu_seqlens in (
@@ -295,7 +295,7 @@ NAMES = (
     emulated_slow=("ssd hopper, short", "ssd hopper, uneven"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny"),
 )
-def test_nan_is_not_swallowed(kernel: Target) -> None:
+def test_nan_is_not_swallowed(kernel: Target):
     """A GPU's minimum and maximum drop NaN by default; the interpreter's never do.  Also in a state
     that the product of decays has made vanish.
     """
@@ -342,7 +342,7 @@ def steps_of_any_size(kernel: Target, **sizes: Any) -> SSDInputs:
 
 
 @targets("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
-def test_steps_of_any_size(kernel: Target) -> None:
+def test_steps_of_any_size(kernel: Target):
     inputs = steps_of_any_size(kernel)
     output = kernel(inputs)
     kernel.assert_right(output, inputs)
@@ -353,7 +353,7 @@ def test_steps_of_any_size(kernel: Target) -> None:
 
 @pytest.mark.parametrize("precision", [*slow(EXACT), RELAXED_FP32], ids=str)
 @targets("ssd tiny", "ssd unfused", gpu=[*SSD_CHOSEN, "ssd unfused"])
-def test_steps_of_any_size_in_bf16(kernel: Target, precision: Precision) -> None:
+def test_steps_of_any_size_in_bf16(kernel: Target, precision: Precision):
     inputs = steps_of_any_size(kernel, dtype=BF16)
     assert_passes(kernel(inputs, precision), inputs, precision)
 
@@ -362,7 +362,7 @@ def test_steps_of_any_size_in_bf16(kernel: Target, precision: Precision) -> None
     ("step", "scale"), [(1e-6, 100.0), *slow((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))]
 )
 @targets(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
-def test_small_steps_of_large_numbers_in_fp16(kernel: Target, step: float, scale: float) -> None:
+def test_small_steps_of_large_numbers_in_fp16(kernel: Target, step: float, scale: float):
     """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
     sizes = dict(seqlen=82, dstate=64) if kernel.device == "emulator" else dict(seqlen=13)
     inputs = with_steps(kernel.case(**sizes, skip="", dtype=FP16).inputs(), step)
@@ -371,7 +371,7 @@ def test_small_steps_of_large_numbers_in_fp16(kernel: Target, step: float, scale
 
 
 @targets("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
-def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Target) -> None:
+def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Target):
     places: Any
     for places, step in (([20], 1000.0), ([7], 1e20), (slice(None, None, 9), 1e9)):
         inputs = kernel.case(seqlen=28, skip="").inputs()
@@ -389,13 +389,13 @@ def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Ta
 @pytest.mark.parametrize("A", [0.0, *slow(-1e-6)])
 @pytest.mark.parametrize("precision", [EXACT, *slow(*PRECISIONS[1:])], ids=str)
 @targets("ssd tiny", gpu=SSD_CHOSEN)
-def test_no_decay_is_linear_attention(kernel: Target, A: float, precision: Precision) -> None:
+def test_no_decay_is_linear_attention(kernel: Target, A: float, precision: Precision):
     inputs = with_steps(kernel.case(seqlen=75, initial_states=True).inputs(), 0.01, A)
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
 
 
 @targets("ssd tiny", "ssd unfused")
-def test_softplus_keeps_its_digits(kernel: Target) -> None:
+def test_softplus_keeps_its_digits(kernel: Target):
     """Without decay and with B = C = 1, the state of a head is the sum of its steps."""
     raw = torch.tensor([-80.0, -30.0, -17.0, -8.0, 0.0, 8.0, 19.99, 20.01, 90.0])
     inputs = changed(
@@ -414,7 +414,7 @@ def test_softplus_keeps_its_digits(kernel: Target) -> None:
     "kda recurrent",
     slow=("gdn reference", "gdn fused", "gdn tiny, cut", "kda reference"),
 )
-def test_gates_from_none_to_all(kernel: Target) -> None:
+def test_gates_from_none_to_all(kernel: Target):
     """A head of each kind."""
     gates = torch.tensor([0.0, 1e-3, 50.0, 1e30, torch.inf])
     inputs = kernel.case(seqlen=70, initial_states=True, values_per_key=len(gates)).inputs()
@@ -435,7 +435,7 @@ def test_gates_from_none_to_all(kernel: Target) -> None:
     emulated_slow=["gdn first passes"],
     gpu=("gdn fused", "gdn unfused", "gdn first passes"),
 )
-def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target) -> None:
+def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target):
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     inputs.g[:, 5], inputs.g[:, 11], inputs.g[:, 20:30], inputs.g[:, 40], inputs.g[:, 50] = (
         0.5,
@@ -453,9 +453,7 @@ def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target) -
     ("collinear", "largest_beta"), [(0.99, 2.0), *slow((0.9, 1.0), (0.9, 2.0), (0.99, 1.0))]
 )
 @targets("gdn unfused", "kda unfused", "kda wide")
-def test_collinear_keys(
-    kernel: Target, dtype: torch.dtype, collinear: float, largest_beta: float
-) -> None:
+def test_collinear_keys(kernel: Target, dtype: torch.dtype, collinear: float, largest_beta: float):
     sizes = dict(seqlen=100, key_dim=32, gate=0.0, collinear=collinear, largest_beta=largest_beta)
     inputs = kernel.case(**sizes, dtype=dtype).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
@@ -464,7 +462,7 @@ def test_collinear_keys(
 @targets(
     "gdn unfused", "gdn recurrent", "kda unfused", "kda recurrent", slow=("gdn fused", "kda fused")
 )
-def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Target) -> None:
+def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Target):
     """The norm has an epsilon of 1e-6."""
     inputs = kernel.case(seqlen=40, l2norm=True).inputs()
     inputs.q[:, 7], inputs.k[:, 9] = 0, 0
@@ -536,7 +534,7 @@ LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
     slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
     gpu=("ssd fused", "gdn unfused", "gdn fused"),
 )
-def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]) -> None:
+def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]):
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
     ssd = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
     sizes = (
@@ -559,7 +557,7 @@ def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]) -> None:
     emulated_slow=["gdn parts"],
     gpu=("ssd hopper, short", "gdn parts"),
 )
-def test_columns_of_a_buffer_on_hopper(kernel: Target) -> None:
+def test_columns_of_a_buffer_on_hopper(kernel: Target):
     inputs = kernel.case(batch=3, seqlen=20).inputs()
     assert_bitwise(kernel(changed(inputs, beside_others)), kernel(inputs))
 
@@ -579,7 +577,7 @@ def test_columns_of_a_buffer_on_hopper(kernel: Target) -> None:
     "kda unfused",
     "kda fused",
 )
-def test_refuses_to_drop_a_gradient(kernel: Target) -> None:
+def test_refuses_to_drop_a_gradient(kernel: Target):
     """Also of a call whose launch is kept."""
     inputs = {"ssd": SSDCase, "gdn": GDNCase, "kda": KDACase}[kernel.operator](
         seqlen=1, batch=2
@@ -613,9 +611,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("operator", "name", "case", "words"), REFUSED)
-def test_what_it_does_not_do_it_refuses_by_name(
-    operator: str, name: str, case: Any, words: str
-) -> None:
+def test_what_it_does_not_do_it_refuses_by_name(operator: str, name: str, case: Any, words: str):
     implementation = get(operator, name)
     for call in (implementation.run, implementation.plan):
         with pytest.raises(UnsupportedError, match=f"^{name}: {words}"):

@@ -65,7 +65,7 @@ def long(kernel: Target) -> Any:
 @targets(
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn parts", "gdn fused")
 )
-def test_a_hundred_times(kernel: Target, precision: Precision) -> None:
+def test_a_hundred_times(kernel: Target, precision: Precision):
     cases = [long(kernel), kernel.case(lengths=(40, 0, 3), initial_states=True)]
     cases += [MAMBA2.but(dstate=256)] if kernel.run is TARGETS["ssd hopper"].run else []
     if kernel.run is TARGETS["gdn parts"].run:
@@ -87,7 +87,7 @@ ROWS += [
 @pytest.mark.parametrize("seqlen", [1, 100, 2000, 20000])
 def test_a_row_of_a_batch_is_what_it_is_alone(
     seqlen: int, changes: dict[str, Any], precision: Precision
-) -> None:
+):
     """With `batch_invariant`.  Without it, the Hopper kernel cuts large batches into longer
     segments, or divides numbers of heads as 32 into equal shares.
     """
@@ -120,7 +120,7 @@ def assert_replays(call: Callable[[Any], Any], case: Any) -> None:
 
 
 @targets(gpu=(*SSD_CHOSEN, "ssd unfused", "gdn fused", "gdn unfused", "gdn recurrent"))
-def test_a_graph_replays_it_on_new_inputs(kernel: Target) -> None:
+def test_a_graph_replays_it_on_new_inputs(kernel: Target):
     for case in (
         dict(seqlen=1),
         dict(seqlen=12),
@@ -132,7 +132,7 @@ def test_a_graph_replays_it_on_new_inputs(kernel: Target) -> None:
 
 @ON_HOPPER
 @targets(gpu=("ssd hopper, by default", "gdn first passes", "gdn parts"))
-def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Target) -> None:
+def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Target):
     """States and flags that programs exchange are valid for one replay only."""
     if kernel.operator == "ssd":
         for n in (128, 256):
@@ -149,7 +149,7 @@ def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Target) -> None:
 @targets(
     gpu=("ssd fused", "ssd unfused", "ssd portable", "gdn fused", "gdn unfused", "gdn recurrent")
 )
-def test_the_host_never_waits(kernel: Target) -> None:
+def test_the_host_never_waits(kernel: Target):
     for case in (dict(seqlen=255), dict(lengths=(200, 0, 55), initial_states=True)):
         inputs = kernel.case(**case).inputs()
         kernel(inputs)  # compiles
@@ -178,7 +178,7 @@ PLANS = [("fused", one) for one in FUSED] + [("unfused", one) for one in UNFUSED
 
 @EXACT_AND_RELAXED
 @pytest.mark.parametrize(("name", "case"), PLANS, ids=str)
-def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Precision) -> None:
+def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Precision):
     inputs = case.inputs()
     implementation = get("ssd" if isinstance(case, SSDCase) else "gdn", name)
     implementation.run(inputs, precision)  # compiles
@@ -204,7 +204,7 @@ def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Pr
 
 
 @targets(gpu=SSD_FINE)
-def test_many_more_programs_than_fit(kernel: Target) -> None:
+def test_many_more_programs_than_fit(kernel: Target):
     """1,024 segments of 80 heads; each waits for another."""
     inputs = MAMBA2.but(seqlen=65536).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
@@ -226,7 +226,7 @@ def busy_gpu() -> Iterator[torch.cuda.Stream]:
 
 
 @targets(gpu=(*SSD_FINE, "gdn parts"))
-def test_beside_another_stream_that_fills_the_gpu(kernel: Target) -> None:
+def test_beside_another_stream_that_fills_the_gpu(kernel: Target):
     call = kernel if kernel.operator == "ssd" else on_parts(32)
     inputs = (
         long(kernel)
@@ -267,7 +267,7 @@ def products_keep_subnormal_numbers() -> bool:
 
 @pytest.mark.parametrize("name", ["x", "B", "C", "initial_states"])
 @targets(gpu=SSD_CHOSEN)
-def test_subnormal_numbers(kernel: Target, name: str) -> None:
+def test_subnormal_numbers(kernel: Target, name: str):
     """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ
     here.
     """
@@ -281,7 +281,7 @@ def test_subnormal_numbers(kernel: Target, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["x", "B", "C"])
 @targets(gpu=SSD_CHOSEN)
-def test_large_numbers(kernel: Target, name: str) -> None:
+def test_large_numbers(kernel: Target, name: str):
     """Far beyond the range of fp16, since bf16 inputs may be."""
     inputs = kernel.case(seqlen=28).inputs()
     getattr(inputs, name).mul_(1e25)

@@ -497,7 +497,7 @@ def right() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kernel", "case", "precision"), right(), indirect=["kernel"])
-def test_against_the_oracle(kernel: Target, case: Any, precision: Precision) -> None:
+def test_against_the_oracle(kernel: Target, case: Any, precision: Precision):
     inputs = case.inputs()
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
 
@@ -510,7 +510,7 @@ def test_against_the_oracle(kernel: Target, case: Any, precision: Precision) -> 
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_edge_inputs(kernel: Target, dtype: torch.dtype) -> None:
+def test_edge_inputs(kernel: Target, dtype: torch.dtype):
     """Those that `run` gives to a user's kernel: measure/laws.py."""
     like = kernel.case(dtype=dtype, **{} if kernel.operator == "ssd" else {"l2norm": True}).inputs()
     for kind in operators.get(kernel.operator).generated.edges(like):

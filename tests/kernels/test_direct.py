@@ -125,7 +125,7 @@ GROUPED |= {name: SIGNATURE[name] for name in ("strides", "scale", "SIZE")}
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "tensors in one argument"])
-def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped: bool) -> None:
+def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped: bool):
     first = tensors()
     given = (first[0], first[1:]) if grouped else first
     launch = prepared(given, signature=GROUPED if grouped else SIGNATURE)
@@ -152,7 +152,7 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, group
 
 def test_a_descriptor_is_encoded_once_for_each_address(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Unless too many are kept."""
     kept = [tensors() for _ in range(3)]
     addresses = [one[0].base.data_ptr() for one in kept]
@@ -168,7 +168,7 @@ def test_a_descriptor_is_encoded_once_for_each_address(
     assert driver.encoded == [*addresses, other[0].base.data_ptr(), addresses[0]]
 
 
-def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
+def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver):
     launch, hook = prepared(tensors()), lambda _metadata: None
     hooks = triton.knobs.runtime.launch_enter_hook
     hooks.add(hook)
@@ -194,13 +194,13 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize("compiled", UNUSUAL, ids=str)
-def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled: dict[str, Any]) -> None:
+def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled: dict[str, Any]):
     """Options that this package does not use, arguments of other kinds, other parameters."""
     assert direct_launch(Compiled(**compiled), tensors(), CONSTANTS) is None
     assert not driver.launches
 
 
-def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launching, "cuda_driver", lambda: None)
     assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
 
@@ -218,7 +218,7 @@ class Kernel:
         return lambda *_arguments, **_options: self.compiled
 
 
-def test_a_launcher_leaves_the_first_launch_and_refused_ones_to_triton(driver: FakeDriver) -> None:
+def test_a_launcher_leaves_the_first_launch_and_refused_ones_to_triton(driver: FakeDriver):
     """Triton then reports the error."""
     kernel = Kernel()
     launcher = Launcher(kernel, CONSTANTS[:2], {"SIZE": 64})

@@ -74,7 +74,7 @@ def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtype) -> None:
+def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtype):
     """Chunks: 64 positions, 256 in the unfused pipeline.  The heads forget within 40 and 3
     positions.  The second segment begins at position 256.
     """
@@ -87,7 +87,7 @@ def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("model", CHUNK_SIZES)
 @targets(gpu=SSD_CHOSEN)
-def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: str) -> None:
+def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: str):
     inputs = generated("ssd", model, SEQLEN, sequences=SEQUENCES, dtype=dtype, device="cuda")
     assert_no_head_is_less_exact(kernel, replace(inputs, chunk_size=CHUNK_SIZES[model]))
 
@@ -97,9 +97,7 @@ def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: s
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_no_head_is_less_exact_whatever_way_states_are_passed_on(
-    way: str, shape: str, dtype: str
-) -> None:
+def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape: str, dtype: str):
     """With chunks of 256, for which the unfused pipeline is most accurate."""
     seqlen, batch_invariant = WAYS[way]
     inputs = generated("ssd", shape, seqlen, sequences=SEQUENCES, dtype=dtype, device="cuda")
@@ -129,9 +127,7 @@ def in_sequences(inputs: SSDInputs) -> SSDInputs:
 
 
 @targets(gpu=SSD_CHOSEN)
-def test_no_captured_head_is_less_exact_than_unfused(
-    kernel: Target, captured: list[SSDInputs]
-) -> None:
+def test_no_captured_head_is_less_exact_than_unfused(kernel: Target, captured: list[SSDInputs]):
     assert len(captured) == 4
     for inputs in captured:
         assert_no_head_is_less_exact(kernel, inputs)
@@ -139,9 +135,7 @@ def test_no_captured_head_is_less_exact_than_unfused(
 
 @pytest.mark.parametrize("state_dtype", [FP32, FP16], ids=str)
 @targets(gpu=SSD_CHOSEN)
-def test_relaxed_matches_as_the_published_kernel_does(
-    kernel: Target, state_dtype: torch.dtype
-) -> None:
+def test_relaxed_matches_as_the_published_kernel_does(kernel: Target, state_dtype: torch.dtype):
     """The table of its authors, on inputs with the distribution of their benchmark."""
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -90,6 +90,6 @@ def most_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("label", CASES)
-def test_no_kernel_takes_long_to_compile(label: str, most_seconds: float, tmp_path: Path) -> None:
+def test_no_kernel_takes_long_to_compile(label: str, most_seconds: float, tmp_path: Path):
     seconds = compiled(label, tmp_path, most_seconds)
     assert max(seconds.values()) <= most_seconds, seconds

@@ -107,7 +107,7 @@ def inputs_of(operator: str, case: str) -> Any:
     ("operator", "function", "case"),
     [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")],
 )
-def test_the_function_is_the_implementation(operator: str, function: Function, case: str) -> None:
+def test_the_function_is_the_implementation(operator: str, function: Function, case: str):
     inputs = inputs_of(operator, case)
     precision = Precision(intermediates="relaxed", state_dtype=BF16)
     inputs = inputs if operator == "ssd" else replace(inputs, scale=0.7)
@@ -122,7 +122,7 @@ def test_the_function_is_the_implementation(operator: str, function: Function, c
 )
 def test_the_unfused_functions_take_what_the_inputs_take(
     operator: str, unfused: Any, case: type[GDNCase]
-) -> None:
+):
     assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
     inputs = case(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
     given = {
@@ -141,7 +141,7 @@ GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DEL
 )
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     operator: str, function: Function, case: str
-) -> None:
+):
     inputs = inputs_of(operator[:3], case)
     precision = ("relaxed", BF16) if case == "step" else ("exact", FP32)
     v_first = operator.endswith("first")
@@ -174,7 +174,7 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     ("function", "case"),
     [*((DELTA, case) for case in GDN.values()), *((CHANNELS, case) for case in KDA.values())],
 )
-def test_states_with_v_first(function: Function, case: GDNCase) -> None:
+def test_states_with_v_first(function: Function, case: GDNCase):
     inputs = case.inputs()
     k_first = function(inputs)
     v_first = function(inputs, initial_state=inputs.initial.mT.contiguous(), state_v_first=True)
@@ -182,7 +182,7 @@ def test_states_with_v_first(function: Function, case: GDNCase) -> None:
     assert v_first.final_states.is_contiguous()
 
 
-def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
+def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells():
     inputs = GDN["batch"].inputs()
     with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 2, 16, 24\); with"):
         DELTA(inputs, initial_state=inputs.initial.mT.contiguous())
@@ -213,9 +213,7 @@ def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[s
 @pytest.mark.parametrize(
     "case", [SSDCase(seqlen=20), SSDCase(lengths=(3, 4))], ids=["batch", "packed"]
 )
-def test_the_plan_of_unfused_counts_the_launches(
-    case: SSDCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch: pytest.MonkeyPatch):
     kernels = launched(lambda: get("ssd", "unfused").run(case.inputs(), EXACT), monkeypatch)
     assert get("ssd", "unfused").plan(case.inputs(), EXACT).launches == len(kernels)
 
@@ -229,9 +227,7 @@ def test_the_plan_of_unfused_counts_the_launches(
     ],
     ids=["gdn fp32", "gdn bf16", "an ssd step"],
 )
-def test_a_plan_names_the_precision_that_has_the_same_bits(
-    operator: str, case: Any, same: str
-) -> None:
+def test_a_plan_names_the_precision_that_has_the_same_bits(operator: str, case: Any, same: str):
     inputs = case.inputs()
     implementation = get(operator, "fused")
     assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
@@ -263,7 +259,7 @@ STEPS = {
 )
 def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
     case: SSDCase, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     inputs = case.inputs()
     one = STEP.inputs()
     fused.FUSED.launches.clear()
@@ -299,7 +295,7 @@ def mamba(inputs: Any, **overrides: Any) -> Any:
     )
 
 
-def test_mamba_drop_in() -> None:
+def test_mamba_drop_in():
     inputs = SSD["batch"].inputs()
     expected = get("ssd", "fused").run(inputs, EXACT)
     assert torch.equal(mamba(inputs), expected.out)
@@ -332,7 +328,7 @@ def gdn_or_kda(function: Any) -> tuple[Function, Any]:
 
 
 @BOTH
-def test_fla_drop_in(function: Any) -> None:
+def test_fla_drop_in(function: Any):
     ours, inputs = gdn_or_kda(function)
     expected = ours(inputs)
     out, final_state = fla(inputs, function)
@@ -345,14 +341,14 @@ def test_fla_drop_in(function: Any) -> None:
     assert_bitwise((out, final_state.mT), expected)
 
 
-def test_kda_drop_in_takes_hints() -> None:
+def test_kda_drop_in_takes_hints():
     inputs = KDA["batch"].inputs(initial_state=None)
     hints = dict(safe_gate=True, lower_bound=-5.0, disable_recompute=True, cu_seqlens_cpu=None)
     hints |= dict(chunk_size=32, A_log=None, use_graph=True, max_num_seqs=8)
     assert torch.equal(fla(inputs, chunk_kda, **hints)[0], CHANNELS(inputs).out)
 
 
-def test_fla_drop_in_takes_hints() -> None:
+def test_fla_drop_in_takes_hints():
     inputs = GDN["batch"].inputs(initial_state=None)
     hints = {
         "cu_seqlens_cpu": None,
@@ -376,7 +372,7 @@ REFUSED = {
 
 
 @BOTH
-def test_fla_drop_in_refuses_by_name(function: Any) -> None:
+def test_fla_drop_in_refuses_by_name(function: Any):
     _, inputs = gdn_or_kda(function)
     other = "return_intermediate_states" if function is chunk_kda else "head_first"
     for name in (*REFUSED, "cp_context", other):
@@ -418,6 +414,6 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("function", SIGNATURES)
-def test_a_drop_in_has_the_signature_of_its_library(function: Any) -> None:
+def test_a_drop_in_has_the_signature_of_its_library(function: Any):
     parameters = inspect.signature(function).parameters.values()
     assert [(one.name, one.default) for one in parameters] == list(SIGNATURES[function].items())

@@ -62,9 +62,7 @@ def with_and_without_parts(
 
 
 @pytest.mark.parametrize(("gate", "chunks"), [(0.06, 9), *slow((4.0, 8), (0.035, 10))])
-def test_a_first_segment_is_longer_by_what_first_passes_cost(
-    device: str, gate: float, chunks: int
-) -> None:
+def test_a_first_segment_is_longer_by_what_first_passes_cost(device: str, gate: float, chunks: int):
     """A NaN in the first of two segments reaches that segment's end, and no further if heads
     forget.
     """
@@ -78,13 +76,13 @@ def test_a_first_segment_is_longer_by_what_first_passes_cost(
     assert torch.equal(out[:, 64 * spread :], exact[:, 64 * spread :])
 
 
-def test_fast_heads_have_the_bits_of_even_segments(device: str) -> None:
+def test_fast_heads_have_the_bits_of_even_segments(device: str):
     inputs = SMALL.but(seqlen=512, gate=4.0, device=device).inputs()
     even = replace(GDN_CUT, segment=4)
     assert same(run(inputs, even), run(inputs, replace(even, first_segment_extra=True)))
 
 
-def test_a_first_pass_begins_where_little_enough_is_left(device: str) -> None:
+def test_a_first_pass_begins_where_little_enough_is_left(device: str):
     inputs = SMALL.but(seqlen=576, gate=0.05, device=device).inputs()  # 2^-4.6 a chunk
     eight = replace(GDN_CUT, segment=8)
     whole = run(inputs, replace(eight, truncation_log2=WHOLE_PAST)).final_states  # of nine chunks
@@ -94,7 +92,7 @@ def test_a_first_pass_begins_where_little_enough_is_left(device: str) -> None:
         assert at_least <= (states - whole).norm() / whole.norm() < 2 ** max(enough, -14)
 
 
-def test_a_cut_changes_no_bit_if_the_whole_past_is_seen(device: str) -> None:
+def test_a_cut_changes_no_bit_if_the_whole_past_is_seen(device: str):
     inputs = SMALL.but(
         seqlen=330 if device == "cpu" else 2000, initial_states=True, device=device
     ).inputs()
@@ -104,7 +102,7 @@ def test_a_cut_changes_no_bit_if_the_whole_past_is_seen(device: str) -> None:
     assert same(one, cut)
 
 
-def test_minus_infinity_turns_first_passes_off(device: str) -> None:
+def test_minus_infinity_turns_first_passes_off(device: str):
     inputs = SMALL.but(seqlen=330, gate=0.02, device=device).inputs()  # 2^-1.8 a chunk
     early, never = (
         run(inputs, replace(GDN_PARTS, truncation_log2=enough)) for enough in (-1.0, WHOLE_PAST)
@@ -115,9 +113,7 @@ def test_minus_infinity_turns_first_passes_off(device: str) -> None:
 
 
 @pytest.mark.parametrize("seeds", [3, *slow(6)])
-def test_results_do_not_depend_on_whose_turn_it_is(
-    monkeypatch: pytest.MonkeyPatch, seeds: int
-) -> None:
+def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch, seeds: int):
     inputs = SMALL.but(seqlen=330, initial_states=True, l2norm=True).inputs()
     results = []
     for seed in range(seeds):
@@ -127,7 +123,7 @@ def test_results_do_not_depend_on_whose_turn_it_is(
 
 
 @pytest.mark.parametrize("sizes", [dict(batch=2, seqlen=150), OLMO], ids=["128", "slices"])
-def test_final_states_with_v_before_k(device: str, sizes: dict[str, Any]) -> None:
+def test_final_states_with_v_before_k(device: str, sizes: dict[str, Any]):
     inputs = SMALL.but(**sizes, initial_states=True, device=device).inputs()
     k_first, v_first = (
         run(inputs, replace(GDN_CUT, segment=3), v_first=flag) for flag in (False, True)
@@ -221,7 +217,7 @@ PARTS: dict[str, tuple[dict[str, Any], Any, GDNHopperConfig, list[Any], list[Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
-def test_which_segments_take_parts(device: str, name: str) -> None:
+def test_which_segments_take_parts(device: str, name: str):
     sizes, change, config, equal, different = PARTS[name]
     inputs = SMALL.but(**sizes, device=device).inputs()
     if change:
@@ -238,7 +234,7 @@ def test_which_segments_take_parts(device: str, name: str) -> None:
         assert_right(result, inputs)
 
 
-def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str) -> None:
+def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str):
     # first passes of three chunks
     inputs = SMALL.but(seqlen=700, initial_states=True, device=device).inputs()
     config = GDNHopperConfig(
@@ -248,7 +244,7 @@ def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str) -> N
 
 
 @pytest.mark.slow
-def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.MonkeyPatch):
     """It does not depend on the number of programs that compute parts, or on their order either."""
     inputs = SMALL.but(**MIXED, device=device).inputs()
     mixed(inputs)
@@ -267,7 +263,7 @@ def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("sizes", [dict(values_per_key=2), OLMO], ids=["128", "slices"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_long_and_short_q_and_k(device: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+def test_long_and_short_q_and_k(device: str, dtype: torch.dtype, sizes: dict[str, Any]):
     """Products of raw ones are below and above the normal numbers of fp16."""
     inputs = SMALL.but(
         **sizes, dtype=dtype, l2norm=True, initial_states=True, device=device
@@ -281,7 +277,7 @@ def test_long_and_short_q_and_k(device: str, dtype: torch.dtype, sizes: dict[str
 # --- slices: K and V other than 128
 
 
-def test_nan_stays_in_its_slice(device: str) -> None:
+def test_nan_stays_in_its_slice(device: str):
     inputs = SMALL.but(**OLMO, device=device).inputs()
     clean, result = (
         run(one, GDN_CUT) for one in (inputs, spoilt(inputs, torch.nan, (0, 70, 0, 100), "v"))
@@ -291,7 +287,7 @@ def test_nan_stays_in_its_slice(device: str) -> None:
     assert torch.equal(result.out[:, :, 1], clean.out[:, :, 1])
 
 
-def test_copies_for_slices_are_planned() -> None:
+def test_copies_for_slices_are_planned():
     """The padded states; several slices of V copy the gates and beta, and initial states are padded
     too.
     """
@@ -320,7 +316,7 @@ def test_what_slices_take(
     sizes: dict[str, Any],
     change: Callable[..., Any] | None,
     reason: str,
-) -> None:
+):
     """Views of one tensor, but no heads apart."""
     monkeypatch.setattr(
         "ssdprof.kernels.gdn.hopper.slices.unsupported_otherwise", lambda _inputs: ""
@@ -354,7 +350,7 @@ HARD = {
 @pytest.mark.parametrize("run", [16, 1024])
 @pytest.mark.parametrize("beta", [0.5, 0.875, 0.99])
 @targets(emulated=("gdn hopper",), gpu=("gdn hopper",))
-def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float, run: int) -> None:
+def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float, run: int):
     """Roundings of the inverse then add up in all tokens of the run, because A is a function of the
     distance.
     """
@@ -367,7 +363,7 @@ def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("name", HARD)
-def test_no_head_is_less_exact_than_unfused(name: str) -> None:
+def test_no_head_is_less_exact_than_unfused(name: str):
     """The RMS error against fp64 is at most 1 % larger, with the configuration that `gdn_fused`
     chooses.
     """

@@ -120,7 +120,7 @@ def call(inputs: GDNInputs) -> GDNOutput:
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
-) -> None:
+):
     case, config, number, operations = CASES[name]
     monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)
     call(case.inputs())
@@ -150,7 +150,7 @@ def _base(argument: Any) -> Any:
     return getattr(argument, "base", argument)
 
 
-def test_places_are_counted_beyond_32_bits() -> None:
+def test_places_are_counted_beyond_32_bits():
     nbytes, found = places(
         {"a": (torch.bfloat16, 1 << 16, 1 << 16, 3), "none": None, "b": (torch.float32, 5)}
     )

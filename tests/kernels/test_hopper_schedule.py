@@ -33,7 +33,7 @@ MEASURED_LAYER = SSDCase(
 # --- what the kernel takes
 
 
-def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
+def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken():
     assert unsupported(SSDCase().inputs()) == "anything but a Hopper GPU"
 
 
@@ -45,7 +45,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> SSDInputs:
     return MEASURED_LAYER.but(seqlen=100).inputs()
 
 
-def test_the_batch_strides_that_the_copy_engine_reads(hopper: SSDInputs) -> None:
+def test_the_batch_strides_that_the_copy_engine_reads(hopper: SSDInputs):
     """Multiples of 16 bytes.  Sequences may have gaps between them, but may not overlap."""
     assert unsupported(hopper) == ""
     for name in ("x", "B", "C", "dt"):
@@ -60,7 +60,7 @@ def test_the_batch_strides_that_the_copy_engine_reads(hopper: SSDInputs) -> None
             ), apart
 
 
-def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(hopper: SSDInputs) -> None:
+def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(hopper: SSDInputs):
     """Their offsets have 32 bits."""
     inputs = on_meta(hopper)
     for row, head, refused in (
@@ -77,7 +77,7 @@ def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(hopper: SSDInputs) 
         )
 
 
-def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stride() -> None:
+def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stride():
     wide = torch.empty(9, 1, 100)[:, :, :64].unflatten(2, (4, 16))
     assert row_stride(wide) == 100
     assert row_stride(wide.expand(9, 3, 4, 16)) == 0
@@ -88,7 +88,7 @@ def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stri
 
 
 @pytest.mark.compiler
-def test_shared_memory_is_what_the_compiler_takes() -> None:
+def test_shared_memory_is_what_the_compiler_takes():
     """Only the barriers are not counted."""
     for label, ring, score_ring, dstate in (
         ("mamba2 bf16 exact", 3, 2, 128),
@@ -113,7 +113,7 @@ WORKSPACES = [
 
 
 @pytest.mark.parametrize(("segments", "state_dtype", "nbytes"), WORKSPACES)
-def test_the_workspace(segments: Cut, state_dtype: torch.dtype, nbytes: int) -> None:
+def test_the_workspace(segments: Cut, state_dtype: torch.dtype, nbytes: int):
     """Plus the ticket."""
     inputs = MEASURED_LAYER.inputs()
     config = replace(
@@ -131,7 +131,7 @@ LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
 
 
 @pytest.mark.parametrize("pairs", [1, 8, MAMBA2_2_7B, 64, 132, 400])
-def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
+def test_segments_are_the_whole_sequence_in_order(pairs: int):
     for nchunks in LENGTHS:
         segments = fastest_cut(nchunks, pairs, H200, n_split=1)
         lengths = segments.lengths(nchunks)
@@ -154,9 +154,7 @@ def from_before(lengths: list[int], memory: int) -> float:
 
 @pytest.mark.parametrize("n_split", [1, 2])
 @pytest.mark.parametrize("pairs", [1, 16, MAMBA2_2_7B, 64])
-def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(
-    pairs: int, n_split: int
-) -> None:
+def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int, n_split: int):
     """In addition to f, each term is rounded once, and the output once."""
     worse = {}
     for nchunks in range(1, 200):
@@ -174,7 +172,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(
     assert not worse, "by (chunks, positions of memory)"
 
 
-def test_lengths_of_one_class_are_cut_by_one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_of_one_class_are_cut_by_one_simulation(monkeypatch: pytest.MonkeyPatch):
     """A server gets prompts of all lengths, and must not simulate for each, nor ever again."""
     simulated = []
     plain = TIMES[1]

@@ -17,7 +17,7 @@ STATEFUL = [SSD, GDN.but(initial_states=True), KDACase(seqlen=4, key_heads=2, in
 
 
 @pytest.mark.parametrize("case", STATEFUL, ids=lambda case: case.inputs().operator)
-def test_every_tensor_that_does_not_fit_is_named(case: Any) -> None:
+def test_every_tensor_that_does_not_fit_is_named(case: Any):
     """Another number of dimensions, none of the last one, no floating point, another device;
     missing.
     """
@@ -85,7 +85,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "overrides", "message"), REFUSED)
-def test_bad_inputs_are_named(case: Any, overrides: dict[str, Any], message: str) -> None:
+def test_bad_inputs_are_named(case: Any, overrides: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         case.inputs(**overrides)
 
@@ -106,11 +106,11 @@ def test_bad_inputs_are_named(case: Any, overrides: dict[str, Any], message: str
 )
 def test_a_chunk_size_is_rounded_down_to_a_power_of_two_that_kernels_take(
     chunk_size: int, taken: int
-) -> None:
+):
     assert SSD.inputs(chunk_size=chunk_size).power_of_two_chunk == taken
 
 
-def test_derived_sizes() -> None:
+def test_derived_sizes():
     assert (SSD.inputs().sequences, SSD.inputs().heads_per_group) == (2, 2)
     assert SSDCase(lengths=(3, 0, 4)).inputs().sequences == 3
 
@@ -137,7 +137,7 @@ OTHERS: dict[Any, list[Any]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_signature_says_all_but_place_and_content(case: Any) -> None:
+def test_a_signature_says_all_but_place_and_content(case: Any):
     assert case.inputs().signature == case.but(seed=5).inputs().signature
     signatures = {one.signature for one in (case.inputs(), *OTHERS[case])}
     assert len(signatures) == 1 + len(OTHERS[case])
@@ -146,7 +146,7 @@ def test_a_signature_says_all_but_place_and_content(case: Any) -> None:
 @pytest.mark.parametrize(
     "lengths", [(5,), (0,) * 3 + (1,), (32, 0, 64, 33, 0, 0), (1,) * 130], ids=len
 )
-def test_chunk_table(lengths: tuple[int, ...]) -> None:
+def test_chunk_table(lengths: tuple[int, ...]):
     inputs = SSDCase(lengths=lengths, heads=1).inputs()
     chunks = Chunks.of(inputs)
     expected = []

@@ -35,7 +35,7 @@ def _helpers_kernel(offset_ptr, decay_ptr, log2_decay_ptr, strides, SIZE: tl.con
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_elementwise(dtype: torch.dtype) -> None:
+def test_elementwise(dtype: torch.dtype):
     a, b = torch.randn(2, 64).to(dtype)
     found = torch.empty_like(a)
     _elementwise_kernel[(1,)](a, b, found, SIZE=64)
@@ -44,7 +44,7 @@ def test_elementwise(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32])
-def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype) -> None:
+def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype):
     values = torch.randn(64)
     ties = torch.tensor(
         [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, 0.0, -0.0, torch.inf]
@@ -56,19 +56,19 @@ def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype) -
     assert torch.equal(cast, values.to(target))
 
 
-def test_nan_stays_nan_in_bfloat16() -> None:
+def test_nan_stays_nan_in_bfloat16():
     cast = torch.empty(16, dtype=torch.bfloat16)
     _copy_kernel[(1,)](torch.full((16,), torch.nan), cast, SIZE=16)
     assert cast.isnan().all()
 
 
-def test_offsets_pass_2_to_the_31() -> None:
+def test_offsets_pass_2_to_the_31():
     offsets = torch.empty(16, dtype=torch.int64)
     _helpers_kernel[(1,)](offsets, torch.empty(16), torch.zeros(16), (2**31, 2**30), SIZE=16)
     assert torch.equal(offsets, 2 * 2**31 + torch.arange(16) * 2**30)
 
 
-def test_decay_is_at_most_1_and_keeps_nan() -> None:
+def test_decay_is_at_most_1_and_keeps_nan():
     log2_decay = torch.tensor([1e-6, 0.0, -1.0, -1e30, -torch.inf, torch.nan] + [0.0] * 10)
     decay = torch.empty(16)
     _helpers_kernel[(1,)](torch.empty(16, dtype=torch.int64), decay, log2_decay, (1, 1), SIZE=16)
@@ -76,7 +76,7 @@ def test_decay_is_at_most_1_and_keeps_nan() -> None:
     assert decay[5].isnan()
 
 
-def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
     offset = torch.empty(2, dtype=torch.int64)
     decay = torch.empty(2)
 

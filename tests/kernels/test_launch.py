@@ -77,7 +77,7 @@ def python(*arguments: str, **environment: str) -> str:
 # --- importing kernels
 
 
-def test_triton_hashes_itself_beside_what_comes_before_the_first_call() -> None:
+def test_triton_hashes_itself_beside_what_comes_before_the_first_call():
     """In a process that only imports kernels, if they are for a GPU."""
     code = "import torch; torch.cuda.device_count = lambda: 1"
     code += "; from ssdprof.kernels import launch, ssd_fused; launch.wait_for_hash()"
@@ -99,7 +99,7 @@ print(device.INTERPRETED)
 """
 
 
-def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards() -> None:
+def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards():
     assert python("-c", DRIVER_REFUSED) == "False\n", "NVML was not asked"
 
 
@@ -110,7 +110,7 @@ def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards() ->
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, fails: bool
-) -> None:
+):
     kernel = Kernel(fails=fails)
     waited = []
     before = gc.isenabled()
@@ -126,7 +126,7 @@ def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(
         (gc.enable if before else gc.disable)()
 
 
-def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> None:
+def test_a_second_launch_hands_over_every_argument_in_the_kernels_order():
     kernel = Kernel()
     launcher = Launcher(kernel, ((4, 1), 7), {"DEEP": True, "num_warps": 8, "BLOCK": 64})
     launcher(5, "a", None)
@@ -144,7 +144,7 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
     ]
 
 
-def test_constants_are_equal_by_name_and_value() -> None:
+def test_constants_are_equal_by_name_and_value():
     assert Constants(A=1, B=True) == Constants(A=1, B=True) != Constants(A=2, B=True)
     assert len({Constants(A=1, B=2), Constants(A=1, B=2), Constants(A=2, B=1)}) == 2
     assert repr(Constants(A=1, B="x")) == "Constants(A=1, B='x')", (
@@ -166,7 +166,7 @@ WORDS = torch.zeros(64, dtype=torch.int32)
 USUAL = ((WORDS, None), (1, 2.0), {"BLOCK": 64, "num_warps": 4})
 
 
-def test_another_place_or_content_is_the_same_launch() -> None:
+def test_another_place_or_content_is_the_same_launch():
     elsewhere = ((torch.ones(99, dtype=torch.int32)[4:], None), *USUAL[1:])
     assert kinds(USUAL, USUAL, compiles=False) == ["triton", "triton"], "as in the interpreter"
     launching._kept.clear()
@@ -200,11 +200,11 @@ def test_another_place_or_content_is_the_same_launch() -> None:
         "no warps",
     ],
 )
-def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
+def test_what_triton_would_tell_apart_is_told_apart(other: Any):
     assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
 
 
-def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launching, "MOST_KEPT", 3)
     launches = {}
     assert [kept(launches, key, lambda: 5) for key in range(8)] == [5] * 8
@@ -214,9 +214,7 @@ def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- a whole call
 
 
-def test_a_call_is_prepared_once_and_again_after_forgetting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch: pytest.MonkeyPatch):
     chosen = []
     choose = SSDPortableConfig.choose
 
@@ -244,7 +242,7 @@ def test_a_call_is_prepared_once_and_again_after_forgetting(
     assert len(chosen) == 4
 
 
-def test_tensors_of_a_call_are_not_kept_alive() -> None:
+def test_tensors_of_a_call_are_not_kept_alive():
     inputs = CASE.inputs()
     output = fused.run(inputs)
     fused.run(inputs)

@@ -68,7 +68,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_drivers_launches_write_what_tritons_do(
     name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run
@@ -90,7 +90,7 @@ def test_the_drivers_launches_write_what_tritons_do(
 
 
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
-def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
+def test_calls_of_many_signatures_in_turns(precision: Any):
     fused.FUSED.launches.clear()
     prepared = 0
     for seed in range(3):
@@ -102,7 +102,7 @@ def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["as it is", "z"])
-def test_profilers_are_told_of_every_launch(name: str) -> None:
+def test_profilers_are_told_of_every_launch(name: str):
     inputs = CASES[name].inputs()
     told = []
 
@@ -119,7 +119,7 @@ def test_profilers_are_told_of_every_launch(name: str) -> None:
     assert told[1] == told[0] == told[2]
 
 
-def test_on_the_stream_that_is_current() -> None:
+def test_on_the_stream_that_is_current():
     inputs = CASES["as it is"].inputs()
     expected = fused.run(inputs)
     x = inputs.x.clone()
@@ -135,7 +135,7 @@ def test_on_the_stream_that_is_current() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_on_the_gpu_of_the_tensors() -> None:
+def test_on_the_gpu_of_the_tensors():
     here = CASES["as it is"].inputs()
     there = replace(
         here,

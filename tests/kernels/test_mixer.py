@@ -46,7 +46,7 @@ def assert_close(out: Tensor, expected: Tensor) -> None:
 @DTYPES
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 70])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, stateful: bool) -> None:
+def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, stateful: bool):
     x = normal(2, length, 130, dtype=dtype)
     weight = normal(130, 4, dtype=dtype, seed=1)
     bias = normal(130, seed=2)
@@ -61,7 +61,7 @@ def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, statefu
 
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("silu", [False, True])
-def test_other_widths_and_views(width: int, silu: bool) -> None:
+def test_other_widths_and_views(width: int, silu: bool):
     """Columns of a projection, or with neighbouring positions side by side; without bias and final
     state.
     """
@@ -78,7 +78,7 @@ def channel_major(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def test_two_pieces_with_the_state_between_are_one() -> None:
+def test_two_pieces_with_the_state_between_are_one():
     x = normal(1, 90, 8)
     weight = normal(8, 4, seed=1)
     bias = normal(8, seed=2)
@@ -94,7 +94,7 @@ def test_two_pieces_with_the_state_between_are_one() -> None:
         assert torch.equal(last, end)
 
 
-def test_what_the_convolution_does_not_take_is_refused() -> None:
+def test_what_the_convolution_does_not_take_is_refused():
     x = normal(1, 8, 4)
     weight = normal(4, 4)
     with pytest.raises(UnsupportedError, match=r"not torch\.float64"):
@@ -127,9 +127,7 @@ def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("width", "group_size"), [(16, 16), (96, 48), (320, 320), (5120, 5120), (24, 8)]
 )
-def test_the_norm_is_the_formula(
-    width: int, group_size: int, dtype: torch.dtype, norm_first: bool
-) -> None:
+def test_the_norm_is_the_formula(width: int, group_size: int, dtype: torch.dtype, norm_first: bool):
     x = normal(2, 5, width, dtype=dtype)
     gate = 3 * normal(2, 5, width, dtype=dtype, seed=1)
     weight = normal(width, seed=2)
@@ -142,7 +140,7 @@ def test_the_norm_is_the_formula(
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool) -> None:
+def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool):
     x = normal(2, 70, 64)
     wide = normal(2, 70, 200, seed=1)
     weight = normal(64, seed=2)
@@ -157,7 +155,7 @@ def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool) 
     assert torch.equal(run(x.flatten(0, 1), gate.flatten(0, 1)), plain.flatten(0, 1))
 
 
-def test_a_row_of_zeros_is_no_nan() -> None:
+def test_a_row_of_zeros_is_no_nan():
     out = gated_rms_norm(
         torch.zeros(1, 2, 8),
         normal(1, 2, 8),
@@ -169,7 +167,7 @@ def test_a_row_of_zeros_is_no_nan() -> None:
     assert torch.equal(out, torch.zeros(1, 2, 8))
 
 
-def test_what_the_norm_does_not_take_is_refused() -> None:
+def test_what_the_norm_does_not_take_is_refused():
     x = normal(1, 4, 8)
     with pytest.raises(UnsupportedError, match=r"not torch\.float64"):
         gated_rms_norm(x.double(), x, torch.ones(8), eps=1e-6, group_size=8, norm_first=False)

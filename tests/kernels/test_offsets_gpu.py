@@ -76,14 +76,14 @@ def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
 @pytest.mark.parametrize(
     ("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"]
 )
-def test_columns_of_a_wide_matrix(kernel: Target, seqlen: int, row: int) -> None:
+def test_columns_of_a_wide_matrix(kernel: Target, seqlen: int, row: int):
     inputs = SMALL.but(seqlen=seqlen).inputs()
     names = TOKENS if row < 1 << 25 else ("x", "B", "C")
     assert_bitwise(kernel(spread(inputs, row, names)), kernel(inputs))
 
 
 @ON_HOPPER
-def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes() -> None:
+def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes():
     """A turn goes back two chunks, by 2^32 - 8192 elements, which is -8192 in 32 bits.  With a row
     stride of 2^24 the step would be 2^31, which equals its negative in 32 bits, so a wrong step
     would equal the right one.
@@ -106,7 +106,7 @@ HEADDIM_FIRST = (SMALL.but(seqlen=70), (2 * 64, 64, 1 << 26, 1))
 @targets(gpu=SSD_CHOSEN)
 def test_initial_states_that_are_a_slice_of_a_large_cache(
     kernel: Target, case: SSDCase, strides: tuple[int, ...]
-) -> None:
+):
     """NaN lies between and before them, where offsets in 32 bits would point."""
     inputs = case.but(initial_states=True).inputs()
     assert inputs.initial_states is not None
@@ -122,14 +122,14 @@ def test_initial_states_that_are_a_slice_of_a_large_cache(
 
 
 @pytest.mark.parametrize("name", ["dt", "z"])
-def test_columns_that_are_further_apart_than_any_projection(name: str) -> None:
+def test_columns_that_are_further_apart_than_any_projection(name: str):
     """Which kernel takes them does not matter here."""
     inputs = SMALL.but(seqlen=70, gate=name == "z").inputs()
     assert_passes(TARGETS["ssd fused"](spread(inputs, 1 << 26, (name,))), inputs, EXACT)
 
 
 @targets(gpu=(*SSD_CHOSEN, "ssd unfused"))
-def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Target) -> None:
+def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Target):
     """In chunks of 128 the states of the unfused pipeline are past it too."""
     inputs = replace(large(1, 420_300, (420_000, 300)), chunk_size=128)
     assert inputs.x[0, :420_000].numel() > 2**31
@@ -139,7 +139,7 @@ def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Target) -> None
 
 
 @targets(gpu=SSD_CHOSEN)
-def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Target) -> None:
+def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Target):
     inputs = large(2, 430_000)
     assert inputs.x[0].numel() > 2**31
     whole = kernel(inputs)
@@ -148,7 +148,7 @@ def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Target) -> Non
 
 
 @ON_HOPPER
-def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
+def test_equal_shares_of_a_batch_that_passes_2_to_the_31():
     """2^31 in x, out, initial and final states.  All pairs of heads of the last two sequences are
     divided.
     """
@@ -172,7 +172,7 @@ def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
 
 
 @ON_HOPPER
-def test_sequences_of_gdn_2_to_the_31_elements_apart() -> None:
+def test_sequences_of_gdn_2_to_the_31_elements_apart():
     inputs = GDNCase(
         **GDN_ON_HOPPER | dict(batch=2, seqlen=640, key_heads=2, gate=1e-4), device="cuda"
     ).inputs()
@@ -186,7 +186,7 @@ def test_sequences_of_gdn_2_to_the_31_elements_apart() -> None:
     assert_bitwise(run(replace(inputs, **far), EXACT), run(inputs, EXACT))
 
 
-def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements() -> None:
+def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements():
     """With 2^31 elements in v and in every workspace, the pack's last sequence has the result that
     it has alone.
     """

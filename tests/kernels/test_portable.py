@@ -28,7 +28,7 @@ from ssdprof.kernels.ssd.reference import ssd_recurrence
 # --- SSD
 
 
-def test_the_first_pass_stops_where_nothing_is_felt() -> None:
+def test_the_first_pass_stops_where_nothing_is_felt():
     """The segments hold 32 positions.  After 16 steps of 2^-16 each, the effect of the chunk before
     is negligible.
 
@@ -48,7 +48,7 @@ def test_the_first_pass_stops_where_nothing_is_felt() -> None:
 
 @pytest.mark.parametrize("p_rows", [True, False], ids=["p rows", "n rows"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_nothing_is_rounded_on_the_way_into_the_state(dtype: torch.dtype, p_rows: bool) -> None:
+def test_nothing_is_rounded_on_the_way_into_the_state(dtype: torch.dtype, p_rows: bool):
     """Rounding x times its weight would cost 0.4 of a unit roundoff.  A sequence of this length has
     no first pass.
     """
@@ -69,7 +69,7 @@ def test_nothing_is_rounded_on_the_way_into_the_state(dtype: torch.dtype, p_rows
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_the_grid_is_large_enough(
     lengths: list[int], max_segments: int, min_chunks: int, more_chunks: int
-) -> None:
+):
     config = SSDPortableConfig(
         chunk=16,
         max_segments=max_segments,
@@ -107,7 +107,7 @@ def _segments_kernel(
 
 
 @pytest.mark.parametrize(("sequences", "every"), [(6, 1), (200, 29)])
-def test_segments_of_packed_sequences(sequences: int, every: int) -> None:
+def test_segments_of_packed_sequences(sequences: int, every: int):
     """200 sequences: more than one iteration reads.  Some are empty."""
     lengths = tuple((7 * i * i) % 61 for i in range(sequences))
     begins = bounds(lengths)
@@ -124,7 +124,7 @@ def test_segments_of_packed_sequences(sequences: int, every: int) -> None:
     assert table[-1, 0] == -1
 
 
-def test_plan_says_what_is_allocated() -> None:
+def test_plan_says_what_is_allocated():
     inputs = SSDCase(seqlen=600, headdim=8).inputs()
     precision = Precision(state_dtype=FP16)
     plan = get("ssd", "fused").plan(inputs, precision)
@@ -146,7 +146,7 @@ def test_plan_says_what_is_allocated() -> None:
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])
-def test_the_inverse_of_collinear_keys(chunk: int) -> None:
+def test_the_inverse_of_collinear_keys(chunk: int):
     """beta near 2 and nearly collinear keys: the powers of the system are huge, its inverse is
     not.
     """
@@ -156,7 +156,7 @@ def test_the_inverse_of_collinear_keys(chunk: int) -> None:
     assert_close(gdn_portable(config)(inputs, EXACT), gdn_recurrence(inputs), 3e-4)
 
 
-def test_keys_that_are_not_normalised() -> None:
+def test_keys_that_are_not_normalised():
     """Longer keys enlarge a state.  A first pass must begin before a chunk whose bound is not
     negligible.
     """
@@ -165,7 +165,7 @@ def test_keys_that_are_not_normalised() -> None:
     assert_close(TARGETS["gdn tiny, cut"](inputs), gdn_recurrence(inputs), 1e-4)
 
 
-def test_segments_forget_but_not_too_early() -> None:
+def test_segments_forget_but_not_too_early():
     """A decay of 2^-3 per chunk: eight chunks to forget.  A segment is shorter than that."""
     inputs = GDNCase(seqlen=16 * 24).inputs(g=torch.full((1, 16 * 24, 1), -3 * 0.6931 / 16))
     whole, cut = (
@@ -178,7 +178,7 @@ def test_segments_forget_but_not_too_early() -> None:
 
 @pytest.mark.parametrize("l2norm", [False, True])
 @pytest.mark.parametrize("heads", [32, 160])
-def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2norm: bool) -> None:
+def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2norm: bool):
     """Otherwise segments or tiles would differ between a sequence in a pack and the sequence
     alone.
     """
@@ -205,9 +205,7 @@ def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2n
 
 
 @pytest.mark.parametrize("lengths", [(10, 10), (1, 1, 30), (1,)])
-def test_short_packs_do_not_run_the_recurrent_kernel_if_batch_invariant(
-    lengths: tuple[int, ...],
-) -> None:
+def test_short_packs_do_not_run_the_recurrent_kernel_if_batch_invariant(lengths: tuple[int, ...]):
     assert (
         gdn_fused.plan(GDNCase(lengths=lengths).inputs(), batch_invariant=True).variant
         != "recurrent"

@@ -43,7 +43,7 @@ EXP2 = {
 
 
 @OPERATORS
-def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, always in one direction: the error does not add up over 100 positions."""
     inputs = EXP2[operator]
     exp2 = np.exp2
@@ -54,7 +54,7 @@ def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch: pytest.MonkeyP
 
 
 @OPERATORS
-def test_what_is_left_of_a_state_that_mostly_decays(operator: str) -> None:
+def test_what_is_left_of_a_state_that_mostly_decays(operator: str):
     """A rounding error of the state before a position would be larger than the state after its
     decay.
     """
@@ -68,7 +68,7 @@ def test_what_is_left_of_a_state_that_mostly_decays(operator: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_16_bit_rounds_only_the_output(dtype: torch.dtype) -> None:
+def test_16_bit_rounds_only_the_output(dtype: torch.dtype):
     inputs = GDNCase(seqlen=4, dtype=dtype, initial_states=True).inputs()
     ours = gdn_recurrent(inputs)
     expected = gdn_recurrence(inputs)
@@ -81,7 +81,7 @@ def test_16_bit_rounds_only_the_output(dtype: torch.dtype) -> None:
 @OPERATORS
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("turned", [False, True])
-def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
+def test_in_place(operator: str, turned: bool, dtype: torch.dtype):
     """The state keeps its memory, dtype and layout."""
     inputs: Any = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True).inputs()
     if operator == "gdn":
@@ -124,7 +124,7 @@ POOLED: dict[str, Any] = {
 @pytest.mark.parametrize("operator", POOLED)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch.dtype) -> None:
+def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch.dtype):
     """A call writes the slots of its sequences, in the pool's dtype and layout, and no other."""
     inputs = pooled(POOLED[operator].inputs(), dtype)
     pool = getattr(inputs, inputs.LINEAR[1])
@@ -143,7 +143,7 @@ def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch
 
 
 @pytest.mark.parametrize("operator", POOLED)
-def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str) -> None:
+def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str):
     """Packed sequences too, and with the state after every token; new states have the pool's
     layout.
     """
@@ -164,7 +164,7 @@ def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str) -> No
 
 
 @pytest.mark.parametrize("operator", POOLED)
-def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str) -> None:
+def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str):
     inputs = POOLED[operator].inputs()
     for name in names(operator):
         one = get(operator, name)
@@ -194,7 +194,7 @@ def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str) -
         (dict(initial=torch.zeros(6, 4, 16)), "must have shape"),
     ],
 )
-def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: str) -> None:
+def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: str):
     inputs = pooled(POOLED[operator].inputs(), FP32)
     changed = {
         inputs.LINEAR[1] if name == "initial" else name: value for name, value in given.items()
@@ -204,7 +204,7 @@ def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: 
 
 
 @pytest.mark.parametrize(("operator", "many"), [("gdn", 512), ("gdn", 1), ("kda", 1), ("ssd", 512)])
-def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch):
     """Its row for a token is the final state of a call that ends there; packed, each sequence's
     last is final.
     """
@@ -239,7 +239,7 @@ def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["unfused", "recurrent"])
-def test_long_keys_under_strong_gates_stay_finite(name: str) -> None:
+def test_long_keys_under_strong_gates_stay_finite(name: str):
     """Without gates, the inverse of such a chunk overflows in fp16."""
     inputs = GDNCase(seqlen=64, key_dim=64, l2norm=False, gate=8.0, dtype=FP16).inputs()
     inputs = replace(inputs, k=8 * inputs.k)

@@ -35,7 +35,7 @@ def unrolled(inputs: SSDInputs) -> torch.Tensor:
     return out
 
 
-def test_ssd_recurrence_is_the_sum_it_stands_for() -> None:
+def test_ssd_recurrence_is_the_sum_it_stands_for():
     inputs = SSDCase(
         batch=2, seqlen=9, heads=4, headdim=3, dstate=5, groups=2, dt_limit=(0.05, 0.5), skip=""
     ).inputs()
@@ -43,7 +43,7 @@ def test_ssd_recurrence_is_the_sum_it_stands_for() -> None:
 
 
 @pytest.mark.parametrize("skip", ["(h)", "(h, p)"])
-def test_skip_then_gate(skip: str) -> None:
+def test_skip_then_gate(skip: str):
     inputs = SSDCase(seqlen=5, skip=skip, gate=True).inputs()
     plain = ssd_recurrence(replace(inputs, D=None, z=None)).out
     assert inputs.D is not None
@@ -61,7 +61,7 @@ def test_skip_then_gate(skip: str) -> None:
     block=st.integers(1, 150),
 )
 @settings(max_examples=15, deadline=None, derandomize=True)
-def test_blocks_tile_every_sequence(lengths: list[int], block: int) -> None:
+def test_blocks_tile_every_sequence(lengths: list[int], block: int):
     inputs = SSDCase(lengths=tuple(lengths), initial_states=True).inputs()
     blocks = list(ssd_blocks(inputs, block=block))
     assert [span.stop - span.start for span, *_ in blocks] == [len(out) for _, out, _, _ in blocks]
@@ -82,13 +82,13 @@ def test_blocks_tile_every_sequence(lengths: list[int], block: int) -> None:
     ],
     ids=["ssd", "gdn"],
 )
-def test_fp32_is_fp32_and_near(recurrence: Any, chunked: Any, case: Any) -> None:
+def test_fp32_is_fp32_and_near(recurrence: Any, chunked: Any, case: Any):
     output = chunked(case.inputs(), FP32)
     assert output.out.dtype == output.final_states.dtype == FP32
     assert_close(output, recurrence(case.inputs()), 1e-5)
 
 
-def test_as_an_implementation_it_rounds_once() -> None:
+def test_as_an_implementation_it_rounds_once():
     inputs = SSDCase(dtype=BF16).inputs()
     output = ssd_reference(inputs)
     assert torch.equal(output.out, ssd_chunked(inputs).out.to(BF16))
@@ -99,14 +99,12 @@ def test_as_an_implementation_it_rounds_once() -> None:
 @pytest.mark.parametrize(
     ("chunked", "case"), [(ssd_chunked, SSDCase()), (gdn_chunked, GDNCase(seqlen=75))]
 )
-def test_bounds_that_do_not_rise_to_the_end_are_refused(
-    bounds: list[int], chunked: Any, case: Any
-) -> None:
+def test_bounds_that_do_not_rise_to_the_end_are_refused(bounds: list[int], chunked: Any, case: Any):
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 75"):
         chunked(case.inputs(cu_seqlens=torch.tensor(bounds)))
 
 
-def test_without_decay_the_state_answers_a_key_with_its_last_value() -> None:
+def test_without_decay_the_state_answers_a_key_with_its_last_value():
     """beta = 1 writes v exactly: the purpose of the rule."""
     k = torch.nn.functional.one_hot(torch.tensor([0, 1, 0, 2]), 8).float()[None, :, None]
     ones = torch.ones(1, 4, 1)
@@ -118,7 +116,7 @@ def test_without_decay_the_state_answers_a_key_with_its_last_value() -> None:
     torch.testing.assert_close(output.final_states[0, 0, :3], inputs.v[0, [2, 1, 3], 0].double())
 
 
-def test_value_heads_share_the_key_head_before_them() -> None:
+def test_value_heads_share_the_key_head_before_them():
     inputs = GDNCase(seqlen=5, key_heads=2, values_per_key=2).inputs()
     last = {name: getattr(inputs, name)[:, :, 3:] for name in ("v", "g", "beta")}
     alone = replace(inputs, q=inputs.q[:, :, 1:], k=inputs.k[:, :, 1:], **last)
@@ -127,7 +125,7 @@ def test_value_heads_share_the_key_head_before_them() -> None:
 
 @pytest.mark.parametrize("length", [1, 64, 65, 150])
 @pytest.mark.parametrize("values_per_key", [1, 3])
-def test_gdn_in_blocks_is_the_recurrence(length: int, values_per_key: int) -> None:
+def test_gdn_in_blocks_is_the_recurrence(length: int, values_per_key: int):
     case = GDNCase(
         batch=2,
         seqlen=length,

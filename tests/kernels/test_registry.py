@@ -11,17 +11,17 @@ from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd import unfused
 
 
-def test_the_oracle_comes_first_then_the_baseline() -> None:
+def test_the_oracle_comes_first_then_the_baseline():
     assert ssdprof.kernels.names("ssd")[:2] == ["reference", "unfused"]
     assert ssdprof.kernels.get("ssd", "unfused").plan is unfused.plan
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(KeyError, match=r"no implementation 'fast' of ssd; there are: .*unfused"):
         ssdprof.kernels.get("ssd", "fast")
 
 
-def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "_implementations", {})
 
     def plan(_inputs: Any, _precision: Precision) -> Plan:
@@ -36,7 +36,7 @@ def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.register(mine)
 
 
-def test_exported_names_are_there_and_no_other() -> None:
+def test_exported_names_are_there_and_no_other():
     assert all(callable(getattr(ssdprof.kernels, name)) for name in ssdprof.kernels.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'ssd_fast'"):
         _ = ssdprof.kernels.ssd_fast
@@ -51,9 +51,7 @@ def test_exported_names_are_there_and_no_other() -> None:
         (Precision(intermediates="relaxed"), torch.float32, torch.bfloat16),
     ],
 )
-def test_intermediate_dtype(
-    precision: Precision, input_dtype: torch.dtype, expected: torch.dtype
-) -> None:
+def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expected: torch.dtype):
     assert precision.intermediate_dtype(input_dtype) == expected
 
 
@@ -67,6 +65,6 @@ def test_intermediate_dtype(
         ),
     ],
 )
-def test_a_precision_that_is_none_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_a_precision_that_is_none_is_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Precision(**arguments)

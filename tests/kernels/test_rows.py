@@ -20,7 +20,7 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "shape", [(1, 64, 2, 16), (2, 131, 3, 20), (1, 5, 1, 200), (3, 1, 2, 64), (1, 0, 2, 16)]
 )
-def test_a_copy_is_contiguous_and_equal(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_copy_is_contiguous_and_equal(shape: tuple[int, ...], dtype: torch.dtype):
     rows = torch.randn(shape).to(dtype)
     for tensor in (
         innermost(rows),
@@ -32,7 +32,7 @@ def test_a_copy_is_contiguous_and_equal(shape: tuple[int, ...], dtype: torch.dty
         assert torch.equal(copy, tensor)
 
 
-def test_only_scattered_rows_are_copied() -> None:
+def test_only_scattered_rows_are_copied():
     wide = torch.zeros(1, 64, 4 * 128, dtype=BF16)
     rows = wide[..., 128:384].unflatten(-1, (2, 128))
     assert not is_scattered(rows)
@@ -61,7 +61,7 @@ def fused(supports: str = "") -> Fused:
     )
 
 
-def test_the_better_kernel_gets_copies_which_its_plan_counts() -> None:
+def test_the_better_kernel_gets_copies_which_its_plan_counts():
     given = SSDCase(seqlen=40, dtype=BF16).inputs()
     turned = replace(given, x=innermost(given.x), C=innermost(given.C))
     run: Any = fused().run(turned)
@@ -79,7 +79,7 @@ def test_the_better_kernel_gets_copies_which_its_plan_counts() -> None:
     assert fused().plan(given).launches == 1
 
 
-def test_nothing_is_copied_in_vain() -> None:
+def test_nothing_is_copied_in_vain():
     given = SSDCase(seqlen=40, dtype=BF16).inputs()
     turned = replace(given, x=innermost(given.x))
     assert fused("fp32 inputs").run(turned) is turned

@@ -106,13 +106,13 @@ def sanitized(tool: str, kernel: str, *arguments: str, cases: tuple[str, ...] = 
 
 
 @EVERY_KERNEL
-def test_memory(kernel: str) -> None:
+def test_memory(kernel: str):
     said = sanitized("memcheck", kernel)
     assert "ERROR SUMMARY: 0 errors" in said, said
 
 
 @pytest.mark.parametrize("kernel", ["ssd tiny", "ssd unfused", "gdn cut", "gdn unfused"])
-def test_races(kernel: str) -> None:
+def test_races(kernel: str):
     said = sanitized("racecheck", kernel, "--racecheck-report", "all")
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
@@ -129,7 +129,7 @@ def role(thread: int) -> int:
 @pytest.mark.parametrize(
     ("kernel", "case"), [("short", "ragged"), ("short", "n 256"), ("shared", "batch")]
 )
-def test_races_within_a_role(kernel: str, case: str) -> None:
+def test_races_within_a_role(kernel: str, case: str):
     """With N = 256 this includes the exchange of the halves.
 
     Between roles the tool reports false races.  Roles synchronise at mbarriers.  There a thread may
@@ -151,7 +151,7 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
 
 
 @EVERY_KERNEL
-def test_launches_that_block(kernel: str) -> None:
+def test_launches_that_block(kernel: str):
     run(sys.executable, __file__, kernel, CUDA_LAUNCH_BLOCKING="1")
 
 

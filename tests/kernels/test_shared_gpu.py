@@ -24,7 +24,7 @@ PROCESSES, PATIENCE_S, ROUNDS = 8, 300, 40
 
 @pytest.mark.gpu
 @ON_HOPPER
-def test_every_process_has_the_bits_of_its_first_calls() -> None:
+def test_every_process_has_the_bits_of_its_first_calls():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     processes = [
         subprocess.Popen(

@@ -51,7 +51,7 @@ def slowly(inputs: SSDInputs, factor: float = 0.01) -> SSDInputs:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("resident", [1, 2, 5])
-def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int) -> None:
+def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int):
     for seed in range(3):
         emulate(monkeypatch, seed=seed, resident=resident)
         passes(RAGGED.inputs(), CUTS[cut])
@@ -81,9 +81,7 @@ FIRST_PASSES = [
 
 
 @pytest.mark.parametrize(("sizes", "cut", "factor", "ring"), FIRST_PASSES)
-def test_first_passes(
-    device: str, sizes: dict[str, Any], cut: Cut, factor: float, ring: int
-) -> None:
+def test_first_passes(device: str, sizes: dict[str, Any], cut: Cut, factor: float, ring: int):
     assert len(MANY) > SEQUENCE_BLOCK.value
     passes(slowly(SMALL.but(**sizes, device=device).inputs(), factor), cut, ring=ring)
 
@@ -93,7 +91,7 @@ def test_first_passes(
 @pytest.mark.parametrize("dstate", [64, 256])
 def test_weights_that_nobody_has_read_are_not_overwritten(
     monkeypatch: pytest.MonkeyPatch, dstate: int, ring: int
-) -> None:
+):
     """The first pass uses every slot of each ring more than once, with roles in several orders."""
     inputs = slowly(SMALL.but(dstate=dstate, seqlen=64 * 12 + 5).inputs())
     for seed in range(4):
@@ -105,7 +103,7 @@ def test_weights_that_nobody_has_read_are_not_overwritten(
 @pytest.mark.parametrize("rates", [(-4.0, -0.01), (-0.01, -4.0)], ids=["the second", "the first"])
 def test_a_first_pass_ends_when_both_heads_have_forgotten(
     device: str, rates: tuple[float, float], before: int
-) -> None:
+):
     """One of a program's two heads forgets within a chunk, and the other forgets very slowly."""
     inputs = SMALL.but(seqlen=64 * before + 50, device=device).inputs()
     inputs.A.copy_(torch.tensor(rates))
@@ -133,7 +131,7 @@ SHARED = [
 @pytest.mark.parametrize("sizes", SHARED, ids=str)
 def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
-) -> None:
+):
     """States pass between shares in fp32, with exact and relaxed intermediates.  On all
     multiprocessors and on few.
     """
@@ -150,7 +148,7 @@ def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
         assert_bitwise(passes(inputs, Cut(segment=nchunks, shares=shares), precision), whole)
 
 
-def test_states_lose_less_than_their_operands_do(device: str) -> None:
+def test_states_lose_less_than_their_operands_do(device: str):
     """Rounding x times its weight to bf16 would cost 1.6e-3; the kernel adds the rounding error
     back.
     """
@@ -165,7 +163,7 @@ def test_states_lose_less_than_their_operands_do(device: str) -> None:
 
 @pytest.mark.gpu
 @ON_HOPPER
-def test_what_it_takes_and_what_it_leaves_to_the_portable_kernel() -> None:
+def test_what_it_takes_and_what_it_leaves_to_the_portable_kernel():
     plan = get("ssd", "fused").plan
     gpu = SMALL.but(heads=4, device="cuda")
     for heads, headdim, dstate, groups in (

@@ -105,7 +105,7 @@ FORMATS = (
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("operator", ["gdn", "ssd"])
-def test_a_state_as_it_is_first_stored(operator: str, name: str) -> None:
+def test_a_state_as_it_is_first_stored(operator: str, name: str):
     """Numbers of all magnitudes, rows of zeros."""
     inputs = CASES[operator].but(**PACK).inputs()
     states = inputs.initial * 2.0 ** torch.randint(-24, 8, inputs.initial.shape)
@@ -137,7 +137,7 @@ def loop(inputs: Any, name: str, step: int, sequence: int) -> tuple[Tensor, Tens
 @EACH
 @pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_plain_loop(operator: str, changes: dict[str, Any], step: int, name: str) -> None:
+def test_a_plain_loop(operator: str, changes: dict[str, Any], step: int, name: str):
     """A number that an fp32 sum leaves on the other side of a tie differs by a unit of the format:
     up to one in a hundred.
     """
@@ -161,7 +161,7 @@ def test_a_plain_loop(operator: str, changes: dict[str, Any], step: int, name: s
 @pytest.mark.parametrize("name", ["fp32", "test_stored_states:rounds_nothing"])
 def test_fp32_and_a_function_that_rounds_nothing_are_recurrent(
     operator: str, changes: dict[str, Any], name: str
-) -> None:
+):
     inputs = CASES[operator].but(**changes).inputs()
     recurrent = get(operator, "recurrent").run
     every = recurrent(replace(inputs, state_every=1), Precision()).final_states
@@ -190,7 +190,7 @@ def random_sums(decay: float, seqlen: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
+def test_stochastic_rounding_keeps_the_mean(name: str):
     """Below half a unit, where rounding to nearest adds nothing."""
     inputs = sums(0.1, 1.0, 40, state=256.0)
     exact = 260.0
@@ -202,7 +202,7 @@ def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
     assert abs(ends.mean() - exact) <= 3 * ends.std() / ends.numel() ** 0.5
 
 
-def test_int8_that_carries_its_error_is_as_good_as_16_bit_of_its_range() -> None:
+def test_int8_that_carries_its_error_is_as_good_as_16_bit_of_its_range():
     """Its unit is 1 / 32,258 of the range, int16's 1 / 32,767; the errors of 512 elements vary by a
     few percent.
     """
@@ -223,7 +223,7 @@ def test_int8_that_carries_its_error_is_as_good_as_16_bit_of_its_range() -> None
 @pytest.mark.parametrize("name", ["fp16-stochastic", "int8-carried:head"])
 def test_other_sequences_and_slices_change_nothing(
     operator: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     inputs = CASES[operator].inputs()
     state_format = parse_state_format(name)
     out, states = stepped_states(inputs, state_format, 2, (0, 3, 5), 5)
@@ -251,7 +251,7 @@ OVERFLOWS = pytest.mark.filterwarnings("ignore:(invalid|overflow):RuntimeWarning
 @pytest.mark.parametrize(
     ("name", "spoilt"), [("int8", 12), ("fp8:head", 240), ("int8-carried:fixed=4", 1), ("fp16", 1)]
 )
-def test_nan_and_infinity_stay_visible(name: str, spoilt: int, value: float) -> None:
+def test_nan_and_infinity_stay_visible(name: str, spoilt: int, value: float):
     """In all that shares their scale."""
     inputs = CASES["ssd"].but(initial_states=True).inputs()
     inputs.initial[0, 1, 2, 3] = value
@@ -262,7 +262,7 @@ def test_nan_and_infinity_stay_visible(name: str, spoilt: int, value: float) -> 
 
 
 @OVERFLOWS
-def test_too_large_for_fp16_is_infinite_and_too_small_for_a_scale_is_zero() -> None:
+def test_too_large_for_fp16_is_infinite_and_too_small_for_a_scale_is_zero():
     inputs = CASES["ssd"].but(initial_states=True).inputs()
     for name, factor, expected in (("fp16-stochastic", 1e9, torch.inf), ("int8", 1e-33, 0.0)):
         states = with_state(inputs, factor * inputs.initial.sign())
@@ -278,20 +278,20 @@ def test_too_large_for_fp16_is_infinite_and_too_small_for_a_scale_is_zero() -> N
         ("no_such_module:function", "cannot be imported"),
     ],
 )  # fmt: skip
-def test_what_is_no_format(text: str, complaint: str) -> None:
+def test_what_is_no_format(text: str, complaint: str):
     with pytest.raises(BadInputError, match=complaint):
         parse_state_format(text)
 
 
 @pytest.mark.parametrize("given", [dict(step=0), dict(marks=[2, -1]), dict(seed=1 << 31)])
-def test_steps_and_seeds_out_of_range(given: dict[str, Any]) -> None:
+def test_steps_and_seeds_out_of_range(given: dict[str, Any]):
     with pytest.raises(ValueError, match="out of range"):
         stepped_states(
             CASES["ssd"].inputs(), parse_state_format("fp8"), **dict(step=1, marks=[0]) | given
         )
 
 
-def test_a_function_that_returns_no_states() -> None:
+def test_a_function_that_returns_no_states():
     for function in (torch.sum, str):
         state_format = replace(parse_state_format("test_stored_states:int16"), function=function)
         with pytest.raises(BadInputError, match="must return a tensor"):
@@ -302,5 +302,5 @@ def test_a_function_that_returns_no_states() -> None:
     ("name", "bytes_"),
     [("fp32", 65536), ("fp8", 16896), ("int8:head", 16388), ("int8-carried:fixed=2", 32768)],
 )
-def test_bytes_of_a_state(name: str, bytes_: int) -> None:
+def test_bytes_of_a_state(name: str, bytes_: int):
     assert parse_state_format(name).state_bytes(128, 128) == bytes_

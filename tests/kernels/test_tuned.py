@@ -40,7 +40,7 @@ def hopper(
     )
 
 
-def test_a_find_is_for_its_own_calls_and_gpu_only() -> None:
+def test_a_find_is_for_its_own_calls_and_gpu_only():
     use_overrides("ssd", {key_of_calls(**dict(key_of(CASE)) | {"gpu": "NVIDIA H100"}): FOUND})
     assert hopper(CASE) != FOUND
     use_overrides("ssd", {key_of(CASE): FOUND})
@@ -61,7 +61,7 @@ def test_a_find_is_for_its_own_calls_and_gpu_only() -> None:
     assert hopper(CASE, Precision(state_dtype=FP16)) == FOUND
 
 
-def test_a_batch_invariant_call_takes_what_is_for_one_sequence() -> None:
+def test_a_batch_invariant_call_takes_what_is_for_one_sequence():
     batch = CASE.but(batch=4)
     one = SSDHopperConfig(segment=2)
     four = SSDHopperConfig(segment=16)
@@ -70,7 +70,7 @@ def test_a_batch_invariant_call_takes_what_is_for_one_sequence() -> None:
     assert hopper(batch, batch_invariant=True) == hopper(CASE) == one
 
 
-def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
+def test_packed_sequences_are_cut_by_the_committed_rule():
     """Even if the number of sequences and the total number of chunks match a call that was
     tuned.
     """
@@ -81,7 +81,7 @@ def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
     assert all(hopper(packed, batch_invariant=invariant) != FOUND for invariant in (False, True))
 
 
-def test_overrides_are_replaced_and_leave_another_operators_alone() -> None:
+def test_overrides_are_replaced_and_leave_another_operators_alone():
     theirs = key_of_calls(**dict(key_of(CASE)) | {"operator": "gdn"})
     use_overrides("gdn", {theirs: FOUND})
     use_overrides("ssd", {key_of(CASE): FOUND})
@@ -99,7 +99,7 @@ def use_portable(inputs: SSDInputs, **fields: Any) -> None:
     use_overrides("ssd", {call_key(inputs, EXACT, "portable"): config})
 
 
-def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
+def test_a_plan_says_that_it_is_tuned_and_its_run_is():
     """A call that was prepared before `use_overrides` is prepared again."""
     inputs = CASE.but(seqlen=200).inputs()
     before = fused.run(inputs)
@@ -113,7 +113,7 @@ def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
     assert torch.equal(before.out, fused.run(inputs).out)
 
 
-def test_a_portable_chunk_is_no_longer_than_a_sequence() -> None:
+def test_a_portable_chunk_is_no_longer_than_a_sequence():
     use_portable(CASE.inputs(), chunk=64, min_chunks=2, max_chunks=8)
     config = fused.portable_config(FusedCall(inputs=CASE.but(seqlen=20).inputs(), precision=EXACT))
     assert (config.chunk, config.min_chunks, config.max_chunks) == (32, 4, 16)

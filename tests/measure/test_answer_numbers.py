@@ -37,7 +37,7 @@ def compared(reference: Tensor, other: Tensor, tokens: Tensor, rows: int = 7) ->
     return joined([compare_logits(reference[cut], other[cut], tokens[1:][cut]) for cut in cuts])
 
 
-def test_the_numbers_are_those_of_a_dense_computation() -> None:
+def test_the_numbers_are_those_of_a_dense_computation():
     reference, other, tokens = draw()
     (band,) = bands(compared(reference, other, tokens))
     p = reference.double().softmax(-1)
@@ -69,13 +69,13 @@ def test_the_numbers_are_those_of_a_dense_computation() -> None:
     )
 
 
-def test_a_divergence_below_the_rounding_of_fp32_is_a_number() -> None:
+def test_a_divergence_below_the_rounding_of_fp32_is_a_number():
     reference, other, tokens = draw(scale=1e-5)
     (band,) = bands(compared(reference, other, tokens))
     assert 0 < band.kl_mean < 1e-9
 
 
-def test_bands_are_of_their_own_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bands_are_of_their_own_positions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(answers, "BANDS", (0, 10, 40))
     reference, other, tokens = draw()
     other[:40] = reference[:40]
@@ -90,28 +90,28 @@ def test_bands_are_of_their_own_positions(monkeypatch: pytest.MonkeyPatch) -> No
     assert parts[2].kl_max_position == whole.kl_max_position >= 40
 
 
-def test_one_token_has_no_perplexity() -> None:
+def test_one_token_has_no_perplexity():
     reference, other, tokens = draw()
     (band,) = bands(compared(reference[:1], other[:1], tokens[:1]))
     assert (band.perplexity, band.perplexity_interval_pct) == (None, None)
     assert band.kl_mean > 0
 
 
-def test_what_is_not_finite_is_found() -> None:
+def test_what_is_not_finite_is_found():
     reference, other, tokens = draw()
     assert first_nonfinite(compared(reference, other, tokens)) is None
     other[33, 2] = torch.nan
     assert first_nonfinite(compared(reference, other, tokens)) == 33
 
 
-def test_the_interval_is_that_of_independent_values() -> None:
+def test_the_interval_is_that_of_independent_values():
     values = np.random.default_rng(1).normal(3, 2, 4000)
     low, high = mean_interval(values)
     assert low < values.mean() < high
     assert high - low == pytest.approx(2 * 1.96 * 2 / math.sqrt(4000), rel=0.2)
 
 
-def test_the_interval_knows_that_neighbours_resemble_each_other() -> None:
+def test_the_interval_knows_that_neighbours_resemble_each_other():
     """AR(1) with coefficient 0.8: the mean's standard error is sqrt(1.8 / 0.2) = 3 times that of
     independent values.
     """

@@ -87,7 +87,7 @@ def reason(found: tuple[Accuracy, ...]) -> str:
 
 @dtypes
 @precisions
-def test_the_rounded_exact_answer_passes(dtype: torch.dtype, precision: Precision) -> None:
+def test_the_rounded_exact_answer_passes(dtype: torch.dtype, precision: Precision):
     inputs = random_inputs(dtype=dtype, batch=2)
     assert_passes(right_answer(inputs), inputs, precision)
 
@@ -97,7 +97,7 @@ def test_the_rounded_exact_answer_passes(dtype: torch.dtype, precision: Precisio
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_a_wrong_output_fails(
     dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, Tensor], None]
-) -> None:
+):
     inputs = random_inputs(dtype=dtype)
     output = right_answer(inputs)
     change(inputs, output.out)
@@ -107,7 +107,7 @@ def test_a_wrong_output_fails(
 
 
 @dtypes
-def test_a_wrong_final_state_fails_alone(dtype: torch.dtype) -> None:
+def test_a_wrong_final_state_fails_alone(dtype: torch.dtype):
     inputs = random_inputs(dtype=dtype)
     out = right_answer(inputs).out
     stale = ssd_chunked(
@@ -120,7 +120,7 @@ def test_a_wrong_final_state_fails_alone(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_one_nan_is_reported_with_its_position(dtype: torch.dtype) -> None:
+def test_one_nan_is_reported_with_its_position(dtype: torch.dtype):
     inputs = random_inputs(dtype=dtype, batch=2)
     output = right_answer(inputs)
     output.out[1, 57, 2, 3] = float("nan")
@@ -133,7 +133,7 @@ def test_one_nan_is_reported_with_its_position(dtype: torch.dtype) -> None:
     assert "the exact answer is finite everywhere" in reason(comparison)
 
 
-def test_nan_weights_are_told_from_a_nan_of_the_kernel() -> None:
+def test_nan_weights_are_told_from_a_nan_of_the_kernel():
     D = torch.ones(4)
     D[2] = float("nan")
     inputs = random_inputs(D=D)
@@ -148,7 +148,7 @@ def test_nan_weights_are_told_from_a_nan_of_the_kernel() -> None:
 
 
 @dtypes
-def test_states_in_bf16_do_not_pass_as_fp32(dtype: torch.dtype) -> None:
+def test_states_in_bf16_do_not_pass_as_fp32(dtype: torch.dtype):
     inputs = random_inputs(dtype=dtype)
     coarse = rounded_answer(inputs, Precision(state_dtype=torch.bfloat16))
     assert not reason(judge(coarse, inputs, Precision(state_dtype=torch.bfloat16)))
@@ -156,7 +156,7 @@ def test_states_in_bf16_do_not_pass_as_fp32(dtype: torch.dtype) -> None:
         assert judge(coarse, inputs, Precision(state_dtype=claimed))[1].reason
 
 
-def test_bf16_inputs_hide_rounded_states_from_the_norms_but_not_their_bits() -> None:
+def test_bf16_inputs_hide_rounded_states_from_the_norms_but_not_their_bits():
     inputs = random_inputs(dtype=torch.bfloat16, A=torch.full((4,), -0.1), seed=2)
     out, final_states = rounded_answer(inputs, EXACT)
     assert not reason(judge(SSDOutput(out, final_states.clone()), inputs))
@@ -165,19 +165,19 @@ def test_bf16_inputs_hide_rounded_states_from_the_norms_but_not_their_bits() -> 
     assert said == "final_states: fp32 states are claimed, but a head has only bf16 numbers"
 
 
-def test_states_that_are_exact_in_bf16_may_be_bf16_numbers() -> None:
+def test_states_that_are_exact_in_bf16_may_be_bf16_numbers():
     inputs = random_inputs(x=torch.zeros(1, 100, 4, 32, dtype=torch.bfloat16))
     assert_passes(right_answer(inputs), inputs, EXACT)
 
 
-def test_relaxed_does_not_pass_as_exact_for_fp32_inputs() -> None:
+def test_relaxed_does_not_pass_as_exact_for_fp32_inputs():
     inputs = random_inputs(dtype=torch.float32)
     relaxed = rounded_answer(inputs, RELAXED_FP32)
     assert reason(judge(relaxed, inputs, EXACT))
     assert not reason(judge(relaxed, inputs, RELAXED_FP32))
 
 
-def test_one_huge_activation_does_not_blind_the_rule() -> None:
+def test_one_huge_activation_does_not_blind_the_rule():
     """Trained models have a few activations far above the rest; only these need the budget of the
     maximum norm.
     """
@@ -190,7 +190,7 @@ def test_one_huge_activation_does_not_blind_the_rule() -> None:
     assert "rms|ours - oracle|" in reason(judge(output, inputs))
 
 
-def test_packed_sequences_are_compared_one_by_one() -> None:
+def test_packed_sequences_are_compared_one_by_one():
     initial_states = torch.randn(4, 4, 32, 16)
     inputs = random_inputs(
         cu_seqlens=torch.tensor([0, 33, 33, 90, 100]), initial_states=initial_states
@@ -202,7 +202,7 @@ def test_packed_sequences_are_compared_one_by_one() -> None:
     assert judge(output, inputs)[1].vs_oracle.first_nonfinite == (2, 1, 4, 5)
 
 
-def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatch):
     inputs = random_inputs(batch=2, seqlen=150, z=torch.randn(2, 150, 4, 32).bfloat16())
     output = right_answer(inputs)
     output.out[1, 140, 3, 9] += 1
@@ -221,7 +221,7 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatc
         assert one.reason == other.reason
 
 
-def test_baseline_and_floor_stand_beside_the_oracle() -> None:
+def test_baseline_and_floor_stand_beside_the_oracle():
     inputs = random_inputs()
     right = right_answer(inputs)
     coarse = rounded_answer(inputs, EXACT)
@@ -242,7 +242,7 @@ def test_baseline_and_floor_stand_beside_the_oracle() -> None:
     assert comparisons["coarse"][0].floor == out.floor
 
 
-def test_an_output_of_the_wrong_shape_or_dtype_is_named() -> None:
+def test_an_output_of_the_wrong_shape_or_dtype_is_named():
     inputs = random_inputs()
     out, final_states = right_answer(inputs)
     with pytest.raises(ValueError, match=r"out must be torch.bfloat16 of shape \(1, 100, 4, 32\)"):
@@ -251,7 +251,7 @@ def test_an_output_of_the_wrong_shape_or_dtype_is_named() -> None:
         judge(SSDOutput(out, final_states.mT), inputs)
 
 
-def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -> None:
+def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget():
     """With 16-bit inputs.  The error of a single one may be small by chance where a head has few
     large errors.
     """

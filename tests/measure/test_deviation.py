@@ -24,7 +24,7 @@ def deviation_of(
     return running.result()
 
 
-def test_tolerance_is_absolute_plus_relative() -> None:
+def test_tolerance_is_absolute_plus_relative():
     other = torch.full(SHAPE, 2.0)
     other[1, 0, 0, 0] = -9
     ours = other.clone()
@@ -40,7 +40,7 @@ def test_tolerance_is_absolute_plus_relative() -> None:
     assert deviation_of(ours, other).matches[0] == pytest.approx(100 - percent)
 
 
-def test_a_match_relative_to_the_rms_depends_on_no_unit() -> None:
+def test_a_match_relative_to_the_rms_depends_on_no_unit():
     """An absolute tolerance is empty for numbers as small as itself."""
     other = torch.full(SHAPE, 0.002)
     other[1] = 0
@@ -54,7 +54,7 @@ def test_a_match_relative_to_the_rms_depends_on_no_unit() -> None:
     )
 
 
-def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
+def test_what_is_not_finite_matches_only_the_same_infinity():
     inf = math.inf
     nan = math.nan
     ours = torch.zeros(SHAPE)
@@ -68,14 +68,14 @@ def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_the_first_nonfinite_is_the_first_in_memory_order(block: int) -> None:
+def test_the_first_nonfinite_is_the_first_in_memory_order(block: int):
     ours = torch.zeros(SHAPE)
     ours[1, 1, 0, 0] = ours[0, 3, 2, 1] = ours[0, 4, 0, 0] = math.nan
     result = deviation_of(ours, torch.zeros(SHAPE), block)
     assert (result.nonfinite, result.first_nonfinite) == (3, (0, 3, 2, 1))
 
 
-def test_the_worst_head_is_worst_for_its_size() -> None:
+def test_the_worst_head_is_worst_for_its_size():
     other = torch.ones(SHAPE)
     other[:, :, 0] = 1000
     ours = other.clone()
@@ -88,7 +88,7 @@ def test_the_worst_head_is_worst_for_its_size() -> None:
     assert result.rms_ratio == pytest.approx(math.sqrt((39 * 100 + 121 + 25) / (40 * 1000**2 + 80)))
 
 
-def test_states_are_placed_by_sequence_and_head() -> None:
+def test_states_are_placed_by_sequence_and_head():
     shape = (3, 2, 4, 5)
     running = RunningDeviation("other", shape, 2, torch.ones(()))
     ours = torch.zeros(shape)
@@ -100,14 +100,14 @@ def test_states_are_placed_by_sequence_and_head() -> None:
     assert (running.result().worst_head, running.result().worst_position) == (1, (2, 1, 3, 4))
 
 
-def test_an_error_against_nothing_is_infinite() -> None:
+def test_an_error_against_nothing_is_infinite():
     ratios = rms_ratio(torch.tensor([0.0, 4.0, 4.0]), torch.tensor([0.0, 0.0, 16.0]))
     assert ratios.tolist() == [0.0, math.inf, 0.5]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_sums_are_the_same_bits_each_time() -> None:
+def test_sums_are_the_same_bits_each_time():
     """This is needed to compare a report of several ranks with that of one process."""
     shape = (1, 5000, 8, 64)
     ours, other = torch.randn(2, *shape, device="cuda")
@@ -124,7 +124,7 @@ def test_sums_are_the_same_bits_each_time() -> None:
 @pytest.mark.parametrize("block", [1, 2, 5])
 def test_an_error_is_found_in_its_slice_of_the_positions(
     block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Two slices of 5 positions: 0 to 2, and 3 and 4."""
     monkeypatch.setattr(accuracy, "SLICES", 2)
     other = torch.full(SHAPE, 2.0)
@@ -135,7 +135,7 @@ def test_an_error_is_found_in_its_slice_of_the_positions(
     assert result.along == pytest.approx((math.sqrt(1 / 6) / 2, math.sqrt(9 / 2) / 2))
 
 
-def test_fewer_positions_than_slices_are_a_slice_each() -> None:
+def test_fewer_positions_than_slices_are_a_slice_each():
     ours = torch.zeros(SHAPE)
     ours[0, 3] = 1
     assert deviation_of(ours, torch.zeros(SHAPE)).along == (0, 0, 0, None, 0)

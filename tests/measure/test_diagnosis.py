@@ -35,7 +35,7 @@ def gdn() -> GDNInputs:
         (0, slice(40, 60), "the first position outside is 40 of {}"),
     ],
 )
-def test_the_place_where_an_error_begins(row: int, columns: slice, remark: str) -> None:
+def test_the_place_where_an_error_begins(row: int, columns: slice, remark: str):
     inputs = gdn()
     out, states = oracle_output(inputs)
     out[row, columns, 1] += 0.5
@@ -43,7 +43,7 @@ def test_the_place_where_an_error_begins(row: int, columns: slice, remark: str) 
     assert remarks(inputs, (out, states)) == (remark.format(name), "")
 
 
-def test_the_sequence_whose_state_is_wrong() -> None:
+def test_the_sequence_whose_state_is_wrong():
     inputs = gdn()
     out, states = oracle_output(inputs)
     states[1] *= 2
@@ -64,7 +64,7 @@ def test_the_sequence_whose_state_is_wrong() -> None:
 )
 def test_an_error_as_large_as_that_of_a_known_rounding(
     precision: Precision, words: str, chunk: int
-) -> None:
+):
     inputs = gdn()
     inputs = replace(
         inputs, **{name: getattr(inputs, name).float() for name in ("q", "k", "v", "beta")}
@@ -80,7 +80,7 @@ def test_an_error_as_large_as_that_of_a_known_rounding(
         assert remark.endswith(f"the error is as large as if {words}")
 
 
-def test_an_error_of_any_other_size_is_no_rounding() -> None:
+def test_an_error_of_any_other_size_is_no_rounding():
     inputs = gdn()
     out, states = oracle_output(inputs)
     assert "as large" not in remarks(inputs, (out * 1.5, states))[0]

@@ -93,7 +93,7 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
-def test_another_evaluation_passes(dtype: torch.dtype, shape: str, seed: int) -> None:
+def test_another_evaluation_passes(dtype: torch.dtype, shape: str, seed: int):
     inputs = random_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
     assert failures(inputs, other_evaluation) == {}
 
@@ -102,7 +102,7 @@ def test_another_evaluation_passes(dtype: torch.dtype, shape: str, seed: int) ->
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     name: str, step: float, chunk: int
-) -> None:
+):
     """A decay that is nearer to 1 than half a unit in the last place leaves a rounded number as it
     was, at every position: such errors do not average out, and depend on the kernel's chunks.
     """
@@ -119,7 +119,7 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
 @pytest.mark.parametrize(
     ("dtype", "off"), [(torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)], ids=str
 )
-def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float) -> None:
+def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float):
     """The tolerance for exponents covers only their rounding in fp32."""
     shape = SHAPES["a chunk of 256"]
     inputs, wrong = (
@@ -131,7 +131,7 @@ def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float) -> None:
     assert any(tensor.reason for tensor in found)
 
 
-def test_a_single_fp32_position_whose_sum_over_n_cancels() -> None:
+def test_a_single_fp32_position_whose_sum_over_n_cancels():
     """Against a single `lo`, whose error may be small by chance, 40 of 150 such outputs failed."""
     for seed in range(150):
         inputs = SSDCase(seqlen=1, dstate=32, skip="", seed=seed).inputs()

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_changed_bit_changes_it(dtype: torch.dtype) -> None:
+def test_one_changed_bit_changes_it(dtype: torch.dtype):
     tensor = torch.randn(3, 50).to(dtype)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before
@@ -39,13 +39,13 @@ LINE = torch.arange(40.0)
 )
 def test_a_nan_is_its_bits_and_places_count(
     one: torch.Tensor, other: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(accuracy, "_BLOCK", 16)
     assert fingerprint(one) == fingerprint(one.clone())
     assert fingerprint(one) != fingerprint(other)
 
 
-def test_every_tensor_has_its_own_and_strides_do_not_matter() -> None:
+def test_every_tensor_has_its_own_and_strides_do_not_matter():
     a = torch.randn(4, 6)
     b = torch.randn(5)
     assert fingerprint(a, b) == (*fingerprint(a), *fingerprint(b))

@@ -36,7 +36,7 @@ def call_of(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> Call:
     )
 
 
-def test_an_error_becomes_a_status_and_a_reason() -> None:
+def test_an_error_becomes_a_status_and_a_reason():
     output, fields = call_of(random_inputs()).first_run()
     assert (fields["status"], output, fields["variant"]) == ("failed", None, "portable")
     within = call_of.__code__.co_firstlineno + 2
@@ -46,7 +46,7 @@ def test_an_error_becomes_a_status_and_a_reason() -> None:
     assert fields["reason"] == f"RuntimeError: {message} ({where})"
 
 
-def test_an_interrupt_that_c_code_made_another_error_of_is_still_one() -> None:
+def test_an_interrupt_that_c_code_made_another_error_of_is_still_one():
     def interrupted() -> SSDOutput:
         raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
 
@@ -55,9 +55,7 @@ def test_an_interrupt_that_c_code_made_another_error_of_is_still_one() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_gpu_that_cannot_be_waited_for_is_lost(
-    monkeypatch: pytest.MonkeyPatch, lost: bool
-) -> None:
+def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch: pytest.MonkeyPatch, lost: bool):
     """Its culprit is named; an error that leaves the GPU is not touched."""
 
     def synchronize(_: torch.device) -> None:
@@ -74,7 +72,7 @@ def test_a_gpu_that_cannot_be_waited_for_is_lost(
     assert str(caught.value).startswith("fused left the GPU unusable") == lost
 
 
-def test_an_error_without_a_message_says_where_it_was_raised() -> None:
+def test_an_error_without_a_message_says_where_it_was_raised():
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError
     words = r"RuntimeError: no message, raised in test_first_run\.py, line \d+ \(.*\)"
@@ -86,14 +84,14 @@ def test_an_error_without_a_message_says_where_it_was_raised() -> None:
 # --- memory
 
 
-def test_outputs_fill_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_fill_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch):
     output_bytes = 2 * 100 * 4 * 32 * 2 + 2 * 4 * 32 * 16 * 4
     monkeypatch.setattr(module, "free_memory", lambda _device: 10 * output_bytes)
     assert call_of(random_inputs(batch=2)).outputs_that_fit == 5
 
 
 @pytest.mark.gpu
-def test_workspace_is_the_peak_beyond_the_outputs_and_the_longer_peak_survives() -> None:
+def test_workspace_is_the_peak_beyond_the_outputs_and_the_longer_peak_survives():
     device = GPU
     size = 64 << 20
 

@@ -35,7 +35,7 @@ def parts(trace: Trace) -> dict[str | None, float]:
     return found
 
 
-def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
+def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch():
     trace = [
         *kernel(1, 5, 1.0),  # before all marks
         mark("mixer", 10, 100),
@@ -73,11 +73,11 @@ OTHERS = mark("x", 0, 100) | {"name": "Optimizer.step"}
         ([MIXER], {}),
     ],
 )
-def test_the_order_of_events_means_nothing(trace: Trace, expected: dict[str | None, float]) -> None:
+def test_the_order_of_events_means_nothing(trace: Trace, expected: dict[str | None, float]):
     assert parts(trace[::-1]) == parts(trace) == expected
 
 
-def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
+def test_copies_fills_and_kernels_without_a_launch_are_not_lost():
     memory = [
         {
             "ph": "X",
@@ -96,7 +96,7 @@ def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
 
 
 @pytest.mark.gpu
-def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
+def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks():
     from ssdprof.kernels.mixer import causal_conv1d
 
     device = torch.device("cuda")
@@ -122,7 +122,7 @@ def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
     assert all(us > 0 for *_, us in found)
 
 
-def test_kernels_that_run_at_the_same_time_count_once() -> None:
+def test_kernels_that_run_at_the_same_time_count_once():
     trace = [*kernel(1, 0, 10.0), *kernel(2, 5, 20.0), *kernel(3, 6, 1.0), *kernel(4, 100, 2.0)]
     assert busy_us(trace) == 27.0
     assert busy_us([mark("mixer", 0, 5)]) == 0.0

@@ -45,7 +45,7 @@ def beside(tensor: Tensor, elements: int) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [ssd, gdn])
-def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
+def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]):
     given = make()
     guarded = GuardedInputs(given)
     for name, tensor in given.tensors.items():
@@ -75,13 +75,13 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
         (2, "between the elements of"),
     ],
 )
-def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -> None:
+def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int):
     guarded = GuardedInputs(ssd())
     beside(guarded.inputs.tensors["dt"], elements).view(torch.int32).fill_(bits)
     assert guarded.out_of_bounds() == f"it writes out of bounds, {where} its inputs dt"
 
 
-def test_what_torch_allocates_is_guarded() -> None:
+def test_what_torch_allocates_is_guarded():
     makers: list[Callable[[], Tensor]] = [
         lambda: torch.empty(3, 5),
         lambda: torch.zeros(3, 5, dtype=torch.bfloat16),
@@ -108,7 +108,7 @@ def test_what_torch_allocates_is_guarded() -> None:
         )
 
 
-def test_guarded_tensors_hold_what_they_would_hold() -> None:
+def test_guarded_tensors_hold_what_they_would_hold():
     with GuardedAllocations() as memory:
         assert torch.equal(torch.zeros(2, 3), torch.tensor([[0.0] * 3] * 2))
         assert torch.full((2,), 7).tolist() == [7, 7]
@@ -123,7 +123,7 @@ def test_guarded_tensors_hold_what_they_would_hold() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_nobody_wrote_is_counted(dtype: torch.dtype) -> None:
+def test_what_nobody_wrote_is_counted(dtype: torch.dtype):
     with GuardedAllocations():
         tensor = torch.empty(4, 6, dtype=dtype)
     assert unwritten(tensor) == 24

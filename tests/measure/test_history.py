@@ -84,7 +84,7 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
 )
 def test_the_outputs_of_turning_keys_have_a_closed_form(
     sizes: str, seqlen: int, changes: dict[str, Any]
-) -> None:
+):
     like = replace(generated("kda", sizes, seqlen, sequences=2), **changes)
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
@@ -102,7 +102,7 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
             assert set(heads_known.tolist()) == set(range(heads))
 
 
-def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
+def test_every_channel_of_turning_keys_decays_in_every_window():
     inputs, outputs = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
     for window, step, total in ((16, 16, -20), (32, 1, -40)):
         sums = inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
@@ -114,7 +114,7 @@ def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
 @pytest.mark.parametrize("only", ["", "packs", "states"])
 def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
     window: int, tokens: int, only: str
-) -> None:
+):
     kernel = partial(dropping, window, by_the_largest_channel, only)
     found = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
     assert found.holds == "no"
@@ -126,7 +126,7 @@ def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
         assert "1 x 4,096 tokens and 1 heads" in found.detail
 
 
-def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_history() -> None:
+def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_history():
     def half(inputs: Any) -> Any:
         out, states = oracle_output(inputs)
         return out / 2, states
@@ -140,9 +140,7 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
-    chunk: int, dtype: torch.dtype
-) -> None:
+def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(chunk: int, dtype: torch.dtype):
     """The rounded form, also with states in 16 bit."""
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
@@ -161,7 +159,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
                 assert float((error / size).max().sqrt()) < DROPPED / 2, known.kind
 
 
-def test_turning_keys_have_the_shape_of_every_new_call() -> None:
+def test_turning_keys_have_the_shape_of_every_new_call():
     shapes = []
 
     def noted(inputs: Any) -> Any:
@@ -200,9 +198,7 @@ def fast(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 @pytest.mark.parametrize("only", ["", "packs", "states"])
-def test_the_amplified_history_finds_a_kernel_that_drops_small_history(
-    name: str, only: str
-) -> None:
+def test_the_amplified_history_finds_a_kernel_that_drops_small_history(name: str, only: str):
     given = fast(name)
     kernel = partial(dropping, 100, by_the_sum, only)
     assert law(AMPLIFIED_HISTORY, oracle_output, given).holds == "yes"
@@ -212,7 +208,7 @@ def test_the_amplified_history_finds_a_kernel_that_drops_small_history(
     assert law(AMPLIFIED_HISTORY, kernel, given.after(initial)).holds == "no"
 
 
-def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped() -> None:
+def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped():
     """A constant key with beta |k|^2 near 2 keeps the state, however fast it decays.  What is left
     when the decays are below 2^-24 is less than the error of the rounded form.
     """

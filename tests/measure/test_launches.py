@@ -63,7 +63,7 @@ def launch(handle: int) -> None:
     )
 
 
-def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:
+def test_a_kernel_is_described_by_its_configuration_and_resources():
     record = describe(compiled(BLOCKS[0], 1))
     assert record.kernel == "_copy_kernel"
     assert record.config["BLOCK"] == 128
@@ -72,7 +72,7 @@ def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:
     assert "source_ptr" not in record.config
 
 
-def test_kernels_are_listed_once_in_the_order_of_their_first_launch() -> None:
+def test_kernels_are_listed_once_in_the_order_of_their_first_launch():
     kernels = [
         compiled(block, handle) for block, handle in zip(BLOCKS, (0xA1, 0xA2, 0xA3), strict=True)
     ]
@@ -84,7 +84,7 @@ def test_kernels_are_listed_once_in_the_order_of_their_first_launch() -> None:
     assert len(kernels) == 3
 
 
-def test_the_hook_is_taken_off_after_an_error() -> None:
+def test_the_hook_is_taken_off_after_an_error():
     before = list(triton.knobs.runtime.launch_enter_hook.calls)
     with pytest.raises(RuntimeError, match="out of resources"), recorded_launches():
         raise RuntimeError("out of resources")
@@ -92,7 +92,7 @@ def test_the_hook_is_taken_off_after_an_error() -> None:
 
 
 @pytest.mark.gpu
-def test_a_real_launch_is_recorded() -> None:
+def test_a_real_launch_is_recorded():
     source = torch.arange(256.0, device="cuda")
     target = torch.zeros(256, device="cuda")
     kernel = triton.jit(_copy_kernel)

@@ -35,15 +35,13 @@ def launch(warps: int, registers: int, shared: int) -> Launch:
         (8, 255, 0, 1, "registers: 255 x 32 rounded up to 8,192, 8 warps"),
     ],
 )
-def test_blocks_per_sm(
-    warps: int, registers: int, shared: int, blocks: int, limited_by: str
-) -> None:
+def test_blocks_per_sm(warps: int, registers: int, shared: int, blocks: int, limited_by: str):
     found = with_occupancy(launch(warps, registers, shared), torch.device("cuda"))
     assert found.blocks_per_sm == blocks, limited_by
     assert found.warps_pct == pytest.approx(100 * blocks * warps / 64)
 
 
-def test_a_kernel_that_does_not_tell_what_it_takes() -> None:
+def test_a_kernel_that_does_not_tell_what_it_takes():
     whole = launch(4, 32, 0)
     for silent in (
         whole.changed(registers=None),

@@ -241,18 +241,18 @@ def raising(inputs: Any) -> Output:
         ("64 mixed calls", WrongInItsFortiethCall(), "call 40, row 1, head 0"),
     ],
 )  # fmt: skip
-def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str) -> None:
+def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str):
     assert place in tried(law, kernel)
 
 
-def test_a_call_of_padding_alone_changes_no_slot() -> None:
+def test_a_call_of_padding_alone_changes_no_slot():
     inputs = step(pool=4)
     before = inputs.initial_state.clone()
     good(replace(inputs, state_indices=torch.full_like(inputs.state_indices, -1)))
     torch.testing.assert_close(inputs.initial_state, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_bits_are_compared_where_batch_invariance_is_declared() -> None:
+def test_bits_are_compared_where_batch_invariance_is_declared():
     law = "order and number of rows"
     assert tried(law, hardly_invariant) == ""
     assert "batch invariance is declared" in tried(law, hardly_invariant, batch_invariant=True)
@@ -261,7 +261,7 @@ def test_bits_are_compared_where_batch_invariance_is_declared() -> None:
 
 @pytest.mark.parametrize("operator", SHAPES)
 @pytest.mark.parametrize("law", [law for law in pools.LAWS if law not in ON_A_GPU])
-def test_a_good_kernel_keeps_every_law(law: str, operator: str) -> None:
+def test_a_good_kernel_keeps_every_law(law: str, operator: str):
     assert tried(law, good, operator) == ""
 
 
@@ -273,7 +273,7 @@ OURS = [
 
 
 @pytest.mark.parametrize(("operator", "name"), OURS)
-def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
+def test_our_kernels_keep_every_law(operator: str, name: str):
     one = kernels.get(operator, name)
     found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}
     held = {law for law, probe in found.items() if probe.holds == "yes" and not probe.detail}
@@ -284,7 +284,7 @@ def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["recurrent", "fused"])
 @pytest.mark.parametrize("operator", SHAPES)
-def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str) -> None:
+def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str):
     one = kernels.get(operator, name)
     inputs = step(operator)
     moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
@@ -295,7 +295,7 @@ def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str) -> None:
 # --- when
 
 
-def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others() -> None:
+def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
     def steps_alone(inputs: Any) -> Output:
         if inputs.length > 1:
             raise UnsupportedError("one token")
@@ -321,11 +321,11 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others() -> None:
         ("fused", {"seqlen": 40}, False),
     ],
 )
-def test_only_calls_of_servers_are_tested(name: str, inputs: Any, tested: bool) -> None:
+def test_only_calls_of_servers_are_tested(name: str, inputs: Any, tested: bool):
     assert pools.applies(kernels.get("gdn", name), step(**inputs)) == tested
 
 
-def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch):
     law = "new sequences begin with zeros"
     monkeypatch.setattr(pools, "LAWS", {law: pools.LAWS[law]})
     monkeypatch.setattr(probes, "laws_of", lambda _trial: {})
@@ -344,7 +344,7 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     assert between == [["no"], [], []]
 
 
-def test_a_call_without_a_pool_runs_on_one_of_its_own() -> None:
+def test_a_call_without_a_pool_runs_on_one_of_its_own():
     """A kernel that works in place gives the final states, and those after each token; again, too,
     and of a pool, whose slots it does not write.
     """

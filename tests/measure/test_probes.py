@@ -82,11 +82,11 @@ def gdn() -> Any:
 
 
 @pytest.mark.parametrize("make", [ssd, gdn, lambda: ssd(batch=2, seqlen=70), lambda: ssd(seqlen=1)])
-def test_a_good_kernel_breaks_no_law(make: Callable[[], Any]) -> None:
+def test_a_good_kernel_breaks_no_law(make: Callable[[], Any]):
     assert broken(oracle_output, make()) == set()
 
 
-def test_all_laws_apply_to_a_kernel_that_supports_everything() -> None:
+def test_all_laws_apply_to_a_kernel_that_supports_everything():
     assert {one.holds for one in probed(oracle_output, ssd()).values()} == {"yes"}
 
 
@@ -224,13 +224,13 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (random_and_leaking, "causality"),
     ],
 )
-def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, name: str) -> None:
+def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, name: str):
     found = law(name, kernel, ssd())
     assert found.holds == "no"
     assert found.detail
 
 
-def test_bits_that_rounding_alone_changes_break_no_law() -> None:
+def test_bits_that_rounding_alone_changes_break_no_law():
     """Of a kernel that rarely sums in another order, and of one whose rounding depends on later
     tokens.
     """
@@ -257,7 +257,7 @@ def broken_edge(kernel: Kernel, inputs: Any) -> str:
     return found.detail
 
 
-def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule() -> None:
+def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
     def without_its_clamp(inputs: Any) -> Any:
         out, states = oracle_output(inputs)
         return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
@@ -281,7 +281,7 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule() -> Non
     assert detail.startswith("limits of dt that bind (dt is limited after its bias and softplus)")
 
 
-def test_several_faults_name_all_traits() -> None:
+def test_several_faults_name_all_traits():
     def half(inputs: Any) -> Any:
         out, states = oracle_output(inputs)
         return (out / 2 if inputs.length == 321 else out), states
@@ -290,7 +290,7 @@ def test_several_faults_name_all_traits() -> None:
     assert detail.startswith("initial states, large steps in a head, x of 0, D of every channel, ")
 
 
-def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> None:
+def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it():
     def changing_its_gate(inputs: Any) -> Any:
         output = oracle_output(inputs)
         if inputs.z is not None:
@@ -304,7 +304,7 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> No
     )
 
 
-def test_what_a_kernel_refuses_is_not_applicable_with_its_reason() -> None:
+def test_what_a_kernel_refuses_is_not_applicable_with_its_reason():
     def refusing(inputs: Any) -> Any:
         if inputs.cu_seqlens is not None or inputs.x.dtype != torch.bfloat16:
             raise UnsupportedError("mine: bf16 without packs only")
@@ -320,7 +320,7 @@ def test_what_a_kernel_refuses_is_not_applicable_with_its_reason() -> None:
     assert found["edge inputs"].holds == "yes"
 
 
-def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_fp16() -> None:
+def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_fp16():
     def with_a_gain_in_fp32(inputs: Any, gain: float = 1.0001) -> Any:
         out, states = oracle_output(inputs)
         return (out * gain if out.dtype == torch.float32 else out), states
@@ -332,7 +332,7 @@ def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_
     assert law("finer inputs", with_a_gain_in_fp32, ssd()).holds == "yes"
 
 
-def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
+def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does():
     def in_another_order(inputs: Any) -> Any:
         walk = (
             1.5
@@ -346,7 +346,7 @@ def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
     assert broken(in_another_order, ssd(dtype=torch.float32)) == set()
 
 
-def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
+def test_each_kind_of_layer_is_probed_once_unless_thorough():
     once = Prober(Here())
     thorough = Prober(Here(), laws="all")
     layer = ssd(seqlen=20)
@@ -360,13 +360,13 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
     assert found == [2, 0, 2, 2, 2, 2]
 
 
-def test_quick_laws_are_two_and_once() -> None:
+def test_quick_laws_are_two_and_once():
     quick = Prober(Here(), laws="quick")
     assert probed(oracle_output, ssd(), quick).keys() == {"causality", "cut in two"}
     assert not probed(oracle_output, ssd(), quick)
 
 
-def test_the_history_of_each_layer_is_probed() -> None:
+def test_the_history_of_each_layer_is_probed():
     """The first layer of a kind may forget too fast to show that a kernel drops history."""
     prober = Prober(Here())
     given = ssd()
@@ -377,9 +377,7 @@ def test_the_history_of_each_layer_is_probed() -> None:
 
 
 @pytest.mark.parametrize(("decay", "holds"), [(-30.0, "yes"), (-14.0, "no")])
-def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
-    decay: float, holds: str
-) -> None:
+def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay: float, holds: str):
     """2^decay: of the first positions' state where the kernel drops it."""
     given = ssd(dt_softplus=False, dt_bias=None)
     given.dt.fill_(0.1)
@@ -396,7 +394,7 @@ def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
         assert of_fp32.holds == "not applicable"
 
 
-def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
+def test_a_kernel_that_is_interpreted_is_probed_if_thorough():
     given = ssd(seqlen=20)
     skipped = probed(oracle_output, given, interpreted=True).values()
     assert {(probe.holds, probe.detail) for probe in skipped} == {
@@ -421,7 +419,7 @@ def test_bundled_kernels_break_no_law_on_a_gpu(
     tokens: dict[str, int],
     dtype: str,
     precision: Precision,
-) -> None:
+):
     given = generated(operator, sizes, device="cuda", dtype=dtype, **tokens)
     found = Prober(IsolatedFirstCall()).probe(
         kernels.get(operator, implementation), given, precision
@@ -430,7 +428,7 @@ def test_bundled_kernels_break_no_law_on_a_gpu(
     assert [one for one in found if one.holds == "no" and one.name != REPEATS] == []
 
 
-def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
+def test_bundled_kernels_are_probed_at_the_length_of_the_call():
     """At another length, another kernel may be compiled."""
     lengths = set()
 
@@ -445,13 +443,11 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
 
 
 @pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
-def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str) -> None:
+def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str):
     assert probed(without_bias_in_a_step, ssd(), kind=kind)["edge inputs"].holds == holds
 
 
-def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probes, "INTERPRETED", True)
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds

@@ -35,7 +35,7 @@ def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ssd, gdn])
-def test_a_good_kernel_passes(make: Any) -> None:
+def test_a_good_kernel_passes(make: Any):
     assert verdict("good", make()) == ("ran", "")
 
 
@@ -75,7 +75,7 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
         ("not_a_tensor", "ssd", "must return tensors, and final_states is NoneType"),
     ],
 )
-def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: str) -> None:
+def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: str):
     found = try_call(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), Precision())
     assert found[0] == ("refused" if function == "refusing" else "failed")
     assert reason in found[1]
@@ -93,21 +93,19 @@ def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: st
         pytest.param("beyond_its_output", OUT_OF_BOUNDS, marks=pytest.mark.slow),
     ],
 )
-def test_what_ends_the_other_process_is_told(function: str, reason: str) -> None:
+def test_what_ends_the_other_process_is_told(function: str, reason: str):
     assert verdict(function, ssd()) == ("failed", reason)
 
 
-def test_a_process_that_ended_without_a_word() -> None:
+def test_a_process_that_ended_without_a_word():
     assert isolate._death(7, 1.0, "") == "its first call ended its process with exit code 7"
 
 
-def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
+def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
     assert verdict("hanging", ssd(), 0.1) == ("failed", "its first call was stopped after 0.1 s")
 
 
-def test_the_other_process_finds_the_memory_that_torch_only_caches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: pytest.MonkeyPatch):
     done = []
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
@@ -121,9 +119,7 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(
     assert done == ["released", "run"]
 
 
-def test_each_precision_and_form_of_inputs_has_one_first_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytest.MonkeyPatch):
     made = []
 
     def tried(one: Implementation, _several: Any, precision: Precision, _limit_s: float) -> Any:
@@ -144,7 +140,7 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(
 
 def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_stray_module_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     (tmp_path / "typing.py").write_text("raise RuntimeError('not this one')\n")

@@ -32,7 +32,7 @@ def expanded(d: Dims) -> SSDInputs:
     return SSDInputs(x=x, dt=dt, A=torch.zeros(nheads), B=B, C=B, chunk_size=d.chunk_size or 0)
 
 
-def test_mamba2_at_128k_moves_2_77_gb_and_does_0_43_tflop() -> None:
+def test_mamba2_at_128k_moves_2_77_gb_and_does_0_43_tflop():
     assert ORACLE.dims(expanded(MAMBA2_2_7B)) == MAMBA2_2_7B
     x = 131072 * 80 * 64 * 2
     dt = 131072 * 80 * 2
@@ -44,7 +44,7 @@ def test_mamba2_at_128k_moves_2_77_gb_and_does_0_43_tflop() -> None:
     assert flops(MAMBA2_2_7B.sizes, MAMBA2_2_7B.seqlen, 128) == pytest.approx(0.43e12, rel=0.01)
 
 
-def test_every_optional_input_is_read() -> None:
+def test_every_optional_input_is_read():
     plain = random_inputs(D=None, dt_bias=None)
     states = torch.zeros(1, 4, 32, 16)
     full = random_inputs(z=plain.x, initial_states=states)
@@ -52,7 +52,7 @@ def test_every_optional_input_is_read() -> None:
     assert more == 4 * 4 + 4 * 4 + plain.x.numel() * 2 + states.numel() * 4
 
 
-def test_flops_count_every_multiplication_and_addition_of_the_causal_half() -> None:
+def test_flops_count_every_multiplication_and_addition_of_the_causal_half():
     q, h, p, g, n = 16, 4, 8, 2, 32
     sizes = {"nheads": h, "headdim": p, "dstate": n, "ngroups": g}
     pairs = sum(range(1, q + 1))  # position and source, in one chunk
@@ -64,7 +64,7 @@ def test_flops_count_every_multiplication_and_addition_of_the_causal_half() -> N
 @pytest.mark.parametrize(
     ("tflops", "floor_us"), [(780.0, 644.3), (200.0, 1774.0)], ids=["memory", "compute"]
 )
-def test_the_floor_is_the_higher_of_the_two(tflops: float, floor_us: float) -> None:
+def test_the_floor_is_the_higher_of_the_two(tflops: float, floor_us: float):
     ceilings = Ceilings(copy_gb_per_s=4300, matmul_tflops=tflops)
     case = cases.case(**ORACLE.cost(expanded(MAMBA2_2_7B))[1], samples=cases.timed(2 * floor_us))
     assert case.floor_us(ceilings) == pytest.approx(floor_us, rel=2e-3)
@@ -73,7 +73,7 @@ def test_the_floor_is_the_higher_of_the_two(tflops: float, floor_us: float) -> N
 
 
 @pytest.mark.gpu
-def test_ceilings_are_those_of_a_gpu() -> None:
+def test_ceilings_are_those_of_a_gpu():
     ceilings = measure_ceilings(torch.device("cuda"))
     assert 100 < ceilings.copy_gb_per_s < 20_000
     assert 10 < ceilings.matmul_tflops < 5_000

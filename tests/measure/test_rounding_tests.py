@@ -82,7 +82,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_named(
     fault: Callable[[Tensor, Tensor], Pair], together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("ssdprof.measure.accuracy._drawn_together", lambda *_: together)
     inputs = random_inputs(seqlen=LENGTH)
     found = reasons(inputs, *fault(*exact(inputs)))
@@ -90,7 +90,7 @@ def test_a_fault_is_named(
     assert (found == "; ") == (fault is no_fault)
 
 
-def test_a_cut_of_operands_must_be_declared() -> None:
+def test_a_cut_of_operands_must_be_declared():
     generator = torch.Generator().manual_seed(0)
     high = torch.randn(2, 100, 16, generator=generator, dtype=torch.float64)
 
@@ -110,7 +110,7 @@ def test_a_cut_of_operands_must_be_declared() -> None:
     assert failed("rounds", "cuts") == []
 
 
-def test_fp32_inputs_are_judged_by_the_budget_alone() -> None:
+def test_fp32_inputs_are_judged_by_the_budget_alone():
     inputs = random_inputs(seqlen=LENGTH, dtype=torch.float32)
     out, state = exact(inputs)
     found = compare(

@@ -53,7 +53,7 @@ def shape(samples: Samples) -> list[int]:
     return [len(rounds) for rounds in samples]
 
 
-def test_every_round_has_every_sampler_once_and_the_warm_up_is_thrown_away() -> None:
+def test_every_round_has_every_sampler_once_and_the_warm_up_is_thrown_away():
     clock = Clock()
     samples = sample_in_turns(
         clock.set_up(a=[9, 1, 1, 1, 1], b=[10]), plan(warmup_rounds=1), now=clock.now
@@ -64,7 +64,7 @@ def test_every_round_has_every_sampler_once_and_the_warm_up_is_thrown_away() -> 
     assert shape(samples[B]) == [4, 4, 4]
 
 
-def test_whoever_comes_first_comes_last_in_the_next_round() -> None:
+def test_whoever_comes_first_comes_last_in_the_next_round():
     clock = Clock()
     sample_in_turns(clock.set_up(a=[1], b=[1], c=[1]), plan(), now=clock.now)
     rounds = [clock.calls[first : first + 3] for first in range(0, len(clock.calls), 3)]
@@ -85,14 +85,14 @@ DISAGREEING = [value for value in (100.0, 104, 98, 103, 99, 105) for _ in range(
 )
 def test_recordings_that_disagree_are_followed_by_more(
     a: list[float], b: list[float], given: SamplingPlan, recordings: int
-) -> None:
+):
     clock = Clock()
     assert (
         shape(sample_in_turns(clock.set_up(a=a, b=b), given, now=clock.now)[A]) == [4] * recordings
     )
 
 
-def test_noisy_rounds_make_recordings_longer_and_not_more() -> None:
+def test_noisy_rounds_make_recordings_longer_and_not_more():
     clock = Clock()
     times = (100 * (1 + 0.06 * np.random.default_rng(0).standard_normal(10_000))).tolist()
     samples = sample_in_turns(
@@ -103,7 +103,7 @@ def test_noisy_rounds_make_recordings_longer_and_not_more() -> None:
     assert shape(samples[A]) == shape(samples[B]) == sorted(shape(samples[A]))
 
 
-def test_noisy_calls_do_not_make_more_replays() -> None:
+def test_noisy_calls_do_not_make_more_replays():
     draw = np.random.default_rng(0)
 
     def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
@@ -117,7 +117,7 @@ def test_noisy_calls_do_not_make_more_replays() -> None:
     assert set(shape(samples[A])) == {4}
 
 
-def test_rounds_that_drift_together_are_not_noisy() -> None:
+def test_rounds_that_drift_together_are_not_noisy():
     """A change of the clock during a recording changes both times, but not their ratio."""
     clocks = iter(np.repeat(np.random.default_rng(0).normal(100, 10, 1000), 2))
 
@@ -127,7 +127,7 @@ def test_rounds_that_drift_together_are_not_noisy() -> None:
     assert shape(sample_in_turns(set_up, plan())[A]) == [4, 4, 4]
 
 
-def test_call_times_are_not_compared_with_device_times() -> None:
+def test_call_times_are_not_compared_with_device_times():
     """Each is steady relative to times of its own kind, while the two kinds drift apart."""
     drift = iter(np.linspace(1, 2, 1000))
     clock = {}
@@ -142,7 +142,7 @@ def test_call_times_are_not_compared_with_device_times() -> None:
     assert shape(samples["call", "a"]) == [4, 4, 4]
 
 
-def test_the_time_budget_ends_the_sampling() -> None:
+def test_the_time_budget_ends_the_sampling():
     clock = Clock()
     shaky = [value for value in (20_000, 60_000, 35_000) for _ in range(4)]
     samples = sample_in_turns(clock.set_up(a=shaky, b=[1000]), plan(seconds=1.0), now=clock.now)
@@ -150,7 +150,7 @@ def test_the_time_budget_ends_the_sampling() -> None:
     assert 0.7 < clock.seconds <= 1.0
 
 
-def test_what_a_later_recording_leaves_out_is_given_up() -> None:
+def test_what_a_later_recording_leaves_out_is_given_up():
     clock = Clock()
     both = clock.set_up(a=[1], b=[1])
     alone = clock.set_up(a=[1])
@@ -163,5 +163,5 @@ def test_what_a_later_recording_leaves_out_is_given_up() -> None:
     assert shape(samples[A]) == [4, 4, 4]
 
 
-def test_nothing_to_sample_is_no_error() -> None:
+def test_nothing_to_sample_is_no_error():
     assert sample_in_turns(lambda _: {}, SamplingPlan()) == {}

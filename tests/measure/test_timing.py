@@ -68,7 +68,7 @@ def fine(_key: str, run: Run) -> str:
     return ""
 
 
-def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None:
+def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew():
     timer = FakeTimer()
     found = time_in_turns(
         {"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=fine, process="one"
@@ -84,16 +84,14 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None
     assert (device.process, device.clock, device.us) == ("one", "device", ((100.0,) * 5,) * 2)
 
 
-def test_samples_have_the_resolution_of_the_clocks() -> None:
+def test_samples_have_the_resolution_of_the_clocks():
     assert record("one", "call", [np.array([123.45678]), np.array([0.0123456])]).us == (
         (123.46,),
         (0.012346,),
     )
 
 
-def test_no_recording_is_alive_when_the_next_place_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch):
     """Otherwise memory would have to hold both the old and the new one."""
     recorded = []
     record = FakeTimer.record
@@ -131,7 +129,7 @@ LATER = "a later call raised ValueError: no more calls (test_timing.py:"
 )
 def test_a_later_call_that_raises_is_named_and_the_others_are_timed(
     calls: int, error: Exception, why: str
-) -> None:
+):
     class Fails(FakeRun):
         calls = 0
 
@@ -152,7 +150,7 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(
 @pytest.mark.parametrize(
     "error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")]
 )
-def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception) -> None:
+def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception):
     found = time_in_turns(
         {"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine
     )
@@ -164,7 +162,7 @@ def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Except
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us", "check"])
 def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
     monkeypatch: pytest.MonkeyPatch, event: str
-) -> None:
+):
     """A fault may depend on other contents of memory, and show when the output is looked at."""
     timed = getattr(FakeTimer, event, None)
 
@@ -184,7 +182,7 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
         time_in_turns(runs, FakeTimer(), PLAN, check=check)
 
 
-def test_a_patched_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     """A user's kernel is imported later than `measure.timing`."""
 
     def patched(*_: object, **__: object) -> float:
@@ -219,14 +217,14 @@ def sleeping(milliseconds: float) -> Callable[[], SSDOutput]:
 
 
 @pytest.mark.gpu
-def test_device_time_grows_with_the_work(timer: CudaTimer) -> None:
+def test_device_time_grows_with_the_work(timer: CudaTimer):
     (short, _), (long, _) = (timer.record(sleeping(milliseconds)) for milliseconds in (1, 4))
     ratios = [timer.device_us(long) / timer.device_us(short) for _ in range(5)]
     assert np.median(ratios) == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.gpu
-def test_call_time_includes_launching_and_device_time_does_not(timer: CudaTimer) -> None:
+def test_call_time_includes_launching_and_device_time_does_not(timer: CudaTimer):
     x = torch.zeros(1, device="cuda")
 
     def many_small() -> SSDOutput:
@@ -243,7 +241,7 @@ def test_call_time_includes_launching_and_device_time_does_not(timer: CudaTimer)
 
 
 @pytest.mark.gpu
-def test_the_cache_is_cold(timer: CudaTimer) -> None:
+def test_the_cache_is_cold(timer: CudaTimer):
     """A sum over 16 MB: from L2 it is far faster than the timer's result."""
     data = torch.zeros(4 << 20, device="cuda")
     sums = 20
@@ -283,7 +281,7 @@ def places_and_reserved_bytes() -> tuple[set[int], list[int]]:
 
 
 @pytest.mark.gpu
-def test_recordings_of_a_new_place_lie_elsewhere_and_old_ones_leave_no_memory() -> None:
+def test_recordings_of_a_new_place_lie_elsewhere_and_old_ones_leave_no_memory():
     """In a separate process, because gaps between tensors of other tests may hold every
     recording.
     """
@@ -294,7 +292,7 @@ def test_recordings_of_a_new_place_lie_elsewhere_and_old_ones_leave_no_memory() 
 
 
 @pytest.mark.gpu
-def test_a_call_that_waits_for_the_gpu_cannot_be_captured(timer: CudaTimer) -> None:
+def test_a_call_that_waits_for_the_gpu_cannot_be_captured(timer: CudaTimer):
     def waits() -> SSDOutput:
         x = torch.zeros(1, device="cuda")
         return SSDOutput(x + float(x), x)

@@ -86,14 +86,14 @@ def compared(seed: int, ratio: float) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", ["device", "call"])
-def test_the_same_kernel_is_hardly_ever_faster_than_itself(clock: str) -> None:
+def test_the_same_kernel_is_hardly_ever_faster_than_itself(clock: str):
     verdicts = [compared(seed, ratio=1.0)[clock] for seed in range(60)]
     assert verdicts.count("no difference") >= 59
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "expected"), [(1.03, "faster"), (1 / 1.03, "slower")])
-def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str) -> None:
+def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str):
     found = [compared(seed, ratio) for seed in range(40)]
     assert [verdicts["device"] for verdicts in found].count(expected) >= 39
     assert [verdicts["call"] for verdicts in found].count(expected) >= 38
@@ -101,7 +101,7 @@ def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [0.01, 0.02, 0.04])
-def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: float) -> None:
+def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: float):
     """If recordings of equal times differ much, the interval is likely to lie beyond the limit
     after some recording.
     """
@@ -120,7 +120,7 @@ def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: flo
     assert verdicts.count("no difference") >= 294
 
 
-def test_one_recording_would_be_wrong_often() -> None:
+def test_one_recording_would_be_wrong_often():
     """The simulated GPU is hard enough: intervals from the rounds of a single place in memory are
     too narrow.
     """

@@ -57,7 +57,7 @@ Load = Callable[..., Implementation]
 # --- inputs
 
 
-def test_a_view_spans_what_its_strides_skip() -> None:
+def test_a_view_spans_what_its_strides_skip():
     assert span(torch.empty(2, 3, 5)[0, :, :4]) == 14
 
 
@@ -383,7 +383,7 @@ def agrees(implementation: Implementation, inputs: Any, precision: Precision) ->
 @pytest.mark.parametrize(("name", "inputs", "precision"), TERMS)
 def test_a_librarys_terms_are_met(
     name: str, inputs: Any, precision: Precision, load: Load, calls: Calls
-) -> None:
+):
     """fla and FlashQLA get our tensors as they are."""
     implementation = load(name, inputs.operator)
     agrees(implementation, inputs, precision)
@@ -439,7 +439,7 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
 @pytest.mark.parametrize(("name", "call", "precision", "words"), REFUSED)
 def test_what_they_do_not_do(
     name: str, call: Any, precision: Precision, words: str, load: Load, calls: Calls
-) -> None:
+):
     inputs = of_ssd(**call) if isinstance(call, dict) else call
     implementation = load(name, inputs.operator)
     for function in (implementation.run, implementation.plan):
@@ -451,14 +451,14 @@ def test_what_they_do_not_do(
 @pytest.mark.parametrize(
     "name", ["mamba_ssm", "fla", "flash_qla", "flashinfer", "flashinfer_mtp", "vllm"]
 )
-def test_a_library_that_is_not_there_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_there_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
     monkeypatch.setitem(sys.modules, name.removesuffix("_mtp"), None)
     with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
         required(resolve(operators.get("ssd" if name == "mamba_ssm" else "gdn"), name))
 
 
-def test_a_library_from_a_checkout_has_no_version() -> None:
+def test_a_library_from_a_checkout_has_no_version():
     assert package_version("torch") == metadata.version("torch")
     assert package_version("no-such-package") == "unknown"
 
@@ -466,7 +466,7 @@ def test_a_library_from_a_checkout_has_no_version() -> None:
 # --- mamba_ssm
 
 
-def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls) -> None:
+def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls):
     library = load("mamba_ssm")
     assert (library.name, library.version) == ("mamba_ssm", "9.9")
     inputs = of_ssd(D=torch.ones(2), dt_bias=torch.ones(2), dt_softplus=True, dt_limit=(0.0, 1.0))
@@ -484,7 +484,7 @@ def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls) -> N
 
 def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
     load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     asked = []
 
     def forward(*arguments: Any, state_dtype: Any = None, **_: Any) -> Any:
@@ -513,7 +513,7 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
 
 def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
     load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     softplus = f"{TRITON}.softplus"
     load("published")
     assert softplus not in sys.modules, "where nothing is installed, nothing is"
@@ -530,7 +530,7 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
 @pytest.mark.parametrize("intermediates", ["exact", "relaxed"])
 def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
     load: Load, intermediates: Literal["exact", "relaxed"], states: torch.dtype
-) -> None:
+):
     precision = Precision(intermediates=intermediates, state_dtype=states)
     implementation = load("published")
     _, options = implementation.run(of_ssd(FP16), precision).final_states
@@ -545,14 +545,14 @@ def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_stat
     assert ("with the states of the other one" in plan.reason) is not of_its_own
 
 
-def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
+def test_the_published_kernel_is_named_by_its_content(checkout: Path):
     before = published_version(checkout)
     kernel_file(checkout).write_text(KERNEL + "\n")
     assert before.startswith("ssd_fused5.py, sha256 ")
     assert published_version(checkout) != before
 
 
-def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load) -> None:
+def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load):
     of = (resolve(SSD, "unfused"), load("published"))
     sizes = SSD.generated.chunk_sizes
 
@@ -582,7 +582,7 @@ def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load) -> No
 @pytest.mark.parametrize("gates", [dict(g=of_kda().g - 5), dict(beta=2 * of_kda().beta)])
 def test_flash_kda_refuses_gates_whose_activations_it_cannot_undo(
     gates: dict[str, torch.Tensor], load: Load
-) -> None:
+):
     with pytest.raises(UnsupportedError, match=r"^flash_kda: g is at least -5, and beta at most 1"):
         load("flash_kda", "kda").run(replace(of_kda(), **gates), OF_BF16)
 
@@ -590,7 +590,7 @@ def test_flash_kda_refuses_gates_whose_activations_it_cannot_undo(
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
 def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
     name: str, load: Load, calls: Calls
-) -> None:
+):
     run = load(name, "gdn").run
     inputs = replace(of_gdn(), q=of_gdn().q.repeat(1, 1, 1, 2)[..., ::2])
     run(inputs, EXACT)
@@ -605,7 +605,7 @@ def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
     assert first() is None, "those inputs are gone"
 
 
-def test_flashinfers_arguments(load: Load, calls: Calls) -> None:
+def test_flashinfers_arguments(load: Load, calls: Calls):
     load("flashinfer", "gdn").run(of_gdn(), EXACT)
     assert calls[0]["beta"].dtype == FP32
     assert calls[0]["cu_seqlens"].tolist() == [0, 6, 12]
@@ -613,7 +613,7 @@ def test_flashinfers_arguments(load: Load, calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
-def test_copies_of_the_inputs_are_named(name: str, load: Load) -> None:
+def test_copies_of_the_inputs_are_named(name: str, load: Load):
     """So that v and the states can be changed at their addresses, as replays read them."""
     implementation = load(name, "gdn")
     inputs = of_gdn()
@@ -626,7 +626,7 @@ def test_copies_of_the_inputs_are_named(name: str, load: Load) -> None:
 
 def test_fla_that_may_call_other_libraries_is_not_taken(
     load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     put(monkeypatch, FLA, chunk_gated_delta_rule=as_fla([]))
     with pytest.raises(MissingCapabilityError, match="may call other libraries"):
         load("fla", "gdn")
@@ -645,7 +645,7 @@ def of_model(operator: str) -> Any:
 
 
 @pytest.mark.parametrize("operator", RECURRENCES)
-def test_model_is_what_transformers_computes(operator: str) -> None:
+def test_model_is_what_transformers_computes(operator: str):
     model = required(resolve(operators.get(operator), "model"))
     inputs = of_model(operator)
     agrees(model, inputs, EXACT)
@@ -655,7 +655,7 @@ def test_model_is_what_transformers_computes(operator: str) -> None:
         model.run(packed, EXACT)
 
 
-def test_model_with_a_library_needs_that_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_a_library_needs_that_library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(MissingCapabilityError, match="transformers finds no fla here"):
         required(resolve(operators.get("kda"), "model:installed"))
@@ -697,9 +697,7 @@ def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
 OPTIONS = {"grid": (1,), "warmup": False}
 
 
-def test_what_a_tuner_will_try_is_compiled_before_side_by_side(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pytest.MonkeyPatch):
     """An interrupted tuner can go on later.  None takes the choice of another process from the
     disk.
     """
@@ -727,7 +725,7 @@ def test_what_a_tuner_will_try_is_compiled_before_side_by_side(
 
 def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(
     load: Load, checkout: Path
-) -> None:
+):
     kernel_file(checkout).write_text(TUNED)
     call = load("published").run.args[1].args[0]  # type: ignore[attr-defined]
     kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
@@ -738,7 +736,7 @@ def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(
 
 def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(
     load: Load, checkout: Path
-) -> None:
+):
     kernel_file(checkout).write_text(TUNED)
     run = load("published").run
     sizes = [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4, 1), (1, 1024, 4, 2)]
@@ -750,7 +748,7 @@ def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(
 
 def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
     load: Load, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     tuner = tuned(Kernel(), 32, 64)
     put(monkeypatch, f"{TRITON}.ssd_chunk_scan", tuner=tuner)
     run = load("mamba_ssm").run
@@ -764,7 +762,7 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
 
 def test_fla_calls_no_other_library_also_where_a_model_imports_it_first(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """transformers imports fla with a model's code, before this package asks for fla's kernels."""
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")
     monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")

@@ -39,7 +39,7 @@ def drawn(operator: str) -> Any:
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn", "kda"])
-def test_what_models_pass_raises_no_doubt(operator: str) -> None:
+def test_what_models_pass_raises_no_doubt(operator: str):
     inputs = drawn(operator)
     assert not doubts(inputs)
     if operator == "ssd":
@@ -53,7 +53,7 @@ def test_what_models_pass_raises_no_doubt(operator: str) -> None:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_what_a_model_passes_raises_no_doubt(name: str) -> None:
+def test_what_a_model_passes_raises_no_doubt(name: str):
     for serving in (Serving(), Serving(chunk=16)):
         captured, _ = capture(name, tiny_models.prompt(LENGTH), serving)
         assert captured
@@ -89,14 +89,14 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
 @pytest.mark.parametrize(("operator", "name", "change", "words"), WRONG)
 def test_what_no_model_passes_is_named(
     operator: str, name: str, change: Callable[[Tensor], Tensor], words: str
-) -> None:
+):
     (doubt,) = doubts(changed(drawn(operator), change, name))
     assert doubt.startswith(words)
 
 
 @pytest.mark.parametrize("served", [False, True])
 @pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
-def test_a_recording_is_suspected_before_kernels_and_server(served: bool) -> None:
+def test_a_recording_is_suspected_before_kernels_and_server(served: bool):
     """Four things are wrong, and the first screen shows three caveats of another kind."""
     right = drawn("gdn")
     out, states = oracle_output(right)

@@ -52,7 +52,7 @@ def generated(
 SMALL = dict(sizes=(2, 4, 16, 24, 2))
 
 
-def test_ssd_inputs_are_distributed_as_a_layer_is_initialised() -> None:
+def test_ssd_inputs_are_distributed_as_a_layer_is_initialised():
     inputs = generated("ssd", seqlen=512)
     assert (inputs.x.shape, inputs.x.dtype) == ((2, 512, 2, 16), torch.bfloat16)
     assert inputs.x.is_contiguous()
@@ -65,7 +65,7 @@ def test_ssd_inputs_are_distributed_as_a_layer_is_initialised() -> None:
     assert torch.equal(inputs.dt, again.dt)
 
 
-def test_a_batch_is_drawn_as_a_model_passes_it() -> None:
+def test_a_batch_is_drawn_as_a_model_passes_it():
     inputs = generated("gdn", layout="views", **SMALL)
     assert inputs.q.shape == (2, 40, 2, 16)
     assert inputs.v.stride(1) == 2 * 2 * 16 + 4 * 24, "q, k and v are views of one tensor"
@@ -85,7 +85,7 @@ def test_a_batch_is_drawn_as_a_model_passes_it() -> None:
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
-def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(operator: str) -> None:
+def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(operator: str):
     inputs = generated(operator, sequences=16, seqlen=32, shortest=8)
     steps = inputs.cu_seqlens.diff()
     assert len(steps) == 16
@@ -98,7 +98,7 @@ def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(ope
     assert inputs.initial.shape == {"ssd": (16, 2, 16, 16), "gdn": (16, 8, 16, 16)}[operator]
 
 
-def test_dims_and_cost() -> None:
+def test_dims_and_cost():
     inputs = generated("gdn", **SMALL)
     positions = 2 * 40
     dims = GDN.oracle.dims(inputs)
@@ -116,7 +116,7 @@ def test_dims_and_cost() -> None:
 # --- sizes
 
 
-def test_the_largest_sizes_are_those_of_the_kernels() -> None:
+def test_the_largest_sizes_are_those_of_the_kernels():
     """A config is judged by them before a download.  Kernels take these sizes and refuse larger
     ones by name.
     """
@@ -125,7 +125,7 @@ def test_the_largest_sizes_are_those_of_the_kernels() -> None:
     assert GDN.generated.largest == {"key_dim": MAX_DIM, "value_dim": MAX_DIM}
 
 
-def test_sizes_as_a_user_writes_them() -> None:
+def test_sizes_as_a_user_writes_them():
     assert str(GDN.generated.parse("16/32x128x64")) == "16/32 heads, K 128, V 64"
     assert GDN.generated.parse("16x32x128") is None
     assert str(GDN.generated.parse("2/4x256x256")) == "2/4 heads, K 256, V 256"
@@ -134,7 +134,7 @@ def test_sizes_as_a_user_writes_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["3/4x16x16", "0/4x16x16", "2/4x257x16", "2/4x16x300"])
-def test_impossible_sizes_are_refused(text: str) -> None:
+def test_impossible_sizes_are_refused(text: str):
     with pytest.raises(BadInputError, match=text):
         GDN.generated.parse(text)
 
@@ -142,7 +142,7 @@ def test_impossible_sizes_are_refused(text: str) -> None:
 # --- ways to draw
 
 
-def test_normalised_inputs_have_unit_keys_and_are_not_normalised_again() -> None:
+def test_normalised_inputs_have_unit_keys_and_are_not_normalised_again():
     usual = generated("gdn")
     normalised = generated("gdn", "normalised")
     assert (usual.use_qk_l2norm, normalised.use_qk_l2norm) == (True, False)
@@ -161,7 +161,7 @@ def test_normalised_inputs_have_unit_keys_and_are_not_normalised_again() -> None
         )
 
 
-def test_a_quarter_of_the_heads_has_no_gate() -> None:
+def test_a_quarter_of_the_heads_has_no_gate():
     usual = generated("gdn")
     ungated = generated("gdn", "quarter-ungated")
     without = (ungated.g == 0).all(dim=(0, 1))
@@ -173,13 +173,13 @@ def test_a_quarter_of_the_heads_has_no_gate() -> None:
 @pytest.mark.parametrize(
     ("way", "expected"), [("slow", [True] * 8), ("quarter-slow", [True, False, False, False] * 2)]
 )
-def test_heads_that_keep_thousands_of_tokens(way: str, expected: list[bool]) -> None:
+def test_heads_that_keep_thousands_of_tokens(way: str, expected: list[bool]):
     g = generated("gdn", way).g
     assert (g.mean((0, 1)) > -1.5e-4).tolist() == expected
     assert (g < 0).all()
 
 
-def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused() -> None:
+def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused():
     assert parse_ways(GDN, "quarter-ungated, normalised,normalised") == (
         "normalised",
         "quarter-ungated",
@@ -194,7 +194,7 @@ def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused()
 
 
 @needs_interpreter
-def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> None:
+def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not():
     portable = resolve(GDN, "fused_portable")
     inputs = generated("gdn", seqlen=3)
     assert registry.get("gdn", "fused").plan(inputs, Precision()).variant == "recurrent"
@@ -204,7 +204,7 @@ def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> N
 
 
 @needs_interpreter
-def test_the_recurrent_form_in_place_leaves_its_inputs_as_they_were() -> None:
+def test_the_recurrent_form_in_place_leaves_its_inputs_as_they_were():
     in_place = resolve(SSD, "recurrent_in_place")
     inputs: SSDInputs = generated("ssd", seqlen=1)
     assert inputs.initial_states is not None

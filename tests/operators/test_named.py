@@ -82,7 +82,7 @@ def install(folder: Path, distribution: str, **points: str) -> None:
     (info / "entry_points.txt").write_text("\n".join(["[ssdprof.implementations]", *lines, ""]))
 
 
-def test_a_checkout_is_named_with_the_library(here: Path) -> None:
+def test_a_checkout_is_named_with_the_library(here: Path):
     with pytest.raises(BadInputError) as told:
         resolve(SSD, "published")
     assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."
@@ -100,7 +100,7 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
         resolve(SSD, f"fused={here}")
 
 
-def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
+def test_a_library_has_one_checkout_in_a_command(here: Path):
     get_once = resolver(torch.device("cpu"))
     (here / "a").mkdir()
     first = get_once("ssd", f"published={here}")
@@ -112,7 +112,7 @@ def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
         refuse_two_checkouts(["published=a", "fused", "published=b"])
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(
         BadInputError, match=r"There is no implementation 'fussed' of ssd\."
     ) as told:
@@ -124,7 +124,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         resolve(SSD, "flash_qla")
 
 
-def test_a_function_of_the_current_directory(here: Path) -> None:
+def test_a_function_of_the_current_directory(here: Path):
     found = resolve(SSD, "kernels_of_a_user:plain")
     assert (found.kind, found.version) == ("own", "kernels_of_a_user:plain")
     x = torch.ones(1)
@@ -136,7 +136,7 @@ def test_a_function_of_the_current_directory(here: Path) -> None:
     assert resolve(SSD, "kernels_of_a_user:Nested.kernel").kind == "own"
 
 
-def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> None:
+def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted():
     found = resolve(SSD, "kernels_of_a_user:told")
     assert own_precisions(found, "bf16", (Precision(), RELAXED)) == (Precision(), RELAXED)
     with pytest.raises(TypeError, match="must return tensors, and out is Precision"):
@@ -146,7 +146,7 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", -1)])
 def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
     monkeypatch: pytest.MonkeyPatch, device: str, index: int
-) -> None:
+):
     """Triton launches on the current GPU, which can be another one in a rank of torchrun or a
     placed model.
     """
@@ -187,14 +187,14 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
 )
-def test_an_own_kernel_that_cannot_be_had(word: str, message: str) -> None:
+def test_an_own_kernel_that_cannot_be_had(word: str, message: str):
     with pytest.raises(BadInputError) as told:
         resolve(SSD, word)
     assert message in told.value.message
     assert told.value.hint
 
 
-def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch):
     install(
         here / "site", "a-kernel", mine="kernels_of_a_user:plain", fused="kernels_of_a_user:told"
     )
@@ -207,9 +207,7 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     assert "mine" in known(GDN)
 
 
-def test_an_entry_point_that_cannot_be_loaded_is_named(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch: pytest.MonkeyPatch):
     install(here / "site", "a-kernel", mine="broken_module:f")
     monkeypatch.syspath_prepend(here / "site")
     with pytest.raises(
@@ -218,7 +216,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(
         resolve(SSD, "mine")
 
 
-def test_the_kind_of_a_name_needs_no_import() -> None:
+def test_the_kind_of_a_name_needs_no_import():
     words = ("fused", "mamba_ssm", "published=/nowhere", "nowhere:f", "an_entry_point")
     assert [kind_of(SSD, word) for word in words] == ["bundled", "library", "library", "own", "own"]
     assert kind_of(GDN, "fused_portable") == "bundled"
@@ -226,7 +224,7 @@ def test_the_kind_of_a_name_needs_no_import() -> None:
 
 def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
     here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     install(here / "one", "one", mine="kernels_of_a_user:plain")
     install(here / "two", "two", mine="kernels_of_a_user:told")
     monkeypatch.syspath_prepend(here / "one")
@@ -274,14 +272,14 @@ ON_GPU = SimpleNamespace(operator="gdn", device=torch.device("cuda"))
 )
 def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
     registered: dict[str, Any], given: dict[str, Any], expected: str
-) -> None:
+):
     registered.update(given)
     assert computed(ON_GPU, print) == (expected, None)
 
 
 def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(
     registered: dict[str, Any],
-) -> None:
+):
     registered.update(reference="reference", fused=REFUSED)
     with pytest.raises(BadInputError, match=r"No GDN .*\(fused: K of 7\)"):
         computed(ON_GPU, print)

@@ -86,7 +86,7 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"]
 )
-def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(ssd.ROWS, "cpu", 256 if variant == "plain" else 16)  # of the scores at once
     changes = {
         "plain": {},
@@ -102,7 +102,7 @@ def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"]
 )
-def test_in_fp32_it_is_gdn(variant: str) -> None:
+def test_in_fp32_it_is_gdn(variant: str):
     changes = {
         "plain": {},
         "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
@@ -114,14 +114,14 @@ def test_in_fp32_it_is_gdn(variant: str) -> None:
     assert max(errors(make_gdn(batch=2, **changes), Precision())) < 2e-6
 
 
-def test_spans_carry_the_state(make: Make) -> None:
+def test_spans_carry_the_state(make: Make):
     inputs = make(seqlen=150, batch=2)
     whole = rounded(inputs, Precision())
     pieces = rounded(inputs, Precision(), block=CHUNK)
     assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
 
 
-def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
+def test_every_sequence_begins_with_its_own_state(make: Make):
     gdn = make is make_gdn
     states = (
         {"initial_state": torch.randn(2, 4, 32, 24)}
@@ -137,7 +137,7 @@ def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 150])
-def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int) -> None:
+def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int):
     states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
     inputs = make(seqlen=150, batch=2, **states)
     span = Span(sequence=1, batch=1, start=0, stop=length)
@@ -151,7 +151,7 @@ def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int) -> No
         torch.testing.assert_close(three, torch.cat([one] * 3, dim))
 
 
-def test_an_empty_sequence_keeps_its_state() -> None:
+def test_an_empty_sequence_keeps_its_state():
     inputs = make_gdn(initial_state=torch.randn(1, 4, 32, 24))
     out, state = advanced(begun(inputs, Precision()), inputs, 0, 0, 0)
     assert out.shape == (0, 4, 24)
@@ -161,15 +161,13 @@ def test_an_empty_sequence_keeps_its_state() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_the_states_are_numbers_of_their_dtype(make: Make, dtype: torch.dtype) -> None:
+def test_the_states_are_numbers_of_their_dtype(make: Make, dtype: torch.dtype):
     states = rounded(make(dtype=FP32), Precision(state_dtype=dtype))[1]
     assert torch.equal(states.to(dtype).float(), states)
 
 
 @pytest.mark.parametrize(("dtype", "unit_roundoff"), [(FP16, 2**-11), (BF16, 2**-8)], ids=str)
-def test_the_error_is_that_of_a_few_roundings(
-    make: Make, dtype: torch.dtype, unit_roundoff: float
-) -> None:
+def test_the_error_is_that_of_a_few_roundings(make: Make, dtype: torch.dtype, unit_roundoff: float):
     exact_out, exact_states = errors(make(dtype=dtype), Precision())
     relaxed_out, relaxed_states = errors(make(dtype=dtype), Precision(intermediates="relaxed"))
     # one rounding: uniform within half a spacing, rms between 0.29 and 0.58 of the unit roundoff
@@ -178,7 +176,7 @@ def test_the_error_is_that_of_a_few_roundings(
     assert 0.29 * unit_roundoff < exact_states < relaxed_states < most
 
 
-def test_coarser_states_lose_more(make: Make) -> None:
+def test_coarser_states_lose_more(make: Make):
     gdn = make is make_gdn
     inputs = make(dtype=FP32, **({"gate": 0.01} if gdn else {}))
     fp32, fp16, bf16 = (
@@ -188,7 +186,7 @@ def test_coarser_states_lose_more(make: Make) -> None:
         assert (50 if gdn else 100) * fp32[tensor] < fp16[tensor] < bf16[tensor] / 4
 
 
-def test_the_products_stay_fp32_when_the_process_allows_tf32() -> None:
+def test_the_products_stay_fp32_when_the_process_allows_tf32():
     torch.set_float32_matmul_precision("high")
     try:
         rounded(random_inputs(dtype=FP32), Precision())
@@ -197,7 +195,7 @@ def test_the_products_stay_fp32_when_the_process_allows_tf32() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_wide_states_are_judged_in_shorter_blocks() -> None:
+def test_wide_states_are_judged_in_shorter_blocks():
     def length(n: int) -> int:
         x, B, dt = (
             torch.empty(1, 1, *of, device="meta").expand(1, 4096, *of)

@@ -184,7 +184,7 @@ def named(operator: str, name: str) -> Implementation:
 
 @pytest.mark.parametrize("tokens", [1, 3, "every"])
 @pytest.mark.parametrize(("operator", "name"), NAMES)
-def test_a_step_is_the_recurrence(operator: str, name: str, tokens: Any) -> None:
+def test_a_step_is_the_recurrence(operator: str, name: str, tokens: Any):
     """Twice: a call leaves its inputs as they were."""
     inputs = step(operator, seqlen=1 if tokens == 1 else 3, state_every=int(tokens == "every"))
     implementation = named(operator, name)
@@ -210,7 +210,7 @@ TABLES = {"a shared prefix", "drafted tokens", "indices of any form"}
 
 
 @pytest.mark.parametrize(("operator", "name"), NAMES)
-def test_laws_of_a_pool(operator: str, name: str) -> None:
+def test_laws_of_a_pool(operator: str, name: str):
     """Those that apply hold."""
     found = pools.try_laws(named(operator, name), step(operator), Precision(), quick=True)
     results = {probe.name.partition(": ")[2]: probe for probe in found}
@@ -223,7 +223,7 @@ def test_laws_of_a_pool(operator: str, name: str) -> None:
     assert {law for law, probe in results.items() if probe.holds == "yes"} == expected
 
 
-def test_a_pool_without_a_slot_for_padding_is_refused() -> None:
+def test_a_pool_without_a_slot_for_padding_is_refused():
     pool = torch.zeros(2, 2, 16, 16).mT
     inputs = replace(step("gdn"), initial_state=pool, state_indices=torch.arange(2))
     run = named("gdn", "vllm_step").in_place

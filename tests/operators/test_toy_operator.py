@@ -49,7 +49,7 @@ def ssdprof(command: str) -> str:
     return passing(command).out
 
 
-def test_from_stored_captures_to_reports(captures: Path) -> None:
+def test_from_stored_captures_to_reports(captures: Path):
     read = load_captures(captures)[1](load_captures(captures)[0].layers[0]).inputs
     for name, tensor in generated().tensors.items():
         assert torch.equal(read.tensors[name], tensor)
@@ -74,9 +74,7 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     assert "2 heads x 8" in ssdprof("export run")
 
 
-def test_a_wrong_implementation_of_it_is_found(
-    captures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pytest.MonkeyPatch):
     def wrong(inputs: toy.ToyInputs, precision: Precision) -> toy.Output:
         out, state = toy.running_sum(inputs, precision)
         out[1, 20, 1, 3] += 1
@@ -92,7 +90,7 @@ def test_a_wrong_implementation_of_it_is_found(
     assert not states.reason
 
 
-def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_benched(monkeypatch: pytest.MonkeyPatch):
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
 
         def noted(
@@ -120,7 +118,7 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
         assert value(report.speedup(fused)) == pytest.approx(3.0)
 
 
-def test_the_comparator_knows_it_by_its_inputs() -> None:
+def test_the_comparator_knows_it_by_its_inputs():
     output = toy.running_sum(generated(), Precision(state_dtype=torch.float16))
     assert_passes(output, generated(), Precision(state_dtype=torch.float16))
     with pytest.raises(AssertionError, match="final_states"):
@@ -129,7 +127,7 @@ def test_the_comparator_knows_it_by_its_inputs() -> None:
 
 def test_what_is_not_there_yet_is_refused_in_a_sentence(
     captures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
     assert "There is no implementation 'unfused' of toy" in ending(2, f"run {captures}").err
     with pytest.raises(BadInputError, match="There is no operator 'tay'"):

@@ -44,7 +44,7 @@ def name_of(place: Place) -> str:
 
 
 @pytest.mark.parametrize("library", OF_LIBRARY)
-def test_every_place_is_in_the_sources_that_were_read(library: str) -> None:
+def test_every_place_is_in_the_sources_that_were_read(library: str):
     for place in OF_LIBRARY[library]:
         names = RECORDED[library]["functions"][name_of(place)].split()
         assert set(place.parameters) <= set(names), name_of(place)
@@ -272,9 +272,7 @@ def entries() -> list[Any]:
 
 
 @pytest.mark.parametrize(("operator", "function", "terms"), entries())
-def test_a_call_is_read_as_inputs_and_output(
-    operator: str, function: str, terms: dict[str, Any]
-) -> None:
+def test_a_call_is_read_as_inputs_and_output(operator: str, function: str, terms: dict[str, Any]):
     (place,) = (
         place
         for place in PLACES

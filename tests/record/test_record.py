@@ -52,7 +52,7 @@ def notes_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
 
 def test_a_recorded_server_runs_as_without(
     server: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Its input, output, bits and exit code; the calls of all of its processes are a capture."""
     ran = record("", sys.executable, str(server), "no", "fork", "spawn", text="from stdin")
     assert ran.returncode == 7, ran.stderr
@@ -98,7 +98,7 @@ def test_a_recorded_server_runs_as_without(
         ),
     ],
 )
-def test_a_layer_that_goes_wrong_is_named(server: Path, when: str, fault: str, line: str) -> None:
+def test_a_layer_that_goes_wrong_is_named(server: Path, when: str, fault: str, line: str):
     ran = record(f"--when {when} --keep 2", sys.executable, str(server), fault, "fork")
     assert notes_of(ran) == [line]
     assert len(read_manifest(Path("out")).layers) == 3
@@ -162,7 +162,7 @@ def stored() -> int:
     return len(files)
 
 
-def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Function]) -> None:
+def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Function]):
     package = import_module(LIBRARY)
     original = package.chunk_gated_delta_rule
     wrapped = chunked()
@@ -190,7 +190,7 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
     chunked: Callable[..., Function],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """With gradients, while a compiler traces, inside a CUDA graph, and of other shapes."""
     function, given = chunked(), arguments()
     out, _ = function(**given | {"v": given["v"].requires_grad_()}, output_final_state=True)
@@ -221,7 +221,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     chunked: Callable[..., Function],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     function, blocked = chunked(), threading.Event()
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
     keep = keeper.Keeper.keep
@@ -252,7 +252,7 @@ def test_gates_are_activated_for_calls_that_are_stored(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     stops: bool,
-) -> None:
+):
     """In the recorder's thread; of the others after as many calls as are allowed, or without a
     fault, they stay raw.
     """
@@ -274,7 +274,7 @@ def test_gates_are_activated_for_calls_that_are_stored(
 
 def test_a_transposed_state_is_outside_the_budget(
     chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     function = chunked(when="wrong")
     function(**arguments(), output_final_state=True, fault="transposed")
     assert stored() == 1
@@ -285,7 +285,7 @@ def test_a_transposed_state_is_outside_the_budget(
 
 def test_a_function_that_has_changed_is_named(
     server: Path, chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     library = server.parent / "fla" / "ops" / "gated_delta_rule" / "chunk.py"
     library.write_text(library.read_text().replace("cu_seqlens", "offsets"))
     function = chunked()
@@ -294,9 +294,7 @@ def test_a_function_that_has_changed_is_named(
     assert "chunk_gated_delta_rule of flash-linear-attention 0.6.0 has no parameter cu_" in line
 
 
-def test_calls_without_a_layer_are_those_of_their_operator(
-    chunked: Callable[..., Function],
-) -> None:
+def test_calls_without_a_layer_are_those_of_their_operator(chunked: Callable[..., Function]):
     """Of each, the first that is not finite is stored."""
     chunked(when="nonfinite")
     process = recorder.Recorder.of_process()
@@ -318,7 +316,7 @@ def test_calls_without_a_layer_are_those_of_their_operator(
     assert stored() == 2
 
 
-def test_rows_of_padding_are_not_stored() -> None:
+def test_rows_of_padding_are_not_stored():
     given = {name: tensor[:1] for name, tensor in arguments(7).items()}
     bounds, slots = torch.tensor([0, 2, 4, 6]), torch.tensor([3, -1, 0])
     inputs = GDNInputs(**given, cu_seqlens=bounds, initial_state=torch.randn(3, 2, 16, 16))
@@ -345,7 +343,7 @@ def test_rows_of_padding_are_not_stored() -> None:
 # --- the program's own surroundings
 
 
-def test_the_installations_sitecustomize_runs_and_paths_are_as_without(server: Path) -> None:
+def test_the_installations_sitecustomize_runs_and_paths_are_as_without(server: Path):
     (server.parent / "sitecustomize.py").write_text("print('customised', __name__)")
     program = (sys.executable, "-c", "import sys, sitecustomize; print(sys.path, sitecustomize)")
     alone = subprocess.run(program, capture_output=True, text=True, check=True)
@@ -362,7 +360,7 @@ SLEEP = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
 )
 def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
     server: Path, number: signal.Signals, ends: int
-) -> None:
+):
     """SIGKILL goes to the program: nothing can pass it on."""
     words = [sys.executable, "-m", "ssdprof", "record", "--out", "out", "--", sys.executable, "-c"]
     with subprocess.Popen([*words, SLEEP], stdout=subprocess.PIPE, text=True) as command:
@@ -388,12 +386,12 @@ print(record._ended(["sleep", "60"], dict(os.environ)) == -signal.SIGUSR1)
 """
 
 
-def test_a_signal_while_the_program_starts_is_passed_on() -> None:
+def test_a_signal_while_the_program_starts_is_passed_on():
     """In a process without threads, as the command has none."""
     assert python("-c", EARLY).stdout == "True\n"
 
 
-def test_a_program_that_cannot_start_is_refused(server: Path) -> None:
+def test_a_program_that_cannot_start_is_refused(server: Path):
     """One without operators is not."""
     assert "the program called no function that ssdprof knows" in record("", "true").stderr
     ran = record("", "no-such-server")

@@ -246,7 +246,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_the_verdict_names_what_is_wrong_and_what_is_not(name: str) -> None:
+def test_the_verdict_names_what_is_wrong_and_what_is_not(name: str):
     found, expected = VERDICTS[name]
     lines = verdict_lines(found)
     assert len(lines) == len(expected), lines
@@ -256,7 +256,7 @@ def test_the_verdict_names_what_is_wrong_and_what_is_not(name: str) -> None:
         assert line.good != (line.text.startswith(bad) or "not be judged" in line.text)
 
 
-def test_many_offenders_of_a_gate_are_counted() -> None:
+def test_many_offenders_of_a_gate_are_counted():
     assert verdict(VERDICTS["gate"][0])[0].endswith("; and 2 cases more.")
 
 
@@ -310,7 +310,7 @@ BOTH = "exact, fp32 states and at relaxed, fp16 states"
         ),
     ],
 )
-def test_it_is_said_where_an_implementation_may_be_used(found: Report, words: str) -> None:
+def test_it_is_said_where_an_implementation_may_be_used(found: Report, words: str):
     assert advised(found) == f"At 131,072 tokens, fused may be used at {words}"
 
 
@@ -396,7 +396,7 @@ def beside(name: str, kind: str, *changes: Change) -> Report:
         (report(complete=False), "keep unfused for now: this run is incomplete."),
     ],
 )
-def test_the_last_sentence_says_what_to_do(found: Report, words: str) -> None:
+def test_the_last_sentence_says_what_to_do(found: Report, words: str):
     assert [line.text for line in in_short(found)] == [f"In short: {words}"]
     assert compose(found).verdict[-1].text == f"In short: {words}"
 
@@ -408,7 +408,7 @@ def test_the_last_sentence_says_what_to_do(found: Report, words: str) -> None:
         (3e-5, "use exact, fp32"),
     ],
 )
-def test_answers_decide_on_the_precision(kl: float, words: str) -> None:
+def test_answers_decide_on_the_precision(kl: float, words: str):
     faster = changed(lambda one: one.changed(samples=timed(400, 700)), precision=RELAXED_FP16)
     answered = with_answers(kl)
     found = report(precisions=TWO, layers=(3,), change=faster).changed(
@@ -520,19 +520,19 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CAVEATS)
-def test_caveats(name: str) -> None:
+def test_caveats(name: str):
     found, expected = CAVEATS[name]
     said = list(caveats(found))
     assert len(said) == len(expected), said
     assert all(one.startswith(begins) for one, begins in zip(said, expected, strict=True)), said
 
 
-def test_a_baseline_or_a_library_outside_its_budget_fails_nothing() -> None:
+def test_a_baseline_or_a_library_outside_its_budget_fails_nothing():
     assert verdict(CAVEATS["baseline"][0])[0] == f"PASSED: the one case is {WITHIN}"
     assert verdict(CAVEATS["libraries"][0])[0].startswith("PASSED: all 4 cases")
 
 
-def test_words_are_explained_where_they_appear() -> None:
+def test_words_are_explained_where_they_appear():
     words = dict(meanings(report()))
     assert list(words) == ["unfused", "fused", "exact", "relaxed"]
     assert words["unfused"].endswith("; the baseline")
@@ -550,7 +550,7 @@ def of_run(found: Report) -> dict[str, str]:
     return {name: value for name, value in what_ran(found).rows}
 
 
-def test_facts_of_special_runs() -> None:
+def test_facts_of_special_runs():
     assert of_run(steps(report()))["baseline"] == "unfused and unfused_step in decode steps"
     assert (
         of_run(report(ranks=2))["ranks"]
@@ -572,7 +572,7 @@ def test_facts_of_special_runs() -> None:
 # --- speed
 
 
-def test_the_sum_names_its_layers_and_its_baseline_and_leaves_out_what_failed() -> None:
+def test_the_sum_names_its_layers_and_its_baseline_and_leaves_out_what_failed():
     several = (groups(report(layers=layers))[0] for layers in ((0,), (0, 9)))
     assert [calls.total_speed(group).title for group in several] == [
         "Speed at 131,072 tokens, layer 0",
@@ -601,7 +601,7 @@ def out(found: Report) -> Table:
     return table
 
 
-def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row() -> None:
+def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row():
     table = out(report(precisions=(EXACT_FP32,), change=result("inaccurate", layers=(9,))))
     assert row(table, "fused hopper", "exact, fp32", "fp64")["within budget"] == "NO: 1/4"
     table = out(report(change=result("refused", precision=RELAXED_FP32)))
@@ -610,7 +610,7 @@ def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row() -> Non
     )
 
 
-def test_of_several_chunks_the_worst_call_is_named() -> None:
+def test_of_several_chunks_the_worst_call_is_named():
     place = row(
         out(in_calls(report(layers=(0, 9), seqlens=(24,), precisions=(EXACT_FP32,)))),
         "fused hopper",
@@ -620,7 +620,7 @@ def test_of_several_chunks_the_worst_call_is_named() -> None:
     assert place.startswith("layer 9, chunk ")
 
 
-def test_rows_are_folded_only_if_all_other_cells_are_equal() -> None:
+def test_rows_are_folded_only_if_all_other_cells_are_equal():
     def folded(*rows: tuple[str, str, str]) -> tuple[Cells, ...]:
         named = [{"name": name, PRECISION: precision, "x": x} for name, precision, x in rows]
         return table("t", fold_precisions(named), ()).rows
@@ -633,9 +633,7 @@ def test_rows_are_folded_only_if_all_other_cells_are_equal() -> None:
 
 
 @pytest.mark.parametrize(("kind", "passed"), [("own", False), ("library", True)])
-def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
-    kind: str, passed: bool
-) -> None:
+def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind: str, passed: bool):
     broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
     kept = (Probe(name="linearity", holds="yes"), Probe(name="halving", holds="yes"))
     probes = (*kept, broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))
@@ -654,7 +652,7 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
     )
 
 
-def test_laws_of_a_pool_have_a_table_of_their_own() -> None:
+def test_laws_of_a_pool_have_a_table_of_their_own():
     where = "call 1, row 3, slot 0, head 2: it is wrong"
     probes = (
         Probe(name="linearity", holds="yes"),
@@ -679,7 +677,7 @@ def test_laws_of_a_pool_have_a_table_of_their_own() -> None:
 # --- launches, failures, remarks
 
 
-def test_failures_share_rows_come_first_and_say_where_the_first_nan_is() -> None:
+def test_failures_share_rows_come_first_and_say_where_the_first_nan_is():
     found = report(
         layers=(0, 1, 2, 5),
         seqlens=(1024, 2048),
@@ -707,7 +705,7 @@ def test_failures_share_rows_come_first_and_say_where_the_first_nan_is() -> None
     )
 
 
-def test_endless_failures_are_cut_and_counted() -> None:
+def test_endless_failures_are_cut_and_counted():
     def change(case: Case) -> Case:
         return failed(case, "failed").changed(reason=f"{case.where} " + "x\n" * 1000)
 
@@ -727,7 +725,7 @@ def of_title(found: Report, title: str) -> Table:
     )
 
 
-def test_where_the_baseline_does_not_run_unfused_takes_its_place() -> None:
+def test_where_the_baseline_does_not_run_unfused_takes_its_place():
     made = [
         c.changed(baseline="" if c.kind == "library" else "fla") for c in (*cell(), *cell(2048))
     ]

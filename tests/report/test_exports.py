@@ -57,7 +57,7 @@ def annotation_lines(found: Report, kind: str = "error") -> list[str]:
     return [line for line in exports.workflow_commands(found) if line.startswith(f"::{kind}")]
 
 
-def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
+def test_each_call_of_a_layer_has_a_name_of_its_own():
     """Chunks and decode steps of one size would overwrite each other in the view of a CI system."""
     found = in_calls(report(layers=(0, 9), seqlens=(24,)))
     assert len(parsed(found)) == len(found.cases) + 1
@@ -81,7 +81,7 @@ def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
         ("refused", junitparser.Error),
     ],
 )
-def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
+def test_junit_of_a_case_that_did_not_pass(word: str, kind: type):
     found = parsed(ending(word, "head 5 is <over> its \x1b[1mbudget & more"))
     assert (found[FUSED].classname, len(found)) == ("ssdprof.fused", 8 + 1)
     (answer,) = found[FUSED].result
@@ -91,7 +91,7 @@ def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
     assert parsed(small())[FUSED].time == pytest.approx((500 + CALL_US) * 1e-6)
 
 
-def test_a_spreadsheet_computes_nothing() -> None:
+def test_a_spreadsheet_computes_nothing():
     formula = "=HYPERLINK(1)"
     one = report(layers=(0,), precisions=(EXACT_FP32,)).cases[0]
     one = cases.with_task(one, dims=one.dims and one.dims.changed(words=formula))
@@ -104,7 +104,7 @@ def test_a_spreadsheet_computes_nothing() -> None:
     assert float(row["device time [µs]"]) > 0
 
 
-def test_junit_skips_what_does_not_count() -> None:
+def test_junit_skips_what_does_not_count():
     whole = ending("refused")
     asked = tuple(one for one in whole.requested if one[1] == "unfused")
     assert parsed(whole.changed(requested=asked))[FUSED].is_skipped
@@ -115,7 +115,7 @@ def test_junit_skips_what_does_not_count() -> None:
     )
 
 
-def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
+def test_junit_of_gates_and_of_a_run_that_is_not_whole():
     found = parsed(small(conditions=cases.gates("speedup:2.2", "rms:9"), complete=False))
     (answer,) = found["speedup:2.2"].result
     assert answer.type == "gate"
@@ -134,7 +134,7 @@ def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
 # --- CSV
 
 
-def test_csv_of_failures_and_of_nothing() -> None:
+def test_csv_of_failures_and_of_nothing():
     (row,) = (
         row
         for row in rows(ending("refused", 'no "such", size\nat all'))
@@ -152,7 +152,7 @@ def test_csv_of_failures_and_of_nothing() -> None:
 @pytest.mark.parametrize("name", ["run-gdn", "bench-ssd", "prefill", "answers"])
 def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
     name: str, tmp_path: Path
-) -> None:
+):
     stored = reports.load(Path(__file__).parents[1] / "goldens" / "reports" / f"{name}.json")[1]
     file = tmp_path / "baseline.json"
     file.write_text(exports.baseline(stored))
@@ -183,7 +183,7 @@ def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
 
 
 @pytest.mark.parametrize("make", [small, prefill, bench, answers, lambda: ending("inaccurate")])
-def test_a_step_summary_is_one_screen(make: Callable[[], Report]) -> None:
+def test_a_step_summary_is_one_screen(make: Callable[[], Report]):
     whole = markdown.render(compose(make()))
     text = exports.step_summary(make())
     head, _, table = text.partition("\n### ")
@@ -192,13 +192,13 @@ def test_a_step_summary_is_one_screen(make: Callable[[], Report]) -> None:
     assert text.count("\n") <= 40 < whole.count("\n")
 
 
-def test_without_times_of_calls_the_whole_run_has_its_own() -> None:
+def test_without_times_of_calls_the_whole_run_has_its_own():
     (process,) = small().processes
     tests = parsed(small(gpu=False, processes=(process.changed(seconds=12.5),)))
     assert sum(test.time for test in tests.values()) == pytest.approx(12.5)
 
 
-def test_annotations() -> None:
+def test_annotations():
     assert (
         annotation_lines(small()) == annotation_lines(prefill()) == annotation_lines(bench()) == []
     )
@@ -231,7 +231,7 @@ def test_annotations() -> None:
     assert lines[9].endswith("::5 lines more: see the summary of this step.")
 
 
-def test_outputs_of_a_step_without_a_speed() -> None:
+def test_outputs_of_a_step_without_a_speed():
     found = exports.outputs(small(gpu=False, conditions=cases.gates("match:100%")))
     assert (found["passed"], found["least-speedup"]) == ("false", "")
     assert found["verdict"].startswith("GATE FAILED: match:100%: layer 0")

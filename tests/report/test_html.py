@@ -57,7 +57,7 @@ def pages() -> dict[str, str]:
     }
 
 
-def test_a_page_is_whole_and_alone(pages: dict[str, str]) -> None:
+def test_a_page_is_whole_and_alone(pages: dict[str, str]):
     for name, text in pages.items():
         page = Page(text)
         # for the icon, which a browser would otherwise request
@@ -67,7 +67,7 @@ def test_a_page_is_whole_and_alone(pages: dict[str, str]) -> None:
         assert set(page.anchors) <= set(page.ids), name
 
 
-def test_a_page_has_what_was_measured_and_text_stays_text(pages: dict[str, str]) -> None:
+def test_a_page_has_what_was_measured_and_text_stays_text(pages: dict[str, str]):
     """The goldens hold the tables and captions of whole pages."""
     words = {name: Page(text).words for name, text in pages.items()}
     assert "weights random" in words["cpu"]
@@ -100,21 +100,21 @@ def test_a_page_has_what_was_measured_and_text_stays_text(pages: dict[str, str])
         ("-0.5", -0.5),
     ],
 )
-def test_a_cell_sorts_by_its_number_in_one_unit(text: str, key: float) -> None:
+def test_a_cell_sorts_by_its_number_in_one_unit(text: str, key: float):
     assert float(sort_key(text)) == key
 
 
 @pytest.mark.parametrize(
     "text", ["-", "", "faster", "exact, fp32", "(0, 131044, 79, 63)", "4 of 4", "NaN", "0-3, 9"]
 )
-def test_a_cell_without_a_number_has_no_key(text: str) -> None:
+def test_a_cell_without_a_number_has_no_key(text: str):
     assert sort_key(text) == ""
 
 
 # --- pictures
 
 
-def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text() -> None:
+def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text():
     drawing = plots.speedups(groups(report()))
     assert drawing is not None
     svg, numbers = drawing
@@ -131,7 +131,7 @@ def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text() -> None:
     assert "http" not in text
 
 
-def test_pictures_need_what_they_show() -> None:
+def test_pictures_need_what_they_show():
     found = report()
     timed = groups(found)
     untimed = groups(report(gpu=False))
@@ -150,7 +150,7 @@ def test_pictures_need_what_they_show() -> None:
     assert plots.along_positions(timed[0])
 
 
-def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
+def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt():
     """Their times are sums over calls, and their speedups have two baselines."""
     both: tuple[Group, ...] = groups(
         steps(report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,)))
@@ -164,7 +164,7 @@ def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
     assert "position, tokens" in Page((plots.along_positions(chunks) or [""])[0]).words
 
 
-def test_lines_that_coincide_are_one_labelled_line() -> None:
+def test_lines_that_coincide_are_one_labelled_line():
     group = groups(report())[0]
     words = Page((plots.along_positions(group) or [""])[0]).words
     assert "fused, exact, fp32, and 1 equal" in words
@@ -173,7 +173,7 @@ def test_lines_that_coincide_are_one_labelled_line() -> None:
     assert "floor" in words
 
 
-def test_the_x_axis_of_a_roofline_has_ticks() -> None:
+def test_the_x_axis_of_a_roofline_has_ticks():
     """More than one, although its ends are less than a power of ten apart."""
     drawing = plots.roofline(report(), groups(report()))
     assert drawing is not None

@@ -53,7 +53,7 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_every_table_parses_with_equal_rows_and_folds_are_closed(name: str) -> None:
+def test_every_table_parses_with_equal_rows_and_folds_are_closed(name: str):
     text = render(REPORTS[name])
     found = tables(text)
     # each delimiter row became a table
@@ -70,7 +70,7 @@ def test_every_table_parses_with_equal_rows_and_folds_are_closed(name: str) -> N
     )
 
 
-def test_names_cannot_break_the_page() -> None:
+def test_names_cannot_break_the_page():
     def change(case):  # type: ignore[no-untyped-def]
         wrong = failed(case, "failed").changed(reason="x | y\n</details> [a](http://b) *z*")
         return wrong if case.layer.index == 9 else case
@@ -87,7 +87,7 @@ def test_names_cannot_break_the_page() -> None:
     assert {row[-1] for row in tables(text)[0][1:]} == {"x | y </details> [a](http://b) *z*"}
 
 
-def test_escape_and_numbers_with_their_units() -> None:
+def test_escape_and_numbers_with_their_units():
     assert "500\u00a0µs" in render(report(layers=(0,), precisions=(EXACT_FP32,)))
     assert markdown.escape("a <b> & c\n d") == "a &lt;b&gt; &amp; c d"
     assert markdown.escape("_x_ a_b 2.1x [2.0, 2.2] [u](v) `c` | $1$") == (

@@ -18,7 +18,7 @@ from ssdprof.report.statements import in_short
 from ssdprof.report.table import Document, Table, table
 
 
-def test_answers_are_shown_over_all_positions_in_bands_and_by_layer() -> None:
+def test_answers_are_shown_over_all_positions_in_bands_and_by_layer():
     alone = [
         of_answers(alone=index, bands=(band(kl_mean=kl),)) for index, kl in ((3, 1e-4), (9, 1e-2))
     ]
@@ -61,7 +61,7 @@ def test_answers_are_shown_over_all_positions_in_bands_and_by_layer() -> None:
 # --- prefills
 
 
-def test_what_was_left_to_the_model_is_named() -> None:
+def test_what_was_left_to_the_model_is_named():
     document = compose(
         prefill(of_prefill("unfused", 2000.0, left_to_model=("the norm",)), of_prefill())
     )
@@ -74,7 +74,7 @@ def test_what_was_left_to_the_model_is_named() -> None:
     assert left == ("unfused at 1,024 tokens: the model itself computed the norm.",)
 
 
-def test_prefills_that_were_not_timed_are_named() -> None:
+def test_prefills_that_were_not_timed_are_named():
     out = LeftOut(
         case_key="prefill, model convolution and norm, 16,384 tokens",
         implementations=("fused",),
@@ -129,9 +129,7 @@ def slowed(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_out(
-    every: bool,
-) -> None:
+def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_out(every: bool):
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
     stalls = [table("Stages", [{"stage": "scores"}], ())]
@@ -169,7 +167,7 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
     ] * 2
 
 
-def test_only_the_values_that_changed_are_shown() -> None:
+def test_only_the_values_that_changed_are_shown():
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
 
     def wider(case: Case) -> Case:
@@ -202,7 +200,7 @@ def worse(case: Case) -> Case:
     ],
 )
 @pytest.mark.parametrize("gpu", [False, True])
-def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu: bool) -> None:
+def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu: bool):
     base = report(layers=(0,), precisions=(EXACT_FP32,), gpu=gpu)
     new = base.changed(cases=tuple(map(changed(how), base.cases)))
     (line,) = compared(base, new).verdict
@@ -210,7 +208,7 @@ def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu:
 
 
 @pytest.mark.parametrize(("fused_us", "words"), [(1000.0, "2.00x"), (2100.0, "0.95x")])
-def test_a_prefill_is_in_short(fused_us: float, words: str) -> None:
+def test_a_prefill_is_in_short(fused_us: float, words: str):
     found = prefill(of_prefill("unfused", 2000.0), of_prefill("fused", fused_us))
     (line,) = in_short(found)
     assert line.text == (
@@ -228,13 +226,13 @@ def test_a_prefill_is_in_short(fused_us: float, words: str) -> None:
         ("run", "x/run", "BASE run, NEW x/run"),
     ],
 )
-def test_the_title_of_a_comparison_is_short(base: str, new: str, title: str) -> None:
+def test_the_title_of_a_comparison_is_short(base: str, new: str, title: str):
     whole = report(layers=(0,))
     found = compare((base, whole), (new, whole), smallest_difference=0.01)
     assert comparison.compose(found).title == f"ssdprof compare: {title}"
 
 
-def test_other_machines_and_inputs_are_caveats() -> None:
+def test_other_machines_and_inputs_are_caveats():
     base = report(layers=(0,), precisions=(EXACT_FP32,))
     other = base.changed(
         environment=cases.environment(driver="600.1"), model=cases.checkpoint(revision="f" * 40)
@@ -249,7 +247,7 @@ def test_other_machines_and_inputs_are_caveats() -> None:
     assert "NEW is not complete: this run did not reach its end." in partial.caveats
 
 
-def test_answers_are_compared() -> None:
+def test_answers_are_compared():
     document = compared(answers(), answers(of_answers(bands=(band(kl_mean=0.5),))), "kl:base+0.1")
     cells = row(tables(document)["Answers of the model, side by side"], "answers, 1,100 tokens")
     assert cells["mean KL [nats], NEW"] == "0.5"

@@ -10,7 +10,7 @@ from ssdprof.core.case import Case
 from ssdprof.report.groups import Series, groups, places, pool, tokens_of
 
 
-def test_prompts_are_groups_of_their_own_the_longest_first() -> None:
+def test_prompts_are_groups_of_their_own_the_longest_first():
     found = groups(report(seqlens=(1024, 131_072), layers=(3, 1), precisions=PRECISIONS[::-1]))
     assert [(group.seqlen, group.layers) for group in found] == [(131_072, (1, 3)), (1024, (1, 3))]
     assert (found[0].implementations, found[0].compared) == (("unfused", "fused"), ("fused",))
@@ -20,7 +20,7 @@ def test_prompts_are_groups_of_their_own_the_longest_first() -> None:
     ] == ["131,072 and 1,024 tokens", "1,024 and 1 tokens", "1 token"]
 
 
-def test_the_calls_of_a_run_that_was_broken_off_are_counted() -> None:
+def test_the_calls_of_a_run_that_was_broken_off_are_counted():
     whole = in_calls(report(layers=(0, 9), seqlens=(24,)))
 
     def extent(*left_out: tuple[int, int]) -> str:
@@ -53,7 +53,7 @@ def summed(*layers: tuple[float, float], width: float = 0.001, **fields: Any) ->
     return series
 
 
-def test_a_sum_weighs_each_call_by_its_time_and_leaves_out_what_was_not_timed() -> None:
+def test_a_sum_weighs_each_call_by_its_time_and_leaves_out_what_was_not_timed():
     total = summed((100.0, 2.0), (300.0, 4.0), width=0.02)
     assert (total.us("device"), total.us("call")) == (pytest.approx(400), pytest.approx(800))
     assert total.speedup() == pytest.approx((3.5, 3.5 * 0.98, 3.5 * 1.02), rel=1e-3)
@@ -75,7 +75,7 @@ def test_a_sum_weighs_each_call_by_its_time_and_leaves_out_what_was_not_timed() 
 )
 def test_where_calls_disagree_the_interval_of_the_sum_decides(
     ratios: tuple[float, float], verdict: str
-) -> None:
+):
     """In the third one, the interval is above 1, but not by 1 %."""
     assert summed(*((100.0, ratio) for ratio in ratios)).verdict == verdict
 
@@ -90,7 +90,7 @@ def with_oracle(index: int, *, pct: float | None = None, **changes: Any) -> Case
     return one.changed(accuracy=(one.accuracy[0].changed(vs_oracle=found), *one.accuracy[1:]))
 
 
-def test_matches_are_weighted_by_elements_and_all_means_all() -> None:
+def test_matches_are_weighted_by_elements_and_all_means_all():
     pooled = pool(
         [with_oracle(0, elements=100, pct=50.0), with_oracle(1, elements=300, pct=90.0)],
         "out",
@@ -108,7 +108,7 @@ def test_matches_are_weighted_by_elements_and_all_means_all() -> None:
         assert (pooled.match_pct(0.0) == 100.0) is expected
 
 
-def test_maxima_are_those_of_the_worst_call() -> None:
+def test_maxima_are_those_of_the_worst_call():
     made = [
         with_oracle(3, max_abs=0.5, rms_ratio=0.1, worst_position=(0, 7, 1, 2)),
         with_oracle(4, rms_ratio=0.2),

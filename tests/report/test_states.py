@@ -48,7 +48,7 @@ LOSING = of_states(
 )
 
 
-def test_heads_are_lost_at_ten_times_the_first_rounding() -> None:
+def test_heads_are_lost_at_ten_times_the_first_rounding():
     (table,) = overviews(LOSING)
     shown = {name: row(table, name) for name in ("fp32", "bf16", "fp16", "int8")}
     # 2e-3 x step^0.5 exceeds 10 x 2e-3 from 128 on; errors of fp32 below 1e-4 lose nothing
@@ -65,7 +65,7 @@ def test_heads_are_lost_at_ten_times_the_first_rounding() -> None:
     assert shown["bf16"]["p"] == "0.50 [0.50, 0.50]"
 
 
-def test_heads_are_grouped_by_how_long_they_remember() -> None:
+def test_heads_are_grouped_by_how_long_they_remember():
     table = of_title(LOSING, "Heads by the tokens within which they forget")
     of_int8 = [row(table, "int8", memory) for memory in ("within 64", "hardly")]
     assert [cells["heads lost"] for cells in of_int8] == ["0 of 1", "0 of 1"]
@@ -96,11 +96,11 @@ def test_heads_are_grouped_by_how_long_they_remember() -> None:
 )
 def test_the_sentence_names_the_smallest_pool_that_keeps_every_head(
     made: tuple[Case, ...], sentence: str
-) -> None:
+):
     assert f"In short: {sentence}" in " ".join(printed(brief.render(of_states(*made))).split())
 
 
-def test_losses_fail_only_gates_on_them() -> None:
+def test_losses_fail_only_gates_on_them():
     kept = of_states(*LOSING.cases[:-1])
     assert Outcome(kept).passed
     assert not Outcome(LOSING).passed  # the user's format failed
@@ -115,7 +115,7 @@ def test_losses_fail_only_gates_on_them() -> None:
         assert Outcome(kept.changed(conditions=cases.gates(gate))).passed == holds, gate
 
 
-def test_every_output_has_the_losses() -> None:
+def test_every_output_has_the_losses():
     page = html.render(LOSING)
     assert page.count("<svg") == 2
     assert "Error of the state by step, layer 7, decoded, 4,096 tokens" in page

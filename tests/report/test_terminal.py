@@ -41,7 +41,7 @@ WRONG = result("inaccurate")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int) -> None:
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int):
     found = report(seqlens=(131_072, 1024), change=result("inaccurate", layers=(9,)), **HOT)
     text = printed(terminal.render(compose(found)), width)
     assert max(map(len, text.splitlines())) <= width
@@ -57,7 +57,7 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int) -> No
         assert word in text
 
 
-def test_the_verdict_is_first_and_last() -> None:
+def test_the_verdict_is_first_and_last():
     lines = printed(terminal.render(compose(report(precisions=TWO, gpu=False))), 400).splitlines()
     assert lines[0] == "ssdprof: ibm-granite/granite-4.0-h-small, 131,072 tokens, no GPU"
     assert lines[1].startswith("PASSED")
@@ -65,7 +65,7 @@ def test_the_verdict_is_first_and_last() -> None:
     assert lines[-1].startswith("In short: ")
 
 
-def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
     rendered = terminal.render(compose(report()))
     assert "\x1b[" in printed(rendered, force_terminal=True, color_system="standard")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -96,13 +96,13 @@ def rendered(rows: tuple[tuple[str, ...], ...], width: int, keys: int = 1) -> li
 )
 def test_a_table_that_does_not_fit_is_split_behind_its_keys(
     widths: tuple[int, ...], width: int, parts: list[tuple[int, ...]]
-) -> None:
+):
     rows = (tuple(str(number) * width for number, width in enumerate(widths)),)
     lines = [line for line in rendered(rows, width) if line[0] == "0" * widths[0]]
     assert lines == [[str(column) * widths[column] for column in part] for part in parts]
 
 
-def test_a_part_has_no_empty_rows_and_no_empty_columns() -> None:
+def test_a_part_has_no_empty_rows_and_no_empty_columns():
     lines = rendered((("one", "-", "y" * 20), ("two", "x" * 20, "-")), 30)
     assert [line for line in lines if line[0] in ("one", "two")] == [
         ["two", "x" * 20],
@@ -134,13 +134,13 @@ def test_a_part_has_no_empty_rows_and_no_empty_columns() -> None:
     ],
     ids=["one length", "three lengths", "cpu", "failures"],
 )
-def test_it_fits_the_screen(found: Report, width: int) -> None:
+def test_it_fits_the_screen(found: Report, width: int):
     lines = printed(brief.render(found), width).splitlines()
     assert len(lines) <= 44
     assert max(map(len, lines)) <= width
 
 
-def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last() -> None:
+def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last():
     found = report(precisions=(EXACT_FP32,), layers=(0,), notes=("The prompt is random tokens.",))
     text = printed(brief.render(found), 120)
     (speed,) = [line.split("  ") for line in text.splitlines() if "2.00x [" in line]
@@ -182,7 +182,7 @@ def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last()
     )
 
 
-def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said() -> None:
+def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
     many = report(seqlens=(1024, 2048, 4096, 131_072))
     assert "2 more rows: --full" in printed(brief.render(many))
     lines = printed(brief.render(report(change=WRONG, precisions=(EXACT_FP32,))), 200).splitlines()
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said() -> None:
     ],
     ids=["chunks", "packed", "steps"],
 )
-def test_what_a_server_sees_is_named(found: Report, words: str) -> None:
+def test_what_a_server_sees_is_named(found: Report, words: str):
     """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's
     length.
     """
@@ -227,7 +227,7 @@ def cells(text: str, *label: str) -> list[str]:
     return re.split("  +", line.strip())[len(label) :]
 
 
-def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
+def test_the_tables_of_the_chosen_precisions_are_below_the_advice():
     text = printed(accuracy_table(report(), ("relaxed, fp32 states", "relaxed, fp16 states")), 200)
     assert cells(text, "fused hopper", "all 2 precisions", "unfused")[0] == "53.284%"
     assert "fused hopper      exact" not in text
@@ -258,14 +258,14 @@ def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
     )
 
 
-def test_a_case_that_did_not_pass_has_its_id_and_the_command_that_runs_it_again() -> None:
+def test_a_case_that_did_not_pass_has_its_id_and_the_command_that_runs_it_again():
     wrong = report(change=WRONG, command=("ssdprof", "run", "model"))
     case = next(case for case in wrong.cases if case.result == "inaccurate")
     text = " ".join(printed(brief.render(wrong)).split())
     assert f"Case {case.id}, again: ssdprof run model" in text
 
 
-def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
+def test_what_was_not_compared_is_an_error_that_names_what_was():
     with pytest.raises(
         BadInputError, match="compared nothing at relaxed with bf16 states"
     ) as caught:
@@ -287,7 +287,7 @@ def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
 # --- ssdprof runs
 
 
-def test_each_run_has_its_verdict() -> None:
+def test_each_run_has_its_verdict():
     def runs(*found: Report | BadInputError) -> Table:
         return brief.runs([ListedRun.of(str(number), one) for number, one in enumerate(found)])
 
@@ -322,7 +322,7 @@ def test_each_run_has_its_verdict() -> None:
     assert row(limited, "0")["verdict"] == "passed"
 
 
-def test_the_history_has_a_line_for_each_commit() -> None:
+def test_the_history_has_a_line_for_each_commit():
     def run(number: int, commit: str, factor: float, **fields: Any) -> tuple[Path, Report]:
         def change(case: Case) -> Case:
             times = (

@@ -85,7 +85,7 @@ def attributed(kernel: RawKernel) -> dict[str, int]:
     return {stage: sum(samples.values()) for stage, samples in stages.items()}
 
 
-def test_every_sample_goes_to_one_stage() -> None:
+def test_every_sample_goes_to_one_stage():
     assert attributed(synthetic.kernel()) == {
         "loads": 38 + 10,  # with the helper after it
         "chunk_scan.current": 68 + 12,  # with the library after it
@@ -99,7 +99,7 @@ def test_every_sample_goes_to_one_stage() -> None:
     )
 
 
-def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> None:
+def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last():
     assert list(attributed(synthetic.kernel())) == [
         "loads",
         "chunk_scan.current",
@@ -112,7 +112,7 @@ def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> No
     assert stalls_of(synthetic.kernel()).idle == ("ahead", IDLE_WARPS)
 
 
-def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
+def test_a_line_is_shown_with_its_text_and_the_hottest_first():
     _, lines, _ = attribute(synthetic.kernel(), SourceFiles(synthetic.kernel().sources))
     assert sum(line.total for line in lines) == 200
     hottest = lines[0]
@@ -123,7 +123,7 @@ def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
     assert {line.file for line in lines} == {"kernel.py", "standard.py"}
 
 
-def test_without_line_information_instructions_stand_for_lines() -> None:
+def test_without_line_information_instructions_stand_for_lines():
     kernel = synthetic.kernel(
         points=(Point(1, "", 0, "LDG R1", {"wait": 3}), Point(2, "", 0, "STG R2", {"wait": 4}))
     )
@@ -150,7 +150,7 @@ def test_without_line_information_instructions_stand_for_lines() -> None:
         ("STAGES =", LineStage("", UNKNOWN)),
     ],
 )
-def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) -> None:
+def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage):
     assert parse(SOURCE).stage_of(line_of(text)) == place
     moved = parse("# a line more\n" * 7 + SOURCE)
     assert moved.stage_of(line_of(text) + 7) == place
@@ -184,12 +184,12 @@ def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) 
         ),
     ],
 )
-def test_lines_that_no_table_knows(source: str, line: int, place: LineStage) -> None:
+def test_lines_that_no_table_knows(source: str, line: int, place: LineStage):
     assert parse(source).stage_of(line) == place
     assert not parse(source.replace("STAGES", "X")).labelled or "jit" not in source
 
 
-def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
+def test_lines_of_libraries_and_line_0_belong_to_their_caller():
     sources = SourceFiles(
         {"/x/site-packages/triton/language/standard.py": "import this\n", "/a/k.py": SOURCE}
     )
@@ -198,7 +198,7 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
     assert not sources.not_recorded
 
 
-def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
+def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named():
     sources = SourceFiles({})
     stage = KERNELS / "ssd" / "portable.py"
     number = next(
@@ -218,7 +218,7 @@ def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> N
 @pytest.mark.parametrize("file", PROFILED, ids=lambda file: file.name)
 def test_every_line_of_a_kernel_has_a_stage_that_exists_and_tables_and_marks_are_of_kernels(
     file: Path,
-) -> None:
+):
     text = file.read_text()
     parsed = parse(text)
     lines = text.splitlines()
@@ -239,7 +239,7 @@ def test_every_line_of_a_kernel_has_a_stage_that_exists_and_tables_and_marks_are
     )
 
 
-def test_every_wait_of_the_hopper_kernels_has_a_stage() -> None:
+def test_every_wait_of_the_hopper_kernels_has_a_stage():
     """In those of GDN at the call that names the ring, because `load_tile` is called for several
     rings.
     """
@@ -309,7 +309,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_lines_of_a_known_file_have_the_stages_of_the_table() -> None:
+def test_lines_of_a_known_file_have_the_stages_of_the_table():
     found = stalls_of(theirs())
     assert found.stages == {"chunk_scan.previous": {"wait": 7}, "chunk_scan.residual": {"wait": 1}}
     assert (found.implementation, found.unlabelled) == ("them", ())
@@ -319,7 +319,7 @@ def test_lines_of_a_known_file_have_the_stages_of_the_table() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so() -> None:
+def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so():
     changed = theirs(TEXT.replace("x + x", "2 * x"))
     found = stalls_of(changed)
     assert found.stages == {"_their_kernel": {"wait": 6}, "twice": {"wait": 2}}
@@ -336,7 +336,7 @@ def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so(
 
 
 @pytest.mark.parametrize("operator", TABLES)
-def test_tables_name_stages_that_exist(operator: str) -> None:
+def test_tables_name_stages_that_exist(operator: str):
     known = TABLES[operator]
     for sha256, source in known.sources.items():
         assert len(sha256) == 64
@@ -383,14 +383,14 @@ SOURCES = SourceFiles({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": 
         (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),
     ],
 )
-def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> None:
+def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str):
     before = PTX + "  " + loc
     after = profiled.name_call_sites(PTX + f"  {loc}", SOURCES)
     assert after.splitlines()[2].split("//")[0].split() == [".loc", *named.split()]
     assert after.partition("//")[2] == before.partition("//")[2]  # the remark stays
 
 
-def test_nothing_but_a_loc_is_touched() -> None:
+def test_nothing_but_a_loc_is_touched():
     text = (
         PTX + "\tadd.s32 %r1, %r2, 1; // kernel.py:4:9 @[ kernel.py:7:12 ]\n.loc_of: bra .loc_of;\n"
     )
@@ -399,7 +399,7 @@ def test_nothing_but_a_loc_is_touched() -> None:
 
 def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(
     tmp_path: Path,
-) -> None:
+):
     files = (
         '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
     )
@@ -414,9 +414,7 @@ def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_ar
     assert ".loc 1 7 12 //" in profiled.name_call_sites(ptx)
 
 
-def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
     profiled.install()
     hook = triton.knobs.runtime.add_stages_inspection_hook

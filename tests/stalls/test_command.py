@@ -38,7 +38,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a.ncu-rep"
 
 
-def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere: Path) -> None:
+def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere: Path):
     answer = passing(f"stalls --from {elsewhere}")
     assert "_kernel: 2.00 µs in one kernel." in answer.out
     answer = Answer(f"stalls --from {elsewhere} --json")
@@ -112,7 +112,7 @@ def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Cal
 
 def test_stored_captures_are_profiled_and_everything_is_kept(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
-) -> None:
+):
     out = tmp_path / "out"
     answer = passing(f"stalls {captured} --out {out} --json")
     assert gpu == [("unfused", 5), ("fused", 5)]  # the middle layer
@@ -133,7 +133,7 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
 
 def test_layers_libraries_and_own_kernels_are_profiled_by_name(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
-) -> None:
+):
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
     answer = passing(f"stalls {captured} --out {tmp_path}/o --layer 7 --impl {words} --json")
     assert gpu == [(name, 7) for name in words.split(",")]
@@ -150,7 +150,7 @@ def test_layers_libraries_and_own_kernels_are_profiled_by_name(
 
 def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
     captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path: Path
-) -> None:
+):
     launches(
         SsdprofError(
             "mamba_ssm cannot be imported: no.", "pip install it.", ExitCode.MISSING_CAPABILITY
@@ -198,7 +198,7 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
     outcome: Any,
     told: str,
     code: int,
-) -> None:
+):
     launches(outcome)
     answer = ending(code, f"stalls {captured} --out {tmp_path}/o --impl {name}")
     words = answer.err
@@ -209,7 +209,7 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
 
 def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_there_is_named(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
-) -> None:
+):
     command = f"stalls {captured} --out {tmp_path}/o --impl fused"
     assert "(2, 64), (5, 64), (7, 64)" in ending(ExitCode.BAD_INPUT, f"{command} --layer 4").err
     assert not gpu
@@ -222,7 +222,7 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
 
 def test_where_ncu_cannot_work_triton_is_asked(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def none() -> None:
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
@@ -241,7 +241,7 @@ def keep(folder: Path, report: Report) -> None:
     (folder / HEADER).write_text(dump(report))
 
 
-def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path) -> None:
+def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path):
     report = analyse([synthetic.report(synthetic.kernel())])
     file = tmp_path / "stalls.json"
     file.write_text(stall_files.dump(report))
@@ -259,7 +259,7 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Pat
 
 def test_a_run_profiles_its_middle_layer(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
-) -> None:
+):
     layers = tuple(map(layer, LAYERS))
     run = run_report(command=("ssdprof", "run", str(captured)))
     keep(tmp_path / "run", run.changed(processes=(run.first.changed(captured=layers),)))
@@ -280,13 +280,13 @@ def test_a_run_profiles_its_middle_layer(
 )
 def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     keep(tmp_path / "runs" / "a", run_report(**changed))
     assert words in ending(ExitCode.BAD_INPUT, "stalls a").err
 
 
-def test_a_layer_of_a_run_is_captured_again(tmp_path: Path) -> None:
+def test_a_layer_of_a_run_is_captured_again(tmp_path: Path):
     """The middle one at the longest prompt, unless others are asked for."""
     run = run_report(layers=(0, 9, 18), seqlens=(1024, 2048))
     run = run.changed(processes=(run.first.changed(captured=run.captured[:3]),))

@@ -98,14 +98,12 @@ def _compiled(fields: dict[str, list[tuple[str, str, int]]]) -> Compiled:
     )
 
 
-def test_every_kernel_was_compiled(compiled: dict[str, Compiled]) -> None:
+def test_every_kernel_was_compiled(compiled: dict[str, Compiled]):
     assert set(compiled) == set(KERNELS)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_line_has_a_stage_or_belongs_to_its_caller(
-    compiled: dict[str, Compiled], name: str
-) -> None:
+def test_every_line_has_a_stage_or_belongs_to_its_caller(compiled: dict[str, Compiled], name: str):
     found = compiled[name]
     lost = {
         line for line, place in zip(found.lines, found.plain, strict=True) if place.stage == UNKNOWN
@@ -114,7 +112,7 @@ def test_every_line_has_a_stage_or_belongs_to_its_caller(
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled], name: str) -> None:
+def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled], name: str):
     plain, called = compiled[name].instructions
     assert plain == called
 
@@ -122,7 +120,7 @@ def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled],
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_instruction_is_filed_under_a_line_of_its_own_stage(
     compiled: dict[str, Compiled], name: str
-) -> None:
+):
     found = compiled[name]
     known = [
         (place.stage, stage)
@@ -159,5 +157,5 @@ def test_every_instruction_is_filed_under_a_line_of_its_own_stage(
 )
 def test_every_stage_that_a_kernel_names_is_compiled_somewhere(
     compiled: dict[str, Compiled], name: str, stages: set[str]
-) -> None:
+):
     assert stages <= {place.stage for place in compiled[name].called}

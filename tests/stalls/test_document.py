@@ -65,7 +65,7 @@ def pct(share: Share) -> float:
     return sum(share.values())
 
 
-def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> None:
+def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport):
     unfused, fused = groups(both)
     assert (unfused.name, unfused.duration_us, unfused.us(75.0)) == ("unfused", 40.0, 30.0)
     assert unfused.stages == {"chunk_scan.current": {"wait": 75.0}, "loads": {"barrier": 25.0}}
@@ -79,7 +79,7 @@ def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> Non
     assert table.rows[-1][0] == "all"
 
 
-def test_idle_warps_are_kept_apart_and_without_durations_samples_weigh() -> None:
+def test_idle_warps_are_kept_apart_and_without_durations_samples_weigh():
     for report, time in ((of(), "2.00 µs"), (of(metrics={}), "-")):
         (group,) = groups(report)
         assert group.idle == {"ahead": 11.0, "idle warps": 25.0}
@@ -91,7 +91,7 @@ def test_idle_warps_are_kept_apart_and_without_durations_samples_weigh() -> None
         assert table.rows[-1][:3] == ("all", "100.0%", time)
 
 
-def test_what_was_not_collected_is_said(both: StallReport) -> None:
+def test_what_was_not_collected_is_said(both: StallReport):
     table = there(both, "Kernels")
     assert "Not collected: " in table.note
     assert "l2_hit_pct" in table.note
@@ -99,7 +99,7 @@ def test_what_was_not_collected_is_said(both: StallReport) -> None:
     assert "not checked" in shown(both)
 
 
-def test_failed_checks_are_caveats_and_what_holds_is_one_row_that_names_it_all() -> None:
+def test_failed_checks_are_caveats_and_what_holds_is_one_row_that_names_it_all():
     report = of(metrics=synthetic.METRICS | {"smsp__pcsamp_sample_count": 201})
     assert any("200 of 201" in caveat for caveat in stalls.compose(report).caveats)
     rows = there(report, "Self-checks").rows
@@ -114,12 +114,12 @@ def test_failed_checks_are_caveats_and_what_holds_is_one_row_that_names_it_all()
     ]
 
 
-def test_every_stage_part_and_reason_has_words() -> None:
+def test_every_stage_part_and_reason_has_words():
     assert {stage for stage in STAGES.order if "." in stage} <= set(STAGES.words)
     assert set(ADVICE) <= set(stalls.REASONS)
 
 
-def test_averages_of_kernels_stand_side_by_side() -> None:
+def test_averages_of_kernels_stand_side_by_side():
     name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
     two = {name.format("wait"): 3.0, name.format("gmma"): 1.0}
     one = {name.format("barrier"): 2.0}
@@ -139,9 +139,7 @@ def test_averages_of_kernels_stand_side_by_side() -> None:
 # --- pictures
 
 
-def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all(
-    both: StallReport,
-) -> None:
+def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all(both: StallReport):
     """`barrier` is the smaller reason in the unfused kernels and the larger reason in the fused
     kernel.
     """
@@ -167,7 +165,7 @@ def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all
     assert len(legends[0]) == 2
 
 
-def test_a_bar_is_as_long_as_its_stage_and_more_reasons_than_colours_share_one() -> None:
+def test_a_bar_is_as_long_as_its_stage_and_more_reasons_than_colours_share_one():
     bars = {"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}
     svg, numbers = plots.stacked(bars, ["wait", "barrier"], "{:.1f}%".format, "x")
     assert numbers.rows == (("a", "30.0%", "10.0%"), ("b", "60.0%", "0.0%"))
@@ -180,7 +178,7 @@ def test_a_bar_is_as_long_as_its_stage_and_more_reasons_than_colours_share_one()
     assert ">other<" in svg
 
 
-def test_a_kernel_without_arithmetic_or_that_only_idled_breaks_nothing() -> None:
+def test_a_kernel_without_arithmetic_or_that_only_idled_breaks_nothing():
     assert plots.stall_roofline(of()) is None
     report = of(points=(Point(0x110, synthetic.FILE, 14, "BAR.SYNC", {"barrier": 50}),))
     (group,) = groups(report)

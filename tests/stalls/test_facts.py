@@ -36,7 +36,7 @@ def hint(found: KernelStalls, stage: str) -> str:
     return next(text for text in found.hints if f" in {stage} is " in text)
 
 
-def test_what_was_not_collected_is_none_and_named() -> None:
+def test_what_was_not_collected_is_none_and_named():
     found = stalls_of(synthetic.kernel(metrics={}, totals={}, points=()))
     assert {"duration_us", "registers", "limited_by", "stall reasons", "source lines"} <= set(
         found.not_collected
@@ -48,7 +48,7 @@ def test_what_was_not_collected_is_none_and_named() -> None:
     assert set(statuses(found).values()) == {"not checked"}
 
 
-def test_a_zero_that_was_collected_stays_a_zero_and_another_name_of_a_metric_will_do() -> None:
+def test_a_zero_that_was_collected_stays_a_zero_and_another_name_of_a_metric_will_do():
     found = with_metrics(**{"dram__bytes_read.sum": 0, "lts__t_bytes.sum": 0})
     assert (found.dram_read_bytes, found.l2_bytes) == (0, 0)
     assert "dram_read_bytes" not in found.not_collected
@@ -69,7 +69,7 @@ def test_a_zero_that_was_collected_stays_a_zero_and_another_name_of_a_metric_wil
 
 
 @pytest.mark.parametrize(("pipe_pct", "peak"), [(40.0, 1000.0), (20.0, 2000.0)])
-def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct: float, peak: float) -> None:
+def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct: float, peak: float):
     name = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
     metrics = {
         name: 4e9,
@@ -87,7 +87,7 @@ def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct: float, pea
     [{"smsp__cycles_elapsed.avg": 3000.0}, {"smsp__cycles_elapsed.avg.per_second": 1.5e9}],
     ids=str,
 )
-def test_fp32_operations_are_counted_by_cycles(cycles: dict[str, float]) -> None:
+def test_fp32_operations_are_counted_by_cycles(cycles: dict[str, float]):
     """1.5 GHz for 2 us; a fused multiplication and addition counts as two."""
     rate = "smsp__sass_thread_inst_executed_op_{}_pred_on.sum.per_cycle_elapsed"
     rates = {rate.format(name): 10.0 for name in ("fadd", "fmul", "ffma")}
@@ -95,14 +95,14 @@ def test_fp32_operations_are_counted_by_cycles(cycles: dict[str, float]) -> None
     assert with_metrics(**rates).fp32_flops is None
 
 
-def test_a_kernel_without_products_lacks_no_peak_for_them() -> None:
+def test_a_kernel_without_products_lacks_no_peak_for_them():
     found = with_metrics(**{"sm__ops_path_tensor_src_int8.sum": 0.0})
     assert found.tensor_flops == 0
     assert "tensor_peak_tflops" not in found.not_collected
     assert "tensor_peak_tflops" in stalls_of(synthetic.kernel()).not_collected
 
 
-def test_where_no_warp_was_sampled_averages_are_taken_by_one_name() -> None:
+def test_where_no_warp_was_sampled_averages_are_taken_by_one_name():
     name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
     metrics = {
         name.format("gmma"): 0.5,
@@ -115,7 +115,7 @@ def test_where_no_warp_was_sampled_averages_are_taken_by_one_name() -> None:
     assert with_metrics(**metrics).average == {}
 
 
-def test_the_implementation_is_told_by_the_kernel() -> None:
+def test_the_implementation_is_told_by_the_kernel():
     assert stalls_of(synthetic.kernel(function="_fused_kernel")).implementation == "fused"
     assert stalls_of(synthetic.kernel()).implementation == ""
     report = analyse(
@@ -148,7 +148,7 @@ UNKNOWN_LINES = {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}}
 )
 def test_a_check_fails_where_something_is_missing(
     changes: dict[str, object], check: str, detail: str
-) -> None:
+):
     assert stalls_of(synthetic.kernel(**changes)).checks[check] == ("failed", detail)
 
 
@@ -160,14 +160,12 @@ def test_a_check_fails_where_something_is_missing(
         (("_kernel",), 3, "1 launches instead of 3"),
     ],
 )
-def test_launches_that_nobody_asked_for_are_found(
-    wanted: tuple[str, ...], count: int, detail: str
-) -> None:
+def test_launches_that_nobody_asked_for_are_found(wanted: tuple[str, ...], count: int, detail: str):
     report = analyse([synthetic.report(synthetic.kernel())], launched(*wanted, launch_count=count))
     assert [words for status, words in report.checks.values() if status == "failed"] == [detail]
 
 
-def test_a_report_from_elsewhere_cannot_be_asked_what_was_wanted() -> None:
+def test_a_report_from_elsewhere_cannot_be_asked_what_was_wanted():
     report = analyse([synthetic.report(synthetic.kernel(), whole=None)])
     assert set(statuses(report).values()) == {"not checked"}
     assert (
@@ -193,7 +191,7 @@ DRAM_FULL, L2_FULL = (
 )
 def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
     metric: dict[str, float], evidence: str, advice: str
-) -> None:
+):
     found = with_metrics(**metric)
     text = hint(found, "loads")
     assert text.startswith(
@@ -203,13 +201,13 @@ def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
     assert found.hints[text] == pytest.approx(100 * 38 / 128)
 
 
-def test_a_wait_for_a_role_points_to_the_roles() -> None:
+def test_a_wait_for_a_role_points_to_the_roles():
     source = synthetic.SOURCE.replace("ahead", "waiting.chunk")
     found = stalls_of(synthetic.kernel(sources={synthetic.FILE: source}))
     assert "look at the roles that fill the barrier" in hint(found, "waiting.chunk")
 
 
-def test_idle_warps_and_issuing_give_no_hint() -> None:
+def test_idle_warps_and_issuing_give_no_hint():
     points = (*synthetic.POINTS, Point(0x180, synthetic.FILE, 9, "FADD", {"selected": 500}))
     found = stalls_of(synthetic.kernel(points=points))
     assert not [
@@ -217,7 +215,7 @@ def test_idle_warps_and_issuing_give_no_hint() -> None:
     ]
 
 
-def test_a_wait_for_tensor_cores_is_told_from_one_for_warps() -> None:
+def test_a_wait_for_tensor_cores_is_told_from_one_for_warps():
     source = synthetic.SOURCE.replace("return exp2(x)", "return warpgroup_mma_wait(0, deps=[x])")
     points = (Point(0x150, synthetic.FILE, 9, "WARPGROUP.DEPBAR", {"barrier": 60}),)
     found = stalls_of(synthetic.kernel(points=points, sources={synthetic.FILE: source}))
@@ -225,7 +223,7 @@ def test_a_wait_for_tensor_cores_is_told_from_one_for_warps() -> None:
     assert "slowest of their block" in next(iter(stalls_of(synthetic.kernel(points=points)).hints))
 
 
-def test_spills_occupancy_and_waves_are_spoken_of() -> None:
+def test_spills_occupancy_and_waves_are_spoken_of():
     found = with_metrics(
         **{"sass__inst_executed_register_spilling": 12345, "launch__waves_per_multiprocessor": 1.2}
     )

@@ -36,7 +36,7 @@ def job(folder: Path) -> ncu.Job:
     )
 
 
-def test_the_command_line_is_exactly_this() -> None:
+def test_the_command_line_is_exactly_this():
     program = "/n/ncu"
     report = Path("out/r.ncu-rep")
     assert ncu.command(
@@ -92,7 +92,7 @@ def test_the_command_line_is_exactly_this() -> None:
     )
 
 
-def test_no_secret_reaches_the_child() -> None:
+def test_no_secret_reaches_the_child():
     secrets = {
         "HF_TOKEN": "hf_a",
         "HUGGING_FACE_HUB_TOKEN": "hf_b",
@@ -150,7 +150,7 @@ def test_no_secret_reaches_the_child() -> None:
         ),
     ],
 )
-def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: str) -> None:
+def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: str):
     error = ncu.explain(output, 1)
     assert message in error.message
     assert hint in error.hint
@@ -158,9 +158,7 @@ def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: st
     assert "\n" not in error.message
 
 
-def test_find_asks_the_program_for_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = tmp_path / "ncu"
     monkeypatch.setattr(ncu, "find_ncu", lambda: str(program) if program.is_file() else None)
     with pytest.raises(MissingCapabilityError, match="ncu is not installed") as raised:
@@ -184,7 +182,7 @@ def test_find_asks_the_program_for_its_version(
     assert ncu.find() == (str(program), "2025.3.1.0")
 
 
-def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path) -> None:
+def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path):
     """A child would keep the pipe open that it writes to."""
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -196,7 +194,7 @@ def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path) 
         assert ended.read() == b""
 
 
-def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output() -> None:
+def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output():
     with pytest.raises(MissingCapabilityError, match="exit code 3"):
         ncu.run(["sh", "-c", "echo oh; exit 3"], timeout_s=30, environ=os.environ)
     with pytest.raises(MissingCapabilityError, match="hardware counters"):
@@ -206,7 +204,7 @@ def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output() -
 
 def test_kernels_are_compiled_into_a_folder_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A kernel that was compiled elsewhere may lack line information."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/home/someone/.triton")
     monkeypatch.setattr(
@@ -245,7 +243,7 @@ def test_a_target_that_writes_no_launches_is_explained(
     code: int,
     error: ExitCode,
     told: str,
-) -> None:
+):
     """By what it wrote, else by its last words."""
 
     def fake(_job: ncu.Job, file: Path) -> list[str]:
@@ -262,7 +260,7 @@ def test_a_target_that_writes_no_launches_is_explained(
 
 
 @pytest.mark.usefixtures("users_folder")
-def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path) -> None:
+def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path):
     (tmp_path / "statistics.py").write_text("raise SystemExit('a script of the user')")
     with pytest.raises(SsdprofError, match="manifest"):
         ncu.launch(job(tmp_path))
@@ -307,7 +305,7 @@ def words_for(folder: Path, layer: int, out: Path) -> list[str]:
 
 def test_one_call_is_profiled_and_those_before_it_are_not(
     folder: Path, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("sys.argv", words_for(folder, 5, tmp_path / "launched.json"))
     profiled.main()
     assert calls == ["run", "run", "wait", "push ssdprof", "run", "wait", "pop"]
@@ -321,7 +319,7 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
 @pytest.mark.usefixtures("calls")
 def test_a_layer_that_is_not_there_ends_the_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     inputs = profiled.load(folder, 7, 32, "cpu")
     assert torch.equal(inputs.values, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
     with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
@@ -349,7 +347,7 @@ def test_a_layer_that_is_not_there_ends_the_process(
         (MissingCapabilityError("There is no such thing here.", "Get one."), "no such thing", 3),
     ],
 )
-def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str, code: int) -> None:
+def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str, code: int):
     refusal = profiled.refusal_of(error)
     assert message in refusal["message"]
     assert refusal["message"].endswith(".")
@@ -357,7 +355,7 @@ def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str,
     assert refusal["exit_code"] == code
 
 
-def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) -> None:
+def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path):
     prompt, step = (
         SSDCase(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs()
         for states in (False, True)
@@ -369,7 +367,7 @@ def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) ->
 
 def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(
     folder: Path,
-) -> None:
+):
     """A library has a fixed set of precisions.  A missing library gives an error."""
     inputs = profiled.load(folder, 2, 32, "cpu")
     both = tuple(Precision.named(f"exact, {states} states") for states in ("bf16", "fp32"))

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("gate", [False, True], ids=["hopper if there is one", "portable"])
-def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: bool) -> None:
+def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: bool):
     case = SSDCase(
         seqlen=16384,
         heads=16,
@@ -61,7 +61,7 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
     }
 
 
-def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
+def test_stages_of_another_librarys_kernels(tmp_path: Path):
     """The stages of a known version are named; for another version the report says that its files
     are unknown.
     """
@@ -91,9 +91,7 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
-def test_the_example_of_the_documents_is_profiled(
-    users_folder: Path, model: str, function: str
-) -> None:
+def test_the_example_of_the_documents_is_profiled(users_folder: Path, model: str, function: str):
     """By line, because the example names no stages."""
     write_example(users_folder)
     name = f"my_kernels:{function}"

@@ -69,9 +69,7 @@ LOADS = "def load_report(path): "
 DAMAGED = r"r\.ncu-rep is damaged: ncu-report could not read it "
 
 
-def test_a_report_is_read_in_a_process_of_its_own(
-    file: Path, package: Callable[[str], None]
-) -> None:
+def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[[str], None]):
     """Without torch, beside which the package crashes."""
     package(
         "import sys\nassert 'torch' not in sys.modules\n"
@@ -106,7 +104,7 @@ def test_a_file_that_breaks_the_package_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     source: str,
     words: str,
-) -> None:
+):
     package(source)
     if "sleep" in source:
         monkeypatch.setattr("ssdprof.stalls.read._TIMEOUT_S", 0.5)
@@ -118,7 +116,7 @@ def test_a_file_that_breaks_the_package_is_refused(
 @pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
 def test_a_file_of_the_wrong_length_is_truncated(
     file: Path, package: Callable[[str], None], content: bytes
-) -> None:
+):
     package(ONE_LAUNCH)
     file.write_bytes(content)
     with pytest.raises(BadInputError, match="is truncated"):
@@ -134,19 +132,19 @@ def test_a_file_of_the_wrong_length_is_truncated(
 )
 def test_a_compressed_report_or_one_of_another_layout_does_not_say_whether_it_is_whole(
     tmp_path: Path, package: Callable[[str], None], name: str, content: bytes
-) -> None:
+):
     package(ONE_LAUNCH)
     (tmp_path / name).write_bytes(content)
     assert read(tmp_path / name).whole is None
 
 
-def test_the_real_package_finds_nothing_in_a_report_without_launches(file: Path) -> None:
+def test_the_real_package_finds_nothing_in_a_report_without_launches(file: Path):
     file.write_bytes(WHOLE[:10])
     with pytest.raises(BadInputError, match="zero ranges"):
         read(file)
 
 
-def test_without_the_package_it_says_so(file: Path, package: Callable[[str], None]) -> None:
+def test_without_the_package_it_says_so(file: Path, package: Callable[[str], None]):
     package("raise ImportError\n")
     with pytest.raises(MissingCapabilityError, match="not installed") as raised:
         read(file)

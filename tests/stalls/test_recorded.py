@@ -76,7 +76,7 @@ def kernels(folder: Path, name: str) -> tuple[KernelStalls, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
-def test_every_self_check_holds(unpacked: Path, name: str) -> None:
+def test_every_self_check_holds(unpacked: Path, name: str):
     report = analyse([raw(unpacked / f"{name}.ncu-rep")])
     checks = [
         pair
@@ -93,7 +93,7 @@ def test_every_self_check_holds(unpacked: Path, name: str) -> None:
 )
 def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(
     unpacked: Path, name: str, idle: set[str]
-) -> None:
+):
     (kernel,) = kernels(unpacked, name)
     assert kernel.implementation == "fused"
     assert set(kernel.stages) >= ALGORITHM
@@ -114,7 +114,7 @@ def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(
 
 
 @pytest.mark.parametrize("name", ["unfused", "small/unfused"])
-def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name: str) -> None:
+def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name: str):
     found = kernels(unpacked, name)
     assert tuple(kernel.kernel for kernel in found) == UNFUSED
     (group,) = groups(analyse([raw(unpacked / f"{name}.ncu-rep")]))
@@ -131,7 +131,7 @@ def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name
         assert {name.split(".")[0] for name in kernel.stages} == {stage}
 
 
-def test_callers_lines_leave_next_to_nothing_to_neighbours(unpacked: Path) -> None:
+def test_callers_lines_leave_next_to_nothing_to_neighbours(unpacked: Path):
     named = [
         kernel
         for name in ("unfused", "fused", "fused_portable")
@@ -146,7 +146,7 @@ def test_callers_lines_leave_next_to_nothing_to_neighbours(unpacked: Path) -> No
     assert max(kernel.from_neighbours / sum(kernel.samples.values()) for kernel in before) > 0.1
 
 
-def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: Path) -> None:
+def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: Path):
     (kernel,) = kernels(unpacked, "no_source")
     (full,) = kernels(unpacked, "fused_portable")
     facts = [
@@ -182,7 +182,7 @@ def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: P
         assert not titles & absent
 
 
-def test_counted_averages_say_what_samples_say(unpacked: Path) -> None:
+def test_counted_averages_say_what_samples_say(unpacked: Path):
     """Averages have the names of the samples, and both agree within a few percent of the warps'
     time.
     """
@@ -202,7 +202,7 @@ def test_counted_averages_say_what_samples_say(unpacked: Path) -> None:
 # --- hints that were followed: docs/reading-stalls.md
 
 
-def test_the_followed_hints_are_given_before_and_not_after(unpacked: Path) -> None:
+def test_the_followed_hints_are_given_before_and_not_after(unpacked: Path):
     (before,) = kernels(unpacked, "fused_portable_before")
     (after,) = kernels(unpacked, "fused_portable")
     chain = "wait in chunk_scan.residual is 5 % of the kernel's busy samples, 84 % of them on"
@@ -218,7 +218,7 @@ def test_the_followed_hints_are_given_before_and_not_after(unpacked: Path) -> No
 # --- files that are broken
 
 
-def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path: Path) -> None:
+def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path: Path):
     """And one that is longer than its blocks.  Damage inside a block leaves a file its stated
     length.
     """
@@ -241,7 +241,7 @@ def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path: Path
 # --- the same everywhere
 
 
-def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
+def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path):
     """`ssdprof run demo --seq 4k --stalls` wrote its JSON on the H200's machine, from the same two
     files.
     """
@@ -254,7 +254,7 @@ def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
     ]
 
 
-def test_the_committed_result_is_what_its_record_says() -> None:
+def test_the_committed_result_is_what_its_record_says():
     report = stall_files.load(RESULT)
     assert report.command[:2] == ("ssdprof", "stalls")
     assert stall_files.pictures(report).keys() == {"unfused", "fused", "roofline"}

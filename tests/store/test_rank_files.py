@@ -81,7 +81,7 @@ def interrupt(stack: ExitStack) -> str:
     return str(caught.value)
 
 
-def test_two_ranks_write_one_report(writers: tuple[tuple[ExitStack, Writer], ...]) -> None:
+def test_two_ranks_write_one_report(writers: tuple[tuple[ExitStack, Writer], ...]):
     (first, one), (second, other) = writers
     other.case(MADE[1])
     one.case(MADE[0])
@@ -109,7 +109,7 @@ def test_two_ranks_write_one_report(writers: tuple[tuple[ExitStack, Writer], ...
     ]
 
 
-def test_the_first_rank_waits_for_the_others(writers: tuple[tuple[ExitStack, Writer], ...]) -> None:
+def test_the_first_rank_waits_for_the_others(writers: tuple[tuple[ExitStack, Writer], ...]):
     (first, one), (second, other) = writers
     one.case(MADE[0])
     other.case(MADE[1])
@@ -124,7 +124,7 @@ def test_the_first_rank_waits_for_the_others(writers: tuple[tuple[ExitStack, Wri
 
 def test_a_rank_that_was_interrupted_is_named_by_the_first(
     writers: tuple[tuple[ExitStack, Writer], ...],
-) -> None:
+):
     (first, one), (second, other) = writers
     other.case(MADE[1])
     assert interrupt(second).startswith("What was done is kept in ")
@@ -140,7 +140,7 @@ def test_a_rank_that_was_interrupted_is_named_by_the_first(
 
 def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
     writers: tuple[tuple[ExitStack, Writer], ...],
-) -> None:
+):
     (first, _), (_, other) = writers
     other.case(MADE[1])
     assert interrupt(first) == "Nothing had been compared yet, and no report is kept."
@@ -148,7 +148,7 @@ def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
     assert indices(kept()) == [1, 3]
 
 
-def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ranks]) -> None:
+def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ranks]):
     """Its lock is free, and its line says nothing of its end."""
     ranks, other = two
     with (
@@ -169,7 +169,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_other_ranks_name_a_first_rank_that_died(
     two: tuple[Ranks, Ranks], error: type[BaseException]
-) -> None:
+):
     """torchrun interrupts them then."""
     Path("run").mkdir()
     Path("run/run.json").write_text(draft(**header(ranks=2)).model_dump_json())
@@ -189,7 +189,7 @@ def test_other_ranks_name_a_first_rank_that_died(
     ]
 
 
-def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, Ranks]) -> None:
+def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, Ranks]):
     two[0].store.set("1/process", dead_process())
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died"),
@@ -199,9 +199,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
     assert indices(kept()) == [0]
 
 
-def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(
-    two: tuple[Ranks, Ranks],
-) -> None:
+def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]):
     two[1].store.set("0/process", dead_process())
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"),
@@ -215,7 +213,7 @@ def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(
 # --- torchrun
 
 
-def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch):
     process = subprocess.Popen([sys.executable, "-c", ""])
     two[0].store.set("1/process", str(process.pid))
     deadline = time.monotonic() + 30
@@ -234,7 +232,7 @@ def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.Mo
     assert not two[0].alive(1)
 
 
-def test_a_process_alone_joins_nobody() -> None:
+def test_a_process_alone_joins_nobody():
     assert join({}) is None
     assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
     assert started({"WORLD_SIZE": ""}) == 1
@@ -265,15 +263,13 @@ def test_a_process_alone_joins_nobody() -> None:
         ),
     ],
 )
-def test_variables_that_torchrun_does_not_set_are_refused(
-    given: dict[str, str], words: str
-) -> None:
+def test_variables_that_torchrun_does_not_set_are_refused(given: dict[str, str], words: str):
     with pytest.raises(BadInputError, match=words) as caught:
         join(OF_TORCHRUN | given)
     assert "asks for" not in words or "unset WORLD_SIZE" in caught.value.hint
 
 
-def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
@@ -283,7 +279,7 @@ def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
     two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """torchrun ends the others meanwhile.  If it does not, only they have the error."""
 
     def interrupted(_: float) -> None:

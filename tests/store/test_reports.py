@@ -53,7 +53,7 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 # --- writing and reading
 
 
-def test_a_report_is_read_back_as_it_was_written() -> None:
+def test_a_report_is_read_back_as_it_was_written():
     clocks = cases.clocks()
     left = LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
@@ -92,7 +92,7 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
         assert load(where) == (path, report)
 
 
-def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
+def test_a_case_is_two_lines_and_its_errors_are_written_once():
     verified = case()
     done = case(samples=timed(50.0, 70.0))
     with opened(None, Watcher(), **header()) as writer:
@@ -107,14 +107,14 @@ def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
     assert load(None)[1].cases == (done,)
 
 
-def test_a_later_line_with_other_errors_or_a_fault_counts() -> None:
+def test_a_later_line_with_other_errors_or_a_fault_counts():
     wrong = failed(case())
     fault = case("unfused").changed(later_fault="after it was timed: head 3")
     folder = store(None, case("unfused"), case(), wrong, fault)
     assert load(folder)[1].cases == (fault, wrong)
 
 
-def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it() -> None:
+def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it():
     with opened(None, Watcher(), **header()) as writer:
         for seconds in range(200):
             writer.update(seconds=float(seconds))
@@ -137,7 +137,7 @@ def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it() 
 )
 def test_a_sequence_beyond_the_trained_context_is_noted(
     seqlen: int, serving: Serving, longest: str | None
-) -> None:
+):
     model = cases.checkpoint(trained_context=2048, siblings=())
     said = draft(**header(model=model, prompts=(cases.prompt(seqlen, serving=serving),))).notes
     begins = [f"The model was trained on 2,048 tokens and ran on {longest}: "] if longest else []
@@ -157,18 +157,18 @@ def test_a_sequence_beyond_the_trained_context_is_noted(
         ("m" * 300, "m" * 80),
     ],
 )
-def test_a_folder_is_named_after_the_subject_in_harmless_letters(model: str, expected: str) -> None:
+def test_a_folder_is_named_after_the_subject_in_harmless_letters(model: str, expected: str):
     assert safe_name(model) == expected
 
 
-def test_names_sort_by_time_and_never_collide() -> None:
+def test_names_sort_by_time_and_never_collide():
     names = [store(None).name for _ in range(4)]
     assert len(set(names)) == 4
     assert all(name[15:].startswith("-model") for name in names)
     assert latest("run") == RUNS / max(names)
 
 
-def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
+def test_the_latest_is_the_one_that_was_started_last_of_its_kind():
     assert latest("run") is None
     with pytest.raises(BadInputError, match="no run under") as caught:
         load(None)
@@ -200,7 +200,7 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
             load(where)
 
 
-def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> None:
+def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them():
     assert listed(RUNS) == ()
     for name in ("a", "b"):
         store(name)
@@ -230,7 +230,7 @@ _PARTIAL = cases.report().changed(processes=(cases.report().first.changed(comple
         (DOCUMENT, "{}"),
     ],
 )
-def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str) -> None:
+def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str):
     """Nor one with a document, to which no line can be added, and which would be read instead of
     what a run writes.
     """
@@ -250,9 +250,7 @@ def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_further_process_that_is_started_again_begins_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_further_process_that_is_started_again_begins_anew(monkeypatch: pytest.MonkeyPatch):
     """What it had sampled before it failed does not count."""
     monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
     folder = store("one", samplers=2)
@@ -290,7 +288,7 @@ def second(*words: str) -> subprocess.CompletedProcess[str]:
     return python("-c", SECOND, *words)
 
 
-def test_two_writers_at_once_into_one_folder() -> None:
+def test_two_writers_at_once_into_one_folder():
     """The second one is another process.  It fails, and does not affect the first."""
     with opened(Path("shared"), Watcher(), **header()) as writer:
         held = second()
@@ -300,7 +298,7 @@ def test_two_writers_at_once_into_one_folder() -> None:
     assert load("shared")[1].cases == (case(),)
 
 
-def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work() -> None:
+def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work():
     killed = second("die")
     assert (killed.returncode, killed.stdout) == (-9, "got it\n"), killed.stderr
     _, report = load("shared")
@@ -324,7 +322,7 @@ def interrupted(*made: Case, **fields: Any) -> Path:
     return Path("my run")
 
 
-def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
+def test_the_same_request_goes_on_where_it_was_interrupted():
     folder = interrupted(command=("ssdprof", "run", "--out", "x", "m"))
     (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"task"')
     before = load(folder)[1]
@@ -359,7 +357,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
         ({"sources": lambda: [Path("new")]}, "from before new was changed"),
     ],
 )
-def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None:
+def test_another_request_does_not_go_on(fields: dict[str, Any], of: str):
     folder = interrupted()
     header_file = folder / "run.json"
     header_file.write_text(
@@ -377,7 +375,7 @@ def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_lines_without_a_header_are_of_nobody_and_other_files_the_users() -> None:
+def test_lines_without_a_header_are_of_nobody_and_other_files_the_users():
     (interrupted() / "run.json").unlink()
     Path("my run", "cases.mine.jsonl").write_text("mine")
     with opened(Path("my run"), Watcher(), **header()) as writer:
@@ -388,9 +386,7 @@ def test_lines_without_a_header_are_of_nobody_and_other_files_the_users() -> Non
 
 @pytest.mark.parametrize("folder", ["new", "an empty one of the user", "removed meanwhile"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
-def test_a_report_that_ended_before_its_first_case_is_not_kept(
-    error: BaseException, folder: str
-) -> None:
+def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseException, folder: str):
     before = store("before")
     out = Path("out")
     if folder == "an empty one of the user":
@@ -416,7 +412,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(
         ((of_answers(),), "1 case of answers."),
     ],
 )
-def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
+def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str):
     with (
         pytest.raises(KeyboardInterrupt) as caught,
         opened(Path("out"), Watcher(), **header()) as writer,
@@ -431,7 +427,7 @@ def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts
     assert (report.complete, report.cases, report.first.ended) == (False, made, "interrupted")
 
 
-def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
+def test_an_error_is_noted_and_the_user_is_told_where_the_results_are():
     said = []
     watcher = Watcher()
     watcher.say = said.append  # type: ignore[method-assign]
@@ -447,7 +443,7 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     assert load("out")[1].first.ended == "no memory"
 
 
-def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPatch):
     class Full:
         def write(self, _: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -463,7 +459,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPa
     assert load("r")[1].cases == (case(),)
 
 
-def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch):
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -494,7 +490,7 @@ GOOD = dump(cases.report(layers=(0,)))
         (GOOD.replace("0.004", "0.004, 0.1", 1), "another number of slices"),
     ],
 )
-def test_a_damaged_document_is_refused_with_the_place(text: str, words: str) -> None:
+def test_a_damaged_document_is_refused_with_the_place(text: str, words: str):
     for file in (Path("printed.json"), store("one", case()) / "run.json"):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words) as caught:
@@ -519,7 +515,7 @@ LINE = json.dumps({"case": case().model_dump(mode="json", exclude_defaults=True)
         ("\ud800", "not UTF-8"),
     ],
 )
-def test_a_damaged_line_is_refused_with_its_number(line: str, words: str) -> None:
+def test_a_damaged_line_is_refused_with_its_number(line: str, words: str):
     folder = store("one", case("unfused"))
     file = folder / "cases.0.jsonl"
     first, *rest = file.read_bytes().splitlines()
@@ -528,7 +524,7 @@ def test_a_damaged_line_is_refused_with_its_number(line: str, words: str) -> Non
         load(folder)
 
 
-def test_a_folder_whose_lines_do_not_fit_together_is_damaged() -> None:
+def test_a_folder_whose_lines_do_not_fit_together_is_damaged():
     folder = store("one", case("unfused"), case("fused"))
     file = folder / "cases.0.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -50,14 +50,14 @@ def excess(inputs: ic.InterChunkInputs, out: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("chunks", [1, 5, pytest.param(12, marks=slow)])
 @pytest.mark.parametrize("name", DIAGONAL)
-def test_a_diagonal_transition_against_fp64(name: str, chunks: int) -> None:
+def test_a_diagonal_transition_against_fp64(name: str, chunks: int):
     inputs = chunks_of(chunks)
     assert excess(inputs, DIAGONAL[name](inputs)) <= 1
 
 
 @pytest.mark.parametrize("rank", [3, *(pytest.param(rank, marks=slow) for rank in (1, 16))])
 @pytest.mark.parametrize("name", LOW_RANK)
-def test_a_transition_of_low_rank_against_fp64(name: str, rank: int) -> None:
+def test_a_transition_of_low_rank_against_fp64(name: str, rank: int):
     inputs = chunks_of(5, rank=rank)
     assert excess(inputs, LOW_RANK[name](inputs)) <= 1
 
@@ -69,13 +69,13 @@ def test_a_transition_of_low_rank_against_fp64(name: str, rank: int) -> None:
         for n in DIAGONAL | LOW_RANK
     ],
 )
-def test_fp32(name: str) -> None:
+def test_fp32(name: str):
     inputs = chunks_of(4, rank=2 if name in LOW_RANK else 0, dtype=torch.float32)
     assert excess(inputs, (DIAGONAL | LOW_RANK)[name](inputs)) <= 1
 
 
 @pytest.mark.parametrize("name", SAME_BITS[1:])
-def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(name: str) -> None:
+def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(name: str):
     inputs = chunks_of(4)
     assert torch.equal(DIAGONAL[name](inputs), DIAGONAL[SAME_BITS[0]](inputs))
 
@@ -105,7 +105,7 @@ TILE = ss.ScanConfig(block_t=16, num_warps=4)
 @pytest.mark.parametrize("form", ["sequential", pytest.param("parallel", marks=slow)])
 def test_forward_and_backward_against_autograd_in_fp64(
     form: ss.Form, seqlen: int, dtype: torch.dtype
-) -> None:
+):
     inputs, dy = positions(seqlen, dtype)
     found = ss.judge(inputs, dy, ss.reference(inputs, dy)).excess(
         ss.run_both(inputs, dy, form=form, config=TILE)
@@ -115,14 +115,14 @@ def test_forward_and_backward_against_autograd_in_fp64(
 
 
 @pytest.mark.parametrize("seqlen", [1, 16, 21])
-def test_the_oracle_by_doubling_is_the_recurrence_and_its_autograd(seqlen: int) -> None:
+def test_the_oracle_by_doubling_is_the_recurrence_and_its_autograd(seqlen: int):
     inputs, dy = positions(seqlen)
     torch.testing.assert_close(
         ss.by_doubling(inputs, dy), ss.reference(inputs, dy), rtol=1e-12, atol=1e-12
     )
 
 
-def test_a_layer_and_its_scan_are_the_same() -> None:
+def test_a_layer_and_its_scan_are_the_same():
     layer = ss.draw_layer(batch=1, seqlen=9, heads=2, dstate=4, device=DEVICE)
     y = ss.reference(layer.scan_inputs(torch.float64))["y"]
     state = torch.zeros(1, 2, 4, dtype=torch.float64, device=DEVICE)
@@ -133,7 +133,7 @@ def test_a_layer_and_its_scan_are_the_same() -> None:
         torch.testing.assert_close(y[:, t], (layer.C[:, t].double() * state).sum(-1))
 
 
-def test_the_comparison_sees_a_shift_another_head_and_a_number_that_is_missing() -> None:
+def test_the_comparison_sees_a_shift_another_head_and_a_number_that_is_missing():
     states = chunks_of(5)
     inputs, dy = positions(20)
     for right, judge in (
@@ -150,7 +150,7 @@ def test_the_comparison_sees_a_shift_another_head_and_a_number_that_is_missing()
 
 
 @pytest.mark.gpu
-def test_every_call_has_the_same_bits() -> None:
+def test_every_call_has_the_same_bits():
     """Thousands of programs run and wait for each other in another order in every call."""
     for name, kernel in (DIAGONAL | LOW_RANK).items():
         states = ic.draw(

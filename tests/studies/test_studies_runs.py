@@ -18,7 +18,7 @@ STUDIES: dict[ModuleType, type[study.Study[Any]]] = {
 
 
 @pytest.mark.parametrize("name", ["scan-002", "scan-003"])
-def test_the_recorded_rows_have_the_recorded_values(name: str) -> None:
+def test_the_recorded_rows_have_the_recorded_values(name: str):
     stored = json.loads((RESULTS / f"{name}-h200.json").read_text())
     expected = stored["values"]
     rows = stored["rows"]
@@ -38,9 +38,7 @@ def test_the_recorded_rows_have_the_recorded_values(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", STUDIES, ids=lambda module: module.__name__)
-def test_a_study_in_a_short_time(
-    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_study_in_a_short_time(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "10"])
     monkeypatch.setattr(scan_002, "NCU_SECONDS", 5)
     assert module.main() == 0
