@@ -167,10 +167,10 @@ def scan_segment(env, tiles, written, segment, ends, n):
         Y, QS = residual(tiles, entered, product_with(tiles, entered, n, KEYS), n)
         for j in range(last):
             state, Y, QS = scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n + j)
-        n += last
-        state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, last, n)
+        n_last = n + last
+        state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, last, n_last)
         state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
-        arrive(tiles.empty_at(4 * n + UPDATE))
-        store_output(tiles, written, out, n)
+        arrive(tiles.empty_at(4 * n_last + UPDATE))
+        store_output(tiles, written, out, n_last)
     gl.store(state_tile(env.final_ptr, segment, segment.first_v, FINAL, env.S), state)
     role_barrier()
