@@ -219,6 +219,7 @@ def _kda_hopper_kernel(
     q_desc, k_desc, g_desc, v_desc, keys_desc, queries_desc, X_desc, W_desc, out_desc, tensors,
     strides, seqlen, sequences, slabs, slab_size, behind, scale, S: gl.constexpr,
 ):  # fmt: skip
+    """Prepares a chunk of one slab, or scans the chunks of an earlier one."""
     beta_ptr, cu_seqlens_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = tensors
     beta_strides, cu_strides = strides
     chunks = slab_size * S.HEADS

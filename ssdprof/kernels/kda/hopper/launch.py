@@ -138,7 +138,9 @@ def hopper_launch(
 
 
 def _descriptors(inputs: KDAInputs) -> list[Described]:
-    """Of q, k, g, v, keys, queries, X, W and out: a tile has 64 columns of one head and chunk."""
+    """Descriptors of q, k, g, v, keys, queries, X, W and out.  A tile has 64 columns of one head and
+    chunk.
+    """
     row_count = slot_count(inputs) * inputs.v.shape[2] * CHUNK.value
     factors = [
         described(inputs.q.dtype, (row_count, columns), (columns, 1), (CHUNK.value, HALF.value))
@@ -161,6 +163,7 @@ def _descriptors(inputs: KDAInputs) -> list[Described]:
 def _launcher(
     inputs: KDAInputs, config: KDAHopperConfig, slabs: int, final_strides: tuple[int, ...]
 ) -> Launcher:
+    """With the arguments that all calls of a signature share."""
     beta, initial_strides = inputs.beta, strides_of(inputs.initial_state) or (0, 0, 0, 0)
     strides = (
         (beta.stride(0), row_stride(beta), beta.stride(2)),
