@@ -138,8 +138,8 @@ def hopper_launch(
 
 
 def _descriptors(inputs: KDAInputs) -> list[Described]:
-    """Descriptors of q, k, g, v, keys, queries, X, W and out.  A tile has 64 columns of one head and
-    chunk.
+    """Descriptors of q, k, g, v, keys, queries, X, W and out: tiles have 64 columns of one head and
+    one chunk.
     """
     row_count = slot_count(inputs) * inputs.v.shape[2] * CHUNK.value
     factors = [
