@@ -61,6 +61,7 @@ SSD_ON_HOPPER = dict(headdim=64, dstate=128, dtype=BF16)
 GDN_ON_HOPPER = dict(
     values_per_key=2, key_dim=128, value_dim=128, dtype=BF16, gate=0.1, l2norm=False
 )
+KDA_ON_HOPPER = dict(l2norm=True, key_dim=128, value_dim=64)
 OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192)
 
 
@@ -274,12 +275,12 @@ TARGETS = {
         "kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}
     ),
     "kda unfused": Target("kda", chosen("kda", "unfused")),
-    "kda fused": of_kda(chosen("kda", "fused"), sizes=dict(l2norm=True, key_dim=128)),  # on Hopper
+    "kda fused": of_kda(chosen("kda", "fused"), sizes=KDA_ON_HOPPER),
     "kda tiny": of_kda(
         kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))
     ),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
-    "kda hopper": of_kda(kda_hopper, sizes=dict(l2norm=True, key_dim=128, value_dim=64)),
+    "kda hopper": of_kda(kda_hopper, sizes=KDA_ON_HOPPER),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),
     "kda step": of_kda(chosen("kda", "unfused_step")),
     "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),

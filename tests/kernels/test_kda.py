@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
-from targets import TARGETS, Target, slow, targets
+from targets import HOPPER, TARGETS, Target, slow, targets
 from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.fused import KDAPortableConfig, plan
 from ssdprof.kernels.kda.hopper.launch import hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 
@@ -89,6 +89,8 @@ def test_every_gate(kernel: Target, gates: str, dtype: torch.dtype):
     inputs = kernel.case(
         gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes
     ).inputs()
+    if HOPPER and kernel.run is TARGETS["kda fused"].run:
+        assert plan(inputs, EXACT).variant == ("portable" if dtype == FP32 else "hopper")
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
