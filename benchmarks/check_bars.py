@@ -8,8 +8,6 @@ operator, and below it every cell that missed or was not measured.  Exit code 1 
 hold, and 2 for results of several GPUs.  `bars.py` judges.
 """
 
-from __future__ import annotations
-
 import argparse
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ those of `fused` and `unfused` at a model's sizes.  Without one they are of the 
 chunks of the oracle's length, a half and a quarter of it; 4,096 tokens then take 15 seconds a run.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from typing import Any

@@ -13,8 +13,6 @@ x, B and C or q, k and v of about unit size), but without its structure.  A repo
 says so.  The tokenizer is byte-level: one token per byte of UTF-8.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -8,8 +8,6 @@ removes what it supersedes: older cells with the same inputs whose cases were al
 with newer kernels.  Other scripts and the tests read these files.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

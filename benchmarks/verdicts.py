@@ -12,8 +12,6 @@ Writes FILE in JSON, and prints a table.  Shapes, lengths and implementations ar
 random order; --seconds ends this early, and then the result has the number of comparisons.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

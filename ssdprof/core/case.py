@@ -39,7 +39,7 @@ from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
 CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
 BUDGET: Final = 10  # times the error of a format's first rounding, up to which it keeps a head
-BUDGETS: Final = (1e-4, 0.5)  # below are errors of fp32 arithmetic, above no digit is right
+BUDGETS: Final = (2**-9, 0.5)  # below is the rounding of inputs in bf16, above no digit is right
 
 
 class LayerCall(Record):

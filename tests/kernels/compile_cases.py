@@ -146,6 +146,7 @@ SSD_PORTABLE = each(
         "mamba2 bf16 exact": (MAMBA2, EXACT),
         "ragged bf16 exact": (MAMBA2.but(seqlen=1000), EXACT),
         "gated bf16 exact": (MAMBA2.but(gate=True), EXACT),
+        "without D bf16 exact": (MAMBA2.but(skip=""), EXACT),
         "packed fp16 relaxed": (MAMBA2.but(**PACKED, dtype=FP16), RELAXED),
         "mamba2 fp32 exact": (MAMBA2.but(seqlen=1000, dtype=FP32), EXACT),
         "mamba2 fp32 relaxed": (MAMBA2.but(seqlen=1000, dtype=FP32), RELAXED_FP32),

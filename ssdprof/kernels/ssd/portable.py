@@ -409,10 +409,8 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
 
 @triton.jit
 def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
-    """D of a head: a number, or a row (1, p); None if there is none."""
-    if D_ptr is None:
-        return None
-    elif len(D_strides) == 2:
+    """D of a head: a number, or a row (1, p)."""
+    if len(D_strides) == 2:
         return load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
     else:
         return load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
@@ -537,7 +535,9 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         )
 
     # stage chunk_scan: the output, chunk after chunk
-    D = skip_weights(D_ptr, D_strides, i_h, first_p + o_p, m_p)
+    D = None
+    if D_ptr is not None:
+        D = skip_weights(D_ptr, D_strides, i_h, first_p + o_p, m_p)
     z_rows = None
     if z_ptr is not None:
         z_tile = rows * z_strides[1] + o_p[None, :] * z_strides[3]
