@@ -86,6 +86,7 @@ GATE_ROWS = tl.constexpr(8)  # chunks per iteration of chunk_cumsum
 STAGES = {
     "take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "ticket",
     "wait_for_state": "state_passing.wait", "take_state": "state_passing.load",
+    "take_initial_state": "state_passing.load",
     "hand_over_state": "state_passing.store", "chunk_cumsum": "chunk_cumsum",
     "chunk_state": "chunk_state", "add_outer_products": "chunk_state",
     "segment_state": "chunk_state", "chunk_products": "bmm_chunk",
@@ -192,6 +193,14 @@ def take_state(ptr, tile, step, m_state, S: tl.constexpr):
         block = tl.load(ptr + k * step + tile, mask=m, other=0.0, cache_modifier=".cg")
         state = state + (block.to(tl.float32),)
     return state
+
+
+@triton.jit
+def take_initial_state(ptr, strides, index, p, n, m_state, S: tl.constexpr):
+    """Stage 3: load the caller's state, from `index` of a strided tensor on."""
+    tile = p * strides[2] + n * strides[3]
+    step = ptr_offset((S.BLOCK_N,), strides[3:])
+    return take_state(ptr + ptr_offset(index, strides), tile, step, m_state, S)
 
 
 @triton.jit
@@ -524,11 +533,10 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
             wait_for_state(flag_ptr, segment)
             state = take_state(states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, S)
     if initial_states_ptr is not None and segment == 0:
-        initial_offset = ptr_offset((sequence, i_h, first_p), initial_states_strides)
-        initial_ptr = initial_states_ptr + initial_offset
-        initial_tile = state_p * initial_states_strides[2] + state_n * initial_states_strides[3]
-        initial_step = ptr_offset((S.BLOCK_N,), initial_states_strides[3:])
-        state = take_state(initial_ptr, initial_tile, initial_step, m_state, S)
+        state = take_initial_state(
+            initial_states_ptr, initial_states_strides, (sequence, i_h, first_p), state_p, state_n,
+            m_state, S,
+        )  # fmt: skip
     if S.HANDOVER and not last:
         hand_over_state(
             states_ptr + state_offset, state_tile, m_state, flag_ptr, state, added, decay_log2, S
