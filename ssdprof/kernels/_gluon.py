@@ -138,3 +138,29 @@ def masked(v, bits):
     return gl.inline_asm_elementwise(
         "and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2
     )
+
+
+# Programs of one launch that wait for each other, through numbers in global memory
+
+
+@gluon.jit
+def load_acquire(ptr):
+    """A number, after which what was written before it is visible."""
+    code: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return gl.inline_asm_elementwise(code, "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def order_async():
+    """Later TMA copies come after what this thread has read."""
+    code: gl.constexpr = "{ fence.proxy.async; mov.b32 $0, 0; }"
+    gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_until_written():
+    """Wait until what this thread has stored through TMA is in global memory; `store_wait` waits
+    until it is read from shared memory.
+    """
+    code: gl.constexpr = "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0; }"
+    gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

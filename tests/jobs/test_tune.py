@@ -38,7 +38,7 @@ from ssdprof.kernels.gdn import fused as gdn_fused
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.kda import fused as kda_fused
-from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
@@ -110,7 +110,7 @@ def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused():
 
 
 LONG_GDN = "1/1x128x128"
-KDA_HOPPER = KDAPortableConfig(hopper=True, block_k=128, prep_block_k=128)
+KDA_HOPPER = KDAHopperConfig(slab=16)
 TOO_LONG = LONGEST_RECOMPUTED + 1
 
 
@@ -135,7 +135,7 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
             set(product((16, 32, 64, 128), (True, False))),
         ),
         (KDA, None, generated("kda", SMALL_GDN, 64), "block_v block_k", {(16, 16)}),
-        (KDA, KDA_HOPPER, generated("kda", LONG_GDN, 8192), "prep_block_k", {128}),
+        (KDA, KDA_HOPPER, generated("kda", LONG_GDN, 8192), "slab", {4, 8, 16, 32, 64}),
     ],
 )
 def test_what_the_candidates_vary(tuning, committed, inputs, fields, tried: set[object]):

@@ -24,6 +24,8 @@ from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
+from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
+from ssdprof.kernels.kda.hopper.launch import hopper_launch as kda_hopper_launch
 from ssdprof.kernels.kda.unfused import six_stages as kda_six_stages
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
@@ -436,9 +438,7 @@ def kda_portable(case: KDACase, **changes):
 
 def kda_hopper(case: KDACase):
     inputs = on_meta(case.inputs())
-    kda_portable_launch(
-        inputs, EXACT, KDAPortableConfig.choose_hopper(inputs), state_v_first=False
-    )(inputs)
+    kda_hopper_launch(inputs, KDAHopperConfig.choose(inputs), state_v_first=False)(inputs)
 
 
 KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
@@ -475,7 +475,6 @@ KDA_HOPPER = each(
         "kimi, batch": KIMI.but(batch=70),
         "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
         "V 64, grouped": KIMI.but(value_dim=64, key_heads=1, values_per_key=2, initial_states=True),
-        "kimi, few states": KIMI.but(key_heads=1),
     },
 )
 KDA_TOKEN = KIMI.but(batch=2, seqlen=1, initial_states=True)

@@ -30,7 +30,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
-from ssdprof.kernels.kda import fused as kda_launch
+from ssdprof.kernels.kda.hopper import launch as kda_launch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
 from ssdprof.kernels.tensors import Part
@@ -48,11 +48,13 @@ class Source(NamedTuple):
     lanes: number of threads of the first role
     files: names of their modules, with the package if it is another, each after those that it
     imports
+    in_order: programs wait for others of lower numbers, which a GPU starts first
     """
 
     launch: ModuleType
     lanes: int
     files: tuple[str, ...]
+    in_order: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -92,8 +94,14 @@ KDA = Source(
         "gdn.hopper.inverse",
         "gdn.hopper.role_gates",
         "gdn.hopper.prep_kernel",
-        "prep_kernel",
+        "gdn.hopper.role_states",
+        "tiles",
+        "prep",
+        "scan",
+        "role_copies",
+        "hopper_kernel",
     ),
+    in_order=True,
 )
 
 
@@ -246,6 +254,8 @@ class Shared:
         rows, *columns = self.content.shape
         if not columns and len(shape) == 2:  # a vector, as rows
             return Shared(self.content.view(shape))
+        if shape == [2, rows, *(size // 2 for size in columns)]:  # halves of the columns
+            return Shared(self.content.view(rows, 2, -1).transpose(0, 1))
         if shape == [rows, 1, *columns]:
             return Shared(self.content[:, None])
         if len(shape) == 4:
@@ -401,7 +411,9 @@ class Machine:
 
     def launch(self, programs: list[Callable[[], None]]):
         self.turns = Turns(self.random)
-        order = iter(self.random.sample(programs, len(programs)))
+        order = iter(
+            programs if self.source.in_order else self.random.sample(programs, len(programs))
+        )
         for _ in range(self.resident):
             self.start(order)
         self.turns.run()
@@ -508,6 +520,10 @@ class Machine:
     ) -> Tensor:
         if code == "ld.acquire.gpu.global.b32 $0, [$1];":
             return self.atomic_add(args[0], 0, "acquire")
+        if "fence.proxy.async" in code:
+            if "wait_group" in code:
+                self.turns.finish_copies()
+            return torch.tensor(0)
         if not is_pure:
             return self.load_bits(code, *args)
         args = [

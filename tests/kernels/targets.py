@@ -28,6 +28,8 @@ from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
+from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
+from ssdprof.kernels.kda.hopper.launch import hopper_launch as kda_hopper_launch
 from ssdprof.kernels.kda.reference import kda_chunked, kda_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
@@ -59,6 +61,7 @@ SSD_ON_HOPPER = dict(headdim=64, dstate=128, dtype=BF16)
 GDN_ON_HOPPER = dict(
     values_per_key=2, key_dim=128, value_dim=128, dtype=BF16, gate=0.1, l2norm=False
 )
+KDA_ON_HOPPER = dict(l2norm=True, key_dim=128, value_dim=64)
 OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192)
 
 
@@ -195,11 +198,15 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
 # --- KDA
 
 
-def kda_portable(config: KDAPortableConfig | None) -> Run:
-    """Without a configuration: as chosen on Hopper."""
+def kda_portable(config: KDAPortableConfig) -> Run:
     return lambda inputs, precision: kda_portable_launch(
-        inputs, precision, config or KDAPortableConfig.choose_hopper(inputs), state_v_first=False
+        inputs, precision, config, state_v_first=False
     )(inputs)
+
+
+def kda_hopper(inputs: Any, _precision: Precision) -> Any:
+    config = KDAHopperConfig(slab=4, behind=2)
+    return kda_hopper_launch(inputs, config, state_v_first=False)(inputs)
 
 
 # --- all of them
@@ -268,12 +275,12 @@ TARGETS = {
         "kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}
     ),
     "kda unfused": Target("kda", chosen("kda", "unfused")),
-    "kda fused": of_kda(chosen("kda", "fused"), sizes=dict(l2norm=True, key_dim=128)),  # on Hopper
+    "kda fused": of_kda(chosen("kda", "fused"), sizes=KDA_ON_HOPPER),
     "kda tiny": of_kda(
         kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))
     ),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
-    "kda hopper": of_kda(kda_portable(None), sizes=dict(key_dim=128, value_dim=16)),
+    "kda hopper": of_kda(kda_hopper, sizes=KDA_ON_HOPPER),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),
     "kda step": of_kda(chosen("kda", "unfused_step")),
     "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),

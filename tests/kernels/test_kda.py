@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
-from targets import TARGETS, Target, slow, targets
+from targets import HOPPER, TARGETS, Target, slow, targets
 from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.kda.fused import KDAPortableConfig, hopper_unsupported
+from ssdprof.kernels.kda.fused import KDAPortableConfig, plan
+from ssdprof.kernels.kda.hopper.launch import hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 
 GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
@@ -86,15 +87,19 @@ def test_every_gate(kernel: Target, gates, dtype):
     inputs = kernel.case(
         gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes
     ).inputs()
+    if HOPPER and kernel.run is TARGETS["kda fused"].run:
+        assert plan(inputs, EXACT).variant == ("portable" if dtype == FP32 else "hopper")
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-# of the first launch for Hopper GPUs, in the emulator
+# of the kernel for Hopper GPUs, in the emulator; the last two have several slabs, which hand their
+# states on, and a ring of tiles that turns more than once
 ON_HOPPER = [
-    dict(seqlen=70, key_heads=2, value_dim=32), dict(gates="saturated"),
+    dict(seqlen=70, key_heads=2, value_dim=128), dict(gates="saturated"),
     dict(gates="bound", batch=2, seqlen=40), dict(gates="none", largest_beta=2.0),
     dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
     dict(gates="one channel", values_per_key=2), dict(dtype=FP16, initial_states=True),
+    dict(seqlen=330, batch=2), dict(lengths=(200, 0, 1, 130), initial_states=True),
 ]  # fmt: skip
 
 
@@ -130,11 +135,11 @@ def test_other_gpus_and_sizes_run_the_portable_kernel():
 
 
 @pytest.mark.parametrize("gates", GATES)
-@targets("kda wide", gpu=["kda fused", "kda wide"])
+@targets("kda wide", emulated_slow=["kda hopper"], gpu=["kda fused", "kda wide"])
 def test_no_head_is_less_exact_than_unfused(kernel: Target, gates):
     # 1 % of 3e-3 needs many outputs
     width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)
-    sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16)
+    sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16) | kernel.sizes
     inputs = kernel.case(seqlen=length, gates=gates, **sizes).inputs()
     exact = kda_chunked(inputs)
     (out, states), (their_out, their_states) = (

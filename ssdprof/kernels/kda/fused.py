@@ -1,5 +1,5 @@
-"""Kimi Delta Attention in two launches, or token by token with GDN's kernel
-(`../gdn/recurrent.py`).
+"""Kimi Delta Attention in two launches, in one on Hopper GPUs (`hopper/hopper_kernel.py`), or token
+by token with GDN's kernel (`../gdn/recurrent.py`).
 
 The two launches: for every chunk and value head what does not depend on the state, then the
 output, with the state in registers from chunk to chunk.
@@ -30,7 +30,6 @@ Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -40,11 +39,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ssdprof.kernels import registry
-from ssdprof.kernels.choice import Fused, Variant, tensor_function
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, Work, tensor_function
 from ssdprof.kernels.device import sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
-from ssdprof.kernels.gdn.fused import RECURRENT, configured, portable_work
-from ssdprof.kernels.gdn.hopper.config import untiled
+from ssdprof.kernels.gdn.fused import RECURRENT, configured, equals_text, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
@@ -61,10 +59,14 @@ from ssdprof.kernels.gdn.portable import (
     unit_lower_inverse,
     whole_sequence,
 )
-from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.inputs import Output, PreparedLaunch
+from ssdprof.kernels.kda.hopper.launch import (
+    KDAHopperConfig,
+    hopper_launch,
+    hopper_unsupported,
+    workspace,
+)
 from ssdprof.kernels.kda.inputs import KDAInputs
-from ssdprof.kernels.kda.prep_kernel import DIM, HALF, WARPS, _kda_hopper_prep
 from ssdprof.kernels.kda.unfused import (
     add_scores,
     cumulative_decays,
@@ -74,7 +76,7 @@ from ssdprof.kernels.kda.unfused import (
 )
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import described, row_stride, steps, strides_of, tile_strides, tiles
+from ssdprof.kernels.tensors import strides_of, tile_strides
 
 STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
 
@@ -84,23 +86,18 @@ class KDAPortableConfig:
     """chunk: positions per chunk: 16, 32 or 64
     prep_block_k, block_k: block of K per product of the two launches, powers of two of at least 16
     block_v: slice of V per program of the second launch, a power of two of at least 16
-    k_first: states of the second launch are (K, V), so that wgmma serves narrow slices; block_k is
-    the whole of K
     num_warps, scan_stages: of the second launch; stages are chunks in flight
     prep_warps, prep_registers: of the first launch; most registers per thread, 0: no limit
-    hopper: the first launch is `prep_kernel.py`
     """
 
     chunk: int = 64
     prep_block_k: int = 64
     block_k: int = 64
     block_v: int = 32
-    k_first: bool = False
     num_warps: int = 4
     scan_stages: int = 2
     prep_warps: int = 4
     prep_registers: int = 0
-    hopper: bool = False
     reason: str = ""
 
     @classmethod
@@ -142,42 +139,6 @@ class KDAPortableConfig:
                 reason="slices of 64 of V: one for each multiprocessor",
             )
         return config
-
-    @classmethod
-    def choose_hopper(
-        cls, inputs: KDAInputs, *, batch_invariant: bool = False
-    ) -> KDAPortableConfig:
-        """Whole states for more than half as many as multiprocessors, else slices of V.
-
-        On an H200, the second launch takes 0.46 ms for 8 sequences of 4K with 32 heads (slices of
-        32: 0.64), and as long for one of 8K with 96 heads (0.48), but 0.42 ms with 32 (slices of
-        32: 0.16).  Slices of 16 take 0.14 ms with 12 heads (of 32: 0.16).
-        """
-        heads, value_dim = inputs.v.shape[2:]
-        states = (1 if batch_invariant else inputs.sequences) * heads
-        sms = sm_count(inputs.q)
-        widest = max(16, triton.next_power_of_2(value_dim))
-        if 2 * states > sms:
-            block_v = min(128, widest)
-            warps = 8
-            stages = 2
-        else:
-            fits = states * triton.cdiv(value_dim, 16) <= sms
-            block_v = 16 if fits else min(32, widest)
-            warps = 4
-            stages = 3
-        return cls(
-            chunk=CHUNK.value,
-            prep_block_k=DIM.value,
-            prep_warps=WARPS.value,
-            hopper=True,
-            block_v=block_v,
-            block_k=DIM.value,
-            k_first=2 * states <= sms,
-            num_warps=warps,
-            scan_stages=stages,
-            reason=f"slices of {block_v} of V for {states} states",
-        )
 
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
@@ -286,14 +247,9 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
 
 
 @triton.jit
-def add_product(acc, rows, state, OPERAND: tl.constexpr, K_FIRST: tl.constexpr):
-    """acc + rows state, for rows (position, n) and a state (n, V), or its transpose for a state (V,
-    n).
-    """
-    if K_FIRST:
-        return tl.dot(rows, state.to(OPERAND), acc, input_precision=DOT_PRECISION)
-    else:
-        return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
+def add_product(acc, rows, state, OPERAND: tl.constexpr):
+    """acc + rows state, transposed, for rows (position, n) and a transposed state (V, n)."""
+    return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
 
 
 @triton.jit
@@ -301,7 +257,7 @@ def add_products(acc, state, row_ptrs, S: tl.constexpr):
     """acc + keys S or queries S, whose rows (position, K) lie at row_ptrs (position, 1)."""
     for n in tl.static_range(len(state)):
         rows = tl.load(row_ptrs + (n * S.BLOCK_K + tl.arange(0, S.BLOCK_K))[None, :])
-        acc = add_product(acc, rows, state[n], S.OPERAND, S.K_FIRST)
+        acc = add_product(acc, rows, state[n], S.OPERAND)
     return acc
 
 
@@ -338,14 +294,10 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
 
     o_c = tl.arange(0, S.CHUNK)
     o_k, o_v = tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
-    o_n, o_t = o_k.to(S.OFFSET), o_c.to(S.OFFSET)
-    if S.K_FIRST:  # tiles (K, V) and (position, V)
-        state_k, state_t, state_v = o_n[:, None], o_t[:, None], o_v[None, :]
-    else:
-        state_k, state_t, state_v = o_n[None, :], o_t[None, :], o_v[:, None]
+    state_k, state_t, state_v = o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None]
     state = ()
     for _ in tl.static_range(BLOCKS):
-        state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
+        state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
     m_v = (state_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
     out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
@@ -382,15 +334,10 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         for n in tl.static_range(BLOCKS):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
             end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + state_k)
-            if S.K_FIRST:
-                after = after + (
-                    tl.dot(tl.trans(X), Y, state[n] * end, input_precision=DOT_PRECISION),
-                )
-            else:
-                after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
+            after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = after
         # stage chunk_output
-        out = add_product(out, W, Y, S.OPERAND, S.K_FIRST)
+        out = add_product(out, W, Y, S.OPERAND)
         tl.store(
             out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
         )
@@ -420,11 +367,7 @@ def portable_launch(
     (slots, *_, padded), operand = handed[0]
     tiled = inputs.q, inputs.k, inputs.g, inputs.v
     common = options_of(inputs, operand, config.chunk, tiled, states) | dict(PADDED=padded)
-    prep = (
-        hopper_prep(inputs, handed)
-        if config.hopper
-        else portable_prep(inputs, operand, config, common)
-    )
+    prep = portable_prep(inputs, operand, config, common)
     strides = (
         tile_strides(inputs.v),
         strides_of(inputs.initial_state),
@@ -441,7 +384,6 @@ def portable_launch(
             BLOCK_K=config.block_k,
             BLOCK_V=config.block_v,
             SCAN_STAGES=config.scan_stages,
-            K_FIRST=config.k_first,
             num_warps=config.num_warps,
         ),
     )
@@ -473,80 +415,34 @@ def portable_prep(
     )
 
 
-def hopper_prep(inputs: KDAInputs, handed: FactorShapes) -> Callable[..., None]:
-    """The first launch by `prep_kernel.py`.  handed: what it writes."""
-    packed = inputs.cu_seqlens is not None
-    length = inputs.v.shape[1]
-    heads = inputs.v.shape[2]
-    slots = handed[0][0][0]
-    tile = (CHUNK.value, HALF.value)
-    read = [
-        tiles(
-            tensor,
-            steps(tensor, tensor.stride(2)),
-            sizes=(tensor.shape[2], DIM.value),
-            block=(1, *tile),
-            packed=packed,
-        )
-        for tensor in (inputs.q, inputs.k, inputs.g)
-    ]
-    written = [
-        described(dtype, (slots * heads * CHUNK.value, shape[3]), (shape[3], 1), tile)
-        for shape, dtype in handed[:4]
-    ]
-    beta_strides = inputs.beta.stride(0), row_stride(inputs.beta), inputs.beta.stride(2)
-    scalars = (length, inputs.sequences, inputs.scale_or_default)
-    launcher = Launcher(
-        _kda_hopper_prep,
-        ((beta_strides, strides_of(inputs.cu_seqlens) or (0,)), *scalars),
-        dict(
-            VALUE_HEADS=heads,
-            VALUES_PER_KEY=inputs.values_per_key,
-            GATE_BYTES=inputs.g.element_size(),
-            num_warps=WARPS.value,
-        ),
-    )
-
-    def launch(
-        programs: int,
-        q: Tensor,
-        k: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        cu_seqlens: Tensor | None,
-        *handed: Tensor,
-    ) -> None:
-        """handed: keys, queries, X and W through TMA, and the decays of whole chunks."""
-        *factors, ends = handed
-        descriptors = (
-            describe(tensor)
-            for describe, tensor in zip((*read, *written), (q, k, g, *factors), strict=True)
-        )
-        launcher(programs, *descriptors, beta, cu_seqlens, ends)
-
-    return launch
-
-
 # --- the choice between kernels
 
 
-@registry.first_reason
-def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
-    """Why `prep_kernel.py` does not support `inputs`; empty if it does."""
-    q = inputs.q
-    reason = untiled(inputs, k=inputs.k, g=inputs.g)
-    yield reason != "", reason
-    yield q.shape[3] != DIM.value, f"K {q.shape[3]}"
-    yield (
-        q.dtype == torch.float32 or not inputs.use_qk_l2norm,
-        "fp32 inputs, and q and k that it does not normalise",
+def _hopper_work(call: FusedCall, config: KDAHopperConfig) -> Work:
+    reason = (
+        "one launch: programs that prepare chunks, and programs that scan those of earlier slabs; "
+        f"{config.reason}{equals_text(call)}"
     )
+    return 1, workspace(call.inputs)[0], reason
+
+
+def configured_launch(
+    inputs: KDAInputs,
+    precision: Precision,
+    config: KDAPortableConfig | KDAHopperConfig,
+    *,
+    state_v_first: bool,
+) -> PreparedLaunch:
+    """The launch of the kernel to which the configuration belongs."""
+    if isinstance(config, KDAHopperConfig):
+        return hopper_launch(inputs, config, state_v_first=state_v_first)
+    return portable_launch(inputs, precision, config, state_v_first=state_v_first)
 
 
 PORTABLE: Variant = Variant(
     name="portable",
     configure=partial(configured, KDAPortableConfig.choose, "portable"),
-    prepare=lambda call, config: portable_launch(
+    prepare=lambda call, config: configured_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
     work=partial(portable_work, shapes_of=handed_on),
@@ -555,9 +451,10 @@ HOPPER: Variant = replace(
     PORTABLE,
     name="hopper",
     unsupported=lambda call: hopper_unsupported(call.inputs),
-    configure=partial(configured, KDAPortableConfig.choose_hopper, "hopper"),
+    configure=partial(configured, KDAHopperConfig.choose, "hopper"),
+    work=_hopper_work,
 )
-FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g"))
+FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g", "v"))
 _function = tensor_function(FUSED, KDAInputs)
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))

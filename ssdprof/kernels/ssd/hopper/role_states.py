@@ -22,7 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import arrive, phase, place_in, reinterpret, role_barrier, scalar
+from ssdprof.kernels._gluon import (
+    arrive,
+    load_acquire,
+    phase,
+    place_in,
+    reinterpret,
+    role_barrier,
+    scalar,
+)
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.lanes import (
     LANES,
@@ -172,12 +180,6 @@ def publish(parts_ptr, flag_ptr, added, decay):
     # one element per lane, otherwise lane 0 would store for both
     none = gl.full([LANES], 0, gl.int32, of_lanes)
     gl.atomic_xchg(flag_ptr + none, flag + none, sem="release")
-
-
-@gluon.jit
-def load_acquire(ptr):
-    code: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
-    return gl.inline_asm_elementwise(code, "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

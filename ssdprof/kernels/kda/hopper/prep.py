@@ -1,5 +1,4 @@
-"""Computes the parts of each chunk that do not depend on the state, on Hopper GPUs:
-`_kda_hopper_prep` in Gluon.
+"""Computes the parts of a chunk that do not depend on the state.
 
 A thread owns 16 positions of two channels, in registers.  With a_i = exp(g_i), a pair of a row i
 and a column j before it decays by a_(j+1) ... a_i.  Every decay is a product, none a quotient of
@@ -27,8 +26,8 @@ is in L2, because shared memory leaves no L1.  A warp computes the scores inside
 positions alone, then two warps those of 32 (h = 16), and all those between the halves of the chunk
 (h = 32).
 
-In, between, and the stages: `fused.py`.  q and k are normalised, K = 128, a chunk has 64 positions.
-Grid: slots * hv, heads fastest.
+In, between, and the stages: `../fused.py`.  q and k are normalised, K = 128, a chunk has 64
+positions.
 """
 
 from triton.experimental import gluon
@@ -43,14 +42,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels._gluon import (
-    async_load,
     async_store,
     masked,
     product_layout,
     reinterpret,
     role_barrier,
+    wait_until_written,
 )
-from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
@@ -61,10 +59,9 @@ from ssdprof.kernels.gdn.hopper.inverse import (
 )
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
 from ssdprof.kernels.gdn.hopper.role_gates import LOG2_E
-from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.ring import CHUNK, barriers
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF
 
-DIM = gl.constexpr(128)
-HALF = gl.constexpr(64)  # channels at a time
 WARPS = gl.constexpr(4)
 EIGHT = gl.constexpr(8)
 ANCHOR = gl.constexpr(2.0**84)
@@ -102,10 +99,11 @@ quadrant_layout = gl.constexpr(
 
 # other functions belong to the stage that calls them
 STAGES = {
-    "_kda_hopper_prep": "setup", "norms": "qk_l2norm", "decayed_scores": "decayed_scores",
+    "prepare_chunk": "setup", "norms": "qk_l2norm", "decayed_scores": "decayed_scores",
     "products": "decayed_scores", "store_own_scores": "decayed_scores", "decays_of": "gate_cumsum",
     "grown": "gate_cumsum", "between_blocks": "gate_cumsum", "store_system": "solve_tril",
-    "inverse_of": "solve_tril", "store_factors": "state_factor",
+    "inverse_of": "solve_tril", "store_factors": "state_factor", "load_betas": "loads",
+    "allocate_inputs": "setup",
 }  # fmt: skip
 
 
@@ -456,29 +454,31 @@ def square_of(blocks, pairs):
 
 
 @gluon.jit
-def load_tiles(descs, tiles, full, sequence, t, heads):
-    """Begins to load q, k and g of the chunk at position t, one half of the channels after the
-    other.  heads: of q, of k and of g
+def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
+    """Memory of q, k and g of a chunk, (half of K, i, K / 2) each, and mbarriers: q and k are
+    loaded, and g is.
     """
-    for half in gl.static_range(2):
-        for which in gl.static_range(3):
-            where = [sequence.tile, heads[which], sequence.row + t, half * HALF]
-            buffer = tiles[which].index(half).reshape([1, 1, CHUNK, HALF])
-            async_load(descs[which], where, full, buffer)
+    full = barriers(2)
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+    role_barrier()
+    q_tiles, k_tiles = (
+        allocate_tile(dtype, [2, CHUNK, HALF]),
+        allocate_tile(dtype, [2, CHUNK, HALF]),
+    )
+    return (q_tiles, k_tiles, allocate_tile(gates, [2, CHUNK, HALF])), full
 
 
 @gluon.jit
-def load_betas(beta_ptr, strides, sequence, batch, t, head):
+def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
     """beta of a chunk (block, i), 0 beyond the sequence's end."""
     of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
+    batch = gl.where(is_packed, 0, sequence.index).to(gl.int64)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
     o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
-    beta_ptr += batch * strides[0] + head.to(gl.int64) * strides[2]
-    return gl.load(
-        beta_ptr + (sequence.begin + o_t).to(gl.int64) * strides[1],
-        mask=o_t < sequence.length,
-        other=0.0,
-    ).to(gl.float32)
+    rows = beta_ptr + batch * strides[0] + head.to(gl.int64) * strides[2]
+    where = rows + (sequence.begin + o_t).to(gl.int64) * strides[1]
+    return gl.load(where, mask=o_t < sequence.length, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -571,7 +571,7 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     """X = diag(beta) A^T (keys at the end), in place of the queries, and W = scale P A diag(beta),
     in place of the keys; both through descs from `row` on.  inverse: beta_j A_ij (j, i)
     """
-    q_tiles, k_tiles = tiles
+    q_tiles, k_tiles, _ = tiles
     dtype: gl.constexpr = q_tiles.dtype
     # stage state_factor
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
@@ -592,66 +592,37 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     async_store(descs[0], [row, 0], q_tiles.index(0))
     async_store(descs[0], [row, HALF], q_tiles.index(1))
     async_store(descs[1], [row, 0], k_tiles.index(0))
-    tma.store_wait(0)
+    wait_until_written()
 
 
-@gluon.jit(do_not_specialize=["seqlen", "sequences"])
-def _kda_hopper_prep(
-    q_desc, k_desc, g_desc, keys_desc, queries_desc, X_desc, W_desc, tensors, strides, seqlen,
-    sequences, scale, S: gl.constexpr,
-):  # fmt: skip
-    """One chunk of a value head: loads through TMA, scores, inverse, and the factors that the
-    second launch reads.
+@gluon.jit
+def prepare_chunk(env, tiles, full, sequence, t, place, head):
+    """Everything that a scan needs of the chunk at position t of a sequence.
+
+    place: of the chunk and head among all, slot * HV + head
     """
-    beta_ptr, cu_seqlens_ptr, ends_ptr = tensors
-    beta_strides, cu_strides = strides
-    HEADS: gl.constexpr = S.VALUE_HEADS
-    dtype: gl.constexpr = q_desc.dtype
-    head, slot = gl.program_id(0) % HEADS, gl.program_id(0) // HEADS
-    if cu_seqlens_ptr is None:
-        i = slot // gl.cdiv(seqlen, CHUNK)
-    else:
-        i = packed_slot(slot, sequences, cu_seqlens_ptr, cu_strides[0])
-    sequence = sequence_at(i, seqlen, cu_seqlens_ptr, cu_strides[0])
-    t = (slot - sequence.slot) * CHUNK
-    if t < sequence.length:
-        place, row = gl.program_id(0).to(gl.int64), gl.program_id(0) * CHUNK
-        q_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
-        k_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
-        g_tiles = allocate_tile(g_desc.dtype, [2, CHUNK, HALF])
-        full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-        mbarrier.init(full, count=1)
-        role_barrier()
-        tiles = (q_tiles, k_tiles, g_tiles)
-        mbarrier.expect(full, CHUNK * DIM * (4 + S.GATE_BYTES))
-        key_head = head // S.VALUES_PER_KEY
-        load_tiles((q_desc, k_desc, g_desc), tiles, full, sequence, t, (key_head, key_head, head))
-        batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
-        beta = load_betas(beta_ptr, beta_strides, sequence, batch, t, head)
-
-        # stage qk_l2norm
-        mbarrier.wait(full, 0)
-        q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
-        q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
-        beta_norms, betas = stored(k_norm * beta), stored(beta)
-        role_barrier()
-
-        # stage decayed_scores
-        scores, at_end = decayed_scores(
-            tiles, q_norms, k_norms, (keys_desc, queries_desc), ends_ptr + place * DIM, row, scale
-        )
-        of_q, of_k = parts_of(scores)
-
-        # stage solve_tril
-        scratch = allocate_scratch(1)
-        lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
-        own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])
-        store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
-        inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
-        inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
-        fence_async_shared()
-        role_barrier()
-
-        # stages state_factor and out_factor
-        store_factors(inverse, at_end, own_scores, (q_tiles, k_tiles), (X_desc, W_desc), row, scale)
-        mbarrier.invalidate(full)
+    row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
+    beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
+    # stage qk_l2norm
+    mbarrier.wait(full.index(0), 0)
+    q_norm, k_norm, q_k = norms(tiles[0], tiles[1])
+    q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
+    beta_norms, betas = stored(k_norm * beta), stored(beta)
+    # stage decayed_scores
+    mbarrier.wait(full.index(1), 0)
+    role_barrier()
+    scores, at_end = decayed_scores(
+        tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
+    )
+    of_q, of_k = parts_of(scores)
+    # stage solve_tril
+    scratch = allocate_scratch(1)
+    lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
+    own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])
+    store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
+    inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
+    inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
+    fence_async_shared()
+    role_barrier()
+    # stages state_factor and out_factor
+    store_factors(inverse, at_end, own_scores, tiles, env.factors[2:], row, env.scale)

@@ -1,0 +1,267 @@
+"""Kimi Delta Attention for Hopper in one launch: programs prepare chunks, others pass the state
+through chunks that are prepared.
+
+The chunks of all sequences are cut into slabs of `slab` slots.  A program either prepares one chunk
+of one head (`prep.py`), or scans the chunks of a slab for 64 columns of V of one head (`scan.py`).
+What is prepared goes through global memory.  Two programs share a multiprocessor, of any kind, so
+that scans, which wait for their own products, run beside programs that prepare later slabs.
+
+Programs come in groups, of which group g has
+
+    slab * HV        programs that prepare slab g, heads fastest
+    HV * V / 64      programs that scan slab g - behind
+
+A scan waits until its slab is prepared, and until the slab before has left the state of a sequence
+that goes on, in `final_states`.  These are programs of lower numbers, which a GPU starts first, so
+that the program with the lowest number never waits.  Where sequences are cut has no effect on bits.
+
+In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
+         (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+Between: keys, queries, X (slots, HV, 64, K) | W (slots, HV, 64, 64) in q's dtype | ends (slots, HV,
+         K) fp32 | sync int32, zeroed: programs that have prepared each slab and head, then whether
+         each scan has ended
+Out:     out (B, T, HV, V) | final_states (sequences, HV, K, V) fp32, any strides
+Grid:    ((slabs + behind) * programs of a group)
+Equations: `../fused.py`.  Oracle: `../reference.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ssdprof.kernels._gluon import aggregate, load_acquire, order_async, role_barrier
+from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.kda.hopper.prep import allocate_inputs, prepare_chunk
+from ssdprof.kernels.kda.hopper.role_copies import load_inputs, load_segment, store_segment
+from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles
+
+# other functions belong to the stage that calls them
+STAGES = {
+    "wait_for": "waiting.chunk", "slab_sequences": "ticket", "chunk_of": "ticket",
+    "segment_at": "ticket", "prepare": "setup", "idle": "setup", "scan": "setup",
+    "loads": "loads", "stores": "chunk_output", "_kda_hopper_kernel": "setup",
+}  # fmt: skip
+
+
+@aggregate
+class KDAEnv:
+    """All that the roles share."""
+
+    inputs: gl.tuple  # descriptors of q, k, g, v and out
+    factors: gl.tuple  # of keys, queries, X, W
+    beta_ptr: gl.tensor
+    ends_ptr: gl.tensor
+    initial_ptr: gl.tensor | gl.constexpr
+    final_ptr: gl.tensor
+    cu_seqlens_ptr: gl.tensor | gl.constexpr
+    prepared_ptr: gl.tensor  # programs that have prepared a slab and head
+    scanned_ptr: gl.tensor  # whether a slab, head and slice of V is scanned
+    beta_strides: gl.tuple
+    cu_stride: gl.tensor | gl.constexpr
+    seqlen: gl.tensor
+    sequences: gl.tensor
+    slab_size: gl.tensor
+    slab: gl.tensor  # that the program prepares or scans
+    number: gl.tensor  # of the program among those of its kind and slab
+    scale: gl.tensor
+    S: gl.constexpr  # compile-time arguments
+
+    @gluon.jit
+    def sequence_at(self, i):
+        return sequence_at(i, self.seqlen, self.cu_seqlens_ptr, self.cu_stride)
+
+    @gluon.jit
+    def sequence_of(self, slot):
+        """Index of the sequence that has a slot."""
+        if self.cu_seqlens_ptr is None:
+            return slot // gl.cdiv(self.seqlen, CHUNK)
+        else:
+            return packed_slot(slot, self.sequences, self.cu_seqlens_ptr, self.cu_stride)
+
+    @gluon.jit
+    def slots(self):
+        """The first slot of the slab, and the one after its last.
+
+        If sequences are not packed, each begins a slab, and slabs of all of them come in turn, so
+        that they are scanned at the same time.
+        """
+        if self.cu_seqlens_ptr is None:
+            length = gl.cdiv(self.seqlen, CHUNK)
+            first = self.slab // self.sequences * self.slab_size
+            begin = self.slab % self.sequences * length
+            return begin + first, begin + gl.minimum(first + self.slab_size, length)
+        else:
+            first, slots = self.slab * self.slab_size, self.seqlen // CHUNK + self.sequences
+            return first, gl.minimum(first + self.slab_size, slots)
+
+    @gluon.jit
+    def slab_sequences(self):
+        """The first sequence that has slots in the slab, and the one after the last."""
+        first, end = self.slots()
+        return self.sequence_of(first), self.sequence_of(end - 1) + 1
+
+    @gluon.jit
+    def before(self):
+        """Number of the slab before this one in its sequence, relative to this one's."""
+        if self.cu_seqlens_ptr is None:
+            return self.sequences
+        else:
+            return gl.to_tensor(1)
+
+    @gluon.jit
+    def prepared_at(self, head):
+        return self.prepared_ptr + self.slab * self.S.HEADS + head
+
+    @gluon.jit
+    def scanned_at(self, slab):
+        return self.scanned_ptr + slab * (self.S.HEADS * self.S.SLICES) + self.number
+
+    @gluon.jit
+    def segment_at(self, i):
+        """The part of sequence i in the slab, for the columns of V that the program scans.  If the
+        sequence is empty, or ends before the slab, it has no chunks.
+        """
+        sequence = self.sequence_at(gl.to_tensor(i))
+        first, end = self.slots()
+        first = gl.maximum(first - sequence.slot, 0)
+        last = gl.minimum(end - sequence.slot, gl.cdiv(sequence.length, CHUNK))
+        head, first_v = self.number // self.S.SLICES, self.number % self.S.SLICES * HALF
+        return KDASegment(sequence, head, first_v, first, gl.maximum(last - first, 0))
+
+
+@gluon.jit
+def wait_for(flag_ptr, count):
+    """Waits until `count` programs have added to a flag, and lets TMA read what they wrote."""
+    seen = gl.to_tensor(0)
+    while seen < count:
+        seen = load_acquire(flag_ptr)
+    order_async()
+
+
+@gluon.jit
+def wait_for_slab(env):
+    """Waits until the slab is prepared, for the head that the program scans."""
+    first, end = env.slots()
+    wait_for(env.prepared_at(env.number // env.S.SLICES), end - first)
+
+
+@gluon.jit
+def chunk_of(env):
+    """The slot, head, sequence and position of the chunk that the program prepares, and whether it
+    exists.
+    """
+    first, end = env.slots()
+    slot, head = first + env.number // env.S.HEADS, env.number % env.S.HEADS
+    sequence = env.sequence_at(env.sequence_of(gl.minimum(slot, end - 1)))
+    t = (slot - sequence.slot) * CHUNK
+    return slot, head, sequence, t, (slot < end) & (t < sequence.length)
+
+
+@gluon.jit
+def prepare(env, tiles, full):
+    """Role: prepares a chunk of a slab, which has such a program for each slot and head."""
+    slot, head, sequence, t, exists = chunk_of(env)
+    if exists:
+        prepare_chunk(env, tiles, full, sequence, t, slot * env.S.HEADS + head, head)
+    role_barrier()
+    if slot < env.slots()[1]:
+        gl.atomic_add(env.prepared_at(head), 1, sem="release")
+
+
+@gluon.jit
+def idle():
+    """Role without work: only beside another role, `warp_specialize` gives `prepare` its
+    registers.
+    """
+
+
+@gluon.jit
+def scan(env, tiles, written):
+    """Role: scans the sequences that have chunks in a slab, for 64 columns of V of one head."""
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ends = gl.allocate_shared_memory(gl.float32, [2, DIM], vector)
+    wait_for_slab(env)
+    n, sequences = gl.to_tensor(0), env.slab_sequences()
+    for i in range(sequences[0], sequences[1]):
+        segment = env.segment_at(i)
+        if (segment.nchunks > 0) | (segment.first == 0):  # an empty sequence copies its state
+            if segment.first > 0:
+                wait_for(env.scanned_at(env.slab - env.before()), 1)
+            scan_segment(env, tiles, written, segment, ends, n)
+            n += segment.nchunks
+    gl.atomic_add(env.scanned_at(env.slab), 1, sem="release")
+
+
+@gluon.jit
+def loads(env, tiles):
+    """Role: loads the tiles of `scan` through TMA."""
+    wait_for_slab(env)
+    n, sequences = gl.to_tensor(0), env.slab_sequences()
+    for i in range(sequences[0], sequences[1]):
+        segment = env.segment_at(i)
+        load_segment(env, tiles, segment, n)
+        n += segment.nchunks
+
+
+@gluon.jit
+def stores(env, tiles, written):
+    """Role: stores the outputs of `scan` through TMA."""
+    n, sequences = gl.to_tensor(0), env.slab_sequences()
+    for i in range(sequences[0], sequences[1]):
+        segment = env.segment_at(i)
+        store_segment(env, tiles, written, segment, n)
+        n += segment.nchunks
+
+
+@gluon.jit(do_not_specialize=["seqlen", "sequences", "slabs", "slab_size", "behind"])
+def _kda_hopper_kernel(
+    q_desc, k_desc, g_desc, v_desc, keys_desc, queries_desc, X_desc, W_desc, out_desc, tensors,
+    strides, seqlen, sequences, slabs, slab_size, behind, scale, S: gl.constexpr,
+):  # fmt: skip
+    """Prepares a chunk of one slab, or scans the chunks of an earlier one."""
+    beta_ptr, cu_seqlens_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = tensors
+    beta_strides, cu_strides = strides
+    chunks = slab_size * S.HEADS
+    group = chunks + S.HEADS * S.SLICES
+    g, number = gl.program_id(0) // group, gl.program_id(0) % group
+    prepares = number < chunks
+    slab = gl.where(prepares, g, g - behind)
+    if (slab >= 0) & (slab < slabs):
+        env = KDAEnv(
+            (q_desc, k_desc, g_desc, v_desc, out_desc),
+            (keys_desc, queries_desc, X_desc, W_desc),
+            beta_ptr,
+            ends_ptr,
+            initial_ptr,
+            final_ptr,
+            cu_seqlens_ptr,
+            sync_ptr,
+            sync_ptr + slabs * S.HEADS,
+            beta_strides,
+            cu_strides[0],
+            seqlen,
+            sequences,
+            slab_size,
+            slab,
+            gl.where(prepares, number, number - chunks),
+            scale,
+            S,
+        )
+        if prepares:
+            inputs, full = allocate_inputs(q_desc.dtype, g_desc.dtype)
+            _, head, sequence, t, exists = chunk_of(env)
+            if exists:
+                load_inputs(env, inputs, full, sequence, t, head)
+            gl.warp_specialize([(prepare, (env, inputs, full)), (idle, ())], [1], [24])
+        else:
+            tiles, written = allocate_tiles(q_desc.dtype)
+            gl.warp_specialize(
+                [
+                    (scan, (env, tiles, written)),
+                    (loads, (env, tiles)),
+                    (stores, (env, tiles, written)),
+                ],
+                [1, 1],
+                [24, 24],
+            )

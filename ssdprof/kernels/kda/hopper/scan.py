@@ -1,0 +1,176 @@
+"""Passes the state through the chunks of a slab, for 64 columns of V, and computes the outputs.
+
+State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly
+from registers.  From the state S that enters a chunk,
+
+    Y  = V - keys S
+    S' = diag(ends) S + X^T Y
+    O  = queries S + W Y
+
+From one state to the next, two products depend on each other: keys S and X^T Y.  The tensor cores
+compute products in the order in which they begin, so the order here keeps them busy: W Y runs while
+the state is rounded for the next chunk, whose keys S begins before this output is stored, and
+queries S runs while Y is summed.  No product is under way from one iteration to the next: the
+compiler would then wait for each instruction.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ssdprof.kernels._gluon import aggregate, arrive, role_barrier
+from ssdprof.kernels.gdn.hopper.assignment import Sequence
+from ssdprof.kernels.gdn.hopper.role_states import (
+    FINAL,
+    INITIAL,
+    ROWS,
+    by_i,
+    by_k,
+    i_operand,
+    k_operand,
+    state_tile,
+)
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.kda.hopper.tiles import DIM, KEYS, QUERIES, UPDATE, VALUES, halves_of
+
+by_thread = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+# other functions belong to the stage that calls them
+STAGES = {
+    "store_output": "chunk_output", "residual": "chunk_state.residual",
+    "begin_chunk": "chunk_state", "scan_chunk": "chunk_state", "entering_state": "setup",
+    "scan_segment": "setup",
+}  # fmt: skip
+
+
+@aggregate
+class KDASegment:
+    """Consecutive chunks of a sequence and 64 columns of V of one value head."""
+
+    sequence: Sequence
+    head: gl.tensor
+    first_v: gl.tensor  # first column of V
+    first: gl.tensor  # first chunk
+    nchunks: gl.tensor
+
+    @gluon.jit
+    def place(self, j, HEADS: gl.constexpr):
+        """Index of its j-th chunk and its head among all."""
+        return (self.sequence.slot + self.first + j) * HEADS + self.head
+
+
+@gluon.jit
+def decays_at(env, segment, j):
+    """The decays of the segment's j-th chunk (K), one of each thread."""
+    place = segment.place(j, env.S.HEADS).to(gl.int64)
+    return gl.load(env.ends_ptr + place * DIM + gl.arange(0, DIM, by_thread))
+
+
+@gluon.jit
+def product_with(tiles, entered, n, WHICH: gl.constexpr):
+    """Begins the product (V, i) of a state with keys or queries of the program's n-th chunk."""
+    tiles.wait_full(4 * n + WHICH)
+    rows = tiles.tile(4 * n + WHICH).permute((1, 0))
+    zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
+    return warpgroup_mma(entered, rows, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def as_operand(tiles, state):
+    return gl.convert_layout(state.to(tiles.tiles.dtype), i_operand)
+
+
+@gluon.jit
+def store_output(tiles, written, out, n):
+    """Passes the output (V, i) of the program's n-th chunk to `stores`, in the place of v."""
+    halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).store(out.to(tiles.tiles.dtype))
+    fence_async_shared()
+    arrive(written.index(n % 2))
+
+
+@gluon.jit
+def residual(tiles, entered, KS, n):
+    """Y (V, i) of the program's n-th chunk as an operand, and queries S, which runs meanwhile."""
+    QS = product_with(tiles, entered, n, QUERIES)
+    tiles.wait_full(4 * n + VALUES)
+    v = halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).load(i_operand)
+    KS = warpgroup_mma_wait(1, deps=[KS])
+    arrive(tiles.empty_at(4 * n + KEYS))
+    Y = (v.to(gl.float32) - gl.convert_layout(KS, i_operand)).to(tiles.tiles.dtype)
+    QS = warpgroup_mma_wait(0, deps=[QS])
+    arrive(tiles.empty_at(4 * n + QUERIES))
+    return Y, QS
+
+
+@gluon.jit
+def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
+    """Begins to compute the state after the segment's j-th chunk, the program's n-th, and its
+    output.
+
+    ends: (2, K) in shared memory: decays of this chunk and of the next one, in turn
+    """
+    next_decays = decays_at(env, segment, gl.minimum(j + 1, segment.nchunks - 1))
+    decays = ends.index(n % 2).load(gl.SliceLayout(0, by_k))
+    # stage chunk_state.update
+    tiles.wait_full(4 * n + UPDATE)
+    X, decayed = tiles.tile(4 * n + UPDATE), state * decays[None, :]
+    state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), X, decayed, is_async=True)
+    # stage chunk_output
+    W = halves_of(tiles.tile(4 * n + VALUES)).index(1).permute((1, 0))
+    out_begun = warpgroup_mma(Y, W, QS, is_async=True)
+    role_barrier()
+    ends.index((n + 1) % 2).store(next_decays)
+    return state_begun, out_begun
+
+
+@gluon.jit
+def scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n):
+    """The state after the segment's j-th chunk, and Y and queries S of the next one."""
+    state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n)
+    state = warpgroup_mma_wait(1, deps=[state_begun])
+    arrive(tiles.empty_at(4 * n + UPDATE))
+    entered = as_operand(tiles, state)
+    KS = product_with(tiles, entered, n + 1, KEYS)
+    out = warpgroup_mma_wait(1, deps=[out_begun])
+    store_output(tiles, written, out, n)
+    Y, QS = residual(tiles, entered, KS, n + 1)
+    return state, Y, QS
+
+
+@gluon.jit
+def entering_state(env, segment):
+    """A state that an earlier slab leaves is among the final states, whose last one stays."""
+    state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
+    if segment.first > 0:
+        state = gl.load(state_tile(env.final_ptr, segment, segment.first_v, FINAL, env.S))
+    elif env.initial_ptr is not None:
+        initial = state_tile(env.initial_ptr, segment, segment.first_v, INITIAL, env.S)
+        state = gl.load(initial).to(gl.float32)
+    return state
+
+
+@gluon.jit
+def scan_segment(env, tiles, written, segment, ends, n):
+    """Computes the outputs of a segment, from the state that enters to the one that leaves it.
+
+    n: the program's chunks before this segment
+    """
+    state = entering_state(env, segment)
+    if segment.nchunks > 0:
+        ends.index(n % 2).store(decays_at(env, segment, gl.to_tensor(0)))
+        role_barrier()
+        entered, last = as_operand(tiles, state), segment.nchunks - 1
+        Y, QS = residual(tiles, entered, product_with(tiles, entered, n, KEYS), n)
+        for j in range(last):
+            state, Y, QS = scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n + j)
+        n_last = n + last
+        state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, last, n_last)
+        state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
+        arrive(tiles.empty_at(4 * n_last + UPDATE))
+        store_output(tiles, written, out, n_last)
+    gl.store(state_tile(env.final_ptr, segment, segment.first_v, FINAL, env.S), state)
+    role_barrier()
