@@ -233,7 +233,7 @@ class PromptRun:
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
-        """All that the model has."""
+        """Every mixer of the model, whether its calls are captured or not."""
         return find_mixers(self.model)
 
     @property

@@ -360,7 +360,9 @@ def api() -> HfApi:
 
 
 def _masked(record: logging.LogRecord) -> bool:
-    """Its warnings quote addresses, which may hold a password."""
+    """A filter of log records: warnings of the client quote addresses, which may hold a
+    password.
+    """
     record.msg = masked(record.getMessage())
     record.args = ()
     return True

@@ -231,7 +231,9 @@ def load_model(
 
 
 def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
-    """empty: the model on the meta device.
+    """The renamings with which the stored weights fit the model, and where each weight goes.
+
+    empty: the model on the meta device.
 
     Raises, before anything is allocated, for a weight that is missing, of another shape or stored
     as codes, and for a config that describes more parameters than the weights hold.
@@ -273,7 +275,9 @@ def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
 
 
 def _renamings(model: Model) -> dict[str, str]:
-    """For keys that transformers does not know: ModelOpt's scales, the original embedding."""
+    """Renamings of stored keys that transformers does not know: ModelOpt's scales, and the
+    embedding of the original Mamba-2 checkpoints.
+    """
     names = {r"\.weight_scale$": ".weight_scale_inv"} if model.quantization == "fp8" else {}
     return names | ({r"\bembedding\.": "embeddings."} if model.model_type == "mamba2" else {})
 
@@ -581,7 +585,9 @@ def _wraps(key: str, name: str) -> bool:
 
 
 def _place(name: str) -> tuple[list[str], str]:
-    """What stays of a name in any library: its numbers, and its last two parts."""
+    """What two libraries' names of one weight have in common: its numbers, and its last two
+    parts.
+    """
     path = name.casefold().split(".")
     return [part for part in path if part.isdecimal()], ".".join(path[-2:])
 

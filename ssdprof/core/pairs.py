@@ -202,15 +202,17 @@ def compare(
 
 
 def compared(report: Report) -> tuple[Case, ...]:
-    """All cases, but of a model's answers only those that gates apply to."""
+    """The cases that take part: all but answers without gates."""
     return tuple(
         case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
     )
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
-    """What must be the same in both for a comparison of absolute times; empty without a GPU.  case:
-    of a prefill.
+    """What two reports must have in common before their absolute times are compared, by name; empty
+    without a GPU.
+
+    case: a prefill, which also depends on libraries and the segment length.
     """
     gpu = report.environment.gpu
     packages = {"Triton": "triton"}

@@ -20,7 +20,7 @@ def duration(us: float | None) -> str:
 
 
 def rate(per_s: float | None) -> str:
-    """With three digits: "37.7 M", "812 k"."""
+    """A number per second with three digits: "37.7 M", "812 k"."""
     return _in_unit(per_s, 1e3, "", "k", "M", "G")
 
 

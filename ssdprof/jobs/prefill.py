@@ -283,7 +283,7 @@ class _Length:
             self._sample(writer, clock)
 
     def first_token_logits(self) -> torch.Tensor:
-        """(b, vocabulary)"""
+        """The logits of the first generated token: (b, vocabulary)."""
         return model_prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
@@ -328,7 +328,7 @@ class _Length:
         self.cases[name] = self.cases[name].changed(**fields)
 
     def _change_task(self, name: str, **fields: object) -> None:
-        """Fields of the case's `Prefill`."""
+        """Change these fields of the case's `Prefill`."""
         self._change(name, task=self.cases[name].task.changed(**fields))
 
     def _compare_operators(self) -> None:

@@ -81,7 +81,7 @@ class Resolved:
 
     @property
     def baseline(self) -> str:
-        """Its name in reports."""
+        """The baseline's name in reports."""
         return self.baselines[0].name
 
     @property
@@ -356,7 +356,7 @@ class Replay:
         return list(entries.values())
 
     def _hash_of(self, seqlen: int, batch: int) -> str:
-        """That of the prompt of this size; empty if there is none."""
+        """The hash of the prompt of this size; empty if there is none."""
         prompts = self._writer.report.prompts
         hashes = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
         return hashes.get((seqlen, batch), "")
@@ -367,6 +367,9 @@ class Replay:
         return all(case and case.reason != NOT_TIMED for case in earlier)
 
     def _compare(self, entries: Sequence[Entry], layer: LayerRef) -> None:
+        """Compare, and write each case at once.  Traces the first call, and notes clocks and peak
+        memory.
+        """
         for case in self._comparer.compare(entries, layer.name):
             self._writer.case(case)
             if case.samples:

@@ -114,7 +114,10 @@ class Inputs:
         return replace(self, **{self.LINEAR[1]: states}, **rows)
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
-        """same_dtype: as FIRST"""
+        """ValueError unless a tensor is None or has this shape and a floating-point dtype.
+
+        same_dtype: it must have the dtype of the tensor FIRST.
+        """
         tensor = getattr(self, name)
         dtype = self._first.dtype
         if tensor is None:
@@ -175,7 +178,7 @@ class Inputs:
 
     @property
     def _arguments(self) -> dict[str, object]:
-        """Without those that are None."""
+        """The fields that are not None, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 

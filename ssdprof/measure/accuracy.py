@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def nulls(self) -> dict[str, bool]:
-        """Rounded forms that it may be, and whether they cut operands."""
+        """The rounded forms that it may be, by name, and whether they cut operands."""
         forms = {str(self.precision): False}
         if self.cuts:
             forms[f"{self.precision}, cut"] = True
@@ -123,6 +123,10 @@ class _Comparison(Generic[K]):
         self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
 
     def _forms(self, precision: Precision, cuts: bool, count: int) -> list[Rounded]:
+        """The rounded forms of a precision: an exact one for each chunk length, then forms with
+        random errors, each of which makes several draws together.
+        """
+
         def new() -> Rounded:
             return self._oracle.rounded(self._inputs, precision)
 

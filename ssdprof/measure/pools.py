@@ -762,7 +762,10 @@ def try_laws(
 
 
 def _in_room(law: Callable[[Room], None], room: Room) -> str:
-    """Which calls of the law were refused; empty if none was."""
+    """Test the law.  Returns which of its calls were refused; empty if none was.
+
+    Raises NotApplicable if all were, or if the law needs a GPU.
+    """
     if law in (replayed_graph, beside_another_stream) and room.device.type != "cuda":
         raise NotApplicable("it needs a GPU")
     try:

@@ -76,11 +76,12 @@ class Prober:
         interpreted: bool = False,
         keep: Keep | None = None,
     ) -> tuple[Probe, ...]:
-        """Empty if nothing was to be done.
+        """The results of the laws that are due for this call; empty if none is.
 
         inputs: of a call that the implementation computed correctly.  interpreted: slowly, by
-        Triton's interpreter.  keep: gets the call that broke a law.  Raises MissingCapabilityError
-        if a fault in the implementation made the GPU unusable.
+        Triton's interpreter.  keep: gets the call that broke a law.
+
+        Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
         kind, shape = self._keys(implementation, inputs)
         latest = self._latest.get(implementation.name)

@@ -275,6 +275,7 @@ class _Turns:
         return samplers
 
     def _record(self, key: str) -> None:
+        """Capture a run as a CUDA graph; or note the reason why it is not timed."""
         record_run = partial(self.timer.record, self.runs[key])
         try:
             self.recordings[key] = blaming(self.timer.device, key, record_run)
@@ -286,7 +287,7 @@ class _Turns:
             self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
 
     def _sampler(self, key: str, time_us: Callable[[Any], float], work: Any) -> Sampler:
-        """work: what `time_us` takes, a run or a graph."""
+        """A function that measures `work` once.  work: what `time_us` takes, a run or a graph."""
 
         def sample() -> float:
             if self.change is not None:

@@ -183,7 +183,9 @@ LIBRARIES = {
 
 
 def refusal(sizes: Mapping[str, int], ranks: int) -> str:
-    """Every rank takes the same number of key heads, with their value heads."""
+    """Why the heads cannot be divided among these ranks; empty if they can: every rank takes the
+    same number of key heads, with their value heads.
+    """
     heads = sizes["key_heads"]
     return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""
 

@@ -365,7 +365,7 @@ def boundaries(tokens: Tokens, seed: int) -> list[int]:
 
 
 def uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
-    """(count) in fp32."""
+    """(count) random numbers, uniform between `low` and `high`, in fp32."""
     return low + (high - low) * torch.rand(count, device=generator.device, generator=generator)
 
 
@@ -376,7 +376,7 @@ def gate_bias(count: int, generator: torch.Generator) -> Tensor:
 
 
 def edge_cell(shape: Shape, like: Tensor, lengths: Lengths) -> Cell:
-    """As views, in the dtype of `like`; packed sequences as one."""
+    """The cell of edge inputs: views, in the dtype of `like`.  Packed sequences count as one."""
     dtype: Any = dtype_name(like.dtype)
     rows, length = (1, sum(lengths)) if is_packed(lengths) else (len(lengths), lengths[0])
     return Cell(
@@ -412,7 +412,7 @@ def as_edge(inputs: I, like: Any, lengths: Lengths) -> I:
 
 
 def with_initial_states(inputs: Any) -> Any:
-    """Transposed in memory."""
+    """The inputs with random initial states, transposed in memory."""
     sequences, heads, rows, columns = inputs.states_shape
     return inputs.after(states(sequences, heads, columns, rows, device=inputs.device).mT)
 

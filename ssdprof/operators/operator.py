@@ -163,7 +163,7 @@ class CallBinding(Generic[I]):
         }
 
     def activations(self, inputs: I) -> dict[str, Tensor]:
-        """Those of them that the model computed in its own dtype."""
+        """The tensors that the model computed in its own dtype, by name."""
         tensors = self.positional(inputs)
         dtype = tensors[self.views[0]].dtype
         return {
@@ -200,7 +200,9 @@ class OracleSpec(Generic[I]):
     flops: Callable[[Mapping[str, int], int], int]
 
     def forms(self, inputs: Inputs) -> Output:
-        """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
+        """Empty out and final_states on the meta device, which have the shapes and dtypes of an
+        output.  Final states are fp32.
+        """
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
 

@@ -90,7 +90,9 @@ class Recorder:
 
     @classmethod
     def of_process(cls) -> Recorder | None:
-        """None where there can be none: an ending process starts no thread."""
+        """The recorder of this process.  None if it cannot be made: an ending process starts no
+        thread.
+        """
         if cls._current is None:
             try:
                 cls._current = cls()
@@ -310,7 +312,7 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With copies of the tensors among them."""
+    """The values, with copies in place of tensors."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in values.items()

@@ -125,7 +125,7 @@ class CallStates:
         return self._turned(_where(slots >= 0, pool[written.clamp(min=0)]))
 
     def _after_tokens(self, pool: Tensor) -> Tensor:
-        """(tokens, ...)."""
+        """The state after each token: (tokens, ...)."""
         sequence, step = self._tokens
         if self.buffer is None:
             table = self._table

@@ -53,7 +53,7 @@ def render(report: Report) -> RenderableType:
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
-    """What was compared first, the verdict last."""
+    """What is shown, from top to bottom: what was compared first, the verdict last."""
     prompts = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
@@ -273,7 +273,9 @@ def _listed_run(run: ListedRun) -> TableRow:
 
 
 def _listed_verdict(run: ListedRun) -> str:
-    """Answers without a limit are compared, and pass nothing."""
+    """The verdict in a list of runs.  Answers without a limit are "compared": there is nothing that
+    they could pass.
+    """
     without_limits = run.kind == "answers" and run.verdict == "passed" and not run.gates
     word = "compared" if without_limits else run.verdict
     return f"{word}, partial" if run.state == "partial" else word

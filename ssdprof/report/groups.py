@@ -48,7 +48,9 @@ class Series:
 
     @property
     def within_budget(self) -> bool:
-        """Every case; False for another library that passed outside of its budget."""
+        """Whether every case passed within its budget.  A library that was tolerated outside of it
+        did not.
+        """
         return all(case.result == "passed" and not case.outside_budget for case in self.cases)
 
     @cached_property

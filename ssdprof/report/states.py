@@ -158,7 +158,7 @@ def _last_error(layers: Iterable[HeadStates]) -> float:
 
 
 def _pool_bytes(layers: Iterable[HeadStates]) -> int | None:
-    """None for a user's format."""
+    """The bytes of the states in a pool of `SLOTS` slots; None for a user's format."""
     sizes = [layer.task.slot_bytes for layer in layers]
     return None if None in sizes else SLOTS * sum(filter(None, sizes))
 

@@ -42,7 +42,7 @@ class Table:
         return bool(self.rows)
 
     def only(self, columns: Iterable[int]) -> Table:
-        """With some of its columns."""
+        """The table with these columns alone."""
         kept = tuple(columns)
         headers, *rows = (
             tuple(cells[column] for column in kept) for cells in (self.headers, *self.rows)

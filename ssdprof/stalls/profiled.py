@@ -158,7 +158,9 @@ def install() -> None:
 
 
 def _hook(*arguments: Any) -> tuple[str, str] | None:
-    """Triton calls it without arguments for its part of the cache's key, else with a compiler's
+    """Triton's hook for compilation stages: it names the call sites in PTX.
+
+    Triton calls it without arguments for its part of the cache's key, else with a compiler's
     stages.
     """
     if not arguments:

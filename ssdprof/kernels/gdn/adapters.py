@@ -63,7 +63,9 @@ _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
 def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
-    """For kernels with exact intermediates, K = V = 128, 16-bit inputs and a state in fp32."""
+    """Reasons of kernels that have exact intermediates, K = V = 128, 16-bit inputs and a state in
+    fp32.
+    """
     yield not precision.exact, "exact intermediates only"
     yield precision.state_dtype != torch.float32, "states stay in fp32"
     dims = inputs.q.shape[3], inputs.v.shape[3]
@@ -78,13 +80,13 @@ def _ranges(inputs: GDNInputs) -> tuple[float, ...]:
 
 
 def plain_gates(inputs: GDNInputs) -> Reasons:
-    """For kernels that take g as it is."""
+    """Reasons of kernels that take g as it is."""
     low, high = _ranges(inputs)[:2]
     yield low == -inf or high > 0, "g is finite and at most 0"
 
 
 def plain_beta(inputs: GDNInputs) -> Reasons:
-    """For kernels that take beta before its activation."""
+    """Reasons of kernels that take beta before its activation."""
     low, high = _ranges(inputs)[2:]
     yield low < 0 or high > 1, "beta between 0 and 1"
 
@@ -126,7 +128,7 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
 
 @first_reason
 def refused_gates(inputs: GDNInputs) -> Reasons:
-    """For kernels that take g and beta before their activations."""
+    """Reasons of kernels that take g and beta before their activations."""
     yield from plain_gates(inputs)
     yield from plain_beta(inputs)
 
@@ -328,7 +330,7 @@ def load_cudnn() -> Implementation:
 
 @once
 def _longest_key(inputs: GDNInputs) -> float:
-    """For which the host waits."""
+    """The length of the longest key.  The host waits for it."""
     return float(inputs.k.float().norm(dim=-1).max())
 
 
@@ -350,7 +352,7 @@ def _call(
 
 
 def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
-    """Calls of fla's function, or of one with its arguments."""
+    """An implementation that calls fla's function, or one with the same arguments."""
     return lambda inputs, _precision: _call(
         function,
         inputs,
@@ -363,7 +365,9 @@ def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], 
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
-    """FlashInfer's arguments for states on the way; empty for none."""
+    """FlashInfer's arguments for the states at every `state_every` tokens; empty if the call asks
+    for none.
+    """
     every, device = inputs.state_every, inputs.device
     if not every:
         return {}

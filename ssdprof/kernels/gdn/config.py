@@ -249,7 +249,7 @@ def options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str,
 
 
 def qk_l2norm_options(key_dim: int) -> dict[str, int]:
-    """4096 elements per program."""
+    """Block size and warps for 4096 elements per program."""
     return {"BLOCK_ROWS": 4096 // int(triton.next_power_of_2(key_dim)), "num_warps": 4}
 
 

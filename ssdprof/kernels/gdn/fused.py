@@ -168,7 +168,11 @@ def _by_slice(call: FusedCall) -> FusedCall:
 def _slices_work(call: FusedCall, config: GDNHopperConfig) -> Work:
     count = hopper_slices.slice_count(call.inputs)
     launches, _, reason = _hopper_work(_by_slice(call), config)
-    copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
+    copies = 1  # of the final states
+    if count > 1:
+        copies += 2  # of g and beta, for each slice
+    if call.inputs.initial_state is not None:
+        copies += 1
     reason = f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {reason}"
     return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
 

@@ -127,7 +127,7 @@ def load_sglang(operator: str) -> Implementation:
 def _chunked_kernel(
     operator: str, name: str, prepare: Callable[[GDNInputs], Prepared], *, raw: bool = False
 ) -> Implementation:
-    """raw: beta enters before its activation."""
+    """A server's kernel for prompts.  raw: beta enters before its activation."""
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -234,8 +234,10 @@ def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
 
 
 def _table(slots: Slots) -> dict[str, torch.Tensor]:
-    """Several tokens are a verification: the state after token t goes to column t, and the column
-    of the last token that was accepted before is read.
+    """vLLM's arguments for a verification of several tokens: a table (sequences, columns) of slots.
+
+    The kernel writes the state after token t to the slot in column t.  It begins with the slot in
+    the column of the last token that was accepted before; the last column is the slot to read.
     """
     table = torch.cat([slots.written, slots.read[:, None]], 1).int()
     accepted = torch.full_like(table[:, 0], table.shape[1])
@@ -243,8 +245,10 @@ def _table(slots: Slots) -> dict[str, torch.Tensor]:
 
 
 def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) -> Any:
-    """one_token, verification: the modules of the kernels.  A verification leaves the pool alone,
-    and writes all states to a buffer.
+    """Call SGLang's kernel for one token of each sequence, or for a verification, which leaves the
+    pool alone and writes all states to a buffer.
+
+    one_token, verification: the modules of the kernels.
     """
     operator = step.inputs.operator
     a, b, A_log, dt_bias = step.gates
@@ -266,7 +270,9 @@ def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) 
 
 
 def load_vllm_step(operator: str) -> Implementation:
-    """Slot 0 is padding."""
+    """vLLM's kernels for steps on a pool.  To them slot 0 is padding, so that slots are counted
+    from 1.
+    """
     module = import_kernels(_VLLM[operator])
     kda = operator == "kda"
     call = partial(_vllm_kda if kda else _vllm_gdn, module)

@@ -35,8 +35,8 @@ ConfigTable = Sequence[ConfigRow]  # the last row fits every call
 
 
 def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
-    """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks
-    are limits, too.
+    """limits: the majors of compute capabilities; `wide` (fp32 inputs), `exact`, `gate`; the
+    largest headdim and dstate; blocks.
     """
     return limits, take, why
 

@@ -237,8 +237,8 @@ def load_step(name: str) -> Implementation:
 
     reason = "each call begins with a copy of the states, in its time"
     plan = Plan(variant="triton", launches=2, reason=reason)
-    keeps = name != _MAMBA
-    return pool_kernel("ssd", name, unsupported, bind, plan, keeps=keeps)
+    keeps_states = name != _MAMBA  # after each token
+    return pool_kernel("ssd", name, unsupported, bind, plan, keeps=keeps_states)
 
 
 def load(name: str) -> Implementation:

@@ -107,7 +107,7 @@ def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
 
 
 def _estimated_time(segments: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
-    """SMs are assumed to start a program when one ends."""
+    """The time of a cut, if an SM starts a program as soon as its last one ends."""
     chunks = segments.segment
     programs = pairs * ceil_div(nchunks, chunks)
     of_program = START + chunks + FIRST_PASS * min(REACH, nchunks - chunks)
