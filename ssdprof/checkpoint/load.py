@@ -55,14 +55,14 @@ Device = int | str  # the index of a GPU, "cpu" or "disk"
 DeviceMap = Mapping[str, Device]  # of each module and its submodules, by path
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
-# of classifiers
+# heads of classifiers
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
 _MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT = ("F32", "F64")
-# GPTQ's and AWQ's first releases described the weights in a file of its own
+# the first releases of GPTQ and AWQ described the quantisation in such a file, not in the config
 _QUANTISERS = ("quantize_config.json", "quant_config.json")
-# are computed in fp32 if they are stored so in a checkpoint of 16-bit weights
+# parameters that are computed in fp32 if a checkpoint of 16-bit weights stores them so
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
@@ -296,14 +296,19 @@ def _refuse_codes(
         is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
         if not is_code or (name not in known and _module(name) not in modules):
             continue
-        why = "its config names no quantisation"
-        hint = "Take the unquantised checkpoint."
         described = next((file for file in _QUANTISERS if file in model.source.sizes), None)
         if model.quantization:
             why = f"has no {model.quantization} scale for it"
         elif described:
-            why += f"; {described} does, in a format that ssdprof cannot load"
-        if not described:
+            why = (
+                f"its config names no quantisation; {described} does, in a format that ssdprof "
+                "cannot load"
+            )
+        else:
+            why = "its config names no quantisation"
+        if described:
+            hint = "Take the unquantised checkpoint."
+        else:
             hint = (
                 "Take the config.json that came with these weights, or the unquantised checkpoint."
             )

@@ -123,6 +123,9 @@ def close_names(typed: str) -> list[str]:
     begins = not any(map(str.isdigit, end))
 
     def likeness(name: str) -> float:
+        """The best match of what was typed: with the whole name, or of its end with a part of the
+        name.
+        """
         last = name.rpartition("/")[2].casefold()
         words = [word for word in last.split("-") if len(word) > 4 and end.isalnum()]
         parts = [last, *words]

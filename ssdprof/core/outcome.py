@@ -242,8 +242,9 @@ class ListedRun(Record):
 
     @classmethod
     def of(cls, name: str, report: Report | SsdprofError) -> ListedRun:
-        """name: of the report's folder.  report: the report, or the error that reading it
-        raised.
+        """The line of a run.
+
+        name: of the report's folder.  report: the report, or the error that reading it raised.
         """
         if isinstance(report, SsdprofError):
             return cls(name=name, verdict="unreadable", reason=report.message)

@@ -131,7 +131,9 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """machine: the differences between the machines, which prevent a comparison of absolute times.
+    """Two reports, and their cases in pairs.
+
+    machine: the differences between the machines, which prevent a comparison of absolute times.
     verdicts: the allowed changes, as the user gave them -> the cases that changed more, or none.
     """
 
@@ -168,9 +170,12 @@ def compare(
     smallest_difference: float,
     allowed: Sequence[Change] = (),
 ) -> Comparison:
-    """base, new: the name as the user gave it, and the report.
+    """Compare two reports case by case.
 
+    base, new: the name as the user gave it, and the report.
     smallest_difference: the smallest relative difference of two times that counts.
+    allowed: how much cases may change.
+
     Raises BadInputError if the two are of different kinds.
     """
     base_report = base[1]

@@ -117,7 +117,10 @@ def _variants(
     def variant(
         name: str, precision: str, compute: Compute, *, change: str = "", alone: int | None = None
     ) -> Variant:
-        """change: what noise changes, in words.  alone: the only layer that is computed."""
+        """The variant of an implementation, or of noise.
+
+        change: what noise changes, in words.  alone: the only layer that is computed.
+        """
         task = Answers(
             kind="answers",
             reference="",

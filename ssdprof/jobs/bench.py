@@ -347,6 +347,9 @@ class CellBench:
         return cases.values()
 
     def _short_verdicts(self, checked: Cell, comparer: Comparer) -> Verdicts:
+        """The verdicts of a shorter cell, which stand for those of a cell that is too long to be
+        compared.
+        """
         if checked not in self._verdicts:
             entries = self._entries(checked)
             compared = replace(comparer, timer=None).compare(entries, str(checked))
@@ -420,6 +423,7 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
     """
 
     def likeness(other: Entry) -> tuple[bool, bool, bool]:
+        """How well a baseline fits the entry: precision first, then chunk size."""
         precision = other.call.precision
         return (
             precision.exact,

@@ -130,12 +130,10 @@ def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
         for name, launches in grouped(work, lambda kernel: kernel[1]).items()
     }
     longest_first = sorted(kernels.items(), key=lambda item: -item[1])
-    others = (
-        {"others": sum(us for _, us in longest_first[_SHOWN:])}
-        if len(longest_first) > _SHOWN
-        else {}
-    )
-    return dict(longest_first[:_SHOWN]) | others
+    times = dict(longest_first[:_SHOWN])
+    if len(longest_first) > _SHOWN:
+        times["others"] = sum(us for _, us in longest_first[_SHOWN:])
+    return times
 
 
 def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:

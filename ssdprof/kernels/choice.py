@@ -23,8 +23,10 @@ I = TypeVar("I", bound=Inputs)
 
 @dataclass(frozen=True, kw_only=True)
 class FusedCall:
-    """batch_invariant: a sequence's result must not depend on the number of others
-    state_v_first: of GDN: V precedes K in the memory of final states
+    """A call of a fused implementation.
+
+    batch_invariant: a sequence's result must not depend on the number of others.
+    state_v_first: for GDN: V precedes K in the memory of final states.
     """
 
     inputs: Any  # the operator's own `Inputs`
@@ -54,6 +56,7 @@ class Variant:
     work: Callable[[FusedCall, Any], Work]
 
     def plan(self, call: FusedCall) -> Plan:
+        """The plan of a call by this variant."""
         config = self.configure(call)
         settings = dict(config) if isinstance(config, Mapping) else asdict(config)
         settings.pop("reason", None)
@@ -68,11 +71,13 @@ class Variant:
 
 
 class Fused:
-    """name: of the implementation
-    variants: in order of preference.  The last one supports every call
+    """An implementation that chooses among kernels, its variants, for each call.
+
+    name: of the implementation.
+    variants: in order of preference.  The last one supports every call.
     rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the
-    call
-    refuse: raises UnsupportedError for inputs that no variant supports
+    call.
+    refuse: raises UnsupportedError for inputs that no variant supports.
     """
 
     def __init__(
@@ -246,7 +251,9 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> Output:
-        """state_v_first: V precedes K in initial and final states."""
+        """Call the variant for these arguments.  state_v_first: V precedes K in initial and final
+        states.
+        """
         initial = arguments[kind.LINEAR[1]]
         if state_v_first and initial is not None and initial.ndim == 4:
             arguments = arguments | {kind.LINEAR[1]: initial.mT}

@@ -28,8 +28,10 @@ def tensor_signature(tensor: Tensor | None) -> Hashable:
 
 
 class Output(NamedTuple):
-    """out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states'
-    shape; more with state_every.
+    """The result of a call.
+
+    out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states' shape;
+    more with state_every.
     """
 
     out: Tensor

@@ -167,6 +167,9 @@ def pool_kernel(
         return unsupported(inputs, precision) or refused_values(inputs)
 
     def prepare(inputs: Inputs) -> Prepared:
+        """Bind a call on a pool of its own.  Unless the kernel writes to other slots than it reads,
+        each call begins with a new copy of the pool.
+        """
         own_call, fresh, stored, kept = own_pool(inputs, turned=turned, apart=apart)
         buffer = kept if inputs.state_every and inputs.cu_seqlens is None else None
         run, values = bind(own_call, Slots.of(own_call, buffer))

@@ -253,6 +253,7 @@ MOST_COLUMNS = 128  # of a program
 
 @triton.jit
 def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
+    """Copy a tile of a strided tensor to contiguous memory."""
     source, target = tensors
     blocks, slices = tl.cdiv(length, S.BLOCK_L), tl.cdiv(S.COLUMNS, S.BLOCK_C)
     i_l, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks

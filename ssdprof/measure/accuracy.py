@@ -156,7 +156,9 @@ class _Comparison(Generic[K]):
         return self._oracle.blocks(self._inputs, self._length)
 
     def add(self, block: Block) -> None:
-        """Blocks in the order of the oracle, since rounded forms go from state to state."""
+        """Compare a block of all candidates.  Blocks come in the order of the oracle, because
+        rounded forms carry their states from one to the next.
+        """
         span, exact_out, exact_state, row = block
         inputs = self._inputs
         oracle = self._oracle
@@ -165,6 +167,7 @@ class _Comparison(Generic[K]):
         chunk = oracle.fitting_chunk(inputs, span.length)
         gate = oracle.gate(inputs, span, chunk)
         self._largest_exponent = torch.maximum(self._largest_exponent, gate.largest_exponent())
+        # the span several times side by side, for draws that are made together
         wide, whole = self._operator.repeated(inputs, span, self._together)
         spans: list[SpanInputs] = [(inputs, span, gate)]
         for size in self._shorter:
@@ -578,6 +581,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def _fingerprint(tensor: Tensor) -> int:
+    """A hash of a tensor's bits: a sum with odd weights, in integers of 64 bit that wrap around."""
     bits = bits_of(tensor).flatten()
     weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

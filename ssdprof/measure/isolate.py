@@ -57,7 +57,9 @@ class _Block:
 
     @classmethod
     def of(cls, size: int, offset: int, device: torch.device, names: tuple[str, ...]) -> _Block:
-        """size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED`
+        """A block of memory between guards.
+
+        size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED`
         bytes.
         """
         start = GUARD + offset

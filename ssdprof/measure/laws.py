@@ -107,7 +107,8 @@ class Trial:
     inputs: a captured call, or some of its sequences, each cut to `LONGEST` positions.  whole: the
     call.  long_heads: numbers of heads of histories that are longer than the call; empty: no form
     but the call's is tried.
-    latest: the call that was made last, or what several calls joined to more positions.
+    latest: the inputs and the output of the last call; of calls that are judged as one longer call,
+    those of the longer one.
     """
 
     operator: Operator

@@ -132,7 +132,10 @@ class Prober:
         every: bool,
         interpreted: bool,
     ) -> Trial:
-        """every: all laws will be tested, with sequences of at most `LONGEST` positions."""
+        """The trial of an implementation on these inputs, or on the beginnings of their sequences.
+
+        every: all laws will be tested, with sequences of at most `LONGEST` positions.
+        """
         part = inputs
         if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
             longest = LONGEST[inputs.device.type]

@@ -238,8 +238,10 @@ def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class InputGenerator(Generic[I]):
-    """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order:
-    the same for people.
+    """How inputs of an operator are generated for a bench, and for the tests of laws.
+
+    form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order: the
+    same for people.
     words: of a shape.
     models: sizes of models in this order, then `others`; the first is the default.
     others: what else inputs are generated from, and its value unless a model has another one.
@@ -247,7 +249,7 @@ class InputGenerator(Generic[I]):
     largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
     edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator,
-        then with fewer for kernels that refuse those.
+    then with fewer for kernels that refuse those.
     histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
     without; first one of the shape of the inputs, then long ones with each number of heads.  None:
     the sum of a head's gates bounds what is left of its state, and the amplified history suffices.

@@ -270,6 +270,9 @@ class _Queue:
             )
 
     def put(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
+        """Append a call to the queue.  done: an event after which its copies are complete; None:
+        they are.
+        """
         with self._changed:
             if self.closed:
                 return

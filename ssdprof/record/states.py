@@ -61,7 +61,11 @@ class CallStates:
 
     @classmethod
     def of(cls, tokens: Tensor, arguments: Arguments) -> CallStates:
-        """tokens: (batch, length, ...).  arguments: of the function; other names have no effect."""
+        """The states of a call.
+
+        tokens: (batch, length, ...).  arguments: of the function; names that are no field have no
+        effect.
+        """
         fields = cls.__dataclass_fields__
         known = {name: value for name, value in arguments.items() if name in fields}
         return cls(batch=tokens.shape[0], length=tokens.shape[1], **known)
@@ -77,13 +81,16 @@ class CallStates:
 
     @property
     def _table(self) -> Tensor | None:
+        """The slots to which the states after each token go: (sequences, tokens).  None if the call
+        keeps only final states.
+        """
         if self.table is not None or self.slots is None or self.slots.ndim == 1:
             return self.table
         return self.slots if self.accepted is not None or self.tables else None
 
     @cached_property
     def slots_read(self) -> Tensor | None:
-        """(sequences); -1: padding."""
+        """The slot with which each sequence begins: (sequences); -1: padding."""
         if self.slots is None:
             return None
         slots = self.slots[: self.sequences].long()

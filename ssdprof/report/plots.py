@@ -146,8 +146,9 @@ def stall_roofline(report: StallReport) -> Drawing | None:
 
 
 def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Drawing | None:
-    """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
-    known.
+    """The drawing of points under a roofline.
+
+    points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if known.
     """
     cells = list[Cells]()
     intensities = list[float]()
@@ -345,7 +346,7 @@ def stacked(
 
 
 def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
-    """bars: prefill -> part -> us."""
+    """The parts of prefills' times as stacked bars.  bars: prefill -> part -> us."""
     ms = {name: {part: us / 1e3 for part, us in parts.items()} for name, parts in bars.items()}
     parts = list(dict.fromkeys(chain.from_iterable(bars.values())))
     return stacked(ms, parts, "{:,.1f}".format, "ms of a prefill")

@@ -189,6 +189,7 @@ def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
         numbers[base_name(path)].append(number)
 
     def innermost(loc: re.Match[str]) -> str:
+        """The line directive with the innermost frame whose stage is known."""
         before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):

@@ -212,6 +212,9 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
 
 
 def main() -> None:
+    """Write the launches of a file as JSON.  The arguments are the file of ncu and the JSON
+    file.
+    """
     try:
         import ncu_report
     except ImportError:

@@ -236,7 +236,7 @@ def load_flash_kda() -> Implementation:
         bounds = inputs.cu_seqlens
         states = None if inputs.initial is None else v_first_states(inputs)
         activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
-        before = (one.logit().bfloat16().contiguous() for one in activated)
+        before = (gate.logit().bfloat16().contiguous() for gate in activated)
         # A_log of a head and dt_bias of a channel
         zeros = torch.zeros(v.shape[2:], device=v.device)
         run = partial(
@@ -337,7 +337,10 @@ def _longest_key(inputs: GDNInputs) -> float:
 def _call(
     function: Callable[..., Any], inputs: GDNInputs, *rows: torch.Tensor, **others: object
 ) -> GDNOutput:
-    """rows, others: q, k and v, by position or by name, and what else the function takes."""
+    """Call a function of a library with our inputs.
+
+    rows: q, k and v, if the function takes them by position.  others: what else it takes, by name.
+    """
     with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
         out, final_states = function(
             *rows,

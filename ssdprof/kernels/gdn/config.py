@@ -56,8 +56,8 @@ def call_key(
     *,
     batch_invariant: bool = False,
 ) -> CallKey:
-    """The calls of a kernel of two launches that share a found configuration, of Kimi Delta
-    Attention too.
+    """The key of the calls that share a tuned configuration: for the kernels of two launches, of
+    GDN and of Kimi Delta Attention.
 
     They are equal in the properties on which the committed rule depends: sizes, dtypes, and the
     numbers of chunks and of sequences.  A batch-invariant call uses that of one sequence.  Packed

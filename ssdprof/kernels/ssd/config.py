@@ -35,8 +35,11 @@ ConfigTable = Sequence[ConfigRow]  # the last row fits every call
 
 
 def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
-    """limits: the majors of compute capabilities; `wide` (fp32 inputs), `exact`, `gate`; the
-    largest headdim and dstate; blocks.
+    """A row of a table of configurations.
+
+    take: the configuration, for calls within the limits.  why: its reason.
+    limits: the majors of compute capabilities; `wide` (fp32 inputs), `exact`, `gate`; the largest
+    headdim and dstate; blocks.
     """
     return limits, take, why
 

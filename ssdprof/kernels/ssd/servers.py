@@ -138,7 +138,9 @@ def load_prompt(name: str) -> Implementation:
 def _step_arguments(
     inputs: SSDInputs, tokens: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """tokens: (b, l, ...) -> the form in which a kernel takes them."""
+    """The arguments that the steps of all libraries share.  tokens: (b, l, ...) -> the form in
+    which a kernel takes them.
+    """
     heads, width, size = inputs.states_shape[1:]
     zeros = torch.zeros(heads, device=inputs.device)
     tensors = inputs.tensors
