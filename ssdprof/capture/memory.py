@@ -158,7 +158,9 @@ class _Handler:
     """
 
     def __init__(self, live: LiveBytes, replayed: set[int], *, on_gpu: bool) -> None:
-        self._live, self._replayed, self._on_gpu = live, replayed, on_gpu
+        self._live = live
+        self._replayed = replayed
+        self._on_gpu = on_gpu
         self._intermediates: dict[Hashable, int] = {}  # bytes, by form of the call
         self.replaying = 0
 

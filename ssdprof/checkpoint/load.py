@@ -194,7 +194,9 @@ def _check_fit(
     """
     empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
     weights = model.part(deepest_layer, head=head)
-    return empty, None if weights.pickled else _fit(model, weights.tensors, empty)
+    if weights.pickled:
+        return empty, None
+    return empty, _fit(model, weights.tensors, empty)
 
 
 # --- loading

@@ -397,7 +397,9 @@ def _find(named: str, revision: str | None) -> tuple[Source, Family | None]:
             f"Name {demo}.",
         )
     family = family_named(repo_id)
-    return _open_repo(family.flagship if family and family.flagship else repo_id, revision), family
+    if family and family.flagship:
+        repo_id = family.flagship
+    return _open_repo(repo_id, revision), family
 
 
 def _base_of(source: Source) -> str:

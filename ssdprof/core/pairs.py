@@ -340,8 +340,9 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
     """All calls that add up with the case, in words, and what they are over."""
     if case.layer is None:
         return case.where, "length"
-    of_whole_sequences = case.call is None or case.call.kind in ("packed", "verify")
-    return case.calls, "layer" if of_whole_sequences else "call"
+    if case.call is None or case.call.kind in ("packed", "verify"):
+        return case.calls, "layer"
+    return case.calls, "call"
 
 
 # --- allowed changes

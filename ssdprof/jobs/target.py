@@ -494,7 +494,9 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
         # no model is served in 16 bit without a GPU: only the operators' error remains
         on_gpu = limits.device().type == "cuda"
         request = replace(request, weights="own" if on_gpu else "fp32")
-    return request, replace(target, dtype="float32") if request.weights == "fp32" else target
+    if request.weights == "fp32":
+        target = replace(target, dtype="float32")
+    return request, target
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
@@ -561,7 +563,9 @@ def _tokens_of_bench(
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
     if options.pool:
         tokens = reading.in_pool(options.pool, tokens)
-    return tokens, () if options.verify else too_large
+    if options.verify:
+        too_large = ()
+    return tokens, too_large
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:

@@ -87,7 +87,10 @@ class Fused:
         rows: tuple[str, ...] = (),
         refuse: Callable[[Any], None] = lambda _inputs: None,
     ) -> None:
-        self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
+        self.name = name
+        self.variants = variants
+        self._rows = rows
+        self._refuse = refuse
         # without one, a call chooses its kernel and configuration
         self.launches: dict[Hashable, PreparedLaunch] = {}
         when_overridden(self.launches.clear)
@@ -242,7 +245,7 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         memory = (*rest, columns, rows) if state_v_first else inputs.final_shape
         final_states = inputs.values.new_empty(memory, dtype=torch.float32)
         out = inputs.values.new_empty(inputs.values.shape)
-        return out, final_states.mT if state_v_first else final_states
+        return out, (final_states.mT if state_v_first else final_states)
 
     def call(
         arguments: dict[str, Any],

@@ -103,12 +103,10 @@ class Inputs:
     @property
     def initial(self) -> Tensor | None:
         """Initial states, one for each sequence: of a pool, a copy.  None is zeros."""
-        states = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
-        return (
-            states
-            if states is None or self.state_indices is None
-            else states[self.state_indices.long()]
-        )
+        states: Tensor | None = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
+        if states is None or self.state_indices is None:
+            return states
+        return states[self.state_indices.long()]
 
     def after(self, states: Tensor | None) -> Self:
         """The inputs with these initial states, one for each sequence."""

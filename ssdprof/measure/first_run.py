@@ -449,13 +449,10 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
         thread.join(max(0.0, end - time.monotonic()))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    late = fingerprint(*output) != bits
-    return (
-        output,
-        "it leaves work to another stream or thread: its output changes after the call"
-        if late
-        else "",
-    )
+    late = ""
+    if fingerprint(*output) != bits:
+        late = "it leaves work to another stream or thread: its output changes after the call"
+    return output, late
 
 
 def forget_peak(device: torch.device) -> None:

@@ -62,11 +62,9 @@ class Prober:
         self._quick = laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
-        self.kinds: set[str] = (
-            {"own", "library", "bundled"}
-            if self._thorough or not INTERPRETED
-            else {"own", "library"}
-        )
+        self.kinds = {"own", "library"}
+        if self._thorough or not INTERPRETED:
+            self.kinds.add("bundled")
 
     def probe(
         self,

@@ -260,8 +260,8 @@ class _Turns:
         self.recordings.clear()
         if self.plan.warmup_rounds:  # which allocate the memory after a move
             self.timer.reallocate(generator)
-        keys = [key for key in self.runs if key not in self.untimed]
-        keys = [keys[place] for place in generator.permutation(len(keys))]
+        timed = [key for key in self.runs if key not in self.untimed]
+        keys = [timed[index] for index in generator.permutation(len(timed))]
         if "device" in self.clocks:
             for key in keys:
                 self._record(key)

@@ -84,9 +84,11 @@ class Tokens:
         if self.shortest is not None:
             lengths = f"{_brief(self.shortest)}-{_brief(self.seqlen)}"
             return f"{self.sequences} packed x {lengths}{slots}"
-        kept = {0: "", 1: ", every state"}.get(
-            self.state_every, f", state every {self.state_every:,}"
-        )
+        kept = ""
+        if self.state_every == 1:
+            kept = ", every state"
+        elif self.state_every:
+            kept = f", state every {self.state_every:,}"
         return f"{self.sequences} x {self.seqlen:,}{kept}{slots}"
 
 
@@ -286,7 +288,7 @@ class InputGenerator(Generic[I]):
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """By the name of a model that has them."""
+        """The shapes of models, by the model's name."""
         return {model: self.shape(model, *values) for model, values in self.models.items()}
 
     @property

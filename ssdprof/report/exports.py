@@ -189,7 +189,9 @@ def _of_model(report: Report, case: Case) -> CsvRow:
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
     band = case.band
-    low, high = (band and band.perplexity_interval_pct) or (None, None)
+    low, high = None, None
+    if band and band.perplexity_interval_pct:
+        low, high = band.perplexity_interval_pct
     return {
         "speedup predicted [x]": report.predicted(case) if report.speedup(case) else None,
         "operator of one layer, device time [µs]": prefill and prefill.alone_us,
