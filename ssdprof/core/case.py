@@ -700,7 +700,7 @@ class Case(Record):
 
     @property
     def time_us(self) -> Estimate | None:
-        """By the clock that verdicts use: the device's; of a prefill the call's."""
+        """The time by the clock that verdicts use: the device's; for a prefill the call's."""
         return self.device_us or self.call_us
 
     def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:

@@ -311,7 +311,9 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
 
 
 def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
-    """For every implementation and precision all layers, calls, or lengths of one kind together."""
+    """The totals of each implementation and precision: over layers, over calls, or over lengths of
+    one kind.
+    """
 
     def key(pair: CasePair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
         case = pair.case

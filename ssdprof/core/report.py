@@ -399,5 +399,5 @@ class Report(Record):
 
 
 def device_time(case: Case) -> float:
-    """In microseconds; 0 if it was not timed."""
+    """The device time in microseconds; 0 if it was not timed."""
     return case.device_us.value if case.device_us else 0.0

@@ -389,7 +389,7 @@ class Replay:
         self._watcher.say(f"Wrote {file}: {len(calls)} cases of {case_key}, one call of each.")
 
     def _run_once(self, entry: Entry) -> None:
-        """For the trace; a call that fails there fails its case."""
+        """Run an entry for the trace.  A call that fails there fails its case."""
         try:
             with while_it_runs(entry.case):
                 entry.call.run()

@@ -96,7 +96,7 @@ class Fused:
         when_overridden(self.launches.clear)
 
     def choose(self, call: FusedCall) -> Variant:
-        """By the GPU, shapes, strides, alignment and dtypes."""
+        """The variant that runs, by the GPU and by shapes, strides, alignment and dtypes."""
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
     def variant_for(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:

@@ -93,7 +93,7 @@ def tested(name: str, law: Callable[[], str | None]) -> Probe:
 
 
 def untested(_: object) -> None:
-    """In place of a law that takes too long."""
+    """Stands in place of a law that takes too long."""
     raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
 
 
@@ -392,7 +392,9 @@ def other_sequences(trial: Trial) -> None:
 
 
 def sequence_alone(trial: Trial) -> None:
-    """The last sequence among others, and alone.  Bits may differ, since tiles depend on shapes."""
+    """The last sequence has the same result among others and alone, except for rounding: tiles
+    depend on shapes.
+    """
     inputs = trial.several_sequences
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
@@ -515,8 +517,8 @@ def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
 
 
 def amplified_history(trial: Trial) -> str:
-    """In the call; where other forms are called, also in a pack with initial states.  The limits
-    in which it holds.
+    """Test the call and, where other forms are called, a pack with initial states.  Returns the
+    limits in which the law holds.
     """
     if trial.has_fp16:
         raise NotApplicable("fp16 numbers would overflow")

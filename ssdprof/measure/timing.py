@@ -163,8 +163,9 @@ def elapsed_us(work: Callable[[], object], events: Events | None = None) -> floa
 
 
 def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
-    """For a case, to five significant digits, the resolution of the clocks.  process: the name of
-    this one.
+    """The samples of a case, to five significant digits, the resolution of the clocks.
+
+    process: the name of this one.
     """
     rounds = tuple(tuple(float(f"{us:.5g}") for us in recording) for recording in sampled)
     return Samples(process=process, clock=clock, us=rounds)

@@ -87,8 +87,8 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
 
 
 def operands(inputs: GDNInputs, low: Rounded, span: Span, chunk: int) -> tuple[Tensor, ...]:
-    """In chunks (c, h, chunk, ...): q and k of value heads as operands, normalised if the call asks
-    for it; v and beta (..., 1) in fp32.
+    """The inputs in chunks (c, h, chunk, ...): q and k of value heads as operands, normalised if
+    the call asks for it; v and beta (..., 1) in fp32.
     """
 
     q, k, v, beta = reference.load(inputs, span, torch.float32)

@@ -427,9 +427,10 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
 
 
 def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
-    """By the first of our kernels that supports the inputs, with exact intermediates and fp32
-    states; without a GPU by the chunked form in fp32.  Raises BadInputError with the reason of each
-    refusal.
+    """The output of the first of our kernels that supports the inputs, with exact intermediates and
+    fp32 states; without a GPU, of the chunked form in fp32.
+
+    Raises BadInputError with the reason of each refusal.
     """
     if inputs.device.type != "cuda":
         out, final_states = chunked(inputs, dtype=torch.float32)

@@ -212,7 +212,9 @@ _MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
 
 
 def _fork_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    """For the servers' forks of `mamba_ssm`: a server chooses the dtype of its states."""
+    """The precisions of the servers' forks of `mamba_ssm`: a server chooses the dtype of its
+    states.
+    """
     return requested_precisions(dtype, "exact", tuple(dict.fromkeys((dtype, "fp32"))))
 
 

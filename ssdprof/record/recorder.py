@@ -102,7 +102,7 @@ class Recorder:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked process, whose thread did not come along."""
+        """Forget the recorder, in a forked process: its thread did not come along."""
         cls._current = None
 
     # --- in the program's thread

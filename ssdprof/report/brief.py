@@ -282,7 +282,9 @@ def _listed_verdict(run: ListedRun) -> str:
 
 
 def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
-    """For each set of compared cases a table with the newest run of every commit, oldest first."""
+    """Tables with the newest run of every commit, oldest first, one for each set of compared
+    cases.
+    """
     readable = [report for _, report in listed if isinstance(report, Report)][::-1]
     for (target, gpu, names), same in grouped(readable, _compared_cases).items():
         reports = list({report.commit or report.id: report for report in same}.values())

@@ -128,7 +128,7 @@ class Series:
 
     @property
     def verdict(self) -> Faster | None:
-        """By device time: the verdict that all calls share, else that of the sum."""
+        """The verdict by device time that all calls share, or else that of their sum."""
         smallest = self.group.report.smallest_difference
         verdicts = {ratio.verdict(smallest) for ratio in self._ratios("device")}
         if len(verdicts) == 1:

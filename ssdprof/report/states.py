@@ -79,7 +79,7 @@ def by_layer(report: Report) -> dict[str, list[Case]]:
 
 
 def overviews(report: Report) -> list[Table]:
-    """For each size a row for each format, over all layers."""
+    """Tables of all formats over all layers, one for each size."""
     tables = []
     for size, cases in by_size(report).items():
         layer_count = len({case.case_key for case in cases})

@@ -37,7 +37,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, key_of_calls
 
-CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a found configuration
+CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a tuned configuration
 _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
 # from this many chunks of 64 per multiprocessor, wide slices of V are faster (H200)
 _ENOUGH_CHUNKS = 16

@@ -107,7 +107,9 @@ class GDNInputs(Inputs):
 
     @property
     def kernel_tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order in which kernels take them."""
+        """The tensors in the order in which kernels take them; None for those that the call does
+        not have.
+        """
         return (
             self.q,
             self.k,
