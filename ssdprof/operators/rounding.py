@@ -167,7 +167,7 @@ class Rounded:
         return self._in(tensor, self._intermediate_dtype)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """As a state passes from chunk to chunk."""
+        """A state as it passes from chunk to chunk, rounded to the state dtype."""
         return self._in(tensor, self._state_dtype)
 
     def _in(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -137,9 +137,9 @@ def _table(title: str, all_series: Sequence[Series], numbers: Sequence[TableRow]
     named = [{"tokens": series.group.size} | calls.names(series) for series in all_series]
     names, in_title = split_columns(named, keep=(PRECISION,))
     title = ", ".join([title, *in_title.values()])
-    layers, *others = {len(series.group.layers) for series in all_series}
-    if not others:
-        title += f", {fmt.plural(layers, 'layer')}"
+    layer_counts = {len(series.group.layers) for series in all_series}
+    if len(layer_counts) == 1:
+        title += f", {fmt.plural(layer_counts.pop(), 'layer')}"
 
     keys = tuple(names[0])
     hidden = _DETAILS if len(keys) > 1 else ()

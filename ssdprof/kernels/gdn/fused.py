@@ -54,8 +54,8 @@ def gdn_fused(
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
         out_t = S_t^T (scale q_t)
 
-    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i //
-                          (HV / H)
+    q, k: (B, T, H, K)
+    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay.  The host does not check it; a g above 0 counts
     as 0.
