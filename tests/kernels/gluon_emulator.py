@@ -100,6 +100,11 @@ KDA = Source(
         "scan",
         "role_copies",
         "hopper_kernel",
+        "rings",
+        "decays",
+        "scores",
+        "states",
+        "whole_kernel",
     ),
     in_order=True,
 )
