@@ -17,6 +17,8 @@ from ssdprof.kernels.kda.hopper.prep import (
     EIGHT,
     at_least,
     decays_of,
+    eights_of,
+    grown,
     map_fp32,
     plain,
     times,
@@ -28,33 +30,8 @@ of_thread = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0]))
 
 # other functions belong to the stage that calls them
 STAGES = {
-    "spread_rows": "gate_cumsum", "grow": "gate_cumsum", "store_operands": "decayed_scores",
-    "store_anchors": "decayed_scores", "decays": "gate_cumsum",
+    "store_operands": "decayed_scores", "store_anchors": "decayed_scores", "decays": "gate_cumsum",
 }  # fmt: skip
-
-
-@gluon.jit
-def spread_rows(T, COPIES: gl.constexpr):
-    """(n, K) -> (n * 2^COPIES, K): each row 2^COPIES times, in the layout `of_thread`."""
-    for _ in gl.static_range(COPIES):
-        T = gl.join(T, T).permute((0, 2, 1)).reshape([2 * T.shape[0], DIM])
-    return gl.convert_layout(T, of_thread)
-
-
-@gluon.jit
-def grow(P, S, T, level: gl.constexpr):
-    """P, S and T of blocks of 2^(level + 1) positions, from those of blocks of half as many."""
-    second = (gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None] >> level & 1) == 1
-    first_T, second_T = gl.split(T.reshape([SIZE >> (level + 1), 2, DIM]).permute((0, 2, 1)))
-    P = gl.where(second, P * spread_rows(first_T, level + 1), P)
-    S = gl.where(second, S, S * spread_rows(second_T, level + 1))
-    return P, S, first_T * second_T
-
-
-@gluon.jit
-def eights_of(t):
-    """The first and the second eight positions of each 16 of a tile (i, K)."""
-    return gl.split(t.reshape([SIZE // 16, 2, EIGHT, DIM]).permute((0, 2, 3, 1)))
 
 
 @gluon.jit
@@ -68,7 +45,7 @@ def store_anchors(q, k, a, rings, n):
     D = gl.where((o_i & 7) == 0, ANCHOR, at_least(a))
     T = D
     for level in gl.static_range(3):
-        D, _, T = grow(D, D, T, level)
+        D, _, T = grown(D, D, T, level, of_thread)
     both = gl.join(times(q, D, dtype), times(k, D, dtype))
     both = both.reshape([SIZE // 16, 2, EIGHT, DIM, 2]).permute((0, 4, 2, 3, 1))
     columns = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), dtype)
@@ -89,7 +66,7 @@ def store_operands(q, k, a, rings, n):
     store_anchors(q, k, a, rings, n)
     P, S, T = a, gl.full([SIZE, DIM], 1.0, gl.float32, of_thread), a
     for level in gl.static_range(3):
-        P, S, T = grow(P, S, T, level)
+        P, S, T = grown(P, S, T, level, of_thread)
     # between blocks of 8
     second_q, second_P = eights_of(q)[1], eights_of(P)[1]
     first_k, second_k = eights_of(k)
@@ -98,7 +75,7 @@ def store_operands(q, k, a, rings, n):
     columns = times(first_k, eights_of(S)[0], dtype)
     operands.eight_columns.store(columns.reshape([SIZE // 2, DIM]))
     # between the halves
-    P, S, T = grow(P, S, T, 3)
+    P, S, T = grown(P, S, T, 3, of_thread)
     o_i = gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
     to_anchor = gl.where(o_i >= 16, P, S)
     columns = times(k, to_anchor, dtype)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ssdprof.kernels._gluon import aggregate, masked, phase, place_in, reinterpret, role_barrier
 from ssdprof.kernels.gdn.hopper.inverse import BLOCK
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
-from ssdprof.kernels.kda.hopper.prep import EIGHT, HALF, allocate_tile, plain, product_of
+from ssdprof.kernels.kda.hopper.prep import EIGHT, HALF, allocate_tile, in_block, plain, product_of
 from ssdprof.kernels.kda.hopper.rings import BETA, DIM, K_NORM, OWN, Q_NORM, SCALED, SIZE
 
 # Layouts (block, i, j): a warp has a block of 16; (i, j): it has half of the rows, of the columns,
@@ -40,7 +40,7 @@ STAGES = {
 
 
 @aggregate
-class Work:
+class ScoreTiles:
     """Shared memory of the role alone."""
 
     diagonal: gl.shared_memory_descriptor  # -L of blocks of 16 (block, i, j), fp16
@@ -59,18 +59,9 @@ def load_beta(env, n):
 
 
 @gluon.jit
-def in_block():
-    """Row and column of an entry of (block, i, j)."""
-    r = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, blocks_layout)))[None, :, None]
-    return r, gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, blocks_layout)))[
-        None, None, :
-    ]
-
-
-@gluon.jit
 def diagonal_of(product):
     """The diagonals (block, i) of (block, i, j)."""
-    r, c = in_block()
+    r, c = in_block(blocks_layout)
     return gl.sum(gl.where(r == c, product, 0.0), 2)
 
 
@@ -182,26 +173,26 @@ def on_diagonal(blocks):
 
 
 @gluon.jit
-def store_scores(rings, work, scores, n):
+def store_scores(rings, tiles, scores, n):
     """L and P of the program's n-th chunk.  Returns -L of blocks of 16 (block, i, j)."""
     q_block, q_quarter, k_block, k_quarter = scores
     k_norm, q_norm = rings.vector(n, K_NORM), rings.vector(n, Q_NORM)
-    r, c = in_block()
+    r, c = in_block(blocks_layout)
     # stage solve_tril
     of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
     beta = rings.vector(n, BETA)
     L = scaled_block(gl.where(r > c, k_block, 0.0), k_norm, k_norm)
     minus_L = (L * -in_blocks(beta, of_row)[:, :, None]).to(gl.float16)
-    work.diagonal.store(minus_L)
+    tiles.diagonal.store(minus_L)
     of_quarter = beta.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
     below = scaled_quarter(k_quarter, k_norm, k_norm) * of_quarter
-    work.below.store(below.to(gl.float16))
+    tiles.below.store(below.to(gl.float16))
     # stage decayed_scores
     of_pair = in_blocks(rings.vector(n, OWN), of_row)[:, :, None]
     P = gl.where(r == c, of_pair, gl.where(r > c, q_block, 0.0))
-    work.own_scores.store(on_diagonal(scaled_block(P, q_norm, k_norm)))
+    tiles.own_scores.store(on_diagonal(scaled_block(P, q_norm, k_norm)))
     role_barrier()
-    quarter = work.own_scores.slice(BLOCK, BLOCK).slice(0, BLOCK, dim=1)
+    quarter = tiles.own_scores.slice(BLOCK, BLOCK).slice(0, BLOCK, dim=1)
     quarter.store(scaled_quarter(q_quarter, q_norm, k_norm).to(gl.float16))
     return minus_L
 
@@ -217,7 +208,7 @@ def inverse_of(minus_L, diagonal):
     """
     left: gl.constexpr = gl.DotOperandLayout(0, blocks_layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, blocks_layout, 2)
-    r, c = in_block()
+    r, c = in_block(blocks_layout)
     zero = gl.full([2, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     columns = diagonal.load(right)
     transposed = gl.convert_layout(columns.permute((0, 2, 1)), blocks_layout)
@@ -238,41 +229,41 @@ def inverse_of(minus_L, diagonal):
 
 
 @gluon.jit
-def store_inverse(rings, work, minus_L, n):
+def store_inverse(rings, tiles, minus_L, n):
     """beta_j A_ij (j, i), from -L."""
     layout: gl.constexpr = rows_layout  # both warps the same
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     beta = rings.vector(n, BETA)
-    D = inverse_of(minus_L, work.diagonal)
+    D = inverse_of(minus_L, tiles.diagonal)
     of_column = in_blocks(beta, gl.SliceLayout(2, blocks_layout))[:, :, None]
-    work.inverted.store(D.to(gl.float16).reshape([SIZE, BLOCK]))
-    work.inverse.store(on_diagonal(D * of_column))
+    tiles.inverted.store(D.to(gl.float16).reshape([SIZE, BLOCK]))
+    tiles.inverse.store(on_diagonal(D * of_column))
     role_barrier()
     # block (1, 0) of A is -D_1 L_10 D_0; here transposed
     zero = gl.full([BLOCK, BLOCK], 0.0, gl.float32, layout)
-    first = work.inverted.slice(0, BLOCK).load(left)
-    known = mma_v2(first, work.below.permute((1, 0)).load(right), zero)
-    second = work.inverted.slice(BLOCK, BLOCK).load(right)
+    first = tiles.inverted.slice(0, BLOCK).load(left)
+    known = mma_v2(first, tiles.below.permute((1, 0)).load(right), zero)
+    second = tiles.inverted.slice(BLOCK, BLOCK).load(right)
     quarter = mma_v2(gl.convert_layout(known.to(gl.float16), left), second, zero)
     of_row = beta.slice(0, BLOCK).load(gl.SliceLayout(1, layout))[:, None]
-    at = work.inverse.slice(0, BLOCK).slice(BLOCK, BLOCK, dim=1)
+    at = tiles.inverse.slice(0, BLOCK).slice(BLOCK, BLOCK, dim=1)
     at.store((quarter * -of_row).to(gl.float16))
     role_barrier()
 
 
 @gluon.jit
-def store_factors(env, work, n):
+def store_factors(env, tiles, n):
     """X and W of the program's n-th chunk."""
     rings = env.rings
     dtype: gl.constexpr = rings.updates.tiles.dtype
     left: gl.constexpr = gl.DotOperandLayout(0, columns_layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, columns_layout, 2)
     # stage out_factor
-    P, B = work.own_scores.load(left), work.inverse.permute((1, 0)).load(right)
+    P, B = tiles.own_scores.load(left), tiles.inverse.permute((1, 0)).load(right)
     W = mma_v2(P, B, gl.full([SIZE, SIZE], 0.0, gl.float32, columns_layout))
     # stage state_factor
-    transposed = work.inverse.load(left)
+    transposed = tiles.inverse.load(left)
     rings.at_end.wait_full(n)
     rings.updates.wait_empty(n)
     for half in gl.static_range(2):  # of the columns, to limit registers
@@ -286,20 +277,20 @@ def store_factors(env, work, n):
 
 
 @gluon.jit
-def score_chunk(env, work, n):
+def score_chunk(env, tiles, n):
     rings = env.rings
     mbarrier.wait(rings.ready.index(place_in(n, 2)), phase(n, 2))
     scores = products(rings.operands)
     mbarrier.arrive(rings.read.index(0), count=1)
-    minus_L = store_scores(rings, work, scores, n)
-    store_inverse(rings, work, minus_L, n)
-    store_factors(env, work, n)
+    minus_L = store_scores(rings, tiles, scores, n)
+    store_inverse(rings, tiles, minus_L, n)
+    store_factors(env, tiles, n)
 
 
 @gluon.jit
 def scores(env, FIRST: gl.constexpr):
     """The role, for every second chunk from FIRST on."""
-    work = Work(
+    tiles = ScoreTiles(
         gl.allocate_shared_memory(
             gl.float16, [2, BLOCK, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         ),
@@ -312,4 +303,4 @@ def scores(env, FIRST: gl.constexpr):
     for n in range(FIRST, env.nchunks, 2):
         store_norms(env, beta, n)
         beta = load_beta(env, n + 2)
-        score_chunk(env, work, n)
+        score_chunk(env, tiles, n)
