@@ -98,7 +98,6 @@ KDA = Source(
         "tiles",
         "prep",
         "scan",
-        "role_copies",
         "hopper_kernel",
         "rings",
         "decays",

@@ -42,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels._gluon import (
+    async_load,
     async_store,
     masked,
     product_layout,
@@ -103,7 +104,7 @@ STAGES = {
     "products": "decayed_scores", "store_own_scores": "decayed_scores", "decays_of": "gate_cumsum",
     "grown": "gate_cumsum", "between_blocks": "gate_cumsum", "store_system": "solve_tril",
     "inverse_of": "solve_tril", "store_factors": "state_factor", "load_betas": "loads",
-    "allocate_inputs": "setup",
+    "allocate_inputs": "setup", "load_inputs": "loads",
 }  # fmt: skip
 
 
@@ -594,6 +595,23 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     async_store(descs[0], [row, HALF], q_tiles.index(1))
     async_store(descs[1], [row, 0], k_tiles.index(0))
     wait_until_written()
+
+
+@gluon.jit
+def load_inputs(env, inputs, full, sequence, t, head):
+    """q, k and g of the chunk at position t, half of the channels at a time."""
+    q_desc, k_desc, g_desc, _, _ = env.inputs
+    q_tiles, k_tiles, g_tiles = inputs
+    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
+    for half in gl.static_range(2):
+        where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
+        async_load(q_desc, where, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+        async_load(k_desc, where, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+    mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)
+    for half in gl.static_range(2):
+        where = [sequence.tile, head, sequence.row + t, half * HALF]
+        g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
+        async_load(g_desc, where, full.index(1), g_tile)
 
 
 @gluon.jit
