@@ -1,5 +1,5 @@
-"""Kimi Delta Attention in two launches, in one on Hopper GPUs (`hopper/hopper_kernel.py`), or token
-by token with GDN's kernel (`../gdn/recurrent.py`).
+"""Kimi Delta Attention in two launches, in one on Hopper GPUs (`hopper/`), or token by token with
+GDN's kernel (`../gdn/recurrent.py`).
 
 The two launches: for every chunk and value head what does not depend on the state, then the
 output, with the state in registers from chunk to chunk.
@@ -520,6 +520,8 @@ def kda_fused(
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H    beta: (B, T, HV)
     g: (B, T, HV, K), natural logarithm of the decay of each channel.  A g above 0 counts as 0.
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
+    batch_invariant: as in `gdn_fused`.  Without it, sizes choose one of two kernels on Hopper GPUs,
+        whose bits differ.
     All other arguments, the result, its reproducibility and the errors are those of `gdn_fused`.
 
     Source: Kimi Team 2025 (arXiv:2510.26692).

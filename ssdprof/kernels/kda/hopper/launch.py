@@ -41,6 +41,7 @@ REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
 # Microseconds of a multiprocessor of an H200 for 64 positions of a head: in slabs, when they fill
 # the GPU, and in a program that has a whole sequence; then those that such a program takes to start
+# (row 15 of benchmarks/log/kda.md)
 SLAB_CHUNK, WHOLE_CHUNK, WHOLE_START = 8.5, 5.5, 6.0
 # Configuration of `whole_kernel.py`: chunks of q, k and v, and of g, in shared memory; registers of
 # a thread, of which the role `states` has the others

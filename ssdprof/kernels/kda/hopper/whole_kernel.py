@@ -1,6 +1,6 @@
-"""Kimi Delta Attention for Hopper where there are at least as many sequences and heads as
-multiprocessors: a program has all of a sequence and head, so that inputs are read once, and nothing
-but outputs and final states is written.
+"""Kimi Delta Attention for Hopper where sequences and heads fill the multiprocessors: a program has
+all of a sequence and head, so that inputs are read once, and nothing but outputs and final states
+is written.
 
 In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
        (sequences, HV, K, V) | cu_seqlens (sequences + 1)
