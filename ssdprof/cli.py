@@ -156,7 +156,8 @@ def doctor(json: options.Json = False) -> None:
     Without an NVIDIA GPU, run and answers compare outputs in Triton's interpreter, and nothing is
     timed.
     """
-    _module("commands.machine").doctor(as_json=json)
+    checks = _module("jobs.doctor").doctor()
+    _module("commands.stored").doctor(checks, as_json=json)
 
 
 def schemas(
@@ -175,19 +176,19 @@ def _module(name: str) -> ModuleType:
 # A command, or its options -> functions: the first is called with the options, the next with what
 # that one returned.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
-    options.RunOptions: ("jobs.target:run", "commands.model:run"),
+    options.RunOptions: ("jobs.target:run", "commands.measuring:run"),
     runs: (),
-    options.CaptureOptions: ("jobs.target:capture", "commands.model:capture"),
-    options.RecordOptions: ("jobs.record:record", "commands.record:record"),
+    options.CaptureOptions: ("jobs.target:capture", "commands.measuring:capture"),
+    options.RecordOptions: ("jobs.record:record", "commands.measuring:record"),
     options.AccuracyOptions: ("commands.stored:accuracy",),
-    options.AnswersOptions: ("jobs.target:answers", "commands.model:answers"),
+    options.AnswersOptions: ("jobs.target:answers", "commands.measuring:answers"),
     options.ExportOptions: ("commands.stored:export",),
     options.CaseOptions: ("commands.stored:case",),
     options.CompareOptions: ("commands.stored:compare",),
-    options.PrefillOptions: ("jobs.target:prefill", "commands.model:prefill"),
-    options.StallsOptions: ("jobs.target:stalls", "commands.kernels:stalls"),
-    options.BenchOptions: ("jobs.target:bench", "commands.kernels:bench"),
-    options.TuneOptions: ("jobs.target:tune", "commands.kernels:tune"),
+    options.PrefillOptions: ("jobs.target:prefill", "commands.measuring:prefill"),
+    options.StallsOptions: ("jobs.target:stalls", "commands.measuring:stalls"),
+    options.BenchOptions: ("jobs.target:bench", "commands.measuring:bench"),
+    options.TuneOptions: ("jobs.target:tune", "commands.measuring:tune"),
     models: (),
     doctor: (),
     schemas: (),

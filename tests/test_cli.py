@@ -19,8 +19,8 @@ from ssdprof import cli
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.commands import terminal
 from ssdprof.core.conditions import parse_percent
-from ssdprof.environment.doctor import Check
 from ssdprof.environment.machine import collect
+from ssdprof.environment.toolchain import Check
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 from ssdprof.progress import Watcher
 from ssdprof.store import reports
@@ -133,7 +133,7 @@ def test_models_fit_a_terminal(monkeypatch):
 def test_doctor_prints_a_path_as_it_is(monkeypatch):
     """Square brackets are not markup."""
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
-    monkeypatch.setattr("ssdprof.environment.doctor.doctor", lambda: (check,))
+    monkeypatch.setattr("ssdprof.jobs.doctor.doctor", lambda: (check,))
     lines = map(str.split, Answer("doctor").out.splitlines())
     assert ["ok", "cache", "/home/[bold]me"] in lines
 

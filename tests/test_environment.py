@@ -12,8 +12,10 @@ import torch
 from fake_nvml import FakeNvml
 from torchrun import MODULE, python
 
+from ssdprof import operators
 from ssdprof.core.target import Clocks
-from ssdprof.environment import doctor, machine, toolchain
+from ssdprof.environment import machine, toolchain
+from ssdprof.jobs import doctor
 
 
 def check(name: str) -> doctor.Check:
@@ -142,9 +144,8 @@ def test_a_driver_is_proposed_only_for_a_gpu(vendor, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("capability", "count"), [("9.0", 1), ("10.0", 0)])
 def test_what_servers_choose_is_known_for_hopper(capability, count, monkeypatch):
     monkeypatch.setattr(doctor, "gpu", lambda: SimpleNamespace(compute_capability=capability))
-    assert [check.detail for check in doctor.served({"GDN": "flashinfer"})] == (
-        ["flashinfer"] * count
-    )
+    kernels = [operator.served for operator in operators.records()] * count
+    assert [check.detail for check in doctor._served()] == kernels
 
 
 def test_every_check_that_is_not_ok_has_a_hint():

@@ -186,7 +186,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch):
     patch.setattr("ssdprof.jobs.prefill.time_prefills", job("prefill"))
     patch.setattr("ssdprof.jobs.tune.tune", tune)
     patch.setattr("ssdprof.jobs.tune.gpu_to_tune", lambda: torch.device("cpu"))
-    for module in ("environment.toolchain", "jobs.bench", "jobs.prefill", "commands.model"):
+    for module in ("environment.toolchain", "jobs.bench", "jobs.prefill", "commands.measuring"):
         patch.setattr(f"ssdprof.{module}.require_gpu", lambda *_: torch.device("cpu"))
     tuning_fakes.kept()
 

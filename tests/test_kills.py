@@ -128,7 +128,7 @@ def test_a_few_kills(tmp_path):
 
 
 if __name__ == "__main__":
-    import ssdprof.commands.model  # imported once, before the forks  # noqa: F401
+    import ssdprof.commands.measuring  # imported once, before the forks  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -15,7 +15,7 @@ import torch
 from fake_nvml import FakeNvml
 from triton import knobs
 
-from ssdprof.environment import doctor, machine, toolchain
+from ssdprof.environment import machine, toolchain
 from ssdprof.environment.toolchain import (
     Check,
     needs,
@@ -25,7 +25,7 @@ from ssdprof.environment.toolchain import (
     unusable_gpu,
 )
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.jobs import limits
+from ssdprof.jobs import doctor, limits
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.run import capture
 from ssdprof.jobs.target import find

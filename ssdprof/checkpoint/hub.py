@@ -23,7 +23,6 @@ from ssdprof import __version__
 from ssdprof.checkpoint.names import KNOWN, shown
 from ssdprof.core.target import PlannedFile
 from ssdprof.core.words import size_words
-from ssdprof.environment import variables
 from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
@@ -43,6 +42,19 @@ def _bad_settings(why: str) -> BadInputError:
     )
 
 
+def _check_timeouts() -> None:
+    """BadInputError for a number of seconds that is none, which the client refuses without its
+    name.
+    """
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        value = os.environ.get(name, "")
+        if value and not value.strip().isdecimal():
+            raise BadInputError(
+                f"{name}={value!r} is not a number of seconds.",
+                f"Give a whole number, or run: unset {name}",
+            )
+
+
 def _endpoint() -> str | None:
     """HF_ENDPOINT; BadInputError if it is no address.  What is before an @ may be a password."""
     endpoint = os.environ.get("HF_ENDPOINT")
@@ -60,7 +72,7 @@ def _endpoint() -> str | None:
 
 
 try:  # the client reads its variables on import
-    variables.check()
+    _check_timeouts()
     _endpoint()
     from huggingface_hub import (
         HfApi,

@@ -1,16 +1,19 @@
-"""`ssdprof runs`, `accuracy`, `export`, `compare`, `models` and `schemas`: they read what is
-stored, without torch.
+"""`ssdprof runs`, `accuracy`, `export`, `compare`, `models`, `doctor` and `schemas`: they show what
+is stored or known, without torch.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import TypeAdapter
@@ -37,6 +40,9 @@ from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
 from ssdprof.store.ranks import FIRST
+
+if TYPE_CHECKING:
+    from ssdprof.environment.toolchain import Check
 
 _REPORTS = ("run", "bench", "prefill", "answers")
 _OF_ACCURACY = ("match", "rms")  # metrics of gates
@@ -339,6 +345,27 @@ def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:
     }
 
 
+# --- doctor
+
+
+def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
+    """A line for each requirement; absent libraries say which implementations need them."""
+    if as_json:
+        terminal.print_json([check.model_dump() for check in checks])
+        return
+    rows = [
+        {
+            "result": check.status,
+            "requirement": check.name,
+            "detail": "  ".join(filter(None, (check.detail, check.hint))),
+        }
+        for check in checks
+    ]
+    columns = ("result", "requirement", "detail")
+    if shown := table("", rows, columns, keys=2, wraps="detail"):
+        terminal.out().print(SplitTable(shown))
+
+
 # --- schemas
 
 # Name -> the commands that print such a document, and its type, [] after it for a list of them.
@@ -351,7 +378,7 @@ SCHEMAS = {
     ),
     "case": ("case", "ssdprof.core.case:Case"),
     "dry-run": (_DRY, "ssdprof.core.target:DryRun"),
-    "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
+    "capture": ("capture", "ssdprof.commands.measuring:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),
     "stalls-v4": ("stalls", "ssdprof.core.stalls:StallReport"),

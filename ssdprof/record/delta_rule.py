@@ -9,8 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import torch
-from ssdprof.record.place import Activate, FunctionCall, unchanged
-from ssdprof.record.signature import Arguments
+from ssdprof.record.place import Activate, Arguments, FunctionCall, unchanged
 from ssdprof.record.states import CallStates, tensors_of
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def _activated(
 ) -> Inputs:
     """As `FunctionCall.activate`.  weights: without A_log, it counts as 0.
 
-    linear: g is the decay, unless it is raw.  The others are as in `signature.py`.
+    linear: g is the decay, unless it is raw.  The others are as in `places.py`.
     """
     g, beta = inputs.tensors["g"], inputs.tensors["beta"]
     if raw:

@@ -25,9 +25,8 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.core.target import CallRef, LayerRef
 from ssdprof.operators.operator import Output
-from ssdprof.record.notes import note
 from ssdprof.record.recorded_call import RecordedCall, rank
-from ssdprof.record.settings import SEEN, RecordSettings
+from ssdprof.record.settings import SEEN, RecordSettings, note
 
 _SHARE = 0.05  # of the time that comparisons may take
 _LONGEST_PAUSE_S = 60.0  # after a comparison, which may have compiled kernels

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels.inputs import Inputs
 
+# of a call of a function of another library, by name: of any type until `bind` has looked at them
+Arguments: TypeAlias = Mapping[str, Any]
 # inputs and weights -> the inputs after their activations
 Activate: TypeAlias = "Callable[[Inputs, Mapping[str, Tensor]], Inputs]"
 
@@ -48,7 +50,7 @@ class FunctionCall:
     activate: Activate = unchanged
 
 
-Bind = Callable[[Mapping[str, object]], FunctionCall | None]
+Bind = Callable[[Arguments], FunctionCall | None]
 Phase = Literal["prompt", "decode", "verify"]
 
 

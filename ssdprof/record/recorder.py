@@ -28,10 +28,9 @@ from ssdprof import operators
 from ssdprof.core.words import plural
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.record.keeper import Keeper
-from ssdprof.record.notes import note
 from ssdprof.record.place import FunctionCall, Place
 from ssdprof.record.recorded_call import RecordedCall
-from ssdprof.record.settings import GIGABYTE, RecordSettings
+from ssdprof.record.settings import GIGABYTE, RecordSettings, note
 
 P = ParamSpec("P")
 T = TypeVar("T")

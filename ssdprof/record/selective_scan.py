@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ssdprof.record.place import FunctionCall
-from ssdprof.record.signature import Arguments
+from ssdprof.record.place import Arguments, FunctionCall
 from ssdprof.record.states import CallStates, tensors_of
 
 if TYPE_CHECKING:

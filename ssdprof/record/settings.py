@@ -1,12 +1,15 @@
-"""What `ssdprof record` asks of the processes of a program, in an environment variable.  Imports
-nothing that takes time.
+"""What `ssdprof record` asks of the processes of a program, in an environment variable, and what
+they tell the user, on their stderr.  Imports nothing that takes time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +19,7 @@ from ssdprof.record.hook import VARIABLE
 When = Literal["always", "nonfinite", "wrong"]
 GIGABYTE = 1 << 30
 SEEN = ".seen"  # a file in the folder of calls, once a process has seen one
+_SHOWN: set[str] = set()  # notes of this process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +53,24 @@ class RecordSettings:
     def of(cls, environment: Mapping[str, str]) -> RecordSettings:
         values = json.loads(environment[VARIABLE])
         return cls(**{**values, "operators": tuple(values["operators"])})
+
+
+def note(text: str, *, once: bool = False) -> None:
+    """Print a sentence; once: unless another process of the program has.
+
+    A process that finds no room for the mark, an empty file, prints it.
+    """
+    if text in _SHOWN:
+        return
+    _SHOWN.add(text)
+    if once:
+        folder = Path(RecordSettings.of(os.environ).folder)
+        mark = folder / f".{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        try:
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return
+        except OSError:
+            once = False
+    with suppress(OSError, ValueError):  # the program may have closed it
+        print(f"ssdprof: {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import torch
-from ssdprof.record.signature import Arguments
+from ssdprof.record.place import Arguments
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,9 @@ import torch
 
 from ssdprof.record import recorder
 from ssdprof.record.keeper import source
-from ssdprof.record.notes import note
 from ssdprof.record.place import Place
 from ssdprof.record.places import PLACES
-from ssdprof.record.settings import RecordSettings
+from ssdprof.record.settings import RecordSettings, note
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.kernels import GDNInputs, KDAInputs
-from ssdprof.record import delta_rule, hook, keeper, notes, recorder
+from ssdprof.record import delta_rule, hook, keeper, recorder, settings
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
@@ -135,7 +135,7 @@ def chunked(server: Path, monkeypatch) -> Iterator[Callable[..., Function]]:
         function: Function = import_module(LIBRARY).chunk_gated_delta_rule
         return function
 
-    notes._SHOWN.clear()
+    settings._SHOWN.clear()
     yield installed
     recorder.Recorder.forget()
     sys.meta_path[:] = finders
@@ -228,7 +228,7 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
         with pytest.raises(ValueError, match="g must have shape"):
             function(**given | {"g": given["g"][:, 1:]}, output_final_state=True)
         with monkeypatch.context() as patch:
-            patch.setattr(notes, "_SHOWN", set())
+            patch.setattr(settings, "_SHOWN", set())
             function(**given, output_final_state=True, fault="row")
         assert stored() == 0
     lines = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)

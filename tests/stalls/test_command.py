@@ -32,7 +32,7 @@ from ssdprof.store.reports import HEADER, dump
 def elsewhere(tmp_path, monkeypatch) -> Path:
     """A report that was recorded elsewhere."""
     monkeypatch.setattr(
-        "ssdprof.commands.kernels.read",
+        "ssdprof.commands.measuring.read",
         lambda path: synthetic.report(synthetic.kernel(), name=path.name),
     )
     return tmp_path / "a.ncu-rep"

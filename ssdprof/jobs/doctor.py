@@ -3,7 +3,8 @@
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Literal
@@ -13,8 +14,8 @@ import triton
 from packaging.requirements import Requirement
 from triton import knobs
 
+from ssdprof import operators
 from ssdprof.core.words import size_words
-from ssdprof.environment import variables
 from ssdprof.environment.machine import (
     current_uuid,
     gpu,
@@ -57,8 +58,9 @@ def _check(
 def doctor() -> tuple[Check, ...]:
     """Every check, the most important first."""
     python = _check("python", "ok", platform.python_version())
-    rest = (_kernels(), _ncu(), _counters(_NVIDIA_PARAMETERS), _hub(), _cache())
-    return (python, *_packages(), _pair(torch.__version__, triton.__version__), *_gpu(), *rest)
+    pair = _pair(torch.__version__, triton.__version__)
+    tools = (_kernels(), _ncu(), _counters(_NVIDIA_PARAMETERS), _hub(), _cache())
+    return (python, *_packages(), pair, *_gpu(), *tools, _libraries(), *_served())
 
 
 def _packages() -> Iterator[Check]:
@@ -193,27 +195,34 @@ WITHOUT_NAMES = (
 )
 
 
-def libraries(names: Mapping[str, Sequence[str]]) -> Check:
-    """The packages of libraries that --impl knows, with these names, and the versions here."""
-    there = []
+def _libraries() -> Check:
+    """The packages of the libraries that --impl knows: those that are here, and how to install the
+    others.
+    """
+    names: dict[str, list[str]] = {}  # of implementations, by package
+    for operator in operators.records():
+        for name, library in operator.libraries.items():
+            if library.package:
+                names.setdefault(library.package, []).append(name)
+    installed = []
     absent = []
     for package, of_package in names.items():
         known = ", ".join(dict.fromkeys(of_package))
         # a repository's address ends with the package's name
         if version := installed_version(package.rpartition("/")[2]):
-            there.append(f"{known} ({package} {version})")
+            installed.append(f"{known} ({package} {version})")
         else:
             absent.append(f"{known} (pip install {package})")
     missing = [f"not installed: {'; '.join(absent)}"] if absent else []
-    return _check("other libraries", "ok", "; ".join([*there, *missing, WITHOUT_NAMES]))
+    return _check("other libraries", "ok", "; ".join([*installed, *missing, WITHOUT_NAMES]))
 
 
-def served(words: Mapping[str, str]) -> Iterator[Check]:
-    """What servers run.  words: by operator, of a GPU of compute capability 9.0."""
-    found = gpu()
-    if found is not None and found.compute_capability == "9.0":
-        for title, kernels in words.items():
-            yield _check(f"servers, {title}", "ok", kernels)
+def _served() -> Iterator[Check]:
+    """What servers run for each operator, on a GPU of compute capability 9.0."""
+    this = gpu()
+    if this is not None and this.compute_capability == "9.0":
+        for operator in operators.records():
+            yield _check(f"servers, {operator.title}", "ok", operator.served)
 
 
 def _ncu() -> Check:
@@ -248,7 +257,8 @@ def _counters(parameters: Path) -> Check:
 
 
 def _hub() -> Check:
-    variables.check()
+    # BadInputError for an environment variable that the client cannot read
+    import_module("ssdprof.checkpoint.hub")
     from huggingface_hub import constants, is_offline_mode
 
     if is_offline_mode():

@@ -1,0 +1,293 @@
+"""`ssdprof run`, `capture`, `record`, `answers`, `prefill`, `bench`, `tune` and `stalls`: they run
+a model or kernels.  Their options were checked before.
+"""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from ssdprof import files
+from ssdprof.commands import output, terminal
+from ssdprof.commands.output import TerminalWatcher
+from ssdprof.core.base import Record, Text
+from ssdprof.core.outcome import Outcome
+from ssdprof.core.report import Report
+from ssdprof.core.target import CaptureManifest
+from ssdprof.core.tuned import TunedCalls, TunedConfig
+from ssdprof.core.words import plural
+from ssdprof.environment.toolchain import require_gpu
+from ssdprof.errors import ExitCode, SsdprofError
+from ssdprof.jobs import answers as answers_job
+from ssdprof.jobs import bench as bench_job
+from ssdprof.jobs import prefill as prefill_job
+from ssdprof.jobs import run as run_job
+from ssdprof.jobs import stall_files
+from ssdprof.jobs import stalls as stalls_job
+from ssdprof.jobs import tune as tune_job
+from ssdprof.jobs.options import (
+    AnswersOptions,
+    BenchOptions,
+    CaptureOptions,
+    ModelOptions,
+    PrefillOptions,
+    RecordOptions,
+    RunOptions,
+    StallsOptions,
+    TuneOptions,
+)
+from ssdprof.jobs.plan import check_start, plan
+from ssdprof.jobs.record import CALLS
+from ssdprof.jobs.target import Stored, Target
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.record.settings import SEEN
+from ssdprof.report import brief, html
+from ssdprof.report import stalls as stall_report
+from ssdprof.report.document import compose, of_tuning
+from ssdprof.report.statements import verdict_lines
+from ssdprof.report.terminal import render, verdict
+from ssdprof.stalls.facts import analyse
+from ssdprof.stalls.read import read
+from ssdprof.store import tuned
+from ssdprof.store.ranks import Ranks
+from ssdprof.store.reports import dump
+
+_OF_SIGNAL = 128  # what shells add to the number of a signal
+
+
+class StoredCapture(Record):
+    """The result of `ssdprof capture`."""
+
+    folder: Text
+    manifest: CaptureManifest
+
+
+def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> None:
+    """Run, or plan with --dry-run, then time prefills and profile stalls as the options say."""
+
+    def check() -> None:
+        run_job.check(options, found, ranks)
+        if options.prefill:
+            require_gpu(*prefill_job.NEEDS_GPU)
+        if options.stalls:
+            require_gpu(*stalls_job.NEEDS_GPU)
+
+    if options.dry_run:
+        if output.reports(ranks):
+            _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
+        return
+    watcher = output.watcher_of(ranks)
+    with terminal.only_data_on_stdout():
+        folder, report = run_job.run(options, found, ranks, watcher)
+    if not output.reports(ranks):
+        return
+    shown = render(compose(report)) if options.full else brief.render(report)
+    output.show(report, shown, as_json=options.json, note=f"Kept in {folder}.")
+    codes = [ExitCode.OK]
+    if options.prefill:
+        with _reported("prefill times", codes):
+            codes.append(_prefill(options, folder))
+    if options.stalls:
+        with _reported("stalls", codes):
+            codes.append(_stalls(options, folder, report))
+    output.end(report)
+    if code := max(codes):
+        raise typer.Exit(code)
+
+
+@contextmanager
+def _reported(what: str, codes: list[ExitCode]) -> Iterator[None]:
+    """An error of what follows a run is printed, and adds its exit code: the run's report stays."""
+    try:
+        yield
+    except SsdprofError as error:
+        terminal.say(f"No {what}: {error.message}  {error.hint}")
+        codes.append(error.exit_code)
+
+
+def _plan(
+    found: Target | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool
+) -> None:
+    """Show the plan of a dry run, and raise what would keep the model from running."""
+    planned = plan(found, tensor_parallel=tensor_parallel)
+    output.show_plan(planned, as_json=as_json)
+    check()
+    check_start(planned, found)
+
+
+def _prefill(options: RunOptions, folder: Path) -> ExitCode:
+    """Time and show prefills in the run's folder.  Returns the exit code of `ssdprof prefill`."""
+    wanted = PrefillOptions(
+        **{field.name: getattr(options, field.name) for field in fields(ModelOptions)},
+        smallest_difference=options.smallest_difference,
+        no_tuned=True,  # the run has said which are in use
+        out=folder / "prefill",
+    )
+    with terminal.only_data_on_stdout():
+        folder, report = prefill_job.prefill(wanted, TerminalWatcher())
+    if not options.json:
+        terminal.out().print("", render(compose(report)), sep="\n")
+    terminal.say(f"Prefill times are in {folder}.")
+    return ExitCode.OK if Outcome(report).passed else ExitCode.GATE_FAILED
+
+
+def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
+    """Profile, show and store stalls.  Returns the exit code of `ssdprof stalls`."""
+    wanted = StallsOptions(where=str(folder), no_tuned=options.no_tuned, command=options.command)
+    _, profiled = stalls_job.profile(wanted, TerminalWatcher())
+    if not options.json:
+        lines = map(verdict, verdict_lines(report))
+        terminal.out().print(render(stall_report.compose(profiled)), *lines, sep="\n")
+    terminal.say(f"Stalls are in {folder / stall_files.FOLDER}.")
+    return ExitCode.MISSING_CAPABILITY if profiled.missing else ExitCode.OK
+
+
+def capture(options: CaptureOptions, target: Target | None) -> None:
+    """target: None for a recording of a server."""
+    if target is not None and options.dry_run:
+        check = partial(run_job.check_capture, options.out, overwrite=options.force)
+        _plan(target, check, as_json=options.json)
+        return
+    watcher = TerminalWatcher()
+    if target is None:
+        folder, manifest = run_job.capture_recording(options, watcher)
+    else:
+        folder, manifest = run_job.capture(
+            target, options.out, overwrite=options.force, watcher=watcher
+        )
+    if options.json:
+        print(StoredCapture(folder=str(folder), manifest=manifest).model_dump_json(indent=2))
+    else:
+        print(folder)
+
+
+def record(options: RecordOptions, code: int) -> None:
+    """Make a capture of the calls that the program's processes stored.  code: how it ended."""
+    try:
+        _capture_calls(options)
+    except SsdprofError as error:
+        terminal.say(f"{error.message}  {error.hint}  The calls stay in {options.out / CALLS}.")
+    if code < 0:
+        _end_by_signal(-code)
+    raise typer.Exit(code)
+
+
+def _capture_calls(options: RecordOptions) -> None:
+    """Make a capture of the stored calls, and delete them; or say why there are none."""
+    calls = options.out / CALLS
+    count = len(list(calls.glob("*_*.safetensors")))
+    if count:
+        os.umask(0o077)  # the folder may have been there, for others to read
+        asked = CaptureOptions(
+            model=str(calls), recorded="safetensors", out=options.out, force=options.force
+        )
+        run_job.capture_recording(asked, TerminalWatcher(), name=options.out.resolve().name)
+        terminal.say(f"{plural(count, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
+    elif (calls / SEEN).exists():
+        terminal.say("No call was stored: none of those that were recorded went wrong.")
+    else:
+        terminal.say(
+            "No call was recorded: the program called no function that ssdprof knows, or a line "
+            "above says why."
+        )
+    shutil.rmtree(calls)
+
+
+def _end_by_signal(number: int) -> None:
+    """End this process as the signal ended the program, without a core of its own."""
+    sys.stdout.flush()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # nothing can be set for SIGKILL
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise typer.Exit(_OF_SIGNAL + number)  # of a signal that ends nothing
+
+
+def answers(options: AnswersOptions, target: Target) -> None:
+    if options.dry_run:
+        _plan(target, partial(answers_job.check, options, target), as_json=options.json)
+        return
+    with terminal.only_data_on_stdout():
+        folder, report = answers_job.answers(options, target, TerminalWatcher())
+    output.finish(folder, report, as_json=options.json)
+
+
+def prefill(options: PrefillOptions) -> None:
+    with terminal.only_data_on_stdout():
+        folder, report = prefill_job.prefill(options, TerminalWatcher())
+    output.finish(folder, report, as_json=options.json)
+
+
+def bench(
+    options: BenchOptions,
+    names: tuple[str, ...],
+    too_large: tuple[Tokens, ...],
+    ranks: Ranks | None,
+) -> None:
+    """names: implementations.  too_large: sizes that do not fit this GPU."""
+    watcher = output.watcher_of(ranks)
+    with terminal.only_data_on_stdout():
+        folder, report = bench_job.find_and_bench(options, names, too_large, ranks, watcher)
+    if output.reports(ranks):
+        output.finish(folder, report, as_json=options.json)
+
+
+def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
+    """Search, and keep each tuned configuration as soon as it is found; or delete those that are
+    kept.
+    """
+    if options.clear:
+        gone = [f"Removed {file}." for file in tuned.clear()]
+        terminal.say("\n".join(gone) or f"There is nothing in {tuned.folder()}.")
+        return
+    device = tune_job.gpu_to_tune()
+    watcher = TerminalWatcher()
+    improved: list[bool] = []
+
+    def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
+        """After each search, so that an interruption loses nothing."""
+        tuned.keep(report.environment, calls, config)
+        improved.append(config is not None)
+
+    report = tune_job.tune(options, cells, device, watcher, keep)
+    if any(improved) and report.environment.gpu:
+        file = tuned.file_of(report.environment.gpu)
+        watcher.say(f"What was found is kept in {file}.")
+    if options.json:
+        print(dump(report))
+    else:
+        terminal.out().print(render(of_tuning(report)))
+
+
+def stalls(options: StallsOptions) -> None:
+    """Profile, or read reports of ncu, then print and write what was found."""
+    folder = None
+    if options.files:
+        report = analyse([read(path) for path in options.files])
+    else:
+        folder, report = stalls_job.profile(options, TerminalWatcher())
+    if options.markdown is not None:
+        stall_files.write_markdown(options.markdown, report, replace=options.force)
+    if options.html is not None:
+        files.write_text(
+            options.html,
+            html.of_document(stall_report.compose(report), report),
+            replace=options.force,
+        )
+    if options.json:
+        print(stall_files.dump(report))
+    else:
+        terminal.out().print(render(stall_report.compose(report)))
+    for written in (folder, options.markdown, options.html):
+        if written is not None:
+            terminal.say(f"Kept in {written}.")
+    if report.missing:
+        raise typer.Exit(ExitCode.MISSING_CAPABILITY)
