@@ -425,7 +425,7 @@ def load_flashinfer_mtp() -> Implementation:
         q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
         a, b, A_log, dt_bias = raw_gates(inputs)
         raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
-        read = slots.read.int()
+        read = slots.read.int().contiguous()
         final = slots.written[:, 0] if inputs.length == 1 else slots.final
         options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
         if final is None and slots.buffer is None:
@@ -433,7 +433,10 @@ def load_flashinfer_mtp() -> Implementation:
 
         def every_state(pool: torch.Tensor) -> dict[str, Any]:
             if slots.buffer is None:
-                return {"ssm_state_indices": slots.written.int(), "disable_state_update": False}
+                return {
+                    "ssm_state_indices": slots.written.int().contiguous(),
+                    "disable_state_update": False,
+                }
             buffer = slots.verification(inputs, pool)["intermediate_states_buffer"]
             return {"intermediate_states_buffer": buffer, "disable_state_update": True}
 
@@ -450,7 +453,7 @@ def load_flashinfer_mtp() -> Implementation:
                 output=out,
                 initial_state=pool,
                 initial_state_indices=read,
-                output_state_indices=final.int(),
+                output_state_indices=final.int().contiguous(),
                 **options,
             )
             return out
