@@ -4,9 +4,9 @@
          -> the thread: a copy in main memory, on a stream of its own -> `Keeper`, which stores it
 
 The copies are made on the tensors' device before the program goes on, on a GPU in the program's own
-stream: its next statement may overwrite the buffers.  Of a large prompt, whose copies would take as
-long as a part of the call, they are made after the function, on a stream beside the program's: its
-next kernels run meanwhile, and memory that it frees is not used again before.  No copy is made of a
+stream: its next statement may overwrite the buffers.  Copies of a large prompt would take as long as
+a part of the call.  They are made after the function, on a stream beside the program's, whose next
+kernels run meanwhile; memory that the program frees is not used again before.  No copy is made of a
 call for which the queue has no room, and nothing waits for the device.
 """
 
@@ -358,7 +358,7 @@ def _copies(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
 def _stream(
     streams: dict[torch.device, torch.cuda.Stream], device: torch.device
 ) -> torch.cuda.Stream:
-    """Of this device; a new one at the first use."""
+    """The stream of this device; a new one at the first use."""
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return streams[device]
