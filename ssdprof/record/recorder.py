@@ -4,8 +4,8 @@
          -> the thread: a copy in main memory, on a stream of its own -> `Keeper`, which stores it
 
 The copies are made on the tensors' device before the program goes on, on a GPU in the program's own
-stream: its next statement may overwrite the buffers.  Copies of a large prompt would take as long as
-a part of the call.  They are made after the function, on a stream beside the program's, whose next
+stream: its next statement may overwrite the buffers.  Copies of a large prompt would take a part of
+the call's time.  They are made after the function, on a stream beside the program's, whose next
 kernels run meanwhile; memory that the program frees is not used again before.  No copy is made of a
 call for which the queue has no room, and nothing waits for the device.
 """
