@@ -213,7 +213,7 @@ class _Length:
     then times.
 
     model: a causal language model in eval mode.  ids: (b, l) int64 on its device.
-    mixers: all of its.  layer: the one whose operator is timed alone.
+    mixers: those of the model.  layer: the one whose operator is timed alone.
     bundled: the convolution and norm of the model that run; None: its own.
     comparer: of the operators.
     resolve: gives the implementations.  cases: by implementation.  seen: those whose prefill has

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-# chooses the interpreter or a GPU before a kernel is defined
-import ssdprof.kernels.device  # noqa: F401
+# its import chooses the interpreter or a GPU before a kernel is defined
+from ssdprof.kernels import device
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -21,6 +21,7 @@ DOT_PRECISION = tl.constexpr("tf32x3")
 LOG2_E = tl.constexpr(math.log2(math.e))
 # from here to 0, five terms of expm1's series have an error below 5e-9
 SERIES = tl.constexpr(-0.125)
+INTERPRETED = tl.constexpr(device.INTERPRETED)
 
 STAGES = {"softplus": "chunk_cumsum"}
 
@@ -95,6 +96,29 @@ def decay_exp(log_decay):
     v = tl.minimum(log_decay, 0.0, propagate_nan=tl.PropagateNan.ALL)
     series = v * (1.0 + v * (1 / 2 + v * (1 / 6 + v * (1 / 24 + v * (1 / 120)))))
     return tl.where(v > SERIES, 1.0 + series, tl.exp2(v * LOG2_E))
+
+
+@triton.jit
+def _added(total, product):
+    """total + product, with the product fused into the sum, never the total."""
+    total = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return total + product
+
+
+@triton.jit
+def sum_of_products(products, AXIS: tl.constexpr):
+    """The sum of a tile of products, the same in every kernel that gives the tile the same layout.
+
+    With `tl.sum`, the compiler rounds either of a thread's first two products and fuses the other
+    with their sum, as the code around it happens to be ordered.  Here it always rounds the first:
+    the assembly, which takes no instruction, hides from LLVM that this is a product, too.
+    """
+    if INTERPRETED:  # which has no assembly and fuses nothing
+        return tl.sum(products, axis=AXIS)
+    else:
+        return tl.reduce(products, AXIS, _added)
 
 
 @triton.jit

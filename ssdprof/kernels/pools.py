@@ -69,10 +69,18 @@ class Slots:
 
     def refuse_new(self, name: str) -> None:
         """UnsupportedError for a sequence that begins with zeros, where the host may wait."""
-        if self.read.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        if bool(((self.read < 0)[:, None] & (self.written >= 0)).any()):
+        if self._any((self.read < 0)[:, None] & (self.written >= 0)):
             raise UnsupportedError(f"{name}: servers zero a new sequence's slot before the call")
+
+    def refuse_holes(self, name: str) -> None:
+        """UnsupportedError for a state that no slot keeps, where the host may wait."""
+        if self._any((self.read >= 0)[:, None] & (self.written < 0)):
+            raise UnsupportedError(f"{name}: a slot for the state after each token")
+
+    def _any(self, rows: torch.Tensor) -> bool:
+        """False while a CUDA graph is captured."""
+        capturing = self.read.is_cuda and torch.cuda.is_current_stream_capturing()
+        return not capturing and bool(rows.any())
 
 
 def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +189,9 @@ def pool_kernel(
             states = pool[kept]
             return Output(out, states.mT if turned else states)
 
-        return call, (values, first[: len(stored)] if apart else stored)
+        if apart:  # the call itself writes into this pool
+            stored = first[: len(stored)]
+        return call, (values, stored)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
         if reason := unsupported(inputs, precision):

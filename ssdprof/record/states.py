@@ -106,12 +106,15 @@ class CallStates:
         states = self.state
         if states is None:
             return None
-        known = self.has_initial
+        has_initial = self.has_initial
         slots = self.slots_read
         if slots is not None:
             states = states[slots.clamp(min=0)]
-            known = slots >= 0 if known is None else known & (slots >= 0)
-        return self._turned(states if known is None else _where(known, states))
+            live = slots >= 0
+            has_initial = live if has_initial is None else has_initial & live
+        if has_initial is not None:
+            states = _where(has_initial, states)
+        return self._turned(states)
 
     def final(self, returned: Tensor | None) -> Tensor | None:
         """The states after the call, 0 where none was kept.  returned: by the function, if it

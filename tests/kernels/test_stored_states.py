@@ -174,6 +174,35 @@ def test_fp32_and_a_function_that_rounds_nothing_are_recurrent(
     assert torch.equal(states[2, whole], every[[2, 8] if changes else [8, 17]])
 
 
+# of the sizes of models
+MODELS: dict[str, Any] = {
+    "gdn": GDNCase(
+        seqlen=64, key_heads=16, values_per_key=2, key_dim=128, value_dim=128, dtype=BF16
+    ),
+    "kda": KDACase(seqlen=64, key_heads=32, key_dim=128, value_dim=128, dtype=BF16),
+    "ssd": SSDCase(seqlen=64, heads=80, headdim=64, dstate=128, groups=1, dtype=BF16),
+}
+NORMS = [dict(l2norm=True), dict(l2norm=False)]
+RESIDUALS = [dict(skip="(h)"), dict(skip=""), dict(gate=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [{}, dict(initial_states=True), dict(seqlen=1), PACK])
+@pytest.mark.parametrize(
+    ("operator", "changes"),
+    [("gdn", one) for one in NORMS]
+    + [("kda", one) for one in NORMS]
+    + [("ssd", one) for one in RESIDUALS],
+)
+def test_fp32_is_recurrent_on_a_gpu(operator: str, changes: dict[str, Any], sizes: dict[str, Any]):
+    """The two are compiled apart: in one layout, with the same fused products."""
+    inputs = MODELS[operator].but(**changes, **sizes, device="cuda").inputs()
+    out, states = stepped_states(inputs, parse_state_format("fp32"), 1, [inputs.length])
+    recurrent, final_states = get(operator, "recurrent").run(inputs, Precision())
+    assert torch.equal(out.to(recurrent.dtype), recurrent)
+    assert torch.equal(states[0], final_states)
+
+
 # --- what a format does to sums
 
 

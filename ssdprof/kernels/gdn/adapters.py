@@ -425,34 +425,43 @@ def load_flashinfer() -> Implementation:
 
 
 def load_flashinfer_mtp() -> Implementation:
-    """The library's kernel for a few tokens of each sequence, token by token, as in speculative
-    decoding.
-    """
-    function = import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
+    """The library's kernels for one token, and for a few drafted ones, of each sequence."""
+    module = import_module("flashinfer.gdn_decode")
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
         a, b, A_log, dt_bias = raw_gates(inputs)
         raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
-        read = slots.read.int()
-        final = slots.final
+        read = slots.read.int().contiguous()
+        final = slots.written[:, 0] if inputs.length == 1 else slots.final
+        options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
         if final is None and slots.buffer is None:
-            raise UnsupportedError("flashinfer_mtp: a slot for each sequence's final state")
+            slots.refuse_holes("flashinfer_mtp")
+
+        def every_state(pool: torch.Tensor) -> dict[str, Any]:
+            if slots.buffer is None:
+                return {
+                    "ssm_state_indices": slots.written.int().contiguous(),
+                    "disable_state_update": False,
+                }
+            buffer = slots.verification(inputs, pool)["intermediate_states_buffer"]
+            return {"intermediate_states_buffer": buffer, "disable_state_update": True}
 
         def run(pool: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(v)
-            states = slots.verification(inputs, pool)
-            where: dict[str, Any] = {"disable_state_update": final is None}
             if final is None:
-                where["intermediate_states_buffer"] = states["intermediate_states_buffer"]
-            else:
-                where["output_state_indices"] = final.int()
-            function(
-                *(q, k, v, pool, read, *raw),
-                scale=inputs.scale_or_default,
-                use_qk_l2norm=inputs.use_qk_l2norm,
+                more = every_state(pool)
+                module.gated_delta_rule_mtp(
+                    *(q, k, v, pool, read, *raw), output=out, **options, **more
+                )
+                return out
+            module.gated_delta_rule_decode_pretranspose(
+                *(q, k, v, None, *raw),
                 output=out,
-                **where,
+                initial_state=pool,
+                initial_state_indices=read,
+                output_state_indices=final.int().contiguous(),
+                **options,
             )
             return out
 
@@ -461,15 +470,15 @@ def load_flashinfer_mtp() -> Implementation:
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
-        other = inputs.cu_seqlens is not None or not 1 < inputs.length <= MOST_STEPS
-        yield other, f"2 to {MOST_STEPS} tokens of each sequence"
+        yield inputs.q.dtype != torch.bfloat16 and inputs.length == 1, "one token in bf16 only"
+        other = inputs.cu_seqlens is not None or inputs.length > MOST_STEPS
+        yield other, f"at most {MOST_STEPS} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
-    kernel = pool_kernel(
+    return pool_kernel(
         *("gdn", "flashinfer_mtp", unsupported, bind, plan),
         refused_values=refused_gates,
         turned=True,
         apart=True,
     )
-    return replace(kernel, in_place=None)  # not seen on a pool of a server

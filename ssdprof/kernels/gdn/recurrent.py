@@ -43,6 +43,7 @@ from ssdprof.kernels.functions import (
     ptr_offset,
     sequence_bounds,
     slot_to_read,
+    sum_of_products,
 )
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
@@ -113,7 +114,7 @@ def blocks_of(
 @triton.jit
 def _scale_of_norm(x, NORM: tl.constexpr):
     """The factor that normalises x."""
-    return tl.rsqrt(tl.sum(x * x, axis=0) + L2NORM_EPS) if NORM else 1.0
+    return tl.rsqrt(sum_of_products(x * x, 0) + L2NORM_EPS) if NORM else 1.0
 
 
 @triton.jit
@@ -181,8 +182,11 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
 
     # stage setup.load
     row, m_final = sequence, m_state  # of the final state
-    state = tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32)
-    if initial_state_ptr is not None:
+    if initial_state_ptr is None:
+        # reads nothing, and gives zeros the layout of states that are loaded: so all sums over K
+        # have one order
+        state = tl.load(states_ptr + o_states, mask=tl.where(length < 0, m_state, False), other=0.0)
+    else:
         slot, m_read = sequence, m_state
         if slots_ptr is not None:
             slot = slot_to_read(sequence, slots_ptr, slots_strides, accepted_ptr, accepted_strides)
@@ -215,20 +219,11 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
             decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
             if S.PER_CHANNEL:
                 state = state * decay[:, None]
-                u = (
-                    betas[i].to(tl.float32)
-                    * k_scale
-                    * (v - k_scale * tl.sum(state * k[:, None], axis=0))
-                )
-                state = state + k[:, None] * u[None, :]
-            else:
-                u = (
-                    betas[i].to(tl.float32)
-                    * k_scale
-                    * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
-                )
-                state = state * decay + k[:, None] * u[None, :]
-            out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
+                decay = 1.0
+            read = sum_of_products(state * k[:, None], 0)
+            u = betas[i].to(tl.float32) * k_scale * (v - decay * k_scale * read)
+            state = tl.fma(state, decay, k[:, None] * u[None, :])
+            out = scale * _scale_of_norm(q, S.L2NORM) * sum_of_products(state * q[:, None], 0)
             here, step = first + i < length, tl.cast(first + i, tl.int64)
             tl.store(
                 out_ptr + step * out_strides[1],

@@ -37,6 +37,7 @@ from ssdprof.kernels.functions import (
     slot_to_read,
     softplus,
     store_at,
+    sum_of_products,
 )
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher, kept, launch
@@ -160,14 +161,18 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
 
     # stage setup.load
     final_row, m_final = sequence, m_state  # of the final state
-    state = tl.zeros((S.BLOCK_P, S.BLOCK_N), tl.float32)
-    if initial_states_ptr is not None:
-        slot, m_read = sequence, m_state
-        if slots_ptr is not None:
-            slot = slot_to_read(sequence, slots_ptr, slots_strides, accepted_ptr, accepted_strides)
-            if S.IN_PLACE:
-                m_read = tl.where(slot >= 0, m_state, False)
-        index = (slot, i_h, o_p[:, None], o_n[None, :])
+    slot, m_read = sequence, m_state
+    if slots_ptr is not None:
+        slot = slot_to_read(sequence, slots_ptr, slots_strides, accepted_ptr, accepted_strides)
+        if S.IN_PLACE:
+            m_read = tl.where(slot >= 0, m_state, False)
+    index = (slot, i_h, o_p[:, None], o_n[None, :])
+    if initial_states_ptr is None:
+        # reads nothing, and gives zeros the layout of states that are loaded: so all sums over N
+        # have one order
+        m_read = tl.where(length < 0, m_state, False)
+        state = load_at(final_states_ptr, final_states_strides, index, mask=m_read)
+    else:
         initial = load_at(initial_states_ptr, initial_states_strides, index, mask=m_read)
         state = initial.to(tl.float32)
         if S.IN_PLACE and slots_ptr is not None:
@@ -193,8 +198,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
         if S.DT_SOFTPLUS:
             dt = softplus(dt)
         dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
-        state = state * decay_exp(dt * A) + (dt * x)[:, None] * B[None, :]
-        out = tl.sum(state * C[None, :], axis=1) + D * x
+        state = tl.fma((dt * x)[:, None], B[None, :], state * decay_exp(dt * A))
+        out = tl.fma(D, x, sum_of_products(state * C[None, :], 1))
         if z_ptr is not None:
             z = tl.load(z_ptr + step * z_strides[1], mask=m_p, other=0.0).to(tl.float32)
             out *= z / (1.0 + tl.exp2(-z * LOG2_E))
