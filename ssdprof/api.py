@@ -222,7 +222,7 @@ def _words(flag: str, value: object) -> Iterator[str]:
 
 
 def _signed(function: Callable[..., Results], kind: type) -> None:
-    """help() and completion show every option of the command."""
+    """Give the function a signature with every option of the command, for help() and completion."""
     parameters = [
         parameter
         for parameter in Signature.from_callable(function).parameters.values()

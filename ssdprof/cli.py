@@ -201,7 +201,9 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     """
 
     def command(**values: Any) -> None:
-        """In a child process if it calls the user's own kernels, which may end it."""
+        """Run the command; in a child process if it calls the user's own kernels, which may end
+        it.
+        """
         asked = kind(**values)
         if hasattr(asked, "command"):
             asked = replace(asked, command=terminal.command_line())

@@ -103,6 +103,9 @@ def parse_json(text: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The fields of a JSON object.  ValueError for a key that occurs twice, of which `json` takes
+    the last.
+    """
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

@@ -80,7 +80,7 @@ def gates(
 def besides(
     conditions: Iterable[Condition], requested: Iterable[Condition]
 ) -> tuple[Condition, ...]:
-    """Those on other values than the requested ones."""
+    """The conditions on values on which no requested condition is."""
     values = {(gate.metric, gate.at) for gate in requested}
     return tuple(gate for gate in conditions if (gate.metric, gate.at) not in values)
 

@@ -352,8 +352,6 @@ def held() -> dict[tuple[str, str], float]:
     ]
     long = prefill("mamba2-2.7b", 131_072)
     qwen = prefill("qwen3.5-9b", 131_072)
-    stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
-    us = {kernel["kernel"]: kernel["duration_us"] for kernel in stalls}
     (whole,) = [
         one for one in cell_of("ssd", "mamba2-2.7b", "1 x 131,072") if one.bench.name == "ssd"
     ]
@@ -370,8 +368,6 @@ def held() -> dict[tuple[str, str], float]:
         ("README.md", "1.69"): (brief := prefill("mamba2-2.7b", 1024))["mamba_ssm"]
         / brief["fused"],
         (kernels, "0.76"): floor_us(layer) / 1e3,
-        (kernels, "453"): us["_prep_kernel"],
-        (kernels, "9"): us["_parts_kernel"] + us["_combine_kernel"],
         (kernels, "1.05"): min(sizes),
         (kernels, "2.5"): max(sizes),
         (kernels, "1.19"): device_us(portable, "unfused") / device_us(portable, "fused_portable"),

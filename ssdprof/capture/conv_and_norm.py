@@ -81,10 +81,12 @@ class ConvAndNorm:
         self._norms = [(module, form) for module, form in forms if form is not None]
         left = len(norms) - len(self._norms)
         without = [namespace for namespace in self._namespaces if CONVOLUTION not in namespace]
-        self.left_to_model = (
-            *(["the convolution"] if without else []),
-            *([f"{left} gated norms of a form that the kernel does not have"] if left else []),
-        )
+        parts = []
+        if without:
+            parts.append("the convolution")
+        if left:
+            parts.append(f"{left} gated norms of a form that the kernel does not have")
+        self.left_to_model = tuple(parts)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -233,7 +233,7 @@ class PromptRun:
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
-        """All that the model has."""
+        """Every mixer of the model, whether its calls are captured or not."""
         return find_mixers(self.model)
 
     @property
@@ -292,6 +292,8 @@ class PromptRun:
         raised: list[BaseException] = []
 
         def noting(function: Callable[[OperatorCall], T]) -> Callable[[OperatorCall], T]:
+            """A handler that notes an exception: a model may catch it."""
+
             def noted(call: OperatorCall) -> T:
                 try:
                     return function(call)
@@ -322,6 +324,9 @@ class PromptRun:
         return count["calls"]
 
     def _feed(self) -> None:
+        """Call the model with the prompt, each packed sequence by itself, and then with the tokens
+        that it generates.
+        """
         for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
             decode = self.serving.decode
             last, feed = prefilled(self.model, ids, self.segment_length, goes_on=decode > 0)

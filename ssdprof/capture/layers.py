@@ -107,11 +107,14 @@ def capture_layers(
 def _passing_on(
     prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, decode: bool
 ) -> Callable[[OperatorCall], None]:
-    """Passes on every call while its layer runs: decode steps, or the others."""
+    """A handler of calls that passes those of the wanted layers to `on_layer` while they run.
+
+    decode: handle the decode steps; False: the calls before them.
+    """
     upcoming = {index: iter(prompt.calls(decode=decode)) for index in wanted}
 
     def pass_on(call: OperatorCall) -> None:
-        """Calls beyond those that are captured are dropped."""
+        """Pass the call on, unless its layer has had all calls that are captured."""
         layer = wanted.get(call.mixer.layer_index)
         which = next(upcoming[layer.index], None) if layer else None
         if layer is None or (decode and which is None):

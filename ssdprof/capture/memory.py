@@ -38,8 +38,9 @@ SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # of a prompt that does not f
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
-    """now, peak: bytes of the tensors that operations have made on a device since the context was
-    entered.
+    """Counts the bytes of the tensors that operations make on a device inside the context.
+
+    now: those alive.  peak: the most that were alive at once.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -72,6 +73,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         return out
 
     def _count(self, tensor: Tensor) -> Tensor:
+        """Count a tensor's storage, if it is new, until it is freed."""
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device_type and storage not in self._known:
             self._known.add(storage)
@@ -156,7 +158,9 @@ class _Handler:
     """
 
     def __init__(self, live: LiveBytes, replayed: set[int], *, on_gpu: bool) -> None:
-        self._live, self._replayed, self._on_gpu = live, replayed, on_gpu
+        self._live = live
+        self._replayed = replayed
+        self._on_gpu = on_gpu
         self._intermediates: dict[Hashable, int] = {}  # bytes, by form of the call
         self.replaying = 0
 

@@ -239,7 +239,12 @@ def _counted_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
 
 
 def _equal_passes(calls: Iterable[_Call], left_out: Counter[str]) -> list[tuple[_Call, ...]]:
-    """As `_counted_passes`, of calls of one operator.  Adds to the numbers."""
+    """Forward passes of the calls of one operator.  Counts the calls that it leaves out.
+
+    Consecutive calls of one shape, a run, are whole passes.  The last pass of a process may be cut
+    off and stays; another incomplete pass is left out, and so is a first pass of a few tokens of
+    one sequence, with which servers warm up.
+    """
     processes = [
         [list(run) for _, run in groupby(of_process, key=attrgetter("shape"))]
         for _, of_process in groupby(calls, key=attrgetter("process"))
@@ -264,14 +269,15 @@ def _equal_passes(calls: Iterable[_Call], left_out: Counter[str]) -> list[tuple[
 
 
 def _layer_count(processes: list[list[list[_Call]]]) -> int:
-    """Calls of a forward pass, from runs of calls of one shape: each run has whole passes, except
-    the last of a process, and sometimes its first.
+    """The number of calls in a forward pass: the greatest that divides the lengths of all runs.
+
+    The last run of a process may be cut off, and its first may have begun before the recording, so
+    these count only if there are no others.
     """
-    for kept in (slice(1, -1), slice(-1), slice(None)):
-        runs = [*chain.from_iterable(runs[kept] for runs in processes)]
-        if runs:
-            return math.gcd(*map(len, runs))
-    return 1
+    inner = [run for runs in processes for run in runs[1:-1]]
+    complete = [run for runs in processes for run in runs[:-1]]
+    every = list(chain.from_iterable(processes))
+    return math.gcd(*map(len, inner or complete or every)) or 1
 
 
 def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
@@ -538,7 +544,7 @@ def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
 
 
 def _definition(file: Path) -> tuple[str, Document]:
-    """By its name.  Raises errors of any class."""
+    """The name of a definition, and the definition.  Raises errors of any class."""
     document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
     return str(document["name"]), document
 

@@ -54,9 +54,9 @@ def run({names}):
 def solve(kind: str, implementation: str, *values: Any) -> Output:
     """The outputs of a definition of this kind, from its inputs in order."""
     operator, definition = next(pair for pair in operators.definitions() if pair[1].name == kind)
-    given: Values = dict(zip(definition.inputs, values, strict=True))
+    inputs: Values = dict(zip(definition.inputs, values, strict=True))
     run = kernels.get(operator.name, implementation).run
-    return definition.finish(given, *run(definition.read(**given), kernels.Precision()))
+    return definition.finish(inputs, *run(definition.read(**inputs), kernels.Precision()))
 
 
 def write_folder(captures: Path, folder: Path) -> list[str]:

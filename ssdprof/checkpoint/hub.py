@@ -260,8 +260,9 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
             f"{typed} names the revision {named}, and --revision another: {revision}.",
             "Give one of them.",
         )
-    checkpoint = KNOWN.get(repo_id.casefold())
-    return (checkpoint.repo if checkpoint else repo_id), revision or named
+    if checkpoint := KNOWN.get(repo_id.casefold()):
+        repo_id = checkpoint.repo
+    return repo_id, revision or named
 
 
 class HubRepo(Source):
@@ -360,7 +361,9 @@ def api() -> HfApi:
 
 
 def _masked(record: logging.LogRecord) -> bool:
-    """Its warnings quote addresses, which may hold a password."""
+    """A filter of log records: warnings of the client quote addresses, which may hold a
+    password.
+    """
     record.msg = masked(record.getMessage())
     record.args = ()
     return True

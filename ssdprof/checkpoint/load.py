@@ -55,14 +55,14 @@ Device = int | str  # the index of a GPU, "cpu" or "disk"
 DeviceMap = Mapping[str, Device]  # of each module and its submodules, by path
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
-# of classifiers
+# heads of classifiers
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
 _MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT = ("F32", "F64")
-# GPTQ's and AWQ's first releases described the weights in a file of its own
+# the first releases of GPTQ and AWQ described the quantisation in such a file, not in the config
 _QUANTISERS = ("quantize_config.json", "quant_config.json")
-# are computed in fp32 if they are stored so in a checkpoint of 16-bit weights
+# parameters that are computed in fp32 if a checkpoint of 16-bit weights stores them so
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
@@ -194,7 +194,9 @@ def _check_fit(
     """
     empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
     weights = model.part(deepest_layer, head=head)
-    return empty, None if weights.pickled else _fit(model, weights.tensors, empty)
+    if weights.pickled:
+        return empty, None
+    return empty, _fit(model, weights.tensors, empty)
 
 
 # --- loading
@@ -231,7 +233,9 @@ def load_model(
 
 
 def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
-    """empty: the model on the meta device.
+    """The renamings with which the stored weights fit the model, and where each weight goes.
+
+    empty: the model on the meta device.
 
     Raises, before anything is allocated, for a weight that is missing, of another shape or stored
     as codes, and for a config that describes more parameters than the weights hold.
@@ -273,7 +277,9 @@ def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
 
 
 def _renamings(model: Model) -> dict[str, str]:
-    """For keys that transformers does not know: ModelOpt's scales, the original embedding."""
+    """Renamings of stored keys that transformers does not know: ModelOpt's scales, and the
+    embedding of the original Mamba-2 checkpoints.
+    """
     names = {r"\.weight_scale$": ".weight_scale_inv"} if model.quantization == "fp8" else {}
     return names | ({r"\bembedding\.": "embeddings."} if model.model_type == "mamba2" else {})
 
@@ -292,14 +298,19 @@ def _refuse_codes(
         is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
         if not is_code or (name not in known and _module(name) not in modules):
             continue
-        why = "its config names no quantisation"
-        hint = "Take the unquantised checkpoint."
         described = next((file for file in _QUANTISERS if file in model.source.sizes), None)
         if model.quantization:
             why = f"has no {model.quantization} scale for it"
         elif described:
-            why += f"; {described} does, in a format that ssdprof cannot load"
-        if not described:
+            why = (
+                f"its config names no quantisation; {described} does, in a format that ssdprof "
+                "cannot load"
+            )
+        else:
+            why = "its config names no quantisation"
+        if described:
+            hint = "Take the unquantised checkpoint."
+        else:
             hint = (
                 "Take the config.json that came with these weights, or the unquantised checkpoint."
             )
@@ -581,7 +592,9 @@ def _wraps(key: str, name: str) -> bool:
 
 
 def _place(name: str) -> tuple[list[str], str]:
-    """What stays of a name in any library: its numbers, and its last two parts."""
+    """What two libraries' names of one weight have in common: its numbers, and its last two
+    parts.
+    """
     path = name.casefold().split(".")
     return [part for part in path if part.isdecimal()], ".".join(path[-2:])
 

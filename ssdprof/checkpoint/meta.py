@@ -83,7 +83,7 @@ def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTraine
 
 
 def _parsed(config: ModelConfig) -> PretrainedConfig:
-    """As transformers reads it from a file; raises what that raises."""
+    """The config as transformers reads it from a file.  Raises what transformers raises."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         parsed: PretrainedConfig = transformers.AutoConfig.from_pretrained(

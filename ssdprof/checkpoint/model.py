@@ -101,8 +101,8 @@ class Model:
 
     @cached_property
     def quantization(self) -> str | None:
-        """That of the stored weights; None, too, where only the config of decoded weights is left
-        of it.
+        """The quantisation of the stored weights.  None, too, if the weights were decoded and only
+        their config still names it.
         """
         named = self.named_quantization
         return named if named is not None and self.weights.has_codes else None
@@ -142,7 +142,7 @@ class Model:
 
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
-        """Those with an operator, named by their path in the full model."""
+        """The layers with an operator, named by their path in the full model."""
         prefix = "model.language_model" if self.nested else self.on_meta.base_model_prefix
         return tuple(
             LayerRef(
@@ -315,7 +315,9 @@ class Model:
 
         Files of a tokenizer from another repo are prefixed with that repo's name.
         """
-        names = [CONFIG, *([INDEX] if self.weights.shards is not None else [])]
+        names = [CONFIG]
+        if self.weights.shards is not None:
+            names.append(INDEX)
         names += self.part(deepest_layer, head=head).files
         planned = [self.source.planned(name) for name in names]
         if (other := self.tokenizer_source) is not None:
@@ -395,7 +397,9 @@ def _find(named: str, revision: str | None) -> tuple[Source, Family | None]:
             f"Name {demo}.",
         )
     family = family_named(repo_id)
-    return _open_repo(family.flagship if family and family.flagship else repo_id, revision), family
+    if family and family.flagship:
+        repo_id = family.flagship
+    return _open_repo(repo_id, revision), family
 
 
 def _base_of(source: Source) -> str:

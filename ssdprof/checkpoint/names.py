@@ -123,9 +123,14 @@ def close_names(typed: str) -> list[str]:
     begins = not any(map(str.isdigit, end))
 
     def likeness(name: str) -> float:
+        """The best match of what was typed: with the whole name, or of its end with a part of the
+        name.
+        """
         last = name.rpartition("/")[2].casefold()
         words = [word for word in last.split("-") if len(word) > 4 and end.isalnum()]
-        parts = [last, *([last[: len(end)]] if begins else []), *words]
+        parts = [last, *words]
+        if begins:
+            parts.append(last[: len(end)])
         pairs = [(typed.casefold(), name.casefold()), *((end, part) for part in parts)]
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 

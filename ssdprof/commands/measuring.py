@@ -151,7 +151,9 @@ def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
 
 
 def capture(options: CaptureOptions, target: Target | None) -> None:
-    """target: None for a recording of a server."""
+    """Store the inputs of a model's layers, and print the folder.  target: None for a recording of
+    a server.
+    """
     if target is not None and options.dry_run:
         check = partial(run_job.check_capture, options.out, overwrite=options.force)
         _plan(target, check, as_json=options.json)
@@ -232,7 +234,10 @@ def bench(
     too_large: tuple[Tokens, ...],
     ranks: Ranks | None,
 ) -> None:
-    """names: implementations.  too_large: sizes that do not fit this GPU."""
+    """Time kernels on generated inputs.
+
+    names: implementations.  too_large: sizes that do not fit this GPU.
+    """
     watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
         folder, report = bench_job.find_and_bench(options, names, too_large, ranks, watcher)

@@ -75,7 +75,7 @@ class TerminalWatcher(LineWatcher):
                     self._bars = None
 
     def _new_bars(self) -> Progress:
-        """In a narrow window its words wrap, and counters stay whole."""
+        """Bars of progress.  In a narrow window their words wrap, and counters stay whole."""
         whole = Column(no_wrap=True)
         return Progress(
             TextColumn("{task.description}", markup=False, table_column=Column()),

@@ -55,7 +55,9 @@ OUTPUT = "GITHUB_OUTPUT"
 
 
 def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
-    """history: tables of runs that compared the same, instead of one of all."""
+    """List the runs in a folder.  history: tables of runs that compared the same, instead of one of
+    all.
+    """
     if folder is not None and not folder.is_dir():
         raise BadInputError(
             f"{folder} is not a folder.",

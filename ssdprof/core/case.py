@@ -242,7 +242,7 @@ class Answers(Record):
 
     @property
     def sizes(self) -> str:
-        """What computed them."""
+        """The precision of the weights, the reference and the layers, in words."""
         layers = ", ".join(map(str, self.layers))
         return f"{self.weights} weights, reference {self.reference}, layers {layers}"
 
@@ -485,7 +485,7 @@ class Case(Record):
 
     @property
     def call(self) -> CallRef | None:
-        """Which call of its layer, unless it is the whole of a prompt."""
+        """The call of its layer; None if that call is a whole prompt."""
         return self.task.call if isinstance(self.task, LayerCall) else None
 
     @property
@@ -581,7 +581,7 @@ class Case(Record):
 
     @property
     def error(self) -> Deviation | None:
-        """That of the output against the fp64 oracle."""
+        """The deviation of the output from the fp64 oracle."""
         return out.vs_oracle if (out := self.tensor("out")) else None
 
     def match_pct(self, tolerance: float) -> float | None:
@@ -601,7 +601,7 @@ class Case(Record):
 
     @cached_property
     def result(self) -> CaseResult:
-        """What follows from the status and the errors."""
+        """The result, from the status, the errors and the laws."""
         if self.status != "ran":
             return self.status
         if self.nonfinite or any(tensor.vs_oracle.nonfinite for tensor in self.accuracy):
@@ -618,7 +618,9 @@ class Case(Record):
 
     @property
     def broken_laws(self) -> tuple[Probe, ...]:
-        """Those that count: of a library that only came along, they are shown and no more."""
+        """The broken laws that make the case fail.  None of a library that was not requested: its
+        laws are only shown.
+        """
         if self.kind == "library" and not self.named:
             return ()
         return tuple(law for law in self.probes if law.holds == "no" and law.name != REPEATS)
@@ -698,7 +700,7 @@ class Case(Record):
 
     @property
     def time_us(self) -> Estimate | None:
-        """By the clock that verdicts use: the device's; of a prefill the call's."""
+        """The time by the clock that verdicts use: the device's; for a prefill the call's."""
         return self.device_us or self.call_us
 
     def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:

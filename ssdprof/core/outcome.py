@@ -242,7 +242,10 @@ class ListedRun(Record):
 
     @classmethod
     def of(cls, name: str, report: Report | SsdprofError) -> ListedRun:
-        """name: of its folder.  report: or what is wrong with it."""
+        """The line of a run.
+
+        name: of the report's folder.  report: the report, or the error that reading it raised.
+        """
         if isinstance(report, SsdprofError):
             return cls(name=name, verdict="unreadable", reason=report.message)
         return cls(

@@ -131,7 +131,9 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """machine: the differences between the machines, which prevent a comparison of absolute times.
+    """Two reports, and their cases in pairs.
+
+    machine: the differences between the machines, which prevent a comparison of absolute times.
     verdicts: the allowed changes, as the user gave them -> the cases that changed more, or none.
     """
 
@@ -168,9 +170,12 @@ def compare(
     smallest_difference: float,
     allowed: Sequence[Change] = (),
 ) -> Comparison:
-    """base, new: the name as the user gave it, and the report.
+    """Compare two reports case by case.
 
+    base, new: the name as the user gave it, and the report.
     smallest_difference: the smallest relative difference of two times that counts.
+    allowed: how much cases may change.
+
     Raises BadInputError if the two are of different kinds.
     """
     base_report = base[1]
@@ -202,15 +207,17 @@ def compare(
 
 
 def compared(report: Report) -> tuple[Case, ...]:
-    """All cases, but of a model's answers only those that gates apply to."""
+    """The cases that take part: all but answers without gates."""
     return tuple(
         case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
     )
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
-    """What must be the same in both for a comparison of absolute times; empty without a GPU.  case:
-    of a prefill.
+    """What two reports must have in common before their absolute times are compared, by name; empty
+    without a GPU.
+
+    case: a prefill, which also depends on libraries and the segment length.
     """
     gpu = report.environment.gpu
     packages = {"Triton": "triton"}
@@ -304,7 +311,9 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
 
 
 def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
-    """For every implementation and precision all layers, calls, or lengths of one kind together."""
+    """The totals of each implementation and precision: over layers, over calls, or over lengths of
+    one kind.
+    """
 
     def key(pair: CasePair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
         case = pair.case
@@ -333,8 +342,9 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
     """All calls that add up with the case, in words, and what they are over."""
     if case.layer is None:
         return case.where, "length"
-    of_whole_sequences = case.call is None or case.call.kind in ("packed", "verify")
-    return case.calls, "layer" if of_whole_sequences else "call"
+    if case.call is None or case.call.kind in ("packed", "verify"):
+        return case.calls, "layer"
+    return case.calls, "call"
 
 
 # --- allowed changes

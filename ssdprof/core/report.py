@@ -141,8 +141,8 @@ class Report(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Report:
-        """No name twice; errors along the positions of a length have equal slices; each call that
-        ran has its errors.
+        """Check that no name occurs twice, that errors along the positions of one length have equal
+        slices, and that each call that ran has its errors.
         """
         check_unique("a case", [case.name for case in self.cases])
         check_unique("a requested case", self.requested)
@@ -215,7 +215,7 @@ class Report(Record):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """All notes."""
+        """The report's notes and those of its processes."""
         return tuple(distinct([self.notes, *(line.notes for line in self.processes)]))
 
     # --- cases
@@ -293,17 +293,17 @@ class Report(Record):
         if len(self.command) < 3:
             return ()
         options = self._options_of(case)
-        kept = []
+        again = []
         words = iter(self.command)
         for word in words:
             if word.partition("=")[0] not in options:
-                kept.append(word)
+                again.append(word)
             elif "=" not in word:
-                next(words, None)  # its value
+                next(words, None)  # skip the option's value
         for option, value in options.items():
             if value is not None:
-                kept += [option, value]
-        return tuple(kept)
+                again += [option, value]
+        return tuple(again)
 
     def _options_of(self, case: Case) -> dict[str, str | None]:
         """The options, each with a value, that a command for this case alone does not share with
@@ -327,7 +327,8 @@ class Report(Record):
             options |= {"--shape": generated.shape, "--dtype": generated.dims.dtype}
             if not generated.packed:
                 options |= {"--cells": None, "--packed": None}
-                options["--verify" if "--verify" in command else "--seq"] = str(case.seqlen)
+                length = "--verify" if "--verify" in command else "--seq"
+                options[length] = str(case.seqlen)
                 options["--batch"] = str(case.batch)
             return options
         if case.layer:
@@ -398,5 +399,5 @@ class Report(Record):
 
 
 def device_time(case: Case) -> float:
-    """In microseconds; 0 if it was not timed."""
+    """The device time in microseconds; 0 if it was not timed."""
     return case.device_us.value if case.device_us else 0.0

@@ -21,7 +21,9 @@ SelfChecks = dict[Text, CheckResult]  # a condition for valid tables -> whether 
 
 
 def most_first(samples: Mapping[str, Number]) -> dict[str, Number]:
-    """By stall reason, the most frequent one first, without those that have no samples."""
+    """The samples of each stall reason, the most frequent one first, without those that have
+    none.
+    """
     by_count = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
     return {reason: count for reason, count in by_count if count}
 

@@ -196,12 +196,12 @@ def median_error(values: NDArray[np.float64]) -> float:
 
 
 def _medians(samples: RecordedTimes) -> NDArray[np.float64]:
-    """(recordings,)"""
+    """(recordings): the median time of each."""
     return np.array([float(np.median(rounds)) for rounds in samples])
 
 
 def _mean(values: NDArray[np.float64]) -> float:
-    """Geometric, and exactly the value if all are equal."""
+    """The geometric mean; exactly the value if all are equal."""
     first = float(values[0])
     return first * math.exp(float(np.mean(np.log(values / first))))
 

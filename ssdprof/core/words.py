@@ -20,7 +20,7 @@ def duration(us: float | None) -> str:
 
 
 def rate(per_s: float | None) -> str:
-    """With three digits: "37.7 M", "812 k"."""
+    """A number per second with three digits: "37.7 M", "812 k"."""
     return _in_unit(per_s, 1e3, "", "k", "M", "G")
 
 
@@ -34,7 +34,9 @@ def size_words(size: int | None) -> str:
 
 
 def _in_unit(value: float | None, step: float, *units: str) -> str:
-    """In the first unit, each `step` times the one before it, in which it is below 1,000."""
+    """The value in the first unit in which it is below 1,000.  Each unit is `step` times the one
+    before it.
+    """
     if value is None:
         return MISSING
     texts = [three_digits(value / step**power) for power in range(len(units))]

@@ -124,7 +124,7 @@ class Ended(NamedTuple):
         return f"ended early, with {how_ended(self.code)}"
 
     def last(self, word: str) -> str | None:
-        """What follows a word in the last line that begins with it."""
+        """The rest of the last line that begins with this word; None if no line does."""
         for line in reversed(self.told):
             first, _, rest = line.partition(" ")
             if first == word:

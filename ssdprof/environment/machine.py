@@ -218,7 +218,7 @@ def host_memory() -> int:
 
 
 def _available() -> int:
-    """Linux's estimate, or less if a control group limits it."""
+    """Bytes of main memory by Linux's estimate, or less if a control group limits it."""
     return min((_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_groups()))
 
 

@@ -44,8 +44,10 @@ _C_LIBRARY = {
 
 
 class Check(Record):
-    """ok: works.  warn: works with a restriction.  missing: features that need it do not work
-    here.
+    """A line of `ssdprof doctor`.
+
+    status: ok: it works; warn: it works with a restriction; missing: features that need it do not
+    work here.
     """
 
     name: Text
@@ -224,6 +226,7 @@ def _c_library(compiler: str) -> Check:
 
 
 def _headers() -> Check:
+    """The check for Python.h where Triton looks for it."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

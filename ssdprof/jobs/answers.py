@@ -71,8 +71,9 @@ def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[
 
 
 def check(request: AnswersOptions, target: Target) -> list[Implementation]:
-    """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run`
-    calls it too.
+    """The implementations that are compared.  Loads nothing; `--dry-run` calls it too.
+
+    Raises the reason if this machine cannot compare them.
     """
     resolve_here = resolver(limits.device())
     limits.check_replay(target.seqlens)
@@ -105,7 +106,8 @@ Variant = tuple[Case, Compute, frozenset[int]]
 def _variants(
     prompt: PromptRun, dtype: DType, request: AnswersOptions, inputs: str
 ) -> Iterator[Variant]:
-    """First noise, then all layers together, then each layer alone.
+    """What is compared with the reference: first noise, then all layers together, then each layer
+    alone.
 
     dtype: of the model.  inputs: of the cases.
     """
@@ -115,7 +117,10 @@ def _variants(
     def variant(
         name: str, precision: str, compute: Compute, *, change: str = "", alone: int | None = None
     ) -> Variant:
-        """change: in words, of noise.  alone: the layer."""
+        """The variant of an implementation, or of noise.
+
+        change: what noise changes, in words.  alone: the only layer that is computed.
+        """
         task = Answers(
             kind="answers",
             reference="",
@@ -226,8 +231,8 @@ class _Comparison:
     def _differences(
         self, compute: Compute, layers: frozenset[int], answers: Answers
     ) -> dict[str, object]:
-        """Fields of the answers: the logits against the reference's, a block of positions at a
-        time.
+        """The fields of `answers` that compare logits with the reference's, a block of positions at
+        a time.
         """
         prompt = self._prompt
         whole = self._whole

@@ -207,7 +207,8 @@ def resolved(
 def compared(
     request: BenchOptions, operator: Operator, cell: Cell
 ) -> list[tuple[Implementation, Precision]]:
-    """Other libraries, then the others, each at its own precisions or at the wanted ones.
+    """The implementations and precisions of a cell: other libraries first.  Each has its own
+    precisions, or the requested ones.
 
     The baseline of the operator runs with exact intermediates only, and with the wanted state
     dtypes.  Alternative forms run once, with exact intermediates and fp32 states.  So do
@@ -346,6 +347,9 @@ class CellBench:
         return cases.values()
 
     def _short_verdicts(self, checked: Cell, comparer: Comparer) -> Verdicts:
+        """The verdicts of a shorter cell, which stand for those of a cell that is too long to be
+        compared.
+        """
         if checked not in self._verdicts:
             entries = self._entries(checked)
             compared = replace(comparer, timer=None).compare(entries, str(checked))
@@ -356,8 +360,10 @@ class CellBench:
         return self._verdicts[checked]
 
     def _entries(self, cell: Cell, checked: int | None = None) -> list[Entry]:
-        """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
-        instead; None: its own.
+        """The entries of a cell, which are timed together.
+
+        checked: how many tokens have a cell whose outputs are compared in place of this one's;
+        None: this cell's outputs are compared.
         """
         request = self._request
         operator = self._operator
@@ -395,7 +401,7 @@ class CellBench:
 
 
 def generated_task(cell: Cell, checked: int | None, dims: Dims) -> Generated:
-    """What cases say of the cell."""
+    """The task of the cell's cases."""
     return Generated(
         kind="generated",
         dims=dims,
@@ -417,6 +423,7 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
     """
 
     def likeness(other: Entry) -> tuple[bool, bool, bool]:
+        """How well a baseline fits the entry: precision first, then chunk size."""
         precision = other.call.precision
         return (
             precision.exact,

@@ -299,7 +299,7 @@ class Comparer:
     def _accuracies(
         self, outputs: Mapping[Entry, Output], label: str
     ) -> dict[Entry, dict[str, object]]:
-        """Fields of the cases."""
+        """The fields of each entry's case that come from comparing its output."""
         if not outputs:
             return {}
         # more chunks round 16-bit states more often, and the budget must cover the entry with the
@@ -448,7 +448,7 @@ def _until_timed(case: Case, baselines: Baselines) -> Case:
 
 
 def _trial_times(entries: Sequence[Entry], timer: CudaTimer) -> dict[Entry, float]:
-    """Median device times, in microseconds, of those that could be timed."""
+    """The median device time, in microseconds, of each entry that could be timed."""
     runs = {str(number): entry.call.run for number, entry in enumerate(entries)}
     timed = time_in_turns(runs, timer, TRIALS, check=None, clocks=("device",))
     times: dict[Entry, float] = {}
@@ -497,12 +497,16 @@ def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | Non
 
 
 def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callable[[bool], None]:
-    """Called with True before each sample, so that nothing can be taken from an earlier call; with
-    False at the end.
+    """A function that scales the inputs anew, so that no implementation can reuse an earlier
+    result.
+
+    The timer calls it with True before each sample, and with False at the end, which restores the
+    inputs.
     """
     numbers = itertools.count(1)
 
     def change(sampling: bool) -> None:
+        """Scale the inputs by the next factor, or by 1 when sampling is over."""
         child.alive()
         if scale is None:
             return
@@ -524,8 +528,8 @@ def _has_fp16(call: Call) -> bool:
 
 
 def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
-    """Fields of a case whose device time is shorter than this GPU can be: its work was not what was
-    timed.
+    """The fields that fail a case whose device time is below the least that its work takes on this
+    GPU: then the timer missed some of the work.
     """
     share = case.floor_pct(ceilings)
     time = case.device_us

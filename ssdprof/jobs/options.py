@@ -111,7 +111,7 @@ def flag(name: str, help: str) -> Any:
 def argument(
     default: Any, metavar: str, help: str, *, shown: bool | str = False, **more: Any
 ) -> Any:
-    """default: ... if it is required."""
+    """A field that the command line takes as an argument.  default: `...` if it is required."""
     declared = typer.Argument(metavar=metavar, help=help, show_default=shown, **more)
     return field(default=MISSING if default is ... else default, metadata={"typer": declared})
 

@@ -560,7 +560,7 @@ class Loaded:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Fields of a report on it."""
+        """The fields of a report's header that the plan determines."""
         located = self.target.located
         return {
             "target": located.ref.repo_id,

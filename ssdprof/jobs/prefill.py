@@ -213,7 +213,7 @@ class _Length:
     then times.
 
     model: a causal language model in eval mode.  ids: (b, l) int64 on its device.
-    mixers: all of its.  layer: the one whose operator is timed alone.
+    mixers: those of the model.  layer: the one whose operator is timed alone.
     bundled: the convolution and norm of the model that run; None: its own.
     comparer: of the operators.
     resolve: gives the implementations.  cases: by implementation.  seen: those whose prefill has
@@ -283,7 +283,7 @@ class _Length:
             self._sample(writer, clock)
 
     def first_token_logits(self) -> torch.Tensor:
-        """(b, vocabulary)"""
+        """The logits of the first generated token: (b, vocabulary)."""
         return model_prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
@@ -328,7 +328,7 @@ class _Length:
         self.cases[name] = self.cases[name].changed(**fields)
 
     def _change_task(self, name: str, **fields: object) -> None:
-        """Fields of the case's `Prefill`."""
+        """Change these fields of the case's `Prefill`."""
         self._change(name, task=self.cases[name].task.changed(**fields))
 
     def _compare_operators(self) -> None:

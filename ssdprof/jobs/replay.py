@@ -81,7 +81,7 @@ class Resolved:
 
     @property
     def baseline(self) -> str:
-        """Its name in reports."""
+        """The baseline's name in reports."""
         return self.baselines[0].name
 
     @property
@@ -356,7 +356,7 @@ class Replay:
         return list(entries.values())
 
     def _hash_of(self, seqlen: int, batch: int) -> str:
-        """That of the prompt of this size; empty if there is none."""
+        """The hash of the prompt of this size; empty if there is none."""
         prompts = self._writer.report.prompts
         hashes = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
         return hashes.get((seqlen, batch), "")
@@ -367,6 +367,9 @@ class Replay:
         return all(case and case.reason != NOT_TIMED for case in earlier)
 
     def _compare(self, entries: Sequence[Entry], layer: LayerRef) -> None:
+        """Compare, and write each case at once.  Traces the first call, and notes clocks and peak
+        memory.
+        """
         for case in self._comparer.compare(entries, layer.name):
             self._writer.case(case)
             if case.samples:
@@ -386,7 +389,7 @@ class Replay:
         self._watcher.say(f"Wrote {file}: {len(calls)} cases of {case_key}, one call of each.")
 
     def _run_once(self, entry: Entry) -> None:
-        """For the trace; a call that fails there fails its case."""
+        """Run an entry for the trace.  A call that fails there fails its case."""
         try:
             with while_it_runs(entry.case):
                 entry.call.run()

@@ -17,8 +17,9 @@ from ssdprof.store import reports
 
 
 def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> None:
-    """options: those of the report in the folder.  Imports torch: a process with it must not be
-    forked.
+    """Measure the cases of a report again.  options: those of the report in the folder.
+
+    Imports torch: a process with it must not be forked.
     """
     from ssdprof.jobs import bench as bench_job
     from ssdprof.jobs import run as run_job

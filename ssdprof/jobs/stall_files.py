@@ -32,7 +32,9 @@ def of_run(folder: Path) -> StallReport | None:
 
 
 def as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
-    """figures: title -> file name of a picture in the Markdown's folder, from `write_pictures`."""
+    """The report as Markdown.  figures: title -> file name of a picture in the Markdown's folder,
+    from `write_pictures`.
+    """
     return markdown.render(stalls.compose(report), figures)
 
 

@@ -76,7 +76,9 @@ def decode(
 
 
 def requested(where: str, size: str, options: RunOptions | BenchOptions) -> Iterator[Requested]:
-    """Every format on the inputs of a layer or a cell.  where, size: as those of a case."""
+    """The requested cases of every format on the inputs of a layer or a cell.  where, size: as
+    those of a case.
+    """
     for state_format in options.decode_states or ():
         case_key = f"{where}, {decoded_words(options.decode_step)}, {size}"
         yield case_key, IMPLEMENTATION, precision_of(state_format)

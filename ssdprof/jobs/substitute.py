@@ -124,20 +124,20 @@ def part_times(work: Sequence[GpuWork]) -> dict[PartName, dict[str, float]]:
 
 
 def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
+    """Microseconds of each kernel by name: the longest `_SHOWN`, and the sum of the others."""
     kernels = {
         name: sum(us for *_, us in launches)
         for name, launches in grouped(work, lambda kernel: kernel[1]).items()
     }
     longest_first = sorted(kernels.items(), key=lambda item: -item[1])
-    others = (
-        {"others": sum(us for _, us in longest_first[_SHOWN:])}
-        if len(longest_first) > _SHOWN
-        else {}
-    )
-    return dict(longest_first[:_SHOWN]) | others
+    times = dict(longest_first[:_SHOWN])
+    if len(longest_first) > _SHOWN:
+        times["others"] = sum(us for _, us in longest_first[_SHOWN:])
+    return times
 
 
 def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:
+    """The modules of each part of the model, each module once."""
     mixers = [site.module for site in sites]
     attention = [module for module in model.modules() if is_attention(module)]
     norms: dict[nn.Module, None] = {}
@@ -173,6 +173,7 @@ def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
 
 
 def _mark(module: nn.Module, part: PartName, restore: ExitStack) -> None:
+    """Mark the launches of a module's forward as those of a part, until `restore` is closed."""
     opened: list[AbstractContextManager[object]] = []
 
     def enter(*_: object) -> None:

@@ -171,7 +171,7 @@ class Stored:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Fields of a report on them."""
+        """The fields of a report's header that the captures determine."""
         return {
             "target": self.ref.repo_id,
             "model": self.ref,
@@ -323,7 +323,9 @@ def read(options: Options) -> Options:
 
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
-    """Those of the command line, then those of the settings file, if the command reads it."""
+    """The conditions on the command line, then those of the settings file, if the command reads
+    it.
+    """
     gates = tuple(map(parse_gate, getattr(options, "gate", None) or ()))
     if not hasattr(options, "config"):
         return gates
@@ -356,7 +358,7 @@ def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
 
 
 def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
-    """Options on how a server runs the prompt."""
+    """BadInputError for contradicting options on how a server runs the prompt."""
     if options.packed is not None:
         for option, is_given in (
             ("--seq", options.seqlens is not None),
@@ -466,7 +468,7 @@ def _refuse_exclusive(request: declared.RunOptions, parts: Sequence[str]) -> Non
 
 
 def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Target | None]:
-    """No target: what a server recorded is captured."""
+    """The options, and the target of a capture; None if a recording of a server is captured."""
     refuse_ranks("ssdprof capture")
     request = read(options)
     if request.recorded is None:
@@ -492,7 +494,9 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
         # no model is served in 16 bit without a GPU: only the operators' error remains
         on_gpu = limits.device().type == "cuda"
         request = replace(request, weights="own" if on_gpu else "fp32")
-    return request, replace(target, dtype="float32") if request.weights == "fp32" else target
+    if request.weights == "fp32":
+        target = replace(target, dtype="float32")
+    return request, target
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
@@ -559,7 +563,9 @@ def _tokens_of_bench(
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
     if options.pool:
         tokens = reading.in_pool(options.pool, tokens)
-    return tokens, () if options.verify else too_large
+    if options.verify:
+        too_large = ()
+    return tokens, too_large
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:

@@ -366,7 +366,10 @@ class _Trials:
         self.cases[case.name] = case
 
     def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
-        """committed_case: that of the committed configuration there."""
+        """The entry that compares a configuration with the committed one, on these inputs.
+
+        committed_case: that of the committed configuration.
+        """
         problem = self.problem
         change = difference(config, self.committed)
         kernel = str(problem.calls["kernel"])

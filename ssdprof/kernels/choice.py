@@ -23,8 +23,10 @@ I = TypeVar("I", bound=Inputs)
 
 @dataclass(frozen=True, kw_only=True)
 class FusedCall:
-    """batch_invariant: a sequence's result must not depend on the number of others
-    state_v_first: of GDN: V precedes K in the memory of final states
+    """A call of a fused implementation.
+
+    batch_invariant: a sequence's result must not depend on the number of others.
+    state_v_first: for GDN: V precedes K in the memory of final states.
     """
 
     inputs: Any  # the operator's own `Inputs`
@@ -54,6 +56,7 @@ class Variant:
     work: Callable[[FusedCall, Any], Work]
 
     def plan(self, call: FusedCall) -> Plan:
+        """The plan of a call by this variant."""
         config = self.configure(call)
         settings = dict(config) if isinstance(config, Mapping) else asdict(config)
         settings.pop("reason", None)
@@ -68,11 +71,13 @@ class Variant:
 
 
 class Fused:
-    """name: of the implementation
-    variants: in order of preference.  The last one supports every call
+    """An implementation that chooses among kernels, its variants, for each call.
+
+    name: of the implementation.
+    variants: in order of preference.  The last one supports every call.
     rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the
-    call
-    refuse: raises UnsupportedError for inputs that no variant supports
+    call.
+    refuse: raises UnsupportedError for inputs that no variant supports.
     """
 
     def __init__(
@@ -82,13 +87,16 @@ class Fused:
         rows: tuple[str, ...] = (),
         refuse: Callable[[Any], None] = lambda _inputs: None,
     ) -> None:
-        self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
+        self.name = name
+        self.variants = variants
+        self._rows = rows
+        self._refuse = refuse
         # without one, a call chooses its kernel and configuration
         self.launches: dict[Hashable, PreparedLaunch] = {}
         when_overridden(self.launches.clear)
 
     def choose(self, call: FusedCall) -> Variant:
-        """By the GPU, shapes, strides, alignment and dtypes."""
+        """The variant that runs, by the GPU and by shapes, strides, alignment and dtypes."""
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
     def variant_for(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
@@ -237,7 +245,7 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         memory = (*rest, columns, rows) if state_v_first else inputs.final_shape
         final_states = inputs.values.new_empty(memory, dtype=torch.float32)
         out = inputs.values.new_empty(inputs.values.shape)
-        return out, final_states.mT if state_v_first else final_states
+        return out, (final_states.mT if state_v_first else final_states)
 
     def call(
         arguments: dict[str, Any],
@@ -246,7 +254,9 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> Output:
-        """state_v_first: V precedes K in initial and final states."""
+        """Call the variant for these arguments.  state_v_first: V precedes K in initial and final
+        states.
+        """
         initial = arguments[kind.LINEAR[1]]
         if state_v_first and initial is not None and initial.ndim == 4:
             arguments = arguments | {kind.LINEAR[1]: initial.mT}

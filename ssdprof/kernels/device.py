@@ -111,6 +111,9 @@ def skip_idle_work() -> None:
     def block(
         self: tl.block_type, element_ty: tl.dtype, shape: Sequence[int | tl.constexpr]
     ) -> None:
+        """As the constructor of `tl.block_type`, which computes the same fields for every tensor of
+        a shape.
+        """
         key = element_ty.name, *(getattr(size, "value", size) for size in shape)
         if key not in blocks:
             init_block(self, element_ty, shape)
@@ -161,6 +164,7 @@ def follow_bfloat16() -> None:
         rhs: TensorHandle,
         op: Callable[..., npt.NDArray[np.float32]],
     ) -> TensorHandle:
+        """Compute in fp32 where operands are bfloat16, which NumPy does not have."""
         if lhs.dtype.scalar != tl.bfloat16:
             return binary(self, lhs, rhs, op)
         result = op(_widen(lhs).data, _widen(rhs).data)

@@ -28,8 +28,10 @@ def tensor_signature(tensor: Tensor | None) -> Hashable:
 
 
 class Output(NamedTuple):
-    """out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states'
-    shape; more with state_every.
+    """The result of a call.
+
+    out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states' shape;
+    more with state_every.
     """
 
     out: Tensor
@@ -101,12 +103,10 @@ class Inputs:
     @property
     def initial(self) -> Tensor | None:
         """Initial states, one for each sequence: of a pool, a copy.  None is zeros."""
-        states = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
-        return (
-            states
-            if states is None or self.state_indices is None
-            else states[self.state_indices.long()]
-        )
+        states: Tensor | None = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
+        if states is None or self.state_indices is None:
+            return states
+        return states[self.state_indices.long()]
 
     def after(self, states: Tensor | None) -> Self:
         """The inputs with these initial states, one for each sequence."""
@@ -114,7 +114,10 @@ class Inputs:
         return replace(self, **{self.LINEAR[1]: states}, **rows)
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
-        """same_dtype: as FIRST"""
+        """ValueError unless a tensor is None or has this shape and a floating-point dtype.
+
+        same_dtype: it must have the dtype of the tensor FIRST.
+        """
         tensor = getattr(self, name)
         dtype = self._first.dtype
         if tensor is None:
@@ -175,7 +178,7 @@ class Inputs:
 
     @property
     def _arguments(self) -> dict[str, object]:
-        """Without those that are None."""
+        """The fields that are not None, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -66,7 +66,9 @@ class Launcher:
             if not INTERPRETED:  # Triton takes no attribute for a constant
                 constants = {name: tl.constexpr(value) for name, value in constants.items()}
             options = {"S": Constants(**constants)} | launch_options
-        self.kernel, self._scalars, self._options = kernel, scalars, options
+        self.kernel = kernel
+        self._scalars = scalars
+        self._options = options
         self._constants = (*scalars, *(options[name] for name in names if name in options))
         self._descriptors = names.index("tensors") if "tensors" in names else None
         self._compiled: CompiledKernel | None = None

@@ -98,14 +98,19 @@ def blocks_of(
         for piece in span.cut(every):
             row: int | None = span.sequence
             if inputs.state_every:
-                row = (
-                    piece.batch * -(-inputs.length // every) + piece.start // every
-                    if piece.stop > piece.start
-                    else None
-                )
+                is_empty = piece.stop == piece.start  # of an empty sequence, which has no states
+                row = None if is_empty else state_row(inputs, piece.batch, piece.start)
             for part in piece.cut(block):
                 out, state = evaluate(inputs, part, dtype, state)
                 yield part, out, state, row if part.stop == piece.stop else None
+
+
+def state_row(inputs: Inputs, batch: int, position: int) -> int:
+    """The row, among the states that `state_every` asks for, of the state that follows the piece
+    with this position.
+    """
+    per_batch_row = -(-inputs.length // inputs.state_every)  # rounded up
+    return batch * per_batch_row + position // inputs.state_every
 
 
 def chunked(
@@ -118,6 +123,7 @@ def chunked(
 def joined(
     inputs: Inputs, blocks: Iterable[Block], dtype: torch.dtype, state_dtype: torch.dtype
 ) -> Output:
+    """The output that consists of these blocks."""
     out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
     final_states = torch.empty(inputs.final_shape, dtype=state_dtype, device=inputs.values.device)
     for span, piece, state, row in blocks:

@@ -69,10 +69,18 @@ class Slots:
 
     def refuse_new(self, name: str) -> None:
         """UnsupportedError for a sequence that begins with zeros, where the host may wait."""
-        if self.read.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        if bool(((self.read < 0)[:, None] & (self.written >= 0)).any()):
+        if self._any((self.read < 0)[:, None] & (self.written >= 0)):
             raise UnsupportedError(f"{name}: servers zero a new sequence's slot before the call")
+
+    def refuse_holes(self, name: str) -> None:
+        """UnsupportedError for a state that no slot keeps, where the host may wait."""
+        if self._any((self.read >= 0)[:, None] & (self.written < 0)):
+            raise UnsupportedError(f"{name}: a slot for the state after each token")
+
+    def _any(self, rows: torch.Tensor) -> bool:
+        """False while a CUDA graph is captured."""
+        capturing = self.read.is_cuda and torch.cuda.is_current_stream_capturing()
+        return not capturing and bool(rows.any())
 
 
 def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,6 +175,9 @@ def pool_kernel(
         return unsupported(inputs, precision) or refused_values(inputs)
 
     def prepare(inputs: Inputs) -> Prepared:
+        """Bind a call on a pool of its own.  Unless the kernel writes to other slots than it reads,
+        each call begins with a new copy of the pool.
+        """
         own_call, fresh, stored, kept = own_pool(inputs, turned=turned, apart=apart)
         buffer = kept if inputs.state_every and inputs.cu_seqlens is None else None
         run, values = bind(own_call, Slots.of(own_call, buffer))
@@ -178,7 +189,9 @@ def pool_kernel(
             states = pool[kept]
             return Output(out, states.mT if turned else states)
 
-        return call, (values, first[: len(stored)] if apart else stored)
+        if apart:  # the call itself writes into this pool
+            stored = first[: len(stored)]
+        return call, (values, stored)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
         if reason := unsupported(inputs, precision):

@@ -34,7 +34,7 @@ class Plan:
 
 
 def keeps_every_state(inputs: Inputs) -> bool:
-    """For an implementation that returns the state after each token."""
+    """`Implementation.keeps` of one that returns the state after each token."""
     return inputs.state_every == 1
 
 

@@ -91,7 +91,10 @@ class Part:
     """
 
     def __init__(self, memory: Tensor | Part, begin: int, nbytes: int, dtype: torch.dtype) -> None:
-        self.memory, self.begin, self.nbytes, self.dtype = memory, begin, nbytes, dtype
+        self.memory = memory
+        self.begin = begin
+        self.nbytes = nbytes
+        self.dtype = dtype
         self._address: int = memory.data_ptr() + begin
 
     def data_ptr(self) -> int:
@@ -210,7 +213,8 @@ def steps(tensor: Tensor, step: int) -> Strides:
     `step`.
     """
     row = row_stride(tensor)
-    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
+    sequence = tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row
+    return sequence, row, step
 
 
 def unreadable(**tensors: Tensor) -> str:
@@ -253,6 +257,7 @@ MOST_COLUMNS = 128  # of a program
 
 @triton.jit
 def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
+    """Copy a tile of a strided tensor to contiguous memory."""
     source, target = tensors
     blocks, slices = tl.cdiv(length, S.BLOCK_L), tl.cdiv(S.COLUMNS, S.BLOCK_C)
     i_l, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks

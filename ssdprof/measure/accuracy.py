@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def nulls(self) -> dict[str, bool]:
-        """Rounded forms that it may be, and whether they cut operands."""
+        """The rounded forms that it may be, by name, and whether they cut operands."""
         forms = {str(self.precision): False}
         if self.cuts:
             forms[f"{self.precision}, cut"] = True
@@ -123,6 +123,10 @@ class _Comparison(Generic[K]):
         self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
 
     def _forms(self, precision: Precision, cuts: bool, count: int) -> list[Rounded]:
+        """The rounded forms of a precision: an exact one for each chunk length, then forms with
+        random errors, each of which makes several draws together.
+        """
+
         def new() -> Rounded:
             return self._oracle.rounded(self._inputs, precision)
 
@@ -152,7 +156,9 @@ class _Comparison(Generic[K]):
         return self._oracle.blocks(self._inputs, self._length)
 
     def add(self, block: Block) -> None:
-        """Blocks in the order of the oracle, since rounded forms go from state to state."""
+        """Compare a block of all candidates.  Blocks come in the order of the oracle, because
+        rounded forms carry their states from one to the next.
+        """
         span, exact_out, exact_state, row = block
         inputs = self._inputs
         oracle = self._oracle
@@ -161,6 +167,7 @@ class _Comparison(Generic[K]):
         chunk = oracle.fitting_chunk(inputs, span.length)
         gate = oracle.gate(inputs, span, chunk)
         self._largest_exponent = torch.maximum(self._largest_exponent, gate.largest_exponent())
+        # the span several times side by side, for draws that are made together
         wide, whole = self._operator.repeated(inputs, span, self._together)
         spans: list[SpanInputs] = [(inputs, span, gate)]
         for size in self._shorter:
@@ -574,6 +581,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def _fingerprint(tensor: Tensor) -> int:
+    """A hash of a tensor's bits: a sum with odd weights, in integers of 64 bit that wrap around."""
     bits = bits_of(tensor).flatten()
     weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

@@ -39,6 +39,9 @@ def diagnosed(
 
 
 def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
+    """Why a tensor is outside its budget: where the error begins, and a rounding that explains it;
+    empty if it is within the budget.
+    """
     use = next((use for use in accuracy.budget if use.error > use.budget), None)
     if use is None:
         return ""
@@ -82,7 +85,10 @@ def _rows_of_head(output: Output, is_out: bool, head: int) -> Tensor:
 
 
 def _beginning_in(name: str, first: int, border: int | None) -> str:
-    """name: of the sequence.  first: its first position outside.  border: see `_border`."""
+    """A phrase on where in a sequence the error begins.
+
+    name: of the sequence.  first: its first position outside of the budget.  border: see `_border`.
+    """
     if border is None:
         return f"the first position outside is {first} of {name}"
     if border == 0:

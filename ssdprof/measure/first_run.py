@@ -69,7 +69,9 @@ class Call:
 
     @cached_property
     def _inputs(self) -> list[Inputs]:
-        """Those of each call, but for their initial states."""
+        """The inputs of each call; all but the first get their initial states from the call
+        before.
+        """
         if not self.inputs.state_every or self.implementation.keeps(self.inputs):
             return [self.inputs]
         binding = operators.get(self.inputs.operator).binding
@@ -186,7 +188,7 @@ def timed_first_call(
     def note(
         *, src: ASTSource, times: triton.knobs.CompileTimes, cache_hit: bool, **_: object
     ) -> None:
-        """Called by Triton for every kernel, in any thread."""
+        """Note the compile time of a kernel.  Triton calls it for every kernel, in any thread."""
         if not cache_hit:
             compiled[src.name] = max(times.total / 1e6, compiled.get(src.name, 0.0))
 
@@ -281,6 +283,7 @@ def refuse_if_interrupted(error: Exception) -> None:
 
 
 def _answers(device: torch.device) -> bool:
+    """Whether the GPU still works: after a fault, no call of this process can use it."""
     if device.type != "cuda":
         return True
     try:
@@ -446,13 +449,10 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
         thread.join(max(0.0, end - time.monotonic()))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    late = fingerprint(*output) != bits
-    return (
-        output,
-        "it leaves work to another stream or thread: its output changes after the call"
-        if late
-        else "",
-    )
+    late = ""
+    if fingerprint(*output) != bits:
+        late = "it leaves work to another stream or thread: its output changes after the call"
+    return output, late
 
 
 def forget_peak(device: torch.device) -> None:

@@ -57,7 +57,9 @@ class _Block:
 
     @classmethod
     def of(cls, size: int, offset: int, device: torch.device, names: tuple[str, ...]) -> _Block:
-        """size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED`
+        """A block of memory between guards.
+
+        size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED`
         bytes.
         """
         start = GUARD + offset
@@ -121,11 +123,13 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would import its compiler, in a second, to keep it out of the next method."""
+        """Without it torch would spend a second on importing its compiler, to keep it out of the
+        next method.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """In place of a tensor that torch allocates, one between guards."""
+        """Replace a tensor that torch allocates by one between guards."""
         tensor = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         # meta tensors have no memory

@@ -93,7 +93,7 @@ def tested(name: str, law: Callable[[], str | None]) -> Probe:
 
 
 def untested(_: object) -> None:
-    """In place of a law that takes too long."""
+    """Stands in place of a law that takes too long."""
     raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
 
 
@@ -107,7 +107,8 @@ class Trial:
     inputs: a captured call, or some of its sequences, each cut to `LONGEST` positions.  whole: the
     call.  long_heads: numbers of heads of histories that are longer than the call; empty: no form
     but the call's is tried.
-    latest: the call that was made last, or what several calls joined to more positions.
+    latest: the inputs and the output of the last call; of calls that are judged as one longer call,
+    those of the longer one.
     """
 
     operator: Operator
@@ -176,8 +177,8 @@ class Trial:
 
     @cached_property
     def room(self) -> float:
-        """1, unless it is a library whose output for the captured call was tolerated outside the
-        budget.
+        """The share of its budget that an output may use: 1, but more for a library whose output
+        for the captured call was tolerated outside of the budget.
         """
         with self._latest_kept():
             if self.implementation.kind == "library" and self.outside(self.inputs, self.base, 1.0):
@@ -282,8 +283,8 @@ class Trial:
 
     @property
     def edges(self) -> Sequence[Sequence[EdgeInputs[Inputs]]]:
-        """Kinds of edge inputs.  A library that was not requested is called in this process, and
-        may not return: it gets the first kind alone.
+        """The edge inputs of each kind.  A library that was not requested is called in this
+        process, and may not return: it gets the first kind alone.
         """
         kinds = self.operator.generated.edges(self.inputs)
         is_unrequested_library = (
@@ -293,7 +294,7 @@ class Trial:
 
     @property
     def histories(self) -> list[Iterator[History[Inputs]]]:
-        """Kinds of histories."""
+        """For each kind of history: its inputs, lazily."""
         histories = self.operator.generated.histories
         return [] if histories is None else list(histories(self.whole, self.long_heads))
 
@@ -341,7 +342,10 @@ def judge_kinds(
 
 
 def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
-    """The first element that differs, except numbers that a GPU may flush to zero."""
+    """The first element that differs, in words; None if none does.
+
+    Numbers below 2^-100 count as equal: a GPU may flush them to zero.
+    """
     for name, tensor, other in zip(("out", "final_states"), outputs, others, strict=False):
         differs = (
             (tensor != other)
@@ -361,11 +365,13 @@ def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str
 
 
 def repeats_bitwise(trial: Trial) -> None:
+    """The same call gives the same bits again."""
     if difference := first_difference(trial.base, trial.run(trial.inputs)):
         raise Broken(difference)
 
 
 def inputs_unchanged(trial: Trial) -> None:
+    """A call writes to none of its inputs."""
     before = fingerprints(trial.inputs.tensors)
     trial.run(trial.inputs)
     if words := changes(before, trial.inputs.tensors):
@@ -373,7 +379,7 @@ def inputs_unchanged(trial: Trial) -> None:
 
 
 def other_sequences(trial: Trial) -> None:
-    """Every second sequence becomes larger; the others stay."""
+    """The output of a sequence does not change if every second sequence becomes larger."""
     inputs = trial.several_sequences
     spans = spans_of(inputs)
     before = trial.run(inputs)
@@ -386,7 +392,9 @@ def other_sequences(trial: Trial) -> None:
 
 
 def sequence_alone(trial: Trial) -> None:
-    """The last sequence among others, and alone.  Bits may differ, since tiles depend on shapes."""
+    """The last sequence has the same result among others and alone, except for rounding: tiles
+    depend on shapes.
+    """
     inputs = trial.several_sequences
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
@@ -454,7 +462,9 @@ def cut_in_two(trial: Trial) -> None:
 
 
 def single_steps(trial: Trial) -> None:
-    """Token by token, each with the state that the one before left."""
+    """Token by token, each call with the state that the one before left, the output is within its
+    budget.
+    """
     inputs = trial.longest
     (whole,) = spans_of(inputs)
     outputs: list[Output] = []
@@ -480,7 +490,9 @@ def accepted_tokens(trial: Trial) -> None:
 
 
 def edge_inputs(trial: Trial) -> None:
-    """Broken names the trait that is at fault, and the sizes of the inputs."""
+    """The output for edge inputs is within the budget.  A broken law names the trait that is at
+    fault, and the sizes of the inputs.
+    """
 
     def judge(edge: EdgeInputs[Inputs]) -> None:
         inputs = edge.make()
@@ -505,8 +517,8 @@ def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
 
 
 def amplified_history(trial: Trial) -> str:
-    """In the call; where other forms are called, also in a pack with initial states.  The limits
-    in which it holds.
+    """Test the call and, where other forms are called, a pack with initial states.  Returns the
+    limits in which the law holds.
     """
     if trial.has_fp16:
         raise NotApplicable("fp16 numbers would overflow")
@@ -561,7 +573,9 @@ def turning_keys(trial: Trial) -> None:
 
 
 def _judge_history(trial: Trial, history: History[Inputs]) -> None:
-    """Broken with the largest RMS error of a kind of heads above `DROPPED`."""
+    """Raise Broken, with the largest RMS error of a kind of heads, if that error is above
+    `DROPPED`.
+    """
     inputs, outputs = history
     out, _ = trial.run(inputs)
     errors = [(known, _errors_of(known, out)) for known in outputs if len(known.positions)]
@@ -629,7 +643,7 @@ OF_THE_SAME_FORM = frozenset(
 
 
 def laws_of(trial: Trial) -> dict[str, Law]:
-    """Those that can be tried with these inputs."""
+    """The laws that these inputs can test."""
     steps = trial.inputs.state_every == 1
     left_out = {"cut in two"} if steps else {"single steps", "accepted tokens"}
     if not trial.histories:

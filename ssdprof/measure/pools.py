@@ -106,8 +106,10 @@ def rows_of(*slots: int, tokens: int = 1) -> list[PoolRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """states: (slots, heads, ...), in `memory`, the elements from the first to the last guard;
-    empty for a pool that is too large to look at.
+    """A pool of states, between guards.
+
+    states: (slots, heads, ...), in `memory`, the elements from the first to the last guard; empty
+    for a pool that is too large to look at.
     """
 
     states: Tensor
@@ -144,7 +146,10 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolCall:
-    """rows: its sequences.  parts: the tensors of all their tokens, (batch, tokens, ...)."""
+    """A call on a pool.
+
+    rows: its sequences.  parts: the tensors of all their tokens, (batch, tokens, ...).
+    """
 
     rows: Sequence[PoolRow]
     pool: Pool
@@ -468,8 +473,11 @@ class Chain:
     def call(
         self, sequences: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """tokens: of each of these sequences; if all have as many, the state after each is kept,
-        and a padded row stands among them.  accepted: how many tokens are.
+        """Make a call of some of the sequences, and note what each gave.
+
+        tokens: of each of these sequences; if all have as many, the state after each is kept, and a
+        padded row stands among them.
+        accepted: how many of them are accepted; the sequence goes on from there.
         """
         packed = len(set(tokens)) > 1
         rows = [self._row(i, count, packed) for i, count in zip(sequences, tokens, strict=True)]
@@ -762,7 +770,10 @@ def try_laws(
 
 
 def _in_room(law: Callable[[Room], None], room: Room) -> str:
-    """Which calls of the law were refused; empty if none was."""
+    """Test the law.  Returns which of its calls were refused; empty if none was.
+
+    Raises NotApplicable if all were, or if the law needs a GPU.
+    """
     if law in (replayed_graph, beside_another_stream) and room.device.type != "cuda":
         raise NotApplicable("it needs a GPU")
     try:

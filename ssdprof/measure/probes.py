@@ -62,11 +62,9 @@ class Prober:
         self._quick = laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
-        self.kinds: set[str] = (
-            {"own", "library", "bundled"}
-            if self._thorough or not INTERPRETED
-            else {"own", "library"}
-        )
+        self.kinds = {"own", "library"}
+        if self._thorough or not INTERPRETED:
+            self.kinds.add("bundled")
 
     def probe(
         self,
@@ -76,11 +74,12 @@ class Prober:
         interpreted: bool = False,
         keep: Keep | None = None,
     ) -> tuple[Probe, ...]:
-        """Empty if nothing was to be done.
+        """The results of the laws that are due for this call; empty if none is.
 
         inputs: of a call that the implementation computed correctly.  interpreted: slowly, by
-        Triton's interpreter.  keep: gets the call that broke a law.  Raises MissingCapabilityError
-        if a fault in the implementation made the GPU unusable.
+        Triton's interpreter.  keep: gets the call that broke a law.
+
+        Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
         kind, shape = self._keys(implementation, inputs)
         latest = self._latest.get(implementation.name)
@@ -131,7 +130,10 @@ class Prober:
         every: bool,
         interpreted: bool,
     ) -> Trial:
-        """every: all laws will be tested, with sequences of at most `LONGEST` positions."""
+        """The trial of an implementation on these inputs, or on the beginnings of their sequences.
+
+        every: all laws will be tested, with sequences of at most `LONGEST` positions.
+        """
         part = inputs
         if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
             longest = LONGEST[inputs.device.type]

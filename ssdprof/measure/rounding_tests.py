@@ -46,7 +46,7 @@ class HeadNorms:
 
 
 def finite(tensor: Tensor) -> Tensor:
-    """With 0 instead of what is not."""
+    """The tensor with 0 for NaN and infinities."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -247,7 +247,11 @@ def _limit(floor: Tensor, draws: Tensor, elements: Tensor) -> Tensor:
 def _worst(
     test: TestName, values: Tensor, limits: Tensor, period: int | None = None
 ) -> ErrorTest | None:
-    """values, limits: (h, positions).  None if nothing is tested."""
+    """The test of the element with the largest ratio to its limit; None if no limit is positive and
+    finite.
+
+    values, limits: (h, positions).
+    """
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
     index = int(ratio.argmax())
     head, position = divmod(index, values.shape[1])

@@ -8,7 +8,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import Span, spans_of
+from ssdprof.kernels.oracle import Span, spans_of, state_row
 from ssdprof.operators.operator import Output
 
 
@@ -33,8 +33,8 @@ def rows_of_states(inputs: Inputs, span: Span) -> slice:
     every = inputs.state_every
     if not every:
         return slice(span.sequence, span.sequence + 1)
-    first = span.batch * -(-inputs.values.shape[1] // every)
-    return slice(first + span.start // every, first - -span.stop // every)
+    stop = span.stop + every - 1  # the last piece may be shorter
+    return slice(state_row(inputs, span.batch, span.start), state_row(inputs, span.batch, stop))
 
 
 def output_of(inputs: Inputs, output: Output, span: Span) -> Output:

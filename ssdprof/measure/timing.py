@@ -163,8 +163,9 @@ def elapsed_us(work: Callable[[], object], events: Events | None = None) -> floa
 
 
 def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
-    """For a case, to five significant digits, the resolution of the clocks.  process: the name of
-    this one.
+    """The samples of a case, to five significant digits, the resolution of the clocks.
+
+    process: the name of this one.
     """
     rounds = tuple(tuple(float(f"{us:.5g}") for us in recording) for recording in sampled)
     return Samples(process=process, clock=clock, us=rounds)
@@ -260,8 +261,8 @@ class _Turns:
         self.recordings.clear()
         if self.plan.warmup_rounds:  # which allocate the memory after a move
             self.timer.reallocate(generator)
-        keys = [key for key in self.runs if key not in self.untimed]
-        keys = [keys[place] for place in generator.permutation(len(keys))]
+        timed = [key for key in self.runs if key not in self.untimed]
+        keys = [timed[index] for index in generator.permutation(len(timed))]
         if "device" in self.clocks:
             for key in keys:
                 self._record(key)
@@ -275,6 +276,7 @@ class _Turns:
         return samplers
 
     def _record(self, key: str) -> None:
+        """Capture a run as a CUDA graph; or note the reason why it is not timed."""
         record_run = partial(self.timer.record, self.runs[key])
         try:
             self.recordings[key] = blaming(self.timer.device, key, record_run)
@@ -286,7 +288,7 @@ class _Turns:
             self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
 
     def _sampler(self, key: str, time_us: Callable[[Any], float], work: Any) -> Sampler:
-        """work: what `time_us` takes, a run or a graph."""
+        """A function that measures `work` once.  work: what `time_us` takes, a run or a graph."""
 
         def sample() -> float:
             if self.change is not None:

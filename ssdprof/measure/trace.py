@@ -38,7 +38,9 @@ def marked(part: str) -> AbstractContextManager[object]:
 
 def traced(run: Callable[[], object], device: torch.device) -> Trace:
     """The events of torch's profiler for `run`."""
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     # acc_events: without it torch warns that only the last cycle is kept; there is one
     with profile(activities=activities, acc_events=True) as profiler:
         run()

@@ -39,14 +39,14 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
             yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."
 
 
-def _of_delta_rule(inputs: Any, given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
-    """What may be wrong, where it is, and what that means; of GDN and KDA."""
+def _of_delta_rule(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+    """Doubts about inputs of GDN and KDA: what is wrong, at which positions, and what follows."""
     yield (
         "g is above 0",
-        given["g"] > 0,
+        tensors["g"] > 0,
         "it is no logarithm of a decay, counts as 0 there, and nothing is forgotten",
     )
-    beta = given["beta"]
+    beta = tensors["beta"]
     yield (
         "beta is below 0 or above 2",
         (beta < 0) | (beta > 2),
@@ -55,16 +55,16 @@ def _of_delta_rule(inputs: Any, given: Mapping[str, Tensor]) -> Iterator[tuple[s
     if not inputs.use_qk_l2norm:
         yield (
             f"k is longer than {LONGEST_KEY:g} and the call asks for no norm",
-            given["k"].float().norm(dim=-1) > LONGEST_KEY,
+            tensors["k"].float().norm(dim=-1) > LONGEST_KEY,
             "states grow",
         )
 
 
-def _of_ssd(inputs: Any, given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+def _of_ssd(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
     """As `_of_delta_rule`."""
     yield "A is not below 0", inputs.A >= 0, "it is minus no exponential, and nothing is forgotten"
     if not inputs.dt_softplus:
-        dt = given["dt"].float()
+        dt = tensors["dt"].float()
         if inputs.dt_bias is not None:
             dt = dt + inputs.dt_bias.float()
         yield "dt is below 0 and the call asks for no softplus", dt < 0, "it is no time step"

@@ -69,15 +69,16 @@ def bind(
 
 
 def recorded(
-    given: dict[str, Any], returned: Sequence[Tensor]
+    arguments: dict[str, Any], returned: Sequence[Tensor]
 ) -> tuple[kernels.GDNInputs, Output | None]:
-    """A call of FlashInfer's prefill, whose g is the decay, states (slots, HV, V, K), and sequences
-    packed.
+    """The inputs of a recorded call of FlashInfer's prefill, and its output if that is complete.
+
+    In this function g is the decay, states are (slots, HV, V, K), and sequences are packed.
     """
-    g, beta, slots = (given.get(name) for name in ("g", "beta", "state_indices"))
-    heads = given["v"].shape[:2]
-    states = given.get("initial_state")
-    decay = given["v"].new_ones(heads, dtype=torch.float32) if g is None else g
+    g, beta, slots = (arguments.get(name) for name in ("g", "beta", "state_indices"))
+    heads = arguments["v"].shape[:2]
+    states = arguments.get("initial_state")
+    decay = arguments["v"].new_ones(heads, dtype=torch.float32) if g is None else g
     if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
         raise ValueError("g is not a decay between 0 and 1")
 
@@ -85,15 +86,18 @@ def recorded(
         return (pool if slots is None else rows(pool, slots)).mT
 
     inputs = kernels.GDNInputs(
-        **{name: given[name][None] for name in ("q", "k", "v")},
+        **{name: arguments[name][None] for name in ("q", "k", "v")},
         g=decay.log()[None],
         beta=(torch.ones_like(decay) if beta is None else beta)[None],
         initial_state=None if states is None else of_sequences(states),
-        scale=given.get("scale"),
-        use_qk_l2norm=bool(given.get("use_qk_l2norm_in_kernel")),
-        cu_seqlens=given["cu_seqlens"],
+        scale=arguments.get("scale"),
+        use_qk_l2norm=bool(arguments.get("use_qk_l2norm_in_kernel")),
+        cu_seqlens=arguments["cu_seqlens"],
     )
-    return inputs, (returned[0][None], of_sequences(returned[1])) if len(returned) == 2 else None
+    if len(returned) != 2:
+        return inputs, None
+    out, final_states = returned
+    return inputs, (out[None], of_sequences(final_states))
 
 
 def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
@@ -183,7 +187,9 @@ LIBRARIES = {
 
 
 def refusal(sizes: Mapping[str, int], ranks: int) -> str:
-    """Every rank takes the same number of key heads, with their value heads."""
+    """Why the heads cannot be divided among these ranks; empty if they can: every rank takes the
+    same number of key heads, with their value heads.
+    """
     heads = sizes["key_heads"]
     return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""
 

@@ -29,7 +29,11 @@ def read(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm: bool = False,
 ) -> GDNInputs:
-    """Packed sequences, or sequences of one length, (n, T, ...).  scale: 0 is the default."""
+    """Inputs of GDN from packed sequences, (tokens, ...), or from n sequences of one length,
+    (n, T, ...).
+
+    a, b: raw gates; g and beta are computed from them.  scale: 0 stands for the default.
+    """
     if cu_seqlens is None:
         cu_seqlens = torch.arange(len(q) + 1, device=q.device) * q.shape[1]
         q, k, v, a, b = (tensor.flatten(0, 1) for tensor in (q, k, v, a, b))
@@ -52,16 +56,21 @@ def read_verified(
     initial_state: Tensor,
     initial_state_indices: Tensor,
     intermediate_states_buffer: Tensor | None = None,  # noqa: ARG001
-    **given: Any,
+    **others: Any,
 ) -> GDNInputs:
-    """Drafted tokens, which begin with slots of a pool; later states went to the buffer."""
-    return read(state=rows(initial_state, initial_state_indices), **given)
+    """Inputs of a verification of drafted tokens.
+
+    Each sequence begins with the state in its slot of the pool `initial_state`.  The buffer is an
+    output of the kernel: it is accepted without effect.
+    """
+    return read(state=rows(initial_state, initial_state_indices), **others)
 
 
 def write(inputs: GDNInputs) -> Values:
-    """Tokens of all sequences, one after the other.  a and b get the dtype of q.
+    """The inputs of a definition, with the tokens of all sequences packed.
 
-    Softplus and sigmoid are inverted in fp64; no g is above 0.
+    The raw gates a and b, from which a kernel computes g and beta, are found by inverting softplus
+    and sigmoid in fp64, and rounded to the dtype of q.  A g above 0 counts as 0.
     """
     beta = inputs.beta.double()
     g = inputs.g.double().clamp(max=0)
@@ -87,14 +96,15 @@ def write(inputs: GDNInputs) -> Values:
 
 
 def write_step(inputs: GDNInputs) -> Values:
+    """As `write`, for one token of each sequence: (n, 1, ...)."""
     if any(span.length != 1 for span in spans_of(inputs)):
         raise ValueError("it has several tokens")
     values = write(inputs)
     return values | {name: values[name][:, None] for name in PER_TOKEN}
 
 
-def finish(given: Values, out: Tensor, final_states: Tensor) -> Output:
-    return out.reshape(given["v"].shape), final_states.mT.contiguous()
+def finish(inputs: Values, out: Tensor, final_states: Tensor) -> Output:
+    return out.reshape(inputs["v"].shape), final_states.mT.contiguous()
 
 
 def gated_delta_rule(
@@ -109,8 +119,10 @@ def gated_delta_rule(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Output:
-    """Token by token, in fp64.  q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), states
-    (n, HV, V, K).  Without cu_seqlens a token of each sequence: (n, 1, ...).
+    """The reference: token by token, in fp64.
+
+    q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), states (n, HV, V, K).  Without
+    cu_seqlens there is one token of each sequence: (n, 1, ...).
     """
     heads = v.shape[-2]
     state = state.double()
@@ -123,7 +135,8 @@ def gated_delta_rule(
                 x[t].double().reshape(-1, x.shape[-1], 1).repeat_interleave(heads // x.shape[-2], 0)
                 for x in (q, k, v)
             )
-            decay, beta = (x[t].reshape(heads, 1, 1) for x in (g.exp(), b.double().sigmoid()))
+            decay = g[t].exp().reshape(heads, 1, 1)
+            beta = b[t].double().sigmoid().reshape(heads, 1, 1)
             state[n] *= decay
             state[n] += beta * (value - state[n] @ key) @ key.mT
             out[t] = (scale * state[n] @ query).reshape(v.shape[1:])
@@ -131,6 +144,9 @@ def gated_delta_rule(
 
 
 def _axes(*tokens: str, sequences: str, **packed: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Input -> axes.  tokens: the axes of tokens.  sequences: the axis of states.  packed: inputs
+    of packed sequences alone, and their axes.
+    """
     heads = ("num_v_heads",)
     return {
         "q": (*tokens, "num_q_heads", "head_size"),

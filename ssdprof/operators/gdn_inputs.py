@@ -171,7 +171,9 @@ def beta_below_0(inputs: GDNInputs) -> None:
 
 
 def in_wider_tensors(inputs: GDNInputs) -> GDNInputs:
-    """Beside NaN, so that strides matter."""
+    """The inputs with k and g as views of wider tensors that hold NaN, so that a kernel that
+    ignores strides fails.
+    """
     k, g = (
         torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
         for tensor in (inputs.k, inputs.g)

@@ -43,19 +43,17 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
 
     It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3,
     with the gate's chunks, of 64 positions whatever the call's chunk size, in plain torch.
-    Everything is computed in fp32 and rounded
+    Everything is computed in fp32.  Rounded are
 
-        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
-                                            tensor cores take it: q and k (normalised ones too), the
-                                            inverse, beta times v and beta times decay times k, w,
-                                            u, the state, what a chunk writes, the scores
-        in products between the inverse's 16-row blocks     cut to tf32; for fp32 inputs to two tf32
-                                                            numbers
-        where states pass from chunk to chunk, and at the end     to the state dtype
-        as the output     to the input's dtype
-        if relaxed: decays, q k^T, beta and their products, and what a chunk writes   to 16 bit (the
-                                                                                      input's dtype;
-                                            bfloat16 for fp32 inputs), and fp32 operands, too
+    - operands of matrix products, to the input's dtype; fp32 to two tf32 numbers, as tensor cores
+      take it: q and k (normalised ones too), the inverse, beta times v and beta times decay times
+      k, w, u, the state, what a chunk writes, the scores
+    - products between the inverse's blocks of 16 rows: cut to tf32; for fp32 inputs to two tf32
+      numbers
+    - states that pass from chunk to chunk, and the final one, to the state dtype
+    - the output, to the input's dtype
+    - if relaxed: decays, q k^T, beta and their products, what a chunk writes, and fp32 operands, to
+      16 bit (the input's dtype; bfloat16 for fp32 inputs)
 
     k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  No
     kernel is imitated beyond that and nothing here is fitted: an implementation that rounds at
@@ -87,8 +85,8 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
 
 
 def operands(inputs: GDNInputs, low: Rounded, span: Span, chunk: int) -> tuple[Tensor, ...]:
-    """In chunks (c, h, chunk, ...): q and k of value heads as operands, normalised if the call asks
-    for it; v and beta (..., 1) in fp32.
+    """The inputs in chunks (c, h, chunk, ...): q and k of value heads as operands, normalised if
+    the call asks for it; v and beta (..., 1) in fp32.
     """
 
     q, k, v, beta = reference.load(inputs, span, torch.float32)

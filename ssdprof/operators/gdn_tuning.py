@@ -50,7 +50,7 @@ def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPorta
 
 
 def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """Segments keep their lengths in positions."""
+    """Configurations with other chunks.  Segments keep their lengths in positions."""
     for chunk in (16, 32) if inputs.q.dtype == torch.float32 else (32, 64, 128):
         yield replace(
             config, chunk=chunk, segment=triton.cdiv(config.segment * config.chunk, chunk)

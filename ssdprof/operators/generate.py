@@ -84,9 +84,11 @@ class Tokens:
         if self.shortest is not None:
             lengths = f"{_brief(self.shortest)}-{_brief(self.seqlen)}"
             return f"{self.sequences} packed x {lengths}{slots}"
-        kept = {0: "", 1: ", every state"}.get(
-            self.state_every, f", state every {self.state_every:,}"
-        )
+        kept = ""
+        if self.state_every == 1:
+            kept = ", every state"
+        elif self.state_every:
+            kept = f", state every {self.state_every:,}"
         return f"{self.sequences} x {self.seqlen:,}{kept}{slots}"
 
 
@@ -238,8 +240,10 @@ def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class InputGenerator(Generic[I]):
-    """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order:
-    the same for people.
+    """How inputs of an operator are generated for a bench, and for the tests of laws.
+
+    form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order: the
+    same for people.
     words: of a shape.
     models: sizes of models in this order, then `others`; the first is the default.
     others: what else inputs are generated from, and its value unless a model has another one.
@@ -247,7 +251,7 @@ class InputGenerator(Generic[I]):
     largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
     edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator,
-        then with fewer for kernels that refuse those.
+    then with fewer for kernels that refuse those.
     histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
     without; first one of the shape of the inputs, then long ones with each number of heads.  None:
     the sum of a head's gates bounds what is left of its state, and the amplified history suffices.
@@ -284,7 +288,7 @@ class InputGenerator(Generic[I]):
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """By the name of a model that has them."""
+        """The shapes of models, by the model's name."""
         return {model: self.shape(model, *values) for model, values in self.models.items()}
 
     @property
@@ -365,7 +369,7 @@ def boundaries(tokens: Tokens, seed: int) -> list[int]:
 
 
 def uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
-    """(count) in fp32."""
+    """(count) random numbers, uniform between `low` and `high`, in fp32."""
     return low + (high - low) * torch.rand(count, device=generator.device, generator=generator)
 
 
@@ -376,7 +380,7 @@ def gate_bias(count: int, generator: torch.Generator) -> Tensor:
 
 
 def edge_cell(shape: Shape, like: Tensor, lengths: Lengths) -> Cell:
-    """As views, in the dtype of `like`; packed sequences as one."""
+    """The cell of edge inputs: views, in the dtype of `like`.  Packed sequences count as one."""
     dtype: Any = dtype_name(like.dtype)
     rows, length = (1, sum(lengths)) if is_packed(lengths) else (len(lengths), lengths[0])
     return Cell(
@@ -412,7 +416,7 @@ def as_edge(inputs: I, like: Any, lengths: Lengths) -> I:
 
 
 def with_initial_states(inputs: Any) -> Any:
-    """Transposed in memory."""
+    """The inputs with random initial states, transposed in memory."""
     sequences, heads, rows, columns = inputs.states_shape
     return inputs.after(states(sequences, heads, columns, rows, device=inputs.device).mT)
 

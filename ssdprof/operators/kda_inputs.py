@@ -72,7 +72,9 @@ def forgetting_channels(inputs: kernels.GDNInputs) -> None:
 
 
 def decayed_state(inputs: kernels.GDNInputs) -> None:
-    """In one head, by 2^-46 within a chunk, and large beside what is written."""
+    """Change one head so that its state is large beside what is written, and decays by 2^-46 within
+    a chunk.
+    """
     if inputs.initial_state is not None:
         inputs.initial_state[:, 5] *= 2.0**8
     inputs.v[:, :, 5] *= 2.0**-8

@@ -163,7 +163,7 @@ class CallBinding(Generic[I]):
         }
 
     def activations(self, inputs: I) -> dict[str, Tensor]:
-        """Those of them that the model computed in its own dtype."""
+        """The tensors that the model computed in its own dtype, by name."""
         tensors = self.positional(inputs)
         dtype = tensors[self.views[0]].dtype
         return {
@@ -200,7 +200,9 @@ class OracleSpec(Generic[I]):
     flops: Callable[[Mapping[str, int], int], int]
 
     def forms(self, inputs: Inputs) -> Output:
-        """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
+        """Empty out and final_states on the meta device, which have the shapes and dtypes of an
+        output.  Final states are fp32.
+        """
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
 
@@ -425,9 +427,10 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
 
 
 def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
-    """By the first of our kernels that supports the inputs, with exact intermediates and fp32
-    states; without a GPU by the chunked form in fp32.  Raises BadInputError with the reason of each
-    refusal.
+    """The output of the first of our kernels that supports the inputs, with exact intermediates and
+    fp32 states; without a GPU, of the chunked form in fp32.
+
+    Raises BadInputError with the reason of each refusal.
     """
     if inputs.device.type != "cuda":
         out, final_states = chunked(inputs, dtype=torch.float32)

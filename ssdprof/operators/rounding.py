@@ -167,7 +167,7 @@ class Rounded:
         return self._in(tensor, self._intermediate_dtype)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """As a state passes from chunk to chunk."""
+        """A state as it passes from chunk to chunk, rounded to the state dtype."""
         return self._in(tensor, self._state_dtype)
 
     def _in(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,8 +180,10 @@ class Rounded:
     def _with_error(
         self, tensor: Tensor, eps: float, least: float, smallest: float = 0.0
     ) -> Tensor:
-        """With errors of `least` to `least` + 1 units in the last place, at least the unit of
-        `smallest`.
+        """The tensor with an error in each element.
+
+        The error is `least` to `least` + 1 units in the last place, of the element or of
+        `smallest`, whichever is larger.
         """
         tensor = tensor.contiguous()
         power = (tensor.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)

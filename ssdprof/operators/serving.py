@@ -82,6 +82,7 @@ def in_pool(implementation: Implementation) -> Implementation:
         return {}
 
     def prepare(inputs: Inputs) -> tuple[Inputs, slice]:
+        """The call on a pool of its own, and the slots of its final states."""
         states = getattr(inputs, inputs.LINEAR[1])
         # a user's kernel gets the layout of the documents, ours that of a server
         served = implementation.kind == "bundled" and inputs.state_indices is not None

@@ -190,8 +190,8 @@ def _mamba_ssm_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
 
 
 def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    """Its "high" setting; of fp16 inputs also its "medium" one, and each with the states of the
-    other.
+    """The precisions of the published kernel: its "high" setting; with fp16 inputs also its
+    "medium" one, and each with the states of the other.
     """
     if dtype == "fp16":
         return requested_precisions(dtype, "all", ("fp32", "fp16"))
@@ -212,7 +212,9 @@ _MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
 
 
 def _fork_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    """For the servers' forks of `mamba_ssm`: a server chooses the dtype of its states."""
+    """The precisions of the servers' forks of `mamba_ssm`: a server chooses the dtype of its
+    states.
+    """
     return requested_precisions(dtype, "exact", tuple(dict.fromkeys((dtype, "fp32"))))
 
 
@@ -243,8 +245,8 @@ LIBRARIES = {
 
 
 def refusal(sizes: Mapping[str, int], ranks: int) -> str:
-    """Every rank takes the same number of heads; groups are divided, too, or one group is on every
-    rank.
+    """Why the heads cannot be divided among these ranks; empty if they can: every rank takes the
+    same number of heads; groups are divided, too, or one group is on every rank.
     """
     heads, groups = sizes["nheads"], sizes["ngroups"]
     if heads % ranks:

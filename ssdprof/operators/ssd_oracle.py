@@ -52,14 +52,14 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at
-    the chunk size of the gate.  Everything is computed in fp32 and rounded
+    the chunk size of the gate.  Everything is computed in fp32.  Rounded are
 
-        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
-                                            tensor cores take it
-        where states pass from chunk to chunk, and at the end     to the state dtype
-        as the output     to the input's dtype
-        if relaxed: decays, C B^T, dt and their products     to 16 bit (the input's dtype; bfloat16
-                                                             for fp32 inputs)
+    - operands of matrix products, to the input's dtype; fp32 to two tf32 numbers, as tensor cores
+      take it
+    - states that pass from chunk to chunk, and the final one, to the state dtype
+    - the output, to the input's dtype
+    - if relaxed: decays, C B^T, dt and their products, to 16 bit (the input's dtype; bfloat16 for
+      fp32 inputs)
 
     It imitates no kernel and nothing is fitted: an implementation that rounds at fewer places only
     gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that

@@ -131,7 +131,7 @@ def _rings_fit(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
 
 
 def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
-    """Segments keep their lengths in positions."""
+    """Configurations with other chunks.  Segments keep their lengths in positions."""
     for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
         yield replace(
             config,

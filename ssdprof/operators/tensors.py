@@ -41,7 +41,7 @@ def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
 def requested_precisions(
     dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
 ) -> tuple[precision.Precision, ...]:
-    """Those that `precisions_for` names."""
+    """The precisions that `precisions_for` names."""
     return tuple(map(precision.Precision.named, precisions_for(dtype, intermediates, states)))
 
 

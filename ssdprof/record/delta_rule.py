@@ -20,54 +20,56 @@ if TYPE_CHECKING:
 _LOWER_BOUND = -5.0  # cuDNN's, where a call has a bounded gate and names no bound
 
 
-def bind(per_channel: bool, step: bool, given: Arguments) -> FunctionCall | None:
+def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | None:
     """A call in terms of the operator's inputs.
 
     per_channel: KDA, whose gates have a number for each channel.  step: of a few tokens.
-    given: the arguments by our names.  ValueError for those that the inputs cannot express.
+    arguments: by our names.  ValueError for those that the inputs cannot express.
     """
-    if bool(given.get("is_kda", per_channel)) != per_channel:
+    if bool(arguments.get("is_kda", per_channel)) != per_channel:
         return None
-    if given.get("softplus", 1.0) != 1.0 or given.get("second") is not None:
+    if arguments.get("softplus", 1.0) != 1.0 or arguments.get("second") is not None:
         raise ValueError("a call with a factor in softplus, or with two pools, is not recorded")
-    state = given.get("state") if given.get("pool") is None else given["pool"]
-    q, k, v = _rows(given, state)
-    cu_seqlens = given.get("cu_seqlens")
-    states = CallStates.of(v, {**given, "state": state, "step": step})
+    state = arguments.get("state") if arguments.get("pool") is None else arguments["pool"]
+    q, k, v = _rows(arguments, state)
+    cu_seqlens = arguments.get("cu_seqlens")
+    states = CallStates.of(v, {**arguments, "state": state, "step": step})
     inputs: dict[str, object] = {
         "q": q,
         "k": k,
         "v": v,
-        "g": _gates("g", given, (*v.shape[:3], q.shape[3]) if per_channel else v.shape[:3], v, 0),
-        "beta": _gates("beta", given, v.shape[:3], v, 1),
+        "g": _gates(
+            "g", arguments, (*v.shape[:3], q.shape[3]) if per_channel else v.shape[:3], v, 0
+        ),
+        "beta": _gates("beta", arguments, v.shape[:3], v, 1),
         "initial_state": states.initial(),
-        "scale": given.get("scale"),
-        "use_qk_l2norm": bool(given.get("norm")),
+        "scale": arguments.get("scale"),
+        "use_qk_l2norm": bool(arguments.get("norm")),
         "cu_seqlens": cu_seqlens,
         "state_every": int(states.after_each_token),
     }
 
     def result(returned: object) -> tuple[Tensor, Tensor | None]:
         several = tensors_of(returned)
-        out = several[0] if given.get("out") is None else given["out"]
+        out = several[0] if arguments.get("out") is None else arguments["out"]
         final = several[1] if len(several) > 1 else None
         out = states.live(out.reshape(v.shape).to(v.dtype))
         return out, states.final(final)
 
-    weights = {name: given.get(name) for name in ("A_log", "dt_bias")}
+    weights = {name: arguments.get(name) for name in ("A_log", "dt_bias")}
     return FunctionCall(
         inputs=inputs,
         result=result,
         slots=states.slots_read,
         weights={name: weight for name, weight in weights.items() if weight is not None},
-        activate=_activation(given, per_channel),
+        activate=_activation(arguments, per_channel),
     )
 
 
-def _rows(given: Arguments, pool: Tensor | None) -> tuple[Tensor, ...]:
+def _rows(arguments: Arguments, pool: Tensor | None) -> tuple[Tensor, ...]:
     """q, k and v, (B, T, heads, ...), as views."""
-    if (mixed := given.get("mixed")) is None:
-        several = (given[name] for name in ("q", "k", "v"))
+    if (mixed := arguments.get("mixed")) is None:
+        several = (arguments[name] for name in ("q", "k", "v"))
         return tuple(rows if rows.ndim == 4 else rows[None] for rows in several)
     assert pool is not None
     value_heads, value_dim, key_dim = pool.shape[1:]  # V before K
@@ -78,12 +80,15 @@ def _rows(given: Arguments, pool: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _gates(
-    name: str, given: Arguments, shape: tuple[int, ...], v: Tensor, without: float
+    name: str, arguments: Arguments, shape: tuple[int, ...], v: Tensor, without: float
 ) -> Tensor:
-    """The gates of v's tokens, (B, T, ...).  Those of tokens behind T are padding.  without:
-    where a call has none.  ValueError for gates that are not one for each head, or channel.
+    """The gates of v's tokens: (B, T, ...).  Gates of tokens behind T are padding, and are cut off.
+
+    without: the value of gates that the call does not have.
+
+    ValueError for gates that are not one for each head, or channel.
     """
-    gate: Tensor | None = given.get(name)
+    gate: Tensor | None = arguments.get(name)
     if gate is None:
         return v.new_full(shape, without)
     if gate.ndim == len(shape) and len(gate) == shape[0]:
@@ -93,25 +98,25 @@ def _gates(
     return gate.reshape(shape)
 
 
-def _activation(given: Arguments, per_channel: bool) -> Activate:
-    """As `FunctionCall.activate`."""
-    bound = given.get("lower_bound")
-    raw = bool(given.get("raw_gate", given.get("A_log") is not None))
-    if not per_channel or given.get("bounded", True) not in (True, "bounded"):
-        bound = None
-    elif "bounded" in given and bound is None:
-        bound = _LOWER_BOUND
-    linear = given.get("domain") == "linear" and given.get("g") is not None
-    raw_beta = bool(given.get("raw_beta"))
+def _activation(arguments: Arguments, per_channel: bool) -> Activate:
+    """`FunctionCall.activate` of a call: how its g and beta are computed from those that it has."""
+    raw = bool(arguments.get("raw_gate", arguments.get("A_log") is not None))
+    linear = arguments.get("domain") == "linear" and arguments.get("g") is not None
+    raw_beta = bool(arguments.get("raw_beta"))
+    lower_bound = None
+    if per_channel and arguments.get("bounded", True) in (True, "bounded"):
+        lower_bound = arguments.get("lower_bound")
+        if lower_bound is None and "bounded" in arguments:
+            lower_bound = _LOWER_BOUND
     if not (raw or linear or raw_beta):
         return unchanged
     return partial(
         _activated,
         raw=raw,
-        lower_bound=bound,
+        lower_bound=lower_bound,
         linear=linear,
         raw_beta=raw_beta,
-        doubled=bool(given.get("doubled")),
+        doubled=bool(arguments.get("doubled")),
     )
 
 

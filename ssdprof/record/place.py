@@ -36,6 +36,7 @@ class FunctionCall:
     slots: (sequences) of the pool; -1 is padding, which servers do not compute.  Its states are 0,
         and of steps its out, too.
     layer: its name or index in the model, where the call itself can tell.
+    overwrites: the name of what the function writes over; empty for nothing but states.
     weights: what `activate` takes besides, by name.
     activate: (inputs, weights), or copies of them -> the operator's inputs, with gates after their
         activations.  For copies of calls that are stored or computed again: it costs as much as a
@@ -46,6 +47,7 @@ class FunctionCall:
     result: Callable[[object], tuple[Tensor, Tensor | None]]
     slots: Tensor | None = None
     layer: str | None = None
+    overwrites: str = ""
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     activate: Activate = unchanged
 

@@ -16,6 +16,7 @@ raw_beta        beta is sigmoid(beta), doubled with `doubled`
 is_kda          which of the two operators that the function serves is called
 out             where the function writes its output, if it does not return it
 pool            FlashInfer's in place of `state`.  second: a second pool
+overwrites      our name of what the function writes over
 chunks, last    vLLM returns the states of all chunks; the last chunk of each sequence
 kept, kept_packed, tracked
                 Mamba-2: the function returns final states; of packed sequences; before others
@@ -97,7 +98,10 @@ def _bind(
             raise ValueError(f"a call with {name} is not recorded")
     call = _BIND[operator](phase != "prompt", _by_our_names(signature, by_parameter))
     layer = by_parameter.get("layer_id")
-    if call is not None and layer is not None:
+    if call is None:
+        return None
+    call.overwrites = signature["fixed"].get("overwrites", "")
+    if layer is not None:
         call.layer = str(layer)
     return call
 

@@ -39,7 +39,7 @@ class RecordedCall:
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """Those that there are, and the slots, in a file's names."""
+        """The outputs that the call has, and its slots, by their names in a file."""
         outputs = {"out": self.out, "final_states": self.final_states, "slots": self.slots}
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
@@ -59,7 +59,9 @@ class RecordedCall:
 
     @property
     def of_layer(self) -> tuple[str, str]:
-        """Its operator and layer: calls of two operators are not those of one layer."""
+        """Operator and layer, which together identify a layer: two operators may name theirs
+        alike.
+        """
         return self.place.operator, self.layer
 
     @property
@@ -80,7 +82,7 @@ class RecordedCall:
         )
 
     def activated(self) -> RecordedCall:
-        """With gates after their activations."""
+        """The call with gates after their activations."""
         inputs = self.activate(self.inputs, self.weights)
         return replace(self, inputs=inputs, weights={}, activate=unchanged)
 

@@ -4,8 +4,10 @@
          -> the thread: a copy in main memory, on a stream of its own -> `Keeper`, which stores it
 
 The copies are made on the tensors' device before the program goes on, on a GPU in the program's own
-stream: its next statement may overwrite the buffers.  No copy is made of a call for which the queue
-has no room, and nothing waits for the device.
+stream: its next statement may overwrite the buffers.  Copies of a large prompt would take a part of
+the call's time.  They are made after the function, on a stream beside the program's, whose next
+kernels run meanwhile; memory that the program frees is not used again before.  No copy is made of a
+call for which the queue has no room, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import os
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import util
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -37,13 +40,25 @@ T = TypeVar("T")
 _WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, after which no call is added
 _FLUSH_S = 60.0  # for what is in the queue when the process ends
 _FRAMES = 16  # of callers, among whom a layer is looked for
-# a call before its function runs: as its place reads it, its inputs, its layer
-_Begun: TypeAlias = "tuple[FunctionCall, Inputs, str]"
+_LARGE_BYTES = 16 << 20  # of a prompt's inputs, from which they are copied beside the program
 # a call, and the event behind it; None on a CPU
 _Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None]"
 _LAYER_NAMES = ("layer_name", "prefix", "layer_idx", "layer_id", "layer_number")
 _IN_GRAPHS = "inside CUDA graphs"
 _GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A call before its function runs.
+
+    inputs: copies, but for the tensors of these names in `later`, which are copied afterwards.
+    """
+
+    call: FunctionCall
+    inputs: Inputs
+    layer: str
+    later: frozenset[str]
 
 
 def call(
@@ -81,7 +96,8 @@ class Recorder:
         self.lost: Counter[str] = Counter()  # calls that were not recorded, by the reason
         self._queue = _Queue()
         self._keeper = Keeper(self.settings)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the thread
+        self._beside: dict[torch.device, torch.cuda.Stream] = {}  # for copies of large prompts
         self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
         self._thread.start()
         # processes of multiprocessing end without atexit, others without its finalizers
@@ -90,7 +106,9 @@ class Recorder:
 
     @classmethod
     def of_process(cls) -> Recorder | None:
-        """None where there can be none: an ending process starts no thread."""
+        """The recorder of this process.  None if it cannot be made: an ending process starts no
+        thread.
+        """
         if cls._current is None:
             try:
                 cls._current = cls()
@@ -100,7 +118,7 @@ class Recorder:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked process, whose thread did not come along."""
+        """Forget the recorder, in a forked process: its thread did not come along."""
         cls._current = None
 
     # --- in the program's thread
@@ -137,18 +155,23 @@ class Recorder:
                 if not self._queue.wait_for_room(self.settings.max_delay_s):
                     self.lost["because the queue was full"] += 1
                     return None
-                inputs = operators.get(place.operator).inputs(**_copies(bound.inputs))
-                return bound, inputs, str(bound.layer or self._layer())
+                later = _copied_later(place, bound)
+                inputs = operators.get(place.operator).inputs(
+                    **_copies(bound.inputs, bound.inputs.keys() - later)
+                )
+                layer = str(bound.layer or self._layer())
+                return _Begun(call=bound, inputs=inputs, layer=layer, later=later)
         except Exception as error:
             self._cannot(place, error)
             return None
 
     def after(self, place: Place, begun: _Begun, returned: object) -> None:
         """Queue the call with what it returned."""
-        bound, inputs, layer = begun
+        inputs, layer = begun.inputs, begun.layer
+        device = inputs.device
         try:
             with torch.no_grad():
-                out, final_states = bound.result(returned)
+                out, final_states = begun.call.result(returned)
                 _check_shape("out", out, inputs.values.shape)
                 if final_states is not None:
                     _check_shape("final_states", final_states, inputs.final_shape)
@@ -161,15 +184,22 @@ class Recorder:
                     inputs=inputs,
                     out=out,
                     final_states=final_states,
-                    slots=bound.slots,
-                    weights=bound.weights,
-                    activate=bound.activate,
+                    slots=begun.call.slots,
+                    weights=begun.call.weights,
+                    activate=begun.call.activate,
                 )
-                call = call.with_tensors(call.tensors | _copies({**call.outputs, **call.weights}))
-                done = None
-                if inputs.device.type == "cuda":
-                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    done.record(torch.cuda.current_stream(inputs.device))
+                names = begun.later | call.outputs.keys() | call.weights.keys()
+                beside = _stream(self._beside, device) if begun.later else None
+                if beside:
+                    beside.wait_stream(torch.cuda.current_stream(device))
+                    for name in names:
+                        call.tensors[name].record_stream(beside)
+                with torch.cuda.stream(beside):
+                    call = call.with_tensors(_copies(call.tensors, names))
+                    done = None
+                    if device.type == "cuda":
+                        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        done.record(torch.cuda.current_stream(device))
         except Exception as error:
             self._cannot(place, error)
             return
@@ -230,9 +260,7 @@ class Recorder:
         thread.
         """
         device = call.inputs.device
-        if done and device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams.get(device)
+        stream = _stream(self._streams, device) if done else None
         with torch.no_grad(), torch.cuda.stream(stream):
             if stream and done:
                 stream.wait_event(done)
@@ -268,6 +296,9 @@ class _Queue:
             )
 
     def put(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
+        """Append a call to the queue.  done: an event after which its copies are complete; None:
+        they are.
+        """
         with self._changed:
             if self.closed:
                 return
@@ -309,12 +340,33 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(shape)}")
 
 
-def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With copies of the tensors among them."""
+def _copied_later(place: Place, call: FunctionCall) -> frozenset[str]:
+    """The names of the inputs that are copied after the function, beside the program: those of a
+    large prompt on a GPU, without states, and without what the function overwrites.
+    """
+    tensors = {name: value for name, value in call.inputs.items() if isinstance(value, Tensor)}
+    on_gpu = all(tensor.is_cuda for tensor in tensors.values())
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    if place.phase != "prompt" or not on_gpu or nbytes < _LARGE_BYTES:
+        return frozenset()
+    return frozenset(tensors) - {"initial_state", "initial_states", call.overwrites}
+
+
+def _copies(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The values, with copies in place of the tensors of these names."""
     return {
-        name: value.clone() if isinstance(value, Tensor) else value
+        name: value.clone() if name in names and isinstance(value, Tensor) else value
         for name, value in values.items()
     }
+
+
+def _stream(
+    streams: dict[torch.device, torch.cuda.Stream], device: torch.device
+) -> torch.cuda.Stream:
+    """The stream of this device; a new one at the first use."""
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams[device]
 
 
 def _on_host(call: RecordedCall) -> RecordedCall:

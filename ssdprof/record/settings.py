@@ -24,7 +24,9 @@ _SHOWN: set[str] = set()  # notes of this process
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings:
-    """folder: of the calls.  operators: names of those that are recorded.
+    """The options of `ssdprof record` that its processes need.
+
+    folder: of the calls.  operators: names of those that are recorded.
     keep: calls of a layer that are written before the one that went wrong.
     max_bytes, max_calls: of each process: in its files, and of the ring in its memory.
     max_delay_s: how long a call may wait for room in the queue.

@@ -61,7 +61,11 @@ class CallStates:
 
     @classmethod
     def of(cls, tokens: Tensor, arguments: Arguments) -> CallStates:
-        """tokens: (batch, length, ...).  arguments: of the function; other names have no effect."""
+        """The states of a call.
+
+        tokens: (batch, length, ...).  arguments: of the function; names that are no field have no
+        effect.
+        """
         fields = cls.__dataclass_fields__
         known = {name: value for name, value in arguments.items() if name in fields}
         return cls(batch=tokens.shape[0], length=tokens.shape[1], **known)
@@ -77,13 +81,16 @@ class CallStates:
 
     @property
     def _table(self) -> Tensor | None:
+        """The slots to which the states after each token go: (sequences, tokens).  None if the call
+        keeps only final states.
+        """
         if self.table is not None or self.slots is None or self.slots.ndim == 1:
             return self.table
         return self.slots if self.accepted is not None or self.tables else None
 
     @cached_property
     def slots_read(self) -> Tensor | None:
-        """(sequences); -1: padding."""
+        """The slot with which each sequence begins: (sequences); -1: padding."""
         if self.slots is None:
             return None
         slots = self.slots[: self.sequences].long()
@@ -99,12 +106,15 @@ class CallStates:
         states = self.state
         if states is None:
             return None
-        known = self.has_initial
+        has_initial = self.has_initial
         slots = self.slots_read
         if slots is not None:
             states = states[slots.clamp(min=0)]
-            known = slots >= 0 if known is None else known & (slots >= 0)
-        return self._turned(states if known is None else _where(known, states))
+            live = slots >= 0
+            has_initial = live if has_initial is None else has_initial & live
+        if has_initial is not None:
+            states = _where(has_initial, states)
+        return self._turned(states)
 
     def final(self, returned: Tensor | None) -> Tensor | None:
         """The states after the call, 0 where none was kept.  returned: by the function, if it
@@ -125,7 +135,7 @@ class CallStates:
         return self._turned(_where(slots >= 0, pool[written.clamp(min=0)]))
 
     def _after_tokens(self, pool: Tensor) -> Tensor:
-        """(tokens, ...)."""
+        """The state after each token: (tokens, ...)."""
         sequence, step = self._tokens
         if self.buffer is None:
             table = self._table

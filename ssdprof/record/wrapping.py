@@ -93,7 +93,7 @@ def _recording(
 def _arguments(
     signature: inspect.Signature, /, *args: object, **kwargs: object
 ) -> dict[str, object]:
-    """Those of a call, by name, with defaults; those of **kwargs are among them."""
+    """The arguments of a call by name, defaults and those of **kwargs included."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, object] = dict(bound.arguments)

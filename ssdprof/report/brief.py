@@ -53,7 +53,7 @@ def render(report: Report) -> RenderableType:
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
-    """What was compared first, the verdict last."""
+    """What is shown, from top to bottom: what was compared first, the verdict last."""
     prompts = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
@@ -137,9 +137,9 @@ def _table(title: str, all_series: Sequence[Series], numbers: Sequence[TableRow]
     named = [{"tokens": series.group.size} | calls.names(series) for series in all_series]
     names, in_title = split_columns(named, keep=(PRECISION,))
     title = ", ".join([title, *in_title.values()])
-    layers, *others = {len(series.group.layers) for series in all_series}
-    if not others:
-        title += f", {fmt.plural(layers, 'layer')}"
+    layer_counts = {len(series.group.layers) for series in all_series}
+    if len(layer_counts) == 1:
+        title += f", {fmt.plural(layer_counts.pop(), 'layer')}"
 
     keys = tuple(names[0])
     hidden = _DETAILS if len(keys) > 1 else ()
@@ -273,14 +273,18 @@ def _listed_run(run: ListedRun) -> TableRow:
 
 
 def _listed_verdict(run: ListedRun) -> str:
-    """Answers without a limit are compared, and pass nothing."""
+    """The verdict in a list of runs.  Answers without a limit are "compared": there is nothing that
+    they could pass.
+    """
     without_limits = run.kind == "answers" and run.verdict == "passed" and not run.gates
     word = "compared" if without_limits else run.verdict
     return f"{word}, partial" if run.state == "partial" else word
 
 
 def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
-    """For each set of compared cases a table with the newest run of every commit, oldest first."""
+    """Tables with the newest run of every commit, oldest first, one for each set of compared
+    cases.
+    """
     readable = [report for _, report in listed if isinstance(report, Report)][::-1]
     for (target, gpu, names), same in grouped(readable, _compared_cases).items():
         reports = list({report.commit or report.id: report for report in same}.values())

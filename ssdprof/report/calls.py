@@ -53,7 +53,7 @@ def names(series: Series) -> TableRow:
 
 
 def untimed(case: Case) -> str:
-    """Its result, where there is no time."""
+    """What stands in place of a time: the case's result, or "not timed"."""
     return case.result.replace("passed", "not timed")
 
 

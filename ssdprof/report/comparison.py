@@ -101,7 +101,7 @@ _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
 def compose(
     comparison: Comparison, stalls: Sequence[Table] = (), *, every: bool = False
 ) -> Document:
-    """every: also cases that did not change."""
+    """The document of a comparison.  every: show cases that did not change, too."""
     names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
     return Document(
         title=f"ssdprof compare: BASE {names[0]}, NEW {names[1]}",
@@ -193,9 +193,9 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 
 
 def _sections(comparison: Comparison, stalls: Sequence[Table], every: bool) -> Iterator[Section]:
-    """Speed, then what else differs side by side, then what was not compared.
+    """The sections: speed, then what else differs side by side, then what was not compared.
 
-    every: also cases that did not change.
+    every: show cases that did not change, too.
     """
     both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
     shown = ("faster", "slower", "no difference") if every else ("faster", "slower")

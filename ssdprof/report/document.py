@@ -98,9 +98,9 @@ def _sections(report: Report) -> Iterator[Section]:
 def of_tuning(report: Report) -> Document:
     """What each search of `ssdprof tune` found."""
     searches = grouped(report.cases, lambda case: (case.case_key, case.precision)).values()
-    left = (f"{left.case_key}: left out: {left.reason}." for left in report.left_out)
+    left_out = (f"{cell.case_key}: left out: {cell.reason}." for cell in report.left_out)
     tables = (_search(report, cases) for cases in searches)
-    results = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
+    results = section("Searches", *tables, (*report.remarks, *left_out), _TUNING_READING)
     return Document(
         title=f"ssdprof tune: {report.target}", version=report.ssdprof_version, sections=(results,)
     )

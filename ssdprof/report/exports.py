@@ -108,7 +108,7 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 
 def _identity(report: Report, case: Case) -> CsvRow:
-    """What was computed, by what, and whether it passed."""
+    """The columns of what was computed, by what, and whether it passed."""
     generated = case.inputs_of if isinstance(case.inputs_of, Generated) else None
     baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
@@ -134,7 +134,9 @@ def _identity(report: Report, case: Case) -> CsvRow:
 
 
 def _times(report: Report, case: Case, clock: Clock) -> CsvRow:
-    """Intervals of call times are known with several processes alone."""
+    """The columns of a clock.  Call times have an interval only if several processes measured
+    them.
+    """
     samples: list[float] = []
     for recording in case.samples:
         if recording.clock == clock:
@@ -187,7 +189,9 @@ def _of_model(report: Report, case: Case) -> CsvRow:
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
     band = case.band
-    low, high = (band and band.perplexity_interval_pct) or (None, None)
+    low, high = None, None
+    if band and band.perplexity_interval_pct:
+        low, high = band.perplexity_interval_pct
     return {
         "speedup predicted [x]": report.predicted(case) if report.speedup(case) else None,
         "operator of one layer, device time [µs]": prefill and prefill.alone_us,
@@ -237,7 +241,7 @@ def baseline(report: Report) -> str:
 
 
 def _summarised(report: Report, case: Case) -> dict[str, object]:
-    """Without samples, with what `compare` reads."""
+    """The fields of a case without its samples, but with what `compare` reads."""
     summary = case.summary
     if case.samples:
         speedups = {clock: report.speedup(case, clock) for clock in CLOCKS}
@@ -261,7 +265,9 @@ def _summarised(report: Report, case: Case) -> dict[str, object]:
 
 
 def _stored(record: Report | Case, without: dict[str, Any] | None = None) -> dict[str, object]:
-    """Its fields; what a case is and its times come first."""
+    """The fields of a record as stored.  Those that say what a case is, and its times, come
+    first.
+    """
     fields = record.model_dump(mode="json", exclude_defaults=True, exclude=without)
     first = ("implementation", "precision", "task", "seqlen", "status", "summary", "accuracy")
     order = first if isinstance(record, Case) else ()
@@ -295,7 +301,7 @@ def junit(report: Report) -> str:
 
 
 def _of_case(report: Report, case: Case, *, counts: bool) -> Element:
-    """counts: its failure fails the report."""
+    """The test of a case.  counts: its failure fails the report."""
     seconds = case.call_us.value / 1e6 if case.call_us else 0.0
     test = _test(case.implementation, case.name, seconds)
     why = case.why or case.result

@@ -150,7 +150,7 @@ def _target(report: Report) -> Iterator[Fact]:
 
 
 def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
-    """Its checkpoint, and which of its layers were replayed."""
+    """The checkpoint, and which of its layers were replayed."""
     random = ", random weights" if model.random_weights else ""
     yield "model", f"{model.repo_id} ({model.model_type}, {_SOURCES[model.source]}){random}"
     yield "revision", model.revision or ""
@@ -168,7 +168,7 @@ def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
 
 
 def _prefill(report: Report) -> Iterator[Fact]:
-    """What was loaded, and how it was called."""
+    """What was loaded for prefills, and how the model was called."""
     prefills = {case.seqlen: case.task for case in report.cases if isinstance(case.task, Prefill)}
     if not prefills:
         return

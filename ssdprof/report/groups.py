@@ -48,7 +48,9 @@ class Series:
 
     @property
     def within_budget(self) -> bool:
-        """Every case; False for another library that passed outside of its budget."""
+        """Whether every case passed within its budget.  A library that was tolerated outside of it
+        did not.
+        """
         return all(case.result == "passed" and not case.outside_budget for case in self.cases)
 
     @cached_property
@@ -126,7 +128,7 @@ class Series:
 
     @property
     def verdict(self) -> Faster | None:
-        """By device time: the verdict that all calls share, else that of the sum."""
+        """The verdict by device time that all calls share, or else that of their sum."""
         smallest = self.group.report.smallest_difference
         verdicts = {ratio.verdict(smallest) for ratio in self._ratios("device")}
         if len(verdicts) == 1:
@@ -192,15 +194,16 @@ class Group:
         """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
-        calls_per_layer, *others = {layer.calls for layer in self.by_layer()}
-        if others:
+        calls_per_layer = {layer.calls for layer in self.by_layer()}
+        if len(calls_per_layer) > 1:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
         planned = self.call.count if self.call else 1
         if planned == 1:
             return of_layers
-        number = fmt.plural(calls_per_layer, self.noun)
-        if calls_per_layer < planned:
-            number = f"{calls_per_layer:,} of {fmt.plural(planned, self.noun)}"
+        calls = calls_per_layer.pop()
+        number = fmt.plural(calls, self.noun)
+        if calls < planned:
+            number = f"{calls:,} of {fmt.plural(planned, self.noun)}"
         in_layers = of_layers if layers == 1 else f"each of {of_layers}"
         return f"{number} in {in_layers}"
 

@@ -18,6 +18,7 @@ def render(document: Document, figures: Mapping[str, str] | None = None) -> str:
 
 
 def _head(document: Document) -> str:
+    """The title, the verdict, the facts about the origin, and the caveats."""
     lines = [f"## {escape(document.title)}", ""]
     for line in document.verdict:
         lines += [f"**{escape(line.text)}**", ""]

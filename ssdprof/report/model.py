@@ -84,7 +84,9 @@ def prompts(report: Report) -> list[list[Case]]:
 
 
 def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Answer]:
-    """alone: the cases in which a single layer was computed."""
+    """The cases of answers, each with its task.  alone: those in which a single layer was
+    computed.
+    """
     answers = ((case, case.task) for case in cases if isinstance(case.task, Answers))
     return [(case, task) for case, task in answers if (task.alone is not None) == alone]
 

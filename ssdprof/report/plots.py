@@ -81,8 +81,8 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
 
 
 def speedups(groups: Sequence[Group]) -> Drawing | None:
-    """By device time, with their intervals: a row for each size, with a point for each series; of
-    one size, a row for each series.  None if nothing was timed.
+    """Speedups by device time, with their intervals: a row for each size, with a point for each
+    series; of one size, a row for each series.  None if nothing was timed.
     """
     rows: dict[str, dict[str, Estimate]] = {}
     for group in groups:
@@ -146,8 +146,9 @@ def stall_roofline(report: StallReport) -> Drawing | None:
 
 
 def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Drawing | None:
-    """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
-    known.
+    """The drawing of points under a roofline.
+
+    points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if known.
     """
     cells = list[Cells]()
     intensities = list[float]()
@@ -246,7 +247,7 @@ def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:
-    """In each slice the largest of the layers' RMS errors; empty if none was recorded."""
+    """The largest RMS error among the layers in each slice; empty if none was recorded."""
     errors = (deviation(case.tensor("out"), which) for case in cases)
     recorded = [error.along for error in errors if error and error.along]
     return [max(rms or 0.0 for rms in slices) for slices in zip(*recorded, strict=True)]
@@ -345,7 +346,7 @@ def stacked(
 
 
 def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
-    """bars: prefill -> part -> us."""
+    """The parts of prefills' times as stacked bars.  bars: prefill -> part -> us."""
     ms = {name: {part: us / 1e3 for part, us in parts.items()} for name, parts in bars.items()}
     parts = list(dict.fromkeys(chain.from_iterable(bars.values())))
     return stacked(ms, parts, "{:,.1f}".format, "ms of a prefill")

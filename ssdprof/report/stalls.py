@@ -455,7 +455,9 @@ def _self_checks(report: StallReport) -> Table:
 
 
 def _checks(what: str, checks: SelfChecks, passed: str = "") -> list[TableRow]:
-    """passed: a remark on those that passed."""
+    """The rows of self-checks: those with the same result share one.  passed: a remark on those
+    that passed.
+    """
     rows = []
     for status, names in grouped(checks, lambda name: checks[name][0]).items():
         details = dict.fromkeys(checks[name][1] for name in names)

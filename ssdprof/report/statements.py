@@ -169,6 +169,7 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
 
 
 def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
+    """The verdict on answers: that they were compared, and whether limits hold."""
     limits = "no limit was given"
     gates = [
         gate.text for gate in report.conditions if METRICS[gate.metric].applies(outcome.answers[0])

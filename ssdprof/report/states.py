@@ -79,7 +79,7 @@ def by_layer(report: Report) -> dict[str, list[Case]]:
 
 
 def overviews(report: Report) -> list[Table]:
-    """For each size a row for each format, over all layers."""
+    """Tables of all formats over all layers, one for each size."""
     tables = []
     for size, cases in by_size(report).items():
         layer_count = len({case.case_key for case in cases})
@@ -158,7 +158,7 @@ def _last_error(layers: Iterable[HeadStates]) -> float:
 
 
 def _pool_bytes(layers: Iterable[HeadStates]) -> int | None:
-    """None for a user's format."""
+    """The bytes of the states in a pool of `SLOTS` slots; None for a user's format."""
     sizes = [layer.task.slot_bytes for layer in layers]
     return None if None in sizes else SLOTS * sum(filter(None, sizes))
 

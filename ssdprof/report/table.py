@@ -42,7 +42,7 @@ class Table:
         return bool(self.rows)
 
     def only(self, columns: Iterable[int]) -> Table:
-        """With some of its columns."""
+        """The table with these columns alone."""
         kept = tuple(columns)
         headers, *rows = (
             tuple(cells[column] for column in kept) for cells in (self.headers, *self.rows)
@@ -157,7 +157,7 @@ def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]])
 
 
 class VerdictLine(NamedTuple):
-    """good: it says nothing bad."""
+    """A sentence of the verdict.  good: it says nothing bad."""
 
     text: str
     good: bool = True
@@ -170,8 +170,10 @@ Picture = tuple[str, str, Table]  # title, SVG, its numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """folded: it is a detail, which a page folds.  On a page, pictures: before the blocks; level:
-    of its heading.
+    """A section of a document.
+
+    folded: it is a detail, which a page folds.  On a page, pictures: before the blocks; level: of
+    its heading.
     """
 
     title: str
@@ -182,7 +184,9 @@ class Section:
 
 
 def section(title: str, *blocks: Content, reading: str = "", folded: bool = False) -> Section:
-    """reading: explains the blocks, if there are any."""
+    """A section of the blocks that are not empty.  reading: explains the blocks, if there are
+    any.
+    """
     contents = tuple(block for block in blocks if block)
     if contents and reading:
         contents = (*contents, reading)
@@ -191,8 +195,9 @@ def section(title: str, *blocks: Content, reading: str = "", folded: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """origin: (label, value) pairs shown before all numbers.  Sections without blocks are left
-    out.
+    """A report as it is shown, on any medium.
+
+    origin: (label, value) pairs shown before all numbers.  Sections without blocks are left out.
     """
 
     title: str

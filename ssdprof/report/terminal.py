@@ -70,6 +70,7 @@ class SplitTable:
 
 
 def _section(section: Section) -> Iterator[RenderableType]:
+    """The blocks of a section, each after an empty line."""
     for block in section.blocks:
         yield ""
         match block:
@@ -82,7 +83,11 @@ def _section(section: Section) -> Iterator[RenderableType]:
 
 
 def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
-    """is_part: of a table, without empty rows.  squeezed: every column may wrap."""
+    """A table as rich draws it.
+
+    is_part: the table is a part of a wider one, and rows without a value in this part are left
+    out.  squeezed: every column may wrap.
+    """
     rendered = RichTable(
         box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False
     )

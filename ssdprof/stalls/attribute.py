@@ -158,6 +158,7 @@ class SourceFiles:
         return ""
 
     def _file(self, file: str) -> SourceFile | None:
+        """The parsed file, from ncu's report or from this machine; None if neither has it."""
         if file not in self._files:
             text = self._recorded.get(file)
             if text is None:
@@ -183,8 +184,9 @@ def _installed(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class LineStage:
-    """stage: None for a line of the calling function.  header: between a function's name and its
-    body.
+    """The function of a line, and its stage there.
+
+    stage: None for a line of the calling function.  header: between a function's name and its body.
     """
 
     function: str = ""
@@ -194,7 +196,9 @@ class LineStage:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """lines: of every line of a @jit function.  specialized: functions in which some warps have no
+    """A source file, with the stages of its lines.
+
+    lines: of every line of a @jit function.  specialized: functions in which some warps have no
     role.
     labelled: its stages are known, from itself or a table.
     """

@@ -272,7 +272,7 @@ def _product(value: float | None, factor: float | None) -> float | None:
 
 
 def _result(holds: bool | None, detail: str, lacking: str = "not collected") -> CheckResult:
-    """holds: None if it cannot be checked; `lacking` is the reason."""
+    """The result of a self-check.  holds: None if it cannot be checked; `lacking` is the reason."""
     if holds is None:
         return "not checked", lacking
     return "ok" if holds else "failed", detail

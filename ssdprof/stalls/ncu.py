@@ -73,9 +73,11 @@ ERRORS = {
 
 
 class Job(Record):
-    """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder
-    for compiled kernels, for `launch` and `profile` of such jobs only: kernels compiled elsewhere
-    may lack their lines.
+    """A call that ncu profiles, in a process of its own.
+
+    folder: of captures, which hold `layer` (its index) with `seqlen` tokens.
+    cache: a folder for compiled kernels, for `launch` and `profile` of such jobs only: kernels
+    compiled elsewhere may lack their lines.
     tuned: a file with configurations for the kernels.
     """
 

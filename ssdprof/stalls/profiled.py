@@ -158,7 +158,9 @@ def install() -> None:
 
 
 def _hook(*arguments: Any) -> tuple[str, str] | None:
-    """Triton calls it without arguments for its part of the cache's key, else with a compiler's
+    """Triton's hook for compilation stages: it names the call sites in PTX.
+
+    Triton calls it without arguments for its part of the cache's key, else with a compiler's
     stages.
     """
     if not arguments:
@@ -187,6 +189,7 @@ def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
         numbers[base_name(path)].append(number)
 
     def innermost(loc: re.Match[str]) -> str:
+        """The line directive with the innermost frame whose stage is known."""
         before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):

@@ -197,6 +197,7 @@ def _payload_size(header: bytes) -> int:
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
+    """A number of a protocol buffer, which begins at byte `at`, and where the next field begins."""
     value = shift = 0
     while True:
         byte = content[at]
@@ -211,6 +212,9 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
 
 
 def main() -> None:
+    """Write the launches of a file as JSON.  The arguments are the file of ncu and the JSON
+    file.
+    """
     try:
         import ncu_report
     except ImportError:

@@ -58,7 +58,7 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
 
 
 def _on_model(ref: CheckpointRef) -> Iterator[str]:
-    """Which model it is, and what its weights are."""
+    """Notes on which model it is, and what its weights are."""
     if ref.siblings:
         yield (
             f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: "
@@ -82,7 +82,7 @@ def _on_model(ref: CheckpointRef) -> Iterator[str]:
 
 
 def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
-    """What makes the replayed inputs unlike those of the model in use."""
+    """Notes on what makes the replayed inputs unlike those of the model in use."""
     lengths = [
         max(prompt.serving.packed, default=prompt.seqlen) + prompt.serving.decode
         for prompt in report.prompts

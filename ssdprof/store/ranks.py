@@ -46,10 +46,13 @@ class Ranks:
         return tuple(items[self.rank :: self.count])
 
     def tell(self, key: str, value: str = "") -> None:
+        """Give the other ranks a value under a key."""
         self.store.set(key, value)
 
     def told(self, key: str, by: int) -> str:
-        """What a rank tells; waits for it.  MissingCapabilityError if it dies before."""
+        """The value under a key.  Waits until rank `by` gives it; MissingCapabilityError if that
+        rank dies before.
+        """
         while not self.store.check([key]):
             if not self.alive(by):
                 raise self.gone(by)

@@ -144,7 +144,7 @@ class Writer:
             self._due_s = time.monotonic() + _LATER
 
     def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
-        """What is not measured.  implementations: empty: all of the place."""
+        """Note what is not measured, and why.  implementations: empty: all in this place."""
         left_out = LeftOut(case_key=case_key, reason=reason, implementations=implementations)
         self.update(left_out=(*self.report.left_out, left_out))
 
@@ -154,7 +154,7 @@ class Writer:
             self.update(notes=(*self.report.first.notes, text))
 
     def doubt(self, layer: int, sentences: Iterable[str]) -> None:
-        """What makes a layer's inputs unlike a model's."""
+        """Note what makes a layer's inputs unlike a model's."""
         doubts = dict(self.report.first.doubts)
         for text in sentences:
             doubts[text] = tuple(dict.fromkeys((*doubts.get(text, ()), layer)))
@@ -167,7 +167,7 @@ class Writer:
             self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
     def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
-        """Heads of a layer by how long they remember, unless they are known."""
+        """Note how many heads of a layer remember for how long, unless that is known."""
         if (key := str(layer)) not in self.report.first.gates:
             self.update(gates=self.report.first.gates | {key: heads()})
 
@@ -415,8 +415,8 @@ def _note_end(writer: Writer, error: BaseException) -> str:
 
 
 def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
-    """Note in a rank's lines why its process ended, which could not do so.  The report, if there is
-    anything in it.
+    """Note why the process of a rank ended, in its file: the process itself could not.  Returns the
+    report; None if there is none.
 
     case: the one that ran then, as JSON; empty if none did.
     """
@@ -438,8 +438,8 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
 
 
 def _wait(path: Path, ranks: Ranks) -> None:
-    """Until every other rank has closed its file.  MissingCapabilityError if one ended before its
-    share was done.
+    """Wait until every other rank has closed its file.  MissingCapabilityError if one ended before
+    its share was done.
     """
     for rank in range(ranks.count):
         if rank == ranks.rank:
@@ -458,8 +458,9 @@ def _wait(path: Path, ranks: Ranks) -> None:
 
 
 def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
-    """The error for another rank that died; None if there is none.  One that noted its end has a
-    message of its own.
+    """The error for another rank that died; None if there is none.
+
+    A rank that noted why it ended left a message of its own.
     """
     for rank in range(ranks.count):
         if rank != ranks.rank and not ranks.alive(rank):

@@ -24,7 +24,7 @@ from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
-from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
+from ssdprof.kernels.kda.hopper.launch import WHOLE_CONFIG, KDAHopperConfig, whole_launch
 from ssdprof.kernels.kda.hopper.launch import hopper_launch as kda_hopper_launch
 from ssdprof.kernels.kda.unfused import six_stages as kda_six_stages
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
@@ -441,6 +441,12 @@ def kda_hopper(case: KDACase):
     kda_hopper_launch(inputs, KDAHopperConfig.choose(inputs), state_v_first=False)(inputs)
 
 
+def kda_whole(case: KDACase, gates: torch.dtype = FP32):
+    inputs = on_meta(case.inputs())
+    inputs = replace(inputs, g=inputs.g.to(gates))
+    whole_launch(inputs, WHOLE_CONFIG, state_v_first=False)(inputs)
+
+
 KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
 KDA_UNFUSED = each(
     kda_unfused,
@@ -475,6 +481,13 @@ KDA_HOPPER = each(
         "kimi, batch": KIMI.but(batch=70),
         "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
         "V 64, grouped": KIMI.but(value_dim=64, key_heads=1, values_per_key=2, initial_states=True),
+    },
+) | each(
+    kda_whole,
+    {
+        "whole": KIMI,
+        "whole, packed, grouped": KIMI.but(**GDN_PACK, values_per_key=2),
+        "whole, bf16 gates": (KIMI.but(batch=70), BF16),
     },
 )
 KDA_TOKEN = KIMI.but(batch=2, seqlen=1, initial_states=True)

@@ -98,8 +98,12 @@ KDA = Source(
         "tiles",
         "prep",
         "scan",
-        "role_copies",
         "hopper_kernel",
+        "rings",
+        "decays",
+        "scores",
+        "states",
+        "whole_kernel",
     ),
     in_order=True,
 )

@@ -26,9 +26,16 @@ from ssdprof.kernels.gdn.portable import portable_launch as gdn_portable_launch
 from ssdprof.kernels.gdn.recurrent import recurrent_launch
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.kda import fused as kda_fused
 from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
-from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
+from ssdprof.kernels.kda.hopper.launch import (
+    WHOLE_CONFIG,
+    KDAHopperConfig,
+    hopper_unsupported,
+    whole_launch,
+    whole_unsupported,
+)
 from ssdprof.kernels.kda.hopper.launch import hopper_launch as kda_hopper_launch
 from ssdprof.kernels.kda.reference import kda_chunked, kda_recurrence
 from ssdprof.kernels.precision import Precision
@@ -205,8 +212,14 @@ def kda_portable(config: KDAPortableConfig) -> Run:
 
 
 def kda_hopper(inputs: Any, _precision: Precision) -> Any:
+    assert not inputs.q.is_cuda or hopper_unsupported(inputs) == ""
     config = KDAHopperConfig(slab=4, behind=2)
     return kda_hopper_launch(inputs, config, state_v_first=False)(inputs)
+
+
+def kda_whole(inputs: Any, _precision: Precision) -> Any:
+    assert not inputs.q.is_cuda or whole_unsupported(inputs) == ""
+    return whole_launch(inputs, WHOLE_CONFIG, state_v_first=False)(inputs)
 
 
 # --- all of them
@@ -280,11 +293,14 @@ TARGETS = {
         kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))
     ),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
-    "kda hopper": of_kda(kda_hopper, sizes=KDA_ON_HOPPER),
+    "kda invariant": of_kda(partial(kda_fused.run, batch_invariant=True), sizes=KDA_ON_HOPPER),
+    "kda hopper": of_kda(kda_hopper, sizes=KDA_ON_HOPPER, only_hopper=True),
+    "kda whole": of_kda(kda_whole, sizes=KDA_ON_HOPPER | dict(value_dim=128), only_hopper=True),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),
     "kda step": of_kda(chosen("kda", "unfused_step")),
     "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),
 }
+KDA_HOPPER = ("kda hopper", "kda whole")
 SSD_CHOSEN = ("ssd portable", "ssd hopper")
 SSD_FINE = ("ssd fine", *(f"ssd hopper, {name}" for name in ("fine", "uneven", "alone", "shared")))
 SSD_EVERY = SSD_CHOSEN + SSD_FINE

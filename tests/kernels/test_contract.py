@@ -32,7 +32,7 @@ from kernel_cases import (
     with_state,
     with_steps,
 )
-from targets import SSD_CHOSEN, SSD_EVERY, TARGETS, Target, slow, targets
+from targets import KDA_HOPPER, SSD_CHOSEN, SSD_EVERY, TARGETS, Target, slow, targets
 from torch import Tensor
 from verdict import assert_passes
 
@@ -57,8 +57,8 @@ WIDE["kda"] = WIDE["gdn"]
     "gdn unfused",
     "kda fused",
     "kda unfused",
-    emulated=("ssd hopper, short", "gdn first passes"),
-    gpu=("ssd hopper, short", "gdn first passes"),
+    emulated=("ssd hopper, short", "gdn first passes", "kda whole"),
+    gpu=("ssd hopper, short", "gdn first passes", "kda fused", *KDA_HOPPER),
 )
 def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype):
     inputs = kernel.case(initial_states=True).inputs()
@@ -91,7 +91,7 @@ def test_state_dtype_is_where_states_are_rounded():
 NEIGHBOURS = dict(
     slow=("ssd recurrent", "gdn fused", "gdn tiny", "gdn tiny, cut"),
     emulated=["ssd hopper, short"],
-    emulated_slow=("ssd hopper, short, n 256", "ssd hopper, fine"),
+    emulated_slow=("ssd hopper, short, n 256", "ssd hopper, fine", *KDA_HOPPER),
     gpu=(
         "ssd fused",
         "ssd unfused",
@@ -99,6 +99,7 @@ NEIGHBOURS = dict(
         "ssd hopper, short, n 256",
         "gdn unfused",
         "gdn parts",
+        *KDA_HOPPER,
     ),
 )
 
@@ -145,8 +146,8 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target):
     "kda unfused",
     "kda wide",
     slow=("gdn recurrent", "gdn fused", "gdn tiny, cut", "kda reference", "kda recurrent"),
-    emulated_slow=("gdn first passes", "gdn parts"),
-    gpu=("gdn parts", "gdn first passes", "gdn unfused"),
+    emulated_slow=("gdn first passes", "gdn parts", "kda whole"),
+    gpu=("gdn parts", "gdn first passes", "gdn unfused", *KDA_HOPPER),
 )
 def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target):
     heads = TWO_HEADS[kernel.operator] if kernel.device == "cpu" else {}
@@ -180,7 +181,7 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target):
         "gdn unfused",
         "gdn invariant",
         "kda unfused",
-        "kda fused",
+        "kda invariant",
     ),
 )
 @pytest.mark.parametrize("dtype", [FP32, *slow(BF16, FP16)], ids=str)
@@ -200,7 +201,7 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype):
     "gdn unfused",
     "gdn invariant",
     slow=("gdn recurrent", "gdn tiny"),
-    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant"),
+    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant", "kda invariant", *KDA_HOPPER),
 )
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
 def test_a_pack_is_its_sequences_alone(kernel: Target, lengths):
@@ -230,7 +231,7 @@ def test_a_pack_is_its_sequences_alone(kernel: Target, lengths):
     "kda unfused",
     "kda tiny",
     slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"),
-    gpu=("ssd unfused", "gdn unfused"),
+    gpu=("ssd unfused", "gdn unfused", *KDA_HOPPER),
 )
 def test_two_calls_with_a_carried_state_are_one(kernel: Target, where):
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
@@ -293,7 +294,7 @@ NAMES = (
     "kda tiny",
     emulated=("ssd hopper, fine", "ssd hopper, alone"),
     emulated_slow=("ssd hopper, short", "ssd hopper, uneven"),
-    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny"),
+    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny", *KDA_HOPPER),
 )
 def test_nan_is_not_swallowed(kernel: Target):
     """A GPU's minimum and maximum drop NaN by default; the interpreter's never do.  Also in a state
@@ -432,8 +433,8 @@ def test_gates_from_none_to_all(kernel: Target):
     "kda unfused",
     "kda tiny",
     "kda recurrent",
-    emulated_slow=["gdn first passes"],
-    gpu=("gdn fused", "gdn unfused", "gdn first passes"),
+    emulated_slow=("gdn first passes", "kda whole"),
+    gpu=("gdn fused", "gdn unfused", "gdn first passes", *KDA_HOPPER),
 )
 def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target):
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
@@ -460,7 +461,12 @@ def test_collinear_keys(kernel: Target, dtype, collinear, largest_beta):
 
 
 @targets(
-    "gdn unfused", "gdn recurrent", "kda unfused", "kda recurrent", slow=("gdn fused", "kda fused")
+    "gdn unfused",
+    "gdn recurrent",
+    "kda unfused",
+    "kda recurrent",
+    slow=("gdn fused", "kda fused"),
+    gpu=KDA_HOPPER,
 )
 def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Target):
     """The norm has an epsilon of 1e-6."""
@@ -532,7 +538,7 @@ LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
     "kda tiny",
     "kda recurrent",
     slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
-    gpu=("ssd fused", "gdn unfused", "gdn fused"),
+    gpu=("ssd fused", "gdn unfused", "gdn fused", "kda fused"),
 )
 def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]):
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
@@ -554,8 +560,8 @@ def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]):
 
 @targets(
     emulated=["ssd hopper, short"],
-    emulated_slow=["gdn parts"],
-    gpu=("ssd hopper, short", "gdn parts"),
+    emulated_slow=("gdn parts", "kda whole"),
+    gpu=("ssd hopper, short", "gdn parts", *KDA_HOPPER),
 )
 def test_columns_of_a_buffer_on_hopper(kernel: Target):
     inputs = kernel.case(batch=3, seqlen=20).inputs()

@@ -16,6 +16,7 @@ from kernel_cases import (
     FP32,
     RELAXED,
     GDNCase,
+    KDACase,
     SSDCase,
     assert_bitwise,
     rows,
@@ -24,6 +25,7 @@ from kernel_cases import (
 )
 from targets import (
     GDN_ON_HOPPER,
+    KDA_HOPPER,
     ON_HOPPER,
     SSD_CHOSEN,
     SSD_EVERY,
@@ -48,6 +50,10 @@ MAMBA2 = SSDCase(
 )
 PACKED = MAMBA2.but(lengths=(5000, 0, 1384, 1, 63), initial_states=True)
 QWEN = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, gate=1e-3), device="cuda", seqlen=4096)
+# 160 programs of whole sequences and heads
+KIMI = KDACase(
+    batch=5, seqlen=1024, key_heads=32, key_dim=128, value_dim=128, dtype=BF16, device="cuda"
+)
 EXACT_AND_RELAXED = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
 
 
@@ -58,12 +64,20 @@ def on_parts(segment: int) -> Target:
 
 def long(kernel: Target):
     """A call in several waves of programs."""
-    return MAMBA2 if kernel.operator == "ssd" else QWEN
+    return {"ssd": MAMBA2, "gdn": QWEN, "kda": KIMI}[kernel.operator]
 
 
 @EXACT_AND_RELAXED
 @targets(
-    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn parts", "gdn fused")
+    gpu=(
+        *SSD_EVERY,
+        "ssd unfused",
+        "gdn unfused",
+        "gdn first passes",
+        "gdn parts",
+        "gdn fused",
+        *KDA_HOPPER,
+    )
 )
 def test_a_hundred_times(kernel: Target, precision: Precision):
     cases = [long(kernel), kernel.case(lengths=(40, 0, 3), initial_states=True)]
@@ -117,7 +131,7 @@ def assert_replays(call: Callable[[Any], Any], case):
             assert_bitwise(output, expected)
 
 
-@targets(gpu=(*SSD_CHOSEN, "ssd unfused", "gdn fused", "gdn unfused", "gdn recurrent"))
+@targets(gpu=(*SSD_CHOSEN, "ssd unfused", "gdn fused", "gdn unfused", "gdn recurrent", *KDA_HOPPER))
 def test_a_graph_replays_it_on_new_inputs(kernel: Target):
     for case in (
         dict(seqlen=1),
@@ -145,7 +159,15 @@ def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Target):
 
 
 @targets(
-    gpu=("ssd fused", "ssd unfused", "ssd portable", "gdn fused", "gdn unfused", "gdn recurrent")
+    gpu=(
+        "ssd fused",
+        "ssd unfused",
+        "ssd portable",
+        "gdn fused",
+        "gdn unfused",
+        "gdn recurrent",
+        *KDA_HOPPER,
+    )
 )
 def test_the_host_never_waits(kernel: Target):
     for case in (dict(seqlen=255), dict(lengths=(200, 0, 55), initial_states=True)):
@@ -169,6 +191,7 @@ FUSED = [
     for gate in (False, True)
     for one in (MAMBA2.but(batch=2), MAMBA2.but(seqlen=100), PACKED)
 ]
+FUSED += [KIMI, KIMI.but(batch=6), KIMI.but(lengths=(3000, 0, 500), initial_states=True)]
 CB_IS_LARGEST = MAMBA2.but(seqlen=1000, heads=8, groups=8, headdim=32, dstate=16)
 UNFUSED = [MAMBA2.but(seqlen=4000), NEMOTRON, CB_IS_LARGEST, QWEN.but(key_heads=4, seqlen=20000)]
 PLANS = [("fused", one) for one in FUSED] + [("unfused", one) for one in UNFUSED]
@@ -178,7 +201,7 @@ PLANS = [("fused", one) for one in FUSED] + [("unfused", one) for one in UNFUSED
 @pytest.mark.parametrize(("name", "case"), PLANS, ids=str)
 def test_a_call_allocates_what_the_plan_says(name, case, precision: Precision):
     inputs = case.inputs()
-    implementation = get("ssd" if isinstance(case, SSDCase) else "gdn", name)
+    implementation = get(inputs.operator, name)
     implementation.run(inputs, precision)  # compiles
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -223,14 +246,11 @@ def busy_gpu() -> Iterator[torch.cuda.Stream]:
     torch.cuda.synchronize()
 
 
-@targets(gpu=(*SSD_FINE, "gdn parts"))
+@targets(gpu=(*SSD_FINE, "gdn parts", *KDA_HOPPER))
 def test_beside_another_stream_that_fills_the_gpu(kernel: Target):
-    call = kernel if kernel.operator == "ssd" else on_parts(32)
-    inputs = (
-        long(kernel)
-        .but(**{} if kernel.operator == "ssd" else dict(seqlen=8192, gate=1e-4))
-        .inputs()
-    )
+    call = on_parts(32) if kernel.operator == "gdn" else kernel
+    sizes = dict(seqlen=8192, gate=1e-4) if kernel.operator == "gdn" else {}
+    inputs = long(kernel).but(**sizes).inputs()
     expected = call(inputs)
     with busy_gpu():
         outputs = [call(inputs) for _ in range(10)]

@@ -1,18 +1,20 @@
 """Kimi Delta Attention: its gates, its oracle, and its exactness."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
-from targets import HOPPER, TARGETS, Target, slow, targets
+from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, assert_bitwise, changed, head_errors
+from targets import HOPPER, KDA_HOPPER, ON_HOPPER, TARGETS, Target, kda_whole, slow, targets
 from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.kda.fused import KDAPortableConfig, plan
-from ssdprof.kernels.kda.hopper.launch import hopper_unsupported
+from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, plan
+from ssdprof.kernels.kda.hopper import launch
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 
 GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
@@ -92,9 +94,9 @@ def test_every_gate(kernel: Target, gates, dtype):
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-# of the kernel for Hopper GPUs, in the emulator; the last two have several slabs, which hand their
-# states on, and a ring of tiles that turns more than once
-ON_HOPPER = [
+# of the kernels for Hopper GPUs; the last two have several slabs, which hand their states on, and
+# rings that turn more than once
+HOPPER_CASES = [
     dict(seqlen=70, key_heads=2, value_dim=128), dict(gates="saturated"),
     dict(gates="bound", batch=2, seqlen=40), dict(gates="none", largest_beta=2.0),
     dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
@@ -103,14 +105,18 @@ ON_HOPPER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ON_HOPPER, ids=str)
-@targets(emulated=["kda hopper"])
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+@targets(emulated=KDA_HOPPER, gpu=KDA_HOPPER)
 def test_every_gate_on_hopper(kernel: Target, case):
-    inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes | case).inputs()
+    if kernel.run is kda_whole and "dtype" in case:
+        pytest.skip("fp16 inputs run slabs")
+    device = "cuda" if kernel.device == "cuda" else "cpu"
+    sizes = dict(seqlen=64, dtype=BF16) | kernel.sizes | case
+    inputs = KDACase(**sizes, device=device).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@targets("kda wide", emulated=["kda hopper"])
+@targets("kda wide", emulated=KDA_HOPPER)
 def test_keys_and_queries_of_any_length(kernel: Target):
     """Also where a kernel normalises after the product."""
     inputs = KDACase(**dict(seqlen=64, dtype=BF16, gates="cuts") | kernel.sizes | dict(l2norm=True))
@@ -119,7 +125,7 @@ def test_keys_and_queries_of_any_length(kernel: Target):
         assert_passes(kernel(scaled), scaled, EXACT)
 
 
-@targets("kda wide", emulated=["kda hopper"])
+@targets("kda wide", emulated=KDA_HOPPER)
 def test_later_tokens_change_no_earlier_output(kernel: Target):
     """By bits, also within a chunk: no decay is a quotient of sums that reach further."""
     inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes).inputs()
@@ -130,12 +136,45 @@ def test_later_tokens_change_no_earlier_output(kernel: Target):
     assert torch.equal(kernel(inputs).out[:, :33], before[:, :33])
 
 
+KIMI = dict(key_heads=32, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
+MANY = dict(key_heads=64, values_per_key=2)
+# sizes of a call for 132 multiprocessors, and whether each sequence and head has a program
+WHOLE = [
+    (dict(batch=4), True), (dict(batch=5), False), (dict(batch=5, seqlen=2048), True),
+    (dict(batch=8), True), (dict(), False),
+    (MANY | dict(initial_states=True), True), (MANY | dict(seqlen=64), True),
+    (MANY | dict(dtype=FP16), False), (MANY | dict(value_dim=64), False),
+    (MANY | dict(lengths=(400, 0, 300), initial_states=True), True),
+    (dict(lengths=(256,) * 4), False),  # of which one might be nearly all
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "whole"), WHOLE, ids=str)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_HOPPER])]
+)
+def test_whole_sequences_run_where_their_programs_fill_the_gpu(device, sizes, whole, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(launch, "untiled", lambda _inputs, **_tensors: "")
+    inputs = KDACase(**KIMI | sizes, device=device).inputs()
+    assert plan(inputs, EXACT).variant == ("hopper, whole" if whole else "hopper")
+    assert plan(inputs, EXACT, batch_invariant=True).variant == "hopper"
+    if device == "cpu":
+        return
+    slabs = partial(launch.hopper_launch, inputs, launch.KDAHopperConfig.choose(inputs))
+    expected = partial(launch.whole_launch, inputs, launch.WHOLE_CONFIG) if whole else slabs
+    for invariant, v_first in product((False, True), repeat=2):
+        call = FUSED.prepare(inputs, EXACT, batch_invariant=invariant, state_v_first=v_first)
+        prepared = (slabs if invariant else expected)(state_v_first=not v_first)
+        assert_bitwise(call(inputs), prepared(inputs))
+
+
 def test_other_gpus_and_sizes_run_the_portable_kernel():
-    assert hopper_unsupported(KDACase(key_dim=64).inputs()) == "anything but a Hopper GPU"
+    assert launch.hopper_unsupported(KDACase(key_dim=64).inputs()) == "anything but a Hopper GPU"
 
 
 @pytest.mark.parametrize("gates", GATES)
-@targets("kda wide", emulated_slow=["kda hopper"], gpu=["kda fused", "kda wide"])
+@targets("kda wide", emulated_slow=KDA_HOPPER, gpu=("kda fused", "kda wide", *KDA_HOPPER))
 def test_no_head_is_less_exact_than_unfused(kernel: Target, gates):
     # 1 % of 3e-3 needs many outputs
     width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)

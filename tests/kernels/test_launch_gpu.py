@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, GDNCase, SSDCase, assert_bitwise
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, GDNCase, KDACase, SSDCase, assert_bitwise
 from targets import GDN_ON_HOPPER, OLMO
 
 from ssdprof.kernels import SSDInputs, get
@@ -47,6 +47,7 @@ def variants(seed: int) -> dict[str, SSDInputs]:
 
 
 LAB = GDNCase(**GDN_ON_HOPPER | dict(key_heads=2), device="cuda")
+KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, dtype=BF16, device="cuda")
 LARGE = SSDCase(heads=4, headdim=64, dstate=128, dtype=BF16, device="cuda")
 CALLS = {
     "gdn, long": LAB.but(seqlen=16384, gate=1e-4),
@@ -56,6 +57,9 @@ CALLS = {
     "gdn, olmo": LAB.but(**OLMO, seqlen=500),
     "gdn, 60": LAB.but(key_dim=60, value_dim=60, seqlen=500),
     "gdn, step": LAB.but(batch=3, seqlen=1, initial_states=True),
+    "kda, hopper": KIMI.but(seqlen=1000),
+    "kda, hopper, packed": KIMI.but(lengths=(70, 0, 900), initial_states=True),
+    "kda, hopper, whole": KIMI.but(key_heads=66, values_per_key=2, seqlen=300),
     "ssd, mamba2": LARGE.but(heads=80, seqlen=1024),
     "ssd, n 256": LARGE.but(heads=8, headdim=128, dstate=256, seqlen=1024),
     "ssd, packed": LARGE.but(lengths=(70, 0, 900)),
@@ -69,6 +73,9 @@ def test_the_drivers_launches_write_what_tritons_do(name, kernel, monkeypatch):
     inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run
+    if operator == "kda" and kernel == "fused":
+        variant = "hopper, whole" if name.endswith("whole") else "hopper"
+        assert get(operator, kernel).plan(inputs, EXACT).variant == variant
     left = []
     launch = Launcher.__call__
 

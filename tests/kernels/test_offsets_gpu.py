@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, GDNCase, SSDCase, assert_bitwise, bounds, rows, sequences
+from kernel_cases import BF16, EXACT, SSDCase, assert_bitwise, bounds, rows, sequences
 from targets import (
-    GDN_ON_HOPPER,
     H200,
+    KDA_HOPPER,
     ON_HOPPER,
     SSD_CHOSEN,
     TARGETS,
@@ -23,6 +23,7 @@ from verdict import assert_passes
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
@@ -165,25 +166,26 @@ def test_equal_shares_of_a_batch_that_passes_2_to_the_31():
     )
 
 
-# --- GDN
+# --- GDN and KDA
 
 
-@ON_HOPPER
-def test_sequences_of_gdn_2_to_the_31_elements_apart():
-    inputs = GDNCase(
-        **GDN_ON_HOPPER | dict(batch=2, seqlen=640, key_heads=2, gate=1e-4), device="cuda"
-    ).inputs()
+@targets(gpu=("gdn parts", *KDA_HOPPER))
+def test_sequences_of_the_delta_rule_2_to_the_31_elements_apart(kernel: Target):
+    if kernel.operator == "gdn":
+        config = GDNHopperConfig(segment=8, transition_parts=2, longest_first_pass=7)
+        kernel = replace(kernel, run=gdn_hopper_by(config))
+    inputs = kernel.case(batch=2, seqlen=26, gate=1e-4).inputs()
     apart = 2**31 + 64
     far = {}
     for name in ("q", "k", "v", "g", "beta"):
         tensor = getattr(inputs, name)
         memory = torch.zeros(apart + tensor[0].numel(), dtype=tensor.dtype, device="cuda")
         far[name] = memory.as_strided(tensor.shape, (apart, *tensor.stride()[1:])).copy_(tensor)
-    run = gdn_hopper_by(GDNHopperConfig(segment=8, transition_parts=2, longest_first_pass=7))
-    assert_bitwise(run(replace(inputs, **far), EXACT), run(inputs, EXACT))
+    assert_bitwise(kernel(replace(inputs, **far)), kernel(inputs))
 
 
-def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements():
+@targets(gpu=("gdn unfused", *KDA_HOPPER))
+def test_tensors_of_the_delta_rule_beyond_two_to_the_31_elements(kernel: Target):
     """With 2^31 elements in v and in every workspace, the pack's last sequence has the result that
     it has alone.
     """
@@ -197,17 +199,17 @@ def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements():
             generator=generator
         )
 
-    inputs = GDNInputs(
+    channels = (128,) if kernel.operator == "kda" else ()
+    inputs = (KDAInputs if channels else GDNInputs)(
         q=normal(1, 128),
         k=normal(1, 128),
         v=normal(heads, 128),
-        g=-normal(heads).abs(),
+        g=-normal(heads, *channels).abs(),
         beta=normal(heads).sigmoid(),
         cu_seqlens=bounds((tokens - last, last), "cuda"),
         use_qk_l2norm=True,
     )
-    run = TARGETS["gdn unfused"]
-    whole = run(inputs)
-    alone = run(sequences(inputs)[1])
+    whole = kernel(inputs)
+    alone = kernel(sequences(inputs)[1])
     assert torch.equal(whole.out[:, -last:], alone.out)
     assert torch.equal(whole.final_states[1:], alone.final_states)

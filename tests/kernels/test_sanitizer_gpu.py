@@ -14,11 +14,12 @@ import subprocess
 import sys
 
 import pytest
-from kernel_cases import EXACT, RELAXED, GDNCase, SSDCase, assert_close, moved
-from targets import GDN_ON_HOPPER, OLMO, ON_HOPPER, SSD_ON_HOPPER, TARGETS
+from kernel_cases import BF16, EXACT, RELAXED, GDNCase, KDACase, SSDCase, assert_close, moved
+from targets import GDN_ON_HOPPER, KDA_HOPPER, OLMO, ON_HOPPER, SSD_ON_HOPPER, TARGETS
 from verdict import assert_passes
 
 from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.kda.reference import kda_recurrence
 
 SMALL_SSD = SSDCase(**SSD_ON_HOPPER | dict(dstate=64))
 # several segments; whole and partial chunks, one position, empty sequences; with N = 256 halves
@@ -43,7 +44,14 @@ GDN_CASES = {
     "olmo": (SMALL_GDN.but(**OLMO, seqlen=200, initial_states=True), EXACT),
     "60": (SMALL_GDN.but(key_dim=60, value_dim=60, seqlen=200), EXACT),
 }
-LARGEST_ERROR = 6e-3  # of GDN in bf16, relative to the RMS of a head
+SMALL_KDA = KDACase(key_dim=128, value_dim=128, values_per_key=2, dtype=BF16)
+KDA_CASES = {
+    "batch": (SMALL_KDA.but(batch=3, seqlen=320), EXACT),
+    "ragged": (SMALL_KDA.but(seqlen=437, initial_states=True), EXACT),
+    "packed": (SMALL_KDA.but(lengths=(1, 0, 290, 64, 0, 333), initial_states=True), EXACT),
+}
+CASES = {"ssd": SSD_CASES, "gdn": GDN_CASES, "kda": KDA_CASES}
+LARGEST_ERROR = 6e-3  # of GDN and KDA in bf16, relative to the RMS of a head
 EVERY = tuple(SSD_CASES)
 LIKE_128 = ("batch", "ragged", "packed")
 # kernel -> its cases
@@ -51,7 +59,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ssd tiny", "ssd unfused"), EVERY),
     **{f"ssd hopper, {name}": EVERY for name in ("short", "uneven", "shared", "alone")},
     **dict.fromkeys(("gdn cut", "gdn unfused", "gdn recurrent"), tuple(GDN_CASES)),
-    **dict.fromkeys(("gdn first passes", "gdn parts"), LIKE_128),
+    **dict.fromkeys(("gdn first passes", "gdn parts", *KDA_HOPPER), LIKE_128),
     "gdn slices": ("olmo",),
     "gdn leading": ("batch", "ragged"),  # packed sequences exclude a longer first segment
 }
@@ -157,14 +165,16 @@ def test_launches_that_block(kernel: str):
 
 def main(kernel: str, *names: str):
     for name in names or KERNELS[kernel]:
-        case, precision = (SSD_CASES if TARGETS[kernel].operator == "ssd" else GDN_CASES)[name]
+        operator = TARGETS[kernel].operator
+        case, precision = CASES[operator][name]
         inputs = case.inputs()
         found = TARGETS[kernel](moved(inputs), precision)
         output = found._make(tensor.cpu() for tensor in found)
-        if TARGETS[kernel].operator == "ssd":
+        if operator == "ssd":
             assert_passes(output, inputs, precision)
         else:
-            assert_close(output, gdn_recurrence(inputs), LARGEST_ERROR)
+            recurrence = gdn_recurrence if operator == "gdn" else kda_recurrence
+            assert_close(output, recurrence(inputs), LARGEST_ERROR)
     print("right")
 
 

@@ -148,20 +148,21 @@ def as_flashinfer(calls: Calls) -> Callable[..., Any]:
 
 
 def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
-    """The kernel for a few tokens: raw gates, a pool of states."""
+    """The kernel for one token, and for a few with one state each: raw gates, a pool of states."""
 
     def function(
-        q, k, v, pool, read, A_log, a, dt_bias, b,
-        *, output_state_indices, output, use_qk_l2norm: bool, **options,
+        q, k, v, state, A_log, a, dt_bias, b, *, initial_state, initial_state_indices,
+        output_state_indices, output, use_qk_l2norm: bool, **options,
     ):  # fmt: skip
         calls.append({"q": q})
-        assert not options.pop("disable_state_update")
-        assert pool.is_contiguous()
+        assert state is None
+        assert initial_state.is_contiguous()
         gates = {"g": -A_log.exp() * F.softplus(a + dt_bias), "beta": b.sigmoid()}
-        options |= {"initial_state": pool[read].mT, "use_qk_l2norm": use_qk_l2norm}
+        begin = initial_state[initial_state_indices].mT
+        options |= {"initial_state": begin, "use_qk_l2norm": use_qk_l2norm}
         result = gdn_recurrence(GDNInputs(q=q, k=k, v=v, **gates, **options))
-        pool[output_state_indices] = result.final_states.mT.float()
-        return output.copy_(result.out), pool
+        initial_state[output_state_indices] = result.final_states.mT.float()
+        return output.copy_(result.out), initial_state
 
     return function
 
@@ -314,7 +315,9 @@ def load(calls: Calls, checkout: Path, servers: None, monkeypatch) -> Load:
         "flash_qla": dict(chunk_gated_delta_rule=as_fla(calls)),
         "flashinfer.gdn_kernels.qk_l2norm": {},
         "flashinfer.gdn_prefill": dict(chunk_gated_delta_rule=as_flashinfer(calls)),
-        "flashinfer.gdn_decode": dict(gated_delta_rule_mtp=as_flashinfer_mtp(calls)),
+        "flashinfer.gdn_decode": dict(
+            gated_delta_rule_decode_pretranspose=as_flashinfer_mtp(calls)
+        ),
         "flash_kda": dict(fwd=as_flash_kda),
         "cudnn.linear_attention.ops": dict(kimi_delta_attention=as_cudnn),
     }.items():
@@ -408,8 +411,8 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
     ("flashinfer", of_gdn(key_dim=64, value_dim=64), EXACT, "K and V are 128, not 64 and 64"),
     ("flash_qla", of_gdn(dtype=FP32), EXACT, "fp16 and bf16 inputs only"),
     ("flashinfer", of_gdn(), OF_FP16, "states stay in fp32"),
-    ("flashinfer_mtp", of_gdn(packed=True), EXACT, "2 to 64 tokens of each sequence"),
-    ("flashinfer_mtp", of_gdn(length=1), EXACT, "2 to 64 tokens of each sequence"),
+    ("flashinfer_mtp", of_gdn(packed=True), EXACT, "at most 64 tokens of each sequence"),
+    ("flashinfer_mtp", of_gdn(length=1, dtype=FP16), EXACT, "one token in bf16 only"),
     ("flash_kda", of_kda(), EXACT, "states that enter chunks are bf16"),
     ("flash_kda", of_kda(key_dim=64), OF_BF16, "K and V are 128"),
     ("flash_kda", of_kda(dtype=FP16), OF_BF16, "bf16 inputs"),

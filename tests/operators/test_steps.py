@@ -110,6 +110,30 @@ def delta_rule(given: Given):
     return (out, pool) if none == 0 else out
 
 
+def flashinfer(given: Given):
+    """Rows of one or a few tokens, with gates before their activations."""
+    pool, reads = given["initial_state"], given["initial_state_indices"]
+    shape = given["v"].shape
+    g = -given["A_log"].exp() * F.softplus(given["a"] + given["dt_bias"])
+    rows = {name: given[name] for name in "qkv"} | {"g": g, "beta": given["b"].sigmoid()}
+    pack = kernels.GDNInputs(
+        **{name: tensor.flatten(0, 1)[None] for name, tensor in rows.items()},
+        scale=given["scale"],
+        use_qk_l2norm=given["use_qk_l2norm"],
+    )
+    bounds = torch.arange(shape[0] + 1) * shape[1]
+    if given.get("intermediate_states_buffer") is not None:
+        out = answered(given | {"slots": reads, "cu_seqlens": bounds}, pack, pool, -1)
+    else:
+        writes = given.get("ssm_state_indices")
+        if writes is None:
+            writes = given["output_state_indices"][:, None]
+        assert reads.is_contiguous()
+        assert writes.is_contiguous()
+        out = stepped(pack, pool, reads, writes, bounds, -1)
+    return given["output"].copy_(out.view(shape)), pool
+
+
 def mamba(given: Given):
     given = dict(given)
     x = given["x"]
@@ -157,6 +181,12 @@ MODULES: dict[str, Given] = {
     f"{SGLANG}.linear.fused_sigmoid_gating_recurrent": {
         UPDATE: takes(VERIFIED, delta_rule, kind="gdn", none=-1)
     },
+    "flashinfer.gdn_decode": {
+        "gated_delta_rule_decode_pretranspose": takes("q k v state A_log a dt_bias b", flashinfer),
+        "gated_delta_rule_mtp": takes(
+            "q k v initial_state initial_state_indices A_log a dt_bias b", flashinfer
+        ),
+    },
     "vllm.model_executor.layers.mamba.ops.mamba_ssm": {"selective_state_update": MAMBA},
     "sglang.kernels.ops.mamba.triton_ops.mamba_ssm": {"selective_state_update": MAMBA},
     "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": MAMBA},
@@ -171,11 +201,13 @@ def libraries(monkeypatch):
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("ssdprof.kernels.adapters.import_module", sys.modules.__getitem__)
+    monkeypatch.setattr("ssdprof.kernels.gdn.adapters.import_module", sys.modules.__getitem__)
+    monkeypatch.setattr("ssdprof.kernels.gdn.adapters.HEAD_DIM", 16)
     monkeypatch.setattr("ssdprof.kernels.adapters._UNRUN", ())
 
 
 NAMES = [(op, name) for op in ("gdn", "kda", "ssd") for name in ("vllm_step", "sglang_step")]
-NAMES += [("ssd", "selective_state_update")]
+NAMES += [("ssd", "selective_state_update"), ("gdn", "flashinfer_mtp")]
 
 
 def named(operator: str, name: str) -> Implementation:
@@ -215,7 +247,7 @@ def test_laws_of_a_pool(operator, name):
     found = pools.try_laws(named(operator, name), step(operator), Precision(), quick=True)
     results = {probe.name.partition(": ")[2]: probe for probe in found}
     assert not [probe for probe in results.values() if probe.holds == "no"]
-    expected = EVERYONES | (TABLES if name == "vllm_step" else set())
+    expected = EVERYONES | (TABLES if name in ("vllm_step", "flashinfer_mtp") else set())
     if name != "selective_state_update":
         expected.add("states are rounded once")
     if name == "vllm_step" or (name == "sglang_step" and operator != "ssd"):

@@ -209,6 +209,38 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
     assert torch.equal(call.served[1], states)
 
 
+@pytest.mark.gpu
+def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
+    chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch
+):
+    """Its copies wait for a slow kernel; the program frees the inputs and takes new memory."""
+    monkeypatch.setattr(recorder, "_LARGE_BYTES", 0)
+    function, waiting = chunked(), torch.cuda.Stream.wait_stream
+    given = {name: tensor.cuda() for name, tensor in arguments(64).items()}
+    before = {name: tensor.cpu() for name, tensor in given.items()}
+
+    def wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        waiting(stream, other)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1 << 28)
+
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", wait)
+    out = function(**given, output_final_state=True)[0].cpu()
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
+    given.clear()
+    taken = [
+        torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+        for _ in range(4)
+        for shape, dtype in shapes.values()
+    ]
+    assert stored() == 1
+    assert all(tensor.isnan().all() for tensor in taken)
+    (call,) = open_recording(Path("calls"), "safetensors").layers()
+    for name, tensor in before.items():
+        assert torch.equal(call.inputs.tensors[name].reshape(tensor.shape), tensor), name
+    assert torch.equal(call.served[0][0], out.flatten(0, 1))
+
+
 def test_calls_that_cannot_be_recorded_are_left_alone(
     chunked: Callable[..., Function], capfd, monkeypatch
 ):

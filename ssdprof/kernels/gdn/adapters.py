@@ -63,7 +63,9 @@ _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
 def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
-    """For kernels with exact intermediates, K = V = 128, 16-bit inputs and a state in fp32."""
+    """Reasons of kernels that have exact intermediates, K = V = 128, 16-bit inputs and a state in
+    fp32.
+    """
     yield not precision.exact, "exact intermediates only"
     yield precision.state_dtype != torch.float32, "states stay in fp32"
     dims = inputs.q.shape[3], inputs.v.shape[3]
@@ -78,13 +80,13 @@ def _ranges(inputs: GDNInputs) -> tuple[float, ...]:
 
 
 def plain_gates(inputs: GDNInputs) -> Reasons:
-    """For kernels that take g as it is."""
+    """Reasons of kernels that take g as it is."""
     low, high = _ranges(inputs)[:2]
     yield low == -inf or high > 0, "g is finite and at most 0"
 
 
 def plain_beta(inputs: GDNInputs) -> Reasons:
-    """For kernels that take beta before its activation."""
+    """Reasons of kernels that take beta before its activation."""
     low, high = _ranges(inputs)[2:]
     yield low < 0 or high > 1, "beta between 0 and 1"
 
@@ -126,7 +128,7 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
 
 @first_reason
 def refused_gates(inputs: GDNInputs) -> Reasons:
-    """For kernels that take g and beta before their activations."""
+    """Reasons of kernels that take g and beta before their activations."""
     yield from plain_gates(inputs)
     yield from plain_beta(inputs)
 
@@ -234,7 +236,7 @@ def load_flash_kda() -> Implementation:
         bounds = inputs.cu_seqlens
         states = None if inputs.initial is None else v_first_states(inputs)
         activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
-        before = (one.logit().bfloat16().contiguous() for one in activated)
+        before = (gate.logit().bfloat16().contiguous() for gate in activated)
         # A_log of a head and dt_bias of a channel
         zeros = torch.zeros(v.shape[2:], device=v.device)
         run = partial(
@@ -328,14 +330,17 @@ def load_cudnn() -> Implementation:
 
 @once
 def _longest_key(inputs: GDNInputs) -> float:
-    """For which the host waits."""
+    """The length of the longest key.  The host waits for it."""
     return float(inputs.k.float().norm(dim=-1).max())
 
 
 def _call(
     function: Callable[..., Any], inputs: GDNInputs, *rows: torch.Tensor, **others: object
 ) -> GDNOutput:
-    """rows, others: q, k and v, by position or by name, and what else the function takes."""
+    """Call a function of a library with our inputs.
+
+    rows: q, k and v, if the function takes them by position.  others: what else it takes, by name.
+    """
     with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
         out, final_states = function(
             *rows,
@@ -350,7 +355,7 @@ def _call(
 
 
 def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
-    """Calls of fla's function, or of one with its arguments."""
+    """An implementation that calls fla's function, or one with the same arguments."""
     return lambda inputs, _precision: _call(
         function,
         inputs,
@@ -363,7 +368,9 @@ def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], 
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
-    """FlashInfer's arguments for states on the way; empty for none."""
+    """FlashInfer's arguments for the states at every `state_every` tokens; empty if the call asks
+    for none.
+    """
     every, device = inputs.state_every, inputs.device
     if not every:
         return {}
@@ -418,34 +425,43 @@ def load_flashinfer() -> Implementation:
 
 
 def load_flashinfer_mtp() -> Implementation:
-    """The library's kernel for a few tokens of each sequence, token by token, as in speculative
-    decoding.
-    """
-    function = import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
+    """The library's kernels for one token, and for a few drafted ones, of each sequence."""
+    module = import_module("flashinfer.gdn_decode")
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
         a, b, A_log, dt_bias = raw_gates(inputs)
         raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
-        read = slots.read.int()
-        final = slots.final
+        read = slots.read.int().contiguous()
+        final = slots.written[:, 0] if inputs.length == 1 else slots.final
+        options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
         if final is None and slots.buffer is None:
-            raise UnsupportedError("flashinfer_mtp: a slot for each sequence's final state")
+            slots.refuse_holes("flashinfer_mtp")
+
+        def every_state(pool: torch.Tensor) -> dict[str, Any]:
+            if slots.buffer is None:
+                return {
+                    "ssm_state_indices": slots.written.int().contiguous(),
+                    "disable_state_update": False,
+                }
+            buffer = slots.verification(inputs, pool)["intermediate_states_buffer"]
+            return {"intermediate_states_buffer": buffer, "disable_state_update": True}
 
         def run(pool: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(v)
-            states = slots.verification(inputs, pool)
-            where: dict[str, Any] = {"disable_state_update": final is None}
             if final is None:
-                where["intermediate_states_buffer"] = states["intermediate_states_buffer"]
-            else:
-                where["output_state_indices"] = final.int()
-            function(
-                *(q, k, v, pool, read, *raw),
-                scale=inputs.scale_or_default,
-                use_qk_l2norm=inputs.use_qk_l2norm,
+                more = every_state(pool)
+                module.gated_delta_rule_mtp(
+                    *(q, k, v, pool, read, *raw), output=out, **options, **more
+                )
+                return out
+            module.gated_delta_rule_decode_pretranspose(
+                *(q, k, v, None, *raw),
                 output=out,
-                **where,
+                initial_state=pool,
+                initial_state_indices=read,
+                output_state_indices=final.int().contiguous(),
+                **options,
             )
             return out
 
@@ -454,15 +470,15 @@ def load_flashinfer_mtp() -> Implementation:
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
-        other = inputs.cu_seqlens is not None or not 1 < inputs.length <= MOST_STEPS
-        yield other, f"2 to {MOST_STEPS} tokens of each sequence"
+        yield inputs.q.dtype != torch.bfloat16 and inputs.length == 1, "one token in bf16 only"
+        other = inputs.cu_seqlens is not None or inputs.length > MOST_STEPS
+        yield other, f"at most {MOST_STEPS} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
-    kernel = pool_kernel(
+    return pool_kernel(
         *("gdn", "flashinfer_mtp", unsupported, bind, plan),
         refused_values=refused_gates,
         turned=True,
         apart=True,
     )
-    return replace(kernel, in_place=None)  # not seen on a pool of a server

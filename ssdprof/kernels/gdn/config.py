@@ -37,7 +37,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, key_of_calls
 
-CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a found configuration
+CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a tuned configuration
 _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
 # from this many chunks of 64 per multiprocessor, wide slices of V are faster (H200)
 _ENOUGH_CHUNKS = 16
@@ -56,8 +56,8 @@ def call_key(
     *,
     batch_invariant: bool = False,
 ) -> CallKey:
-    """The calls of a kernel of two launches that share a found configuration, of Kimi Delta
-    Attention too.
+    """The key of the calls that share a tuned configuration: for the kernels of two launches, of
+    GDN and of Kimi Delta Attention.
 
     They are equal in the properties on which the committed rule depends: sizes, dtypes, and the
     numbers of chunks and of sequences.  A batch-invariant call uses that of one sequence.  Packed
@@ -249,7 +249,7 @@ def options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str,
 
 
 def qk_l2norm_options(key_dim: int) -> dict[str, int]:
-    """4096 elements per program."""
+    """Block size and warps for 4096 elements per program."""
     return {"BLOCK_ROWS": 4096 // int(triton.next_power_of_2(key_dim)), "num_warps": 4}
 
 

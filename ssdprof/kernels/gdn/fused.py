@@ -54,8 +54,8 @@ def gdn_fused(
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
         out_t = S_t^T (scale q_t)
 
-    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i //
-                          (HV / H)
+    q, k: (B, T, H, K)
+    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay.  The host does not check it; a g above 0 counts
     as 0.
@@ -168,7 +168,11 @@ def _by_slice(call: FusedCall) -> FusedCall:
 def _slices_work(call: FusedCall, config: GDNHopperConfig) -> Work:
     count = hopper_slices.slice_count(call.inputs)
     launches, _, reason = _hopper_work(_by_slice(call), config)
-    copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
+    copies = 1  # of the final states
+    if count > 1:
+        copies += 2  # of g and beta, for each slice
+    if call.inputs.initial_state is not None:
+        copies += 1
     reason = f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {reason}"
     return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
 

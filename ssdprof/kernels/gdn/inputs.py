@@ -21,8 +21,8 @@ class GDNInputs(Inputs):
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
         out_t = S_t^T (scale q_t)
 
-    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i //
-                          (HV / H)
+    q, k: (B, T, H, K)
+    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay.  A decay is at most 1: a g above 0 counts as 0,
         clamped on the device, and -inf forgets everything
@@ -107,7 +107,9 @@ class GDNInputs(Inputs):
 
     @property
     def kernel_tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order in which kernels take them."""
+        """The tensors in the order in which kernels take them; None for those that the call does
+        not have.
+        """
         return (
             self.q,
             self.k,

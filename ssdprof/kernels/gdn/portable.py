@@ -685,7 +685,7 @@ def options_of(
 ) -> dict[str, object]:
     """Compile-time arguments of both launches.  tiled: the inputs that are read in tiles."""
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
-    new = torch.empty(inputs.v.shape, device="meta")
+    out = torch.empty(inputs.v.shape, device="meta")
     return dict(
         VALUE_HEADS=inputs.v.shape[2],
         KEY_DIM=key_dim,
@@ -694,7 +694,7 @@ def options_of(
         ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0,
         ALIGNMENT=_alignment(*tiled),
         OFFSET=offset_dtype(
-            chunk, (*tiled, new), (key_dim, value_dim), strides_of(inputs.initial_state), states
+            chunk, (*tiled, out), (key_dim, value_dim), strides_of(inputs.initial_state), states
         ),
     )
 

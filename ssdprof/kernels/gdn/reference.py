@@ -107,6 +107,9 @@ def delta_chunks(
 
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """The products of a chunk with their decays: q k^T, beta k k^T below the diagonal, and the
+    decays from the chunk's start and to its end.
+    """
     decay = segment_sums(g).exp()  # d_ts, zero above the diagonal
     since_start = g.cumsum(-1).exp()[..., None]  # d_t
     return (

@@ -127,7 +127,7 @@ def load_sglang(operator: str) -> Implementation:
 def _chunked_kernel(
     operator: str, name: str, prepare: Callable[[GDNInputs], Prepared], *, raw: bool = False
 ) -> Implementation:
-    """raw: beta enters before its activation."""
+    """A server's kernel for prompts.  raw: beta enters before its activation."""
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -180,7 +180,7 @@ class _Step:
         return [part.view(*part.shape[:2], *form) for part, form in zip(parts, forms, strict=True)]
 
     def bound(self, call: Callable[[_Step, torch.Tensor], Any]) -> Bound:
-        """call: (step, pool) -> out in any shape."""
+        """The step bound to a kernel.  call: (step, pool) -> out in any shape."""
         return lambda pool: call(self, pool).view(self.inputs.v.shape), self.views[2]
 
     def packed(self, function: Callable[..., Any], pool: torch.Tensor) -> torch.Tensor:
@@ -204,6 +204,7 @@ class _Step:
 
 
 def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
+    """Call vLLM's kernel for one token of each sequence, or for a verification."""
     if step.alone:
         return step.packed(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
     a, b, A_log, dt_bias = step.gates
@@ -220,6 +221,7 @@ def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
 
 
 def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
+    """As `_vllm_gdn`, for KDA."""
     inputs = step.inputs
     a, b, A_log, dt_bias = step.gates
     raw = a[None], b[None], A_log, dt_bias, None
@@ -234,8 +236,10 @@ def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
 
 
 def _table(slots: Slots) -> dict[str, torch.Tensor]:
-    """Several tokens are a verification: the state after token t goes to column t, and the column
-    of the last token that was accepted before is read.
+    """vLLM's arguments for a verification of several tokens: a table (sequences, columns) of slots.
+
+    The kernel writes the state after token t to the slot in column t.  It begins with the slot in
+    the column of the last token that was accepted before; the last column is the slot to read.
     """
     table = torch.cat([slots.written, slots.read[:, None]], 1).int()
     accepted = torch.full_like(table[:, 0], table.shape[1])
@@ -243,8 +247,10 @@ def _table(slots: Slots) -> dict[str, torch.Tensor]:
 
 
 def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) -> Any:
-    """one_token, verification: the modules of the kernels.  A verification leaves the pool alone,
-    and writes all states to a buffer.
+    """Call SGLang's kernel for one token of each sequence, or for a verification, which leaves the
+    pool alone and writes all states to a buffer.
+
+    one_token, verification: the modules of the kernels.
     """
     operator = step.inputs.operator
     a, b, A_log, dt_bias = step.gates
@@ -266,7 +272,9 @@ def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) 
 
 
 def load_vllm_step(operator: str) -> Implementation:
-    """Slot 0 is padding."""
+    """vLLM's kernels for steps on a pool.  To them slot 0 is padding, so that slots are counted
+    from 1.
+    """
     module = import_kernels(_VLLM[operator])
     kda = operator == "kda"
     call = partial(_vllm_kda if kda else _vllm_gdn, module)
@@ -281,6 +289,9 @@ def load_vllm_step(operator: str) -> Implementation:
 
 
 def load_sglang_step(operator: str) -> Implementation:
+    """SGLang's kernels for steps on a pool: one for a token of each sequence, one for a
+    verification.
+    """
     one_token = import_kernels(f"{_SGLANG}.fla.fused_recurrent")
     verification = import_kernels(f"{_SGLANG}.{_SIGMOID_GATING}")
     call = partial(_sglang, one_token, verification)
@@ -295,7 +306,9 @@ def load_sglang_step(operator: str) -> Implementation:
 def _step_kernel(
     operator: str, name: str, bind: Callable[[GDNInputs, Slots], Bound], *, fixed: bool = False
 ) -> Implementation:
-    """fixed: it normalises q and k, and has no scale but K^-0.5."""
+    """A server's kernel for steps on a pool.  fixed: it normalises q and k, and has no scale but
+    K^-0.5.
+    """
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:

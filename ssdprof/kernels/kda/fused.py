@@ -1,5 +1,5 @@
-"""Kimi Delta Attention in two launches, in one on Hopper GPUs (`hopper/hopper_kernel.py`), or token
-by token with GDN's kernel (`../gdn/recurrent.py`).
+"""Kimi Delta Attention in two launches, in one on Hopper GPUs (`hopper/`), or token by token with
+GDN's kernel (`../gdn/recurrent.py`).
 
 The two launches: for every chunk and value head what does not depend on the state, then the
 output, with the state in registers from chunk to chunk.
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -61,9 +62,14 @@ from ssdprof.kernels.gdn.portable import (
 )
 from ssdprof.kernels.inputs import Output, PreparedLaunch
 from ssdprof.kernels.kda.hopper.launch import (
+    WHOLE_CONFIG,
     KDAHopperConfig,
+    flag_count,
     hopper_launch,
     hopper_unsupported,
+    whole_is_faster,
+    whole_launch,
+    whole_unsupported,
     workspace,
 )
 from ssdprof.kernels.kda.inputs import KDAInputs
@@ -423,7 +429,23 @@ def _hopper_work(call: FusedCall, config: KDAHopperConfig) -> Work:
         "one launch: programs that prepare chunks, and programs that scan those of earlier slabs; "
         f"{config.reason}{equals_text(call)}"
     )
-    return 1, workspace(call.inputs)[0], reason
+    return 1, workspace(call.inputs)[0] + 4 * flag_count(call.inputs, config), reason
+
+
+def _whole_unsupported(call: FusedCall) -> str:
+    """Its bits differ from those of slabs, so that a call with `batch_invariant`, whose kernel must
+    not depend on the number of sequences, always runs slabs.
+    """
+    if call.batch_invariant:
+        return "batch_invariant"
+    if not whole_is_faster(call.inputs, sm_count(call.inputs.q)):
+        return "slower than slabs"
+    return whole_unsupported(call.inputs)
+
+
+def _whole_work(call: FusedCall, _config: Any) -> Work:
+    reason = "one launch: programs for whole sequences and heads fill the GPU"
+    return 1, 0, reason + equals_text(call)
 
 
 def configured_launch(
@@ -454,7 +476,18 @@ HOPPER: Variant = replace(
     configure=partial(configured, KDAHopperConfig.choose, "hopper"),
     work=_hopper_work,
 )
-FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g", "v"))
+WHOLE_SEQUENCES: Variant = Variant(
+    name="hopper, whole",
+    unsupported=_whole_unsupported,
+    configure=lambda _call: WHOLE_CONFIG,
+    prepare=lambda call, config: whole_launch(
+        call.inputs, config, state_v_first=call.state_v_first
+    ),
+    work=_whole_work,
+)
+FUSED: Fused = Fused(
+    "fused", (RECURRENT, WHOLE_SEQUENCES, HOPPER, PORTABLE), rows=("q", "k", "g", "v")
+)
 _function = tensor_function(FUSED, KDAInputs)
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
@@ -487,6 +520,8 @@ def kda_fused(
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H    beta: (B, T, HV)
     g: (B, T, HV, K), natural logarithm of the decay of each channel.  A g above 0 counts as 0.
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
+    batch_invariant: as in `gdn_fused`.  Without it, sizes choose one of two kernels on Hopper GPUs,
+        whose bits differ.
     All other arguments, the result, its reproducibility and the errors are those of `gdn_fused`.
 
     Source: Kimi Team 2025 (arXiv:2510.26692).

@@ -84,13 +84,10 @@ def load_mamba_ssm() -> Implementation:
         # tune only twice: each time five kernels try dozens of configurations, at two chunk sizes
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
         # without the argument it is C's dtype, also in versions that have no other
-        states = (
-            {}
-            if precision.state_dtype == inputs.C.dtype
-            else {"state_dtype": precision.state_dtype}
-        )
+        arguments = _options(inputs) | {"D": inputs.D, "z": inputs.z}
+        if precision.state_dtype != inputs.C.dtype:
+            arguments["state_dtype"] = precision.state_dtype
         with torch.cuda.device(inputs.x.get_device()):
-            arguments = _options(inputs) | states | {"D": inputs.D, "z": inputs.z}
             out, *_, final_states = forward(*_needed(inputs), inputs.chunk_size, **arguments)
         return SSDOutput(out, final_states)
 

@@ -35,8 +35,11 @@ ConfigTable = Sequence[ConfigRow]  # the last row fits every call
 
 
 def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
-    """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks
-    are limits, too.
+    """A row of a table of configurations.
+
+    take: the configuration, for calls within the limits.  why: its reason.
+    limits: the majors of compute capabilities; `wide` (fp32 inputs), `exact`, `gate`; the largest
+    headdim and dstate; blocks.
     """
     return limits, take, why
 
@@ -71,7 +74,7 @@ def whole_block(size: int) -> int:
 def call_key(
     inputs: SSDInputs, precision: Precision, kernel: str, *, batch_invariant: bool = False
 ) -> CallKey:
-    """The calls of a kernel that share a found configuration.
+    """The key of the calls of a kernel that share a tuned configuration.
 
     hopper    those with as many chunks and sequences.  A batch-invariant call uses that of one
               sequence.  Packed sequences keep the committed configuration, one rule for all.
@@ -152,8 +155,10 @@ class SSDPortableConfig:
         capability: tuple[int, int],
         precision: Precision = Precision(),  # noqa: B008
     ) -> SSDPortableConfig:
-        """By `PORTABLE`.  A state of 64 x 128 fp32 numbers fills half the registers of 4 warps,
-        scores and output the other half.
+        """The first row of `PORTABLE` that fits.
+
+        A state of 64 x 128 fp32 numbers fills half the registers of 4 warps, scores and output the
+        other half.
         """
         headdim = inputs.x.shape[3]
         dstate = inputs.B.shape[3]

@@ -130,12 +130,13 @@ def portable_config(call: FusedCall) -> SSDPortableConfig:
 
 
 def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> Work:
-    others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * ("sync" in buffers)
-    return (
-        1 + len(others),
-        nbytes(buffers),
-        "; ".join((", and ".join(("one launch", *others)), *reasons)),
-    )
+    """Launches, bytes of the workspace, and why.  scores_first: C B^T has a launch of its own."""
+    launches = ["one launch"]
+    if scores_first:
+        launches.append("one for C B^T")
+    if "sync" in buffers:
+        launches.append("one to zero the flags")
+    return len(launches), nbytes(buffers), "; ".join((", and ".join(launches), *reasons))
 
 
 RECURRENT = Variant(

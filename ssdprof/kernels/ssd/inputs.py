@@ -17,9 +17,12 @@ SSDOutput = Output
 class SSDInputs(Inputs):
     """Inputs of one SSD (Mamba-2) call, whose mathematics is in `reference.py`; any strides.
 
-    x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple
-                       of g
-    D: (h) or (h, p)   z: as x               dt_bias: (h)
+    x, z: (b, l, h, p)
+    dt: (b, l, h), raw
+    A: (h) fp32, <= 0
+    B, C: (b, l, g, n), h a multiple of g
+    D: (h) or (h, p)
+    dt_bias: (h)
     chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk`
     or their own
     initial_states: (b, h, p, n); one per sequence if packed
@@ -98,7 +101,9 @@ class SSDInputs(Inputs):
 
     @property
     def kernel_tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order in which kernels take them."""
+        """The tensors in the order in which kernels take them; None for those that the call does
+        not have.
+        """
         return (
             self.x,
             self.dt,

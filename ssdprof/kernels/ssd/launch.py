@@ -38,9 +38,10 @@ def prepared(
     in_place: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> PreparedLaunch:
-    """inputs: any of the signature.  tensors: the launch's, of inputs, out, final states and, by
-    name, the buffers.
+    """The prepared launch of a kernel, with new outputs and workspace at every call.
 
+    inputs: any of the signature.
+    tensors: the kernel's arguments, of inputs, out, final states and, by name, the buffers.
     in_place: final states overwrite the initial ones.  out_dtype: x's if None.
     """
     index = inputs.x.get_device()

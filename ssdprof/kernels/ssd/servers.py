@@ -138,7 +138,9 @@ def load_prompt(name: str) -> Implementation:
 def _step_arguments(
     inputs: SSDInputs, tokens: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """tokens: (b, l, ...) -> the form in which a kernel takes them."""
+    """The arguments that the steps of all libraries share.  tokens: (b, l, ...) -> the form in
+    which a kernel takes them.
+    """
     heads, width, size = inputs.states_shape[1:]
     zeros = torch.zeros(heads, device=inputs.device)
     tensors = inputs.tensors
@@ -237,8 +239,8 @@ def load_step(name: str) -> Implementation:
 
     reason = "each call begins with a copy of the states, in its time"
     plan = Plan(variant="triton", launches=2, reason=reason)
-    keeps = name != _MAMBA
-    return pool_kernel("ssd", name, unsupported, bind, plan, keeps=keeps)
+    keeps_states = name != _MAMBA  # after each token
+    return pool_kernel("ssd", name, unsupported, bind, plan, keeps=keeps_states)
 
 
 def load(name: str) -> Implementation:

@@ -514,8 +514,8 @@ def chunk_scan(
     x = inputs.x
     nheads, headdim = inputs.x.shape[2:]
     blocks = _blocks("chunk_scan", inputs)
-    # the interpreter's time is by operations
-    blocks["block_s"] = blocks["block_q" if INTERPRETED else "block_s"]
+    if INTERPRETED:  # it takes as long for a large block as for a small one
+        blocks["block_s"] = blocks["block_q"]
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
     chunks.launch(
@@ -582,9 +582,7 @@ def ssd_unfused(
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """Output in x's dtype, final states in fp32.  Raises UnsupportedError as `_refuse_unsupported`
-    tells.
-    """
+    """Output in x's dtype, final states in fp32.  Raises what `_refuse_unsupported` raises."""
     _refuse_unsupported(inputs)
     with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
         return five_stages(inputs, precision)
@@ -645,8 +643,8 @@ def _blocks(stage: str, inputs: SSDInputs) -> dict[str, int]:
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
-    """Larger sizes, inputs that require a gradient, and, outside Triton's interpreter, tensors not
-    on a GPU.
+    """UnsupportedError for larger sizes, for inputs that require a gradient and, outside Triton's
+    interpreter, for tensors that are not on a GPU.
     """
     for name, value, limit in (
         ("headdim", inputs.x.shape[3], MAX_HEADDIM),
@@ -659,7 +657,9 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
 
 
 def _keeps(inputs: SSDInputs) -> bool:
-    """States between chunks are in memory anyway."""
+    """Whether the states that a call asks for are those between chunks, which are in memory
+    anyway.
+    """
     return inputs.cu_seqlens is None and inputs.state_every % inputs.power_of_two_chunk == 0
 
 

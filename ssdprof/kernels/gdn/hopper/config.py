@@ -40,19 +40,20 @@ PACKED = "packed: a program for each sequence and head"
 
 @dataclass(frozen=True, kw_only=True)
 class GDNHopperConfig:
-    """segment: chunks of 64 positions in one program's segment of one head
+    """How a call is divided into programs.
+
+    segment: chunks of 64 positions in one program's segment of one head.
     persistent_programs: number of programs that each process several whole sequences; 0: one
-    program per segment
+    program per segment.
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins;
-    -inf: none
+    -inf: none.
     first_segment_extra: the first segment of a sequence has no first pass, and is longer than the
-        others by the cost of theirs, which the device computes for each head; `segment` is then the
-        mean length
+    others by the cost of theirs, which the device computes for each head; `segment` is then the
+    mean length.
     transition_parts: equal parts of a segment, for heads whose first pass would be longer than
-        longest_first_pass; in heads that forget that slowly before the last segment, all segments
-        after more than least_first_pass chunks have parts (`parts.py`); 0: first passes may have
-        any length
-    transition_programs: number of programs that compute those parts
+    longest_first_pass; in heads that forget that slowly before the last segment, all segments after
+    more than least_first_pass chunks have parts (`parts.py`); 0: first passes may have any length.
+    transition_programs: number of programs that compute those parts.
     """
 
     segment: int
@@ -107,7 +108,7 @@ def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
 
 
 def _estimated_time(segments: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
-    """SMs are assumed to start a program when one ends."""
+    """The time of a cut, if an SM starts a program as soon as its last one ends."""
     chunks = segments.segment
     programs = pairs * ceil_div(nchunks, chunks)
     of_program = START + chunks + FIRST_PASS * min(REACH, nchunks - chunks)

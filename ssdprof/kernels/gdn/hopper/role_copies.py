@@ -65,6 +65,7 @@ def load_chunk(env, segment, j, n, m):
 
 @gluon.jit
 def loads(env):
+    """Load the tiles of all segments of the program."""
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
         for j in range(segment.back + segment.nchunks):

@@ -86,7 +86,10 @@ def _strides_of_pieces(strides: tuple[int, ...], slice_dim: int) -> tuple[int, .
 def sliced_launch(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
-    """config: for `by_slice(inputs)`."""
+    """The call of the Hopper kernels on slices, with copies of gates and states.
+
+    config: for `by_slice(inputs)`.
+    """
     begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
     index = inputs.q.get_device()
     shape = inputs.states_shape

@@ -105,10 +105,14 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
     heads, value_dim = inputs.v.shape[2:]
     itemsize = operand_dtype(inputs.q.dtype, precision).itemsize
     size = inputs.chunk_size
-    extra = {
-        "one for the chunk table": inputs.cu_seqlens is not None,
-        "two to normalise q and k": inputs.use_qk_l2norm,
-    }
+    launches = 6
+    reasons = ["six stages, one launch each"]
+    if inputs.cu_seqlens is not None:
+        launches += 1
+        reasons.append("one for the chunk table")
+    if inputs.use_qk_l2norm:
+        launches += 2
+        reasons.append("two to normalise q and k")
     chunks = batch * inputs.chunk_count * heads
     keys = key_dim
     gates = 1
@@ -118,16 +122,16 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
         keys = 2 * key_dim
         gates = key_dim
         unit = unit + squares
-    w_u, v_new, states = (
-        chunks * n for n in (size * (keys + value_dim), size * value_dim, key_dim * value_dim)
-    )
+    w_u = chunks * size * (keys + value_dim)
+    v_new = chunks * size * value_dim
+    states = chunks * key_dim * value_dim
     # peak memory: L and A; or A, w and u; or w, u, v_new and the states
     most = max(
         (4 + itemsize) * squares, itemsize * (squares + w_u), itemsize * (w_u + v_new + states)
     )
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
-        launches=6 + int(inputs.cu_seqlens is not None) + 2 * int(inputs.use_qk_l2norm),
+        launches=launches,
         config={"chunk_size": size}
         | {
             f"{stage}.{key.lower()}": value
@@ -135,9 +139,7 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
             for key, value in options.items()
         },
         workspace_bytes=most + 4 * chunks * size * gates + itemsize * unit,
-        reason=", and ".join(
-            ["six stages, one launch each", *(what for what, there in extra.items() if there)]
-        ),
+        reason=", and ".join(reasons),
     )
 
 

@@ -694,9 +694,9 @@ def chunk_output(
     """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected
     values.
 
+        qk[i, j]  = sum_k q[i, k] * k[j, k]
         out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k]
-                             + sum_{j <= i} exp(g_cumsum[i] - g_cumsum[j]) * (sum_k q[i, k] * k[j,
-                             k]) * v_new[v, j])
+                  + sum_{j <= i} exp(g_cumsum[i] - g_cumsum[j]) * qk[i, j] * v_new[v, j])
 
     In:   q, k (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32

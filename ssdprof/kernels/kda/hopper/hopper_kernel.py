@@ -31,10 +31,9 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels._gluon import aggregate, load_acquire, order_async, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.kda.hopper.prep import allocate_inputs, prepare_chunk
-from ssdprof.kernels.kda.hopper.role_copies import load_inputs, load_segment, store_segment
+from ssdprof.kernels.kda.hopper.prep import allocate_inputs, load_inputs, prepare_chunk
 from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
-from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles, load_segment, store_segment
 
 # other functions belong to the stage that calls them
 STAGES = {

@@ -1,20 +1,27 @@
-"""The launch of `hopper_kernel.py`: which inputs it supports, its slabs, and its workspace."""
+"""The launches of `hopper_kernel.py` and `whole_kernel.py`: which inputs they support, which one is
+faster, slabs, and the workspace.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED, capability, sm_count
+from ssdprof.kernels.device import sm_count
+from ssdprof.kernels.gdn.hopper.config import untiled
 from ssdprof.kernels.gdn.inputs import GDNOutput, state_strides
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.kda.hopper.hopper_kernel import _kda_hopper_kernel
 from ssdprof.kernels.kda.hopper.prep import WARPS
+from ssdprof.kernels.kda.hopper.rings import SIZE
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF
+from ssdprof.kernels.kda.hopper.whole_kernel import _kda_whole_kernel
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.tensors import (
@@ -26,13 +33,22 @@ from ssdprof.kernels.tensors import (
     steps,
     strides_of,
     tiles,
-    unreadable,
 )
 
 RESIDENT = 2  # programs on a multiprocessor
 # of a thread, on average: `prepare` and `scan` take those that the other roles do not need
 REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
+# Microseconds of a multiprocessor of an H200 for 64 positions of a head, and for the start of a
+# sequence and head besides: in slabs, when they fill the GPU, and in a program that has a whole
+# sequence (row 16 of benchmarks/log/kda.md)
+SLAB_CHUNK, SLAB_START = 8.9, 4.7
+WHOLE_CHUNK, WHOLE_START = 5.3, 5.0
+# Configuration of `whole_kernel.py`: chunks of q, k and v, and of g, in shared memory; registers of
+# a thread, of which the role `states` has the others
+WHOLE_CONFIG = dict(
+    slots=3, gate_slots=2, decay_registers=160, score_registers=104, copy_registers=24
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +86,12 @@ def slab_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
     )
 
 
+def flag_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
+    """Numbers by which programs wait for each other: of each slab and head, and of its scans."""
+    heads, value_dim = inputs.v.shape[2:]
+    return slab_count(inputs, config) * int(heads * (1 + value_dim // HALF.value))
+
+
 def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.dtype]]]:
     """Bytes and places of what programs write for others; see `hopper_kernel.py`."""
     chunks, dtype = inputs.slot_count(CHUNK.value) * inputs.v.shape[2], inputs.q.dtype
@@ -88,9 +110,11 @@ def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.d
 
 @registry.first_reason
 def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
-    """Why this kernel does not support `inputs`; empty if it does."""
+    """Why `hopper_kernel.py` does not support `inputs`; empty if it does."""
     q, v = inputs.q, inputs.v
-    yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
+    reason = untiled(inputs, k=inputs.k, g=inputs.g, v=v)
+    yield reason != "", reason
+    yield inputs.g.dtype == torch.float64, "fp64 gates"
     yield (
         q.shape[3] != DIM.value or v.shape[3] % HALF.value != 0,
         f"K {q.shape[3]} with V {v.shape[3]}",
@@ -99,12 +123,39 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
         q.dtype == torch.float32 or not inputs.use_qk_l2norm,
         "fp32 inputs, and q and k that it does not normalise",
     )
-    yield (
-        inputs.slot_count(CHUNK.value) * CHUNK.value * v.shape[2] >= 2**31,
-        "2^31 positions of all heads",
-    )
-    reason = unreadable(q=q, k=inputs.k, g=inputs.g, v=v)
+
+
+@registry.first_reason
+def whole_unsupported(inputs: KDAInputs) -> registry.Reasons:
+    """Why `whole_kernel.py` does not support `inputs`; empty if it does."""
+    reason = hopper_unsupported(inputs)
     yield reason != "", reason
+    yield inputs.v.shape[3] != DIM.value, f"V {inputs.v.shape[3]}"
+    yield inputs.q.dtype != torch.bfloat16, "fp16 inputs, whose operands do not reach 2^84"
+
+
+def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
+    """Whether a program for each sequence and head is faster than slabs on a GPU of `sms`
+    multiprocessors, by a model of both times from sizes alone.
+
+    Slabs of any sequences fill the GPU.  Whole sequences take as many rounds of `sms` programs as
+    there are, each as long as a sequence, so that some multiprocessors are idle in the last one.
+
+    The host does not know the lengths of packed sequences.  The slowest ones are those that run one
+    after the other, in the rounds of one sequence's heads: a program begins when another ends, so
+    that no lengths take longer than the sum over all sequences.  A pack runs whole only if that is
+    still faster, which needs two thirds as many heads as multiprocessors.
+    """
+    heads, sequences = inputs.v.shape[2], inputs.sequences
+    if inputs.cu_seqlens is None:
+        chunks: float = ceil_div(inputs.length, CHUNK.value)
+        rounds = ceil_div(sequences * heads, sms)
+    else:
+        chunks = inputs.length / CHUNK.value / sequences  # on average
+        rounds = sequences * ceil_div(heads, sms)
+    whole = rounds * (chunks * WHOLE_CHUNK + WHOLE_START)
+    slabs = sequences * heads / sms * (chunks * SLAB_CHUNK + SLAB_START)
+    return whole < slabs
 
 
 def hopper_launch(
@@ -117,55 +168,97 @@ def hopper_launch(
     index, device = inputs.q.get_device(), inputs.q.device
     heads, value_dim = inputs.v.shape[2:]
     slabs, slices = slab_count(inputs, config), value_dim // HALF.value
-    shape = inputs.states_shape
-    strides = state_strides(*shape[1:], v_first=state_v_first)
+    strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     nbytes, parts = workspace(inputs)
-    describe, launcher = _descriptors(inputs), _launcher(inputs, config, slabs, strides)
+    *read, written = _tiles(inputs, CHUNK.value, HALF.value)
+    describe = *read, *_factors(inputs), written
+    sizes = inputs.sequences, slabs, config.slab, config.behind
+    launcher = _launcher(_kda_hopper_kernel, sizes, inputs, strides, SLICES=slices)
     programs = (slabs + config.behind) * heads * (config.slab + slices)
-    flags = slabs * heads * (1 + slices)
+    flags = flag_count(inputs, config)
 
     def call(inputs: KDAInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
             sync = torch.zeros(flags, dtype=torch.int32, device=device)
             memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
             *factors, ends = (Part(memory, *place) for place in parts.values())
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+            output = _outputs(inputs, strides)
             tiled: tuple[torch.Tensor | Part, ...] = (inputs.q, inputs.k, inputs.g, inputs.v)
-            tiled += (*factors, out)
+            tiled += (*factors, output.out)
             descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
-            tensors = inputs.beta, inputs.cu_seqlens, ends, inputs.initial_state, sync, final_states
-            launcher(programs, *descriptors, *tensors)
-        return GDNOutput(out, final_states)
+            tensors = inputs.beta, inputs.cu_seqlens, ends, inputs.initial_state, sync
+            launcher(programs, *descriptors, *tensors, output.final_states)
+        return output
 
     return call
 
 
-def _descriptors(inputs: KDAInputs) -> list[Described]:
-    """Descriptors of q, k, g, v, keys, queries, X, W and out: tiles have 64 columns of one head and
-    one chunk.
+def whole_launch(
+    inputs: KDAInputs, config: Mapping[str, int], *, state_v_first: bool
+) -> PreparedLaunch:
+    """As `hopper_launch`, by `whole_kernel.py`.  Requires that `whole_unsupported` is empty.
+
+    config: as `WHOLE_CONFIG`
     """
-    row_count = inputs.slot_count(CHUNK.value) * inputs.v.shape[2] * CHUNK.value
-    factors = [
-        described(inputs.q.dtype, (row_count, columns), (columns, 1), (CHUNK.value, HALF.value))
-        for columns in (DIM.value, DIM.value, DIM.value, CHUNK.value)
-    ]
+    index = inputs.q.get_device()
+    strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    describe = _tiles(inputs, SIZE.value, DIM.value)
+    options = {name.upper(): value for name, value in config.items()}
+    launcher = _launcher(_kda_whole_kernel, (), inputs, strides, **options)
+    programs = inputs.sequences * inputs.v.shape[2]
+
+    def call(inputs: KDAInputs) -> GDNOutput:
+        with torch.cuda.device(index):  # no effect for -1, the CPU
+            output = _outputs(inputs, strides)
+            tiled = inputs.q, inputs.k, inputs.g, inputs.v, output.out
+            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            tensors = inputs.beta, inputs.cu_seqlens, inputs.initial_state
+            launcher(programs, *descriptors, *tensors, output.final_states)
+        return output
+
+    return call
+
+
+def _tiles(inputs: KDAInputs, positions: int, columns: int) -> list[Described]:
+    """Descriptors of q, k, g, v and out, for tiles of one head."""
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device="meta")
-    *read, written = (
+    return [
         tiles(
             tensor,
             steps(tensor, tensor.stride(2)),
             sizes=(tensor.shape[2], tensor.shape[3]),
-            block=(1, CHUNK.value, HALF.value),
+            block=(1, positions, columns),
             packed=inputs.cu_seqlens is not None,
         )
         for tensor in (inputs.q, inputs.k, inputs.g, inputs.v, out)
+    ]
+
+
+def _factors(inputs: KDAInputs) -> list[Described]:
+    """Descriptors of keys, queries, X and W, for tiles of one head, one chunk and 64 columns."""
+    row_count = inputs.slot_count(CHUNK.value) * inputs.v.shape[2] * CHUNK.value
+    return [
+        described(inputs.q.dtype, (row_count, columns), (columns, 1), (CHUNK.value, HALF.value))
+        for columns in (DIM.value, DIM.value, DIM.value, CHUNK.value)
+    ]
+
+
+def _outputs(inputs: KDAInputs, strides: tuple[int, ...]) -> GDNOutput:
+    """Memory for the output, and for final states with these strides."""
+    final_states = torch.empty_strided(
+        inputs.states_shape, strides, dtype=torch.float32, device=inputs.v.device
     )
-    return [*read, *factors, written]
+    return GDNOutput(
+        torch.empty_like(inputs.v, memory_format=torch.contiguous_format), final_states
+    )
 
 
 def _launcher(
-    inputs: KDAInputs, config: KDAHopperConfig, slabs: int, final_strides: tuple[int, ...]
+    kernel: Any,
+    sizes: tuple[int, ...],
+    inputs: KDAInputs,
+    final_strides: tuple[int, ...],
+    **options: int,
 ) -> Launcher:
     """With the arguments that all calls of a signature share."""
     beta, initial_strides = inputs.beta, strides_of(inputs.initial_state) or (0, 0, 0, 0)
@@ -173,18 +266,14 @@ def _launcher(
         (beta.stride(0), row_stride(beta), beta.stride(2)),
         strides_of(inputs.cu_seqlens) or (0,),
     )
-    sizes = inputs.v.shape[1], inputs.sequences, slabs, config.slab, config.behind
-    return Launcher(
-        _kda_hopper_kernel,
-        (strides, *sizes, inputs.scale_or_default),
-        dict(
-            HEADS=inputs.v.shape[2],
-            VALUES_PER_KEY=inputs.values_per_key,
-            SLICES=inputs.v.shape[3] // HALF.value,
-            GATE_BYTES=inputs.g.element_size(),
-            PACKED=inputs.cu_seqlens is not None,
-            STATE_STRIDES=(*initial_strides, *final_strides),
-            num_warps=WARPS.value,
-            maxnreg=REGISTERS,
-        ),
+    shared = dict(
+        HEADS=inputs.v.shape[2],
+        VALUES_PER_KEY=inputs.values_per_key,
+        GATE_BYTES=inputs.g.element_size(),
+        PACKED=inputs.cu_seqlens is not None,
+        STATE_STRIDES=(*initial_strides, *final_strides),
+        num_warps=WARPS.value,
+        maxnreg=REGISTERS,
     )
+    scalars = strides, inputs.v.shape[1], *sizes, inputs.scale_or_default
+    return Launcher(kernel, scalars, shared | options)

@@ -42,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels._gluon import (
+    async_load,
     async_store,
     masked,
     product_layout,
@@ -103,7 +104,7 @@ STAGES = {
     "products": "decayed_scores", "store_own_scores": "decayed_scores", "decays_of": "gate_cumsum",
     "grown": "gate_cumsum", "between_blocks": "gate_cumsum", "store_system": "solve_tril",
     "inverse_of": "solve_tril", "store_factors": "state_factor", "load_betas": "loads",
-    "allocate_inputs": "setup",
+    "allocate_inputs": "setup", "load_inputs": "loads",
 }  # fmt: skip
 
 
@@ -156,30 +157,30 @@ def at_least(a):
 
 
 @gluon.jit
-def spread(T, COPIES: gl.constexpr):
-    """(n, K) -> (n * 2^COPIES, K): each row 2^COPIES times, in the layout `own`."""
+def spread(T, COPIES: gl.constexpr, layout: gl.constexpr):
+    """(n, K) -> (n * 2^COPIES, K): each row 2^COPIES times."""
     for _ in gl.static_range(COPIES):
-        T = gl.join(T, T).permute((0, 2, 1)).reshape([2 * T.shape[0], HALF])
-    return gl.convert_layout(T, own)
+        T = gl.join(T, T).permute((0, 2, 1)).reshape([2 * T.shape[0], T.shape[1]])
+    return gl.convert_layout(T, layout)
 
 
 @gluon.jit
-def grown(P, S, T, level: gl.constexpr):
+def grown(P, S, T, level: gl.constexpr, layout: gl.constexpr):
     """P, S and T of blocks of 2^(level + 1) positions, from those of blocks of half as many."""
-    second = (gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None] >> level & 1) == 1
-    first_T, second_T = gl.split(T.reshape([CHUNK >> (level + 1), 2, HALF]).permute((0, 2, 1)))
-    P = gl.where(second, P * spread(first_T, level + 1), P)
-    S = gl.where(second, S, S * spread(second_T, level + 1))
+    second = (gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None] >> level & 1) == 1
+    pairs = T.reshape([T.shape[0] // 2, 2, T.shape[1]])
+    first_T, second_T = gl.split(pairs.permute((0, 2, 1)))
+    P = gl.where(second, P * spread(first_T, level + 1, layout), P)
+    S = gl.where(second, S, S * spread(second_T, level + 1, layout))
     return P, S, first_T * second_T
 
 
 @gluon.jit
-def in_block():
+def in_block(layout: gl.constexpr):
     """Row and column of an entry of (block, i, j)."""
-    r = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, blocks_layout)))[None, :, None]
-    return r, gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, blocks_layout)))[
-        None, None, :
-    ]
+    r = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    c = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return r[None, :, None], c[None, None, :]
 
 
 @gluon.jit
@@ -193,7 +194,7 @@ def product_of(rows, columns, acc, layout: gl.constexpr):
 @gluon.jit
 def norms(q, k):
     """1 / |q_i|, 1 / |k_i| and q_i . k_i, (block, i) each."""
-    r, c = in_block()
+    r, c = in_block(blocks_layout)
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     shape: gl.constexpr = [BLOCKS, BLOCK, HALF]
     qq, kk, qk = zero, zero, zero
@@ -231,9 +232,10 @@ def halved(buffer):
 
 
 @gluon.jit
-def second_of(tile):
+def eights_of(tile):
     """The first and the second eight positions of each 16 of a tile (i, K), (block, i, K) each."""
-    return gl.split(tile.reshape([BLOCKS, 2, EIGHT, HALF]).permute((0, 2, 3, 1)))
+    blocks = tile.reshape([tile.shape[0] // BLOCK, 2, EIGHT, tile.shape[1]])
+    return gl.split(blocks.permute((0, 2, 3, 1)))
 
 
 @gluon.jit
@@ -244,7 +246,7 @@ def store_anchored(q, k, a, rows, columns):
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
     T = D
     for level in gl.static_range(3):
-        D, _, T = grown(D, D, T, level)
+        D, _, T = grown(D, D, T, level, own)
     both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
     both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
     rows.store(both.reshape([2 * CHUNK, HALF]))
@@ -260,10 +262,10 @@ def store_anchored(q, k, a, rows, columns):
 def store_between_eights(q, k, P, S, rows, columns):
     """Operands of pairs between the blocks of 8 (h = 8)."""
     dtype: gl.constexpr = rows.dtype
-    _, second_q = second_of(q)
-    first_k, second_k = second_of(k)
-    _, second_P = second_of(P)
-    first_S, _ = second_of(S)
+    _, second_q = eights_of(q)
+    first_k, second_k = eights_of(k)
+    _, second_P = eights_of(P)
+    first_S, _ = eights_of(S)
     both = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
     both = both.permute((0, 3, 1, 2))
     tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
@@ -302,13 +304,13 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     store_anchored(q, k, a, wide_rows, wide_columns)
     P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, own), a
     for level in gl.static_range(3):
-        P, S, T = grown(P, S, T, level)
+        P, S, T = grown(P, S, T, level, own)
     role_barrier()
     of_eights = wide_rows.reshape([2 * BLOCKS, 2 * EIGHT, HALF])
     tile = wide_columns.reshape([2 * BLOCKS, EIGHT, HALF])
     eights = product_of(of_eights, tile, eights, blocks_layout)
     store_between_eights(q, k, P, S, rows, columns)
-    P, S, T = grown(P, S, T, 3)
+    P, S, T = grown(P, S, T, 3, own)
     quarters.store(gl.convert_layout(T, by_block))
     role_barrier()
     sixteens = product_of(
@@ -328,7 +330,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
         pairs_layout,
     )
     # h = 32
-    decays = gl.where(o_i >= 32, P, S) * spread(between, 4)
+    decays = gl.where(o_i >= 32, P, S) * spread(between, 4, own)
     store_between(q, k, decays, rows, columns, CHUNK // 2)
     fence_async_shared()
     role_barrier()
@@ -336,7 +338,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
         halved(rows).index(1), halved(columns).index(0).permute((1, 0)), halves, is_async=True
     )
     scores = (eights, sixteens, pairs, halves)
-    return scores, P * spread(since_start, 4), S * spread(to_end, 4), whole
+    return scores, P * spread(since_start, 4, own), S * spread(to_end, 4, own), whole
 
 
 @gluon.jit
@@ -553,7 +555,7 @@ def store_system(of_k, beta_norms, k_norms, scratch):
 @gluon.jit
 def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
     """P (i, j), from its parts."""
-    r, c = in_block()
+    r, c = in_block(blocks_layout)
     q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
     P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
@@ -593,6 +595,23 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     async_store(descs[0], [row, HALF], q_tiles.index(1))
     async_store(descs[1], [row, 0], k_tiles.index(0))
     wait_until_written()
+
+
+@gluon.jit
+def load_inputs(env, inputs, full, sequence, t, head):
+    """q, k and g of the chunk at position t, half of the channels at a time."""
+    q_desc, k_desc, g_desc, _, _ = env.inputs
+    q_tiles, k_tiles, g_tiles = inputs
+    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
+    for half in gl.static_range(2):
+        where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
+        async_load(q_desc, where, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+        async_load(k_desc, where, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+    mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)
+    for half in gl.static_range(2):
+        where = [sequence.tile, head, sequence.row + t, half * HALF]
+        g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
+        async_load(g_desc, where, full.index(1), g_tile)
 
 
 @gluon.jit

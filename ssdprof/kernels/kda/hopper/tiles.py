@@ -1,21 +1,23 @@
-"""Shared memory of a program that scans: a ring of six tiles of 16 KB, a chunk and a half, so that
-two programs fit on a multiprocessor.
+"""Shared memory of a program that scans, and its copies through TMA.
+
+A ring of six tiles of 16 KB, a chunk and a half, so that two programs fit on a multiprocessor.
 
 A chunk has four tiles, in the order in which they are used: its keys, queries, X, and v beside W.
 Its output takes the place of v.
 
     scan      4 warps   holds the state; computes outputs       scan.py
-    loads     1 warp    loads the tiles through TMA             role_copies.py
-    stores    1 warp    stores the outputs through TMA          role_copies.py
+    loads     1 warp    loads the tiles through TMA
+    stores    1 warp    stores the outputs through TMA
 
-TMA is the Tensor Memory Accelerator.
+TMA is the Tensor Memory Accelerator.  It reads zeros beyond a sequence's end, and writes nothing
+there.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ssdprof.kernels._gluon import reinterpret, role_barrier
+from ssdprof.kernels._gluon import async_load, async_store, reinterpret, role_barrier
 from ssdprof.kernels.hopper.ring import CHUNK, allocate_ring, barriers, begin_ring
 
 DIM = gl.constexpr(128)  # K
@@ -28,7 +30,11 @@ UPDATE = gl.constexpr(2)
 VALUES = gl.constexpr(3)
 THREADS = gl.constexpr(128)  # of `scan`
 
-STAGES = {"halves_of": "loads", "allocate_tiles": "setup"}
+# other functions belong to the stage that calls them
+STAGES = {
+    "halves_of": "loads", "allocate_tiles": "setup", "load_segment": "loads",
+    "store_segment": "chunk_output",
+}  # fmt: skip
 
 
 @gluon.jit
@@ -47,3 +53,51 @@ def allocate_tiles(dtype: gl.constexpr):
         mbarrier.init(written.index(i), count=THREADS)
     role_barrier()
     return tiles, written
+
+
+@gluon.jit
+def load_factor(tiles, desc, row, n, WHICH: gl.constexpr):
+    """Tile WHICH of the program's n-th chunk, which another program has prepared."""
+    at = 4 * n + WHICH
+    tiles.wait_empty(at)
+    full, halves = tiles.full_at(at), halves_of(tiles.tile(at))
+    mbarrier.expect(full, 2 * CHUNK * DIM)
+    for half in gl.static_range(2):
+        async_load(desc, [row, half * HALF], full, halves.index(half))
+
+
+@gluon.jit
+def load_values(env, tiles, segment, t, row, n):
+    """v at position t beside W."""
+    at = 4 * n + VALUES
+    tiles.wait_empty(at)
+    full, halves = tiles.full_at(at), halves_of(tiles.tile(at))
+    mbarrier.expect(full, 4 * CHUNK * HALF)
+    where = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
+    async_load(env.inputs[3], where, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
+    async_load(env.factors[3], [row, 0], full, halves.index(1))
+
+
+@gluon.jit
+def load_segment(env, tiles, segment, n):
+    """The tiles of a segment's chunks, of which n come before it in the program."""
+    keys_desc, queries_desc, X_desc, _ = env.factors
+    for j in range(segment.nchunks):
+        row = segment.place(j, env.S.HEADS) * CHUNK
+        load_factor(tiles, keys_desc, row, n + j, KEYS)
+        load_factor(tiles, queries_desc, row, n + j, QUERIES)
+        load_factor(tiles, X_desc, row, n + j, UPDATE)
+        load_values(env, tiles, segment, (segment.first + j) * CHUNK, row, n + j)
+
+
+@gluon.jit
+def store_segment(env, tiles, written, segment, n):
+    """The outputs of a segment's chunks, and then the memory of v is free."""
+    for j in range(segment.nchunks):
+        mbarrier.wait(written.index((n + j) % 2), (n + j) // 2 & 1)
+        t = segment.sequence.row + (segment.first + j) * CHUNK
+        where = [segment.sequence.tile, segment.head, t, segment.first_v]
+        out = halves_of(tiles.tile(4 * (n + j) + VALUES)).index(0)
+        async_store(env.inputs[4], where, out.reshape([1, 1, CHUNK, HALF]))
+        tma.store_wait(0)
+        mbarrier.arrive(tiles.empty_at(4 * (n + j) + VALUES), count=THREADS)

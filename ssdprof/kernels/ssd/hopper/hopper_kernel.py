@@ -330,7 +330,10 @@ def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT,
     K_LONG, S: gl.constexpr,
 ):  # fmt: skip
-    """strides: of dt, A, dt_bias, D, cu_seqlens."""
+    """The kernel: each warp group plays a role in all segments of its program.
+
+    strides: of dt, A, dt_bias, D, cu_seqlens.
+    """
     (
         dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr,
         sync_ptr,

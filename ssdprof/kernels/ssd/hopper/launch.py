@@ -103,7 +103,7 @@ def launch_options(
 def hopper_launch(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
 ) -> PreparedLaunch:
-    """Requires that `config.unsupported` is empty."""
+    """The call of the Hopper kernel on inputs for which `config.unsupported` gives no reason."""
     packed = inputs.cu_seqlens is not None
     D = inputs.D
     seqlen, nheads, headdim = inputs.x.shape[1:]

@@ -75,14 +75,15 @@ class Shared:
     # (depth * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
     gates: gl.shared_memory_descriptor
     decay: gl.shared_memory_descriptor  # (depth, 2): 2^a_end
-    full: gl.shared_memory_descriptor
+    # mbarriers of each slot: it can be read, and it can be written again
+    full: gl.shared_memory_descriptor  # a chunk's tiles and vectors
     empty: gl.shared_memory_descriptor
-    scored: gl.shared_memory_descriptor
+    scored: gl.shared_memory_descriptor  # `scores`
     unscored: gl.shared_memory_descriptor
-    written: gl.shared_memory_descriptor
+    written: gl.shared_memory_descriptor  # `out`
     unwritten: gl.shared_memory_descriptor
-    DEPTH: gl.constexpr
-    SCORE_DEPTH: gl.constexpr
+    DEPTH: gl.constexpr  # slots for chunks
+    SCORE_DEPTH: gl.constexpr  # slots for scores
     N_SPLIT: gl.constexpr  # 2 if the lanes hold half of N each, else 1
     UNITS: gl.constexpr  # units per program
 

@@ -66,8 +66,8 @@ STAGES = {
     "add_turn": "chunk_state.first_pass",
     "segment_state": "chunk_state.first_pass",
     "publish": "state_passing.store",
-    "published": "state_passing.wait",
-    "leave": "state_passing.store",
+    "wait_for_decay": "state_passing.wait",
+    "publish_segment": "state_passing.store",
     "sum_before": "state_passing.load",
     "add_residual": "chunk_scan.residual",
     "hand_out": "chunk_scan.residual",
@@ -183,18 +183,20 @@ def publish(parts_ptr, flag_ptr, added, decay):
 
 
 @gluon.jit
-def published(flag_ptr, wanted):
-    """Wait for a segment's flag and return its decay.  Returns 0 at once if not `wanted`."""
+def wait_for_decay(flag_ptr, pred):
+    """Wait for a segment's flag, and return the decay that it holds.  Returns 0 at once if `pred`
+    is false.
+    """
     flag = 0
-    while (flag == 0) & wanted:
+    while (flag == 0) & pred:
         flag = load_acquire(flag_ptr)
     return gl.cast(flag & ~SIGN, gl.float32, bitcast=True)
 
 
 @gluon.jit
-def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
-    """Pointers to the lanes' parts and to the lane's flag in slot 0, and the offset of the
-    segment's slot, in lanes.
+def slot_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
+    """The segment's slot in the workspace: pointers to the lanes' parts and to the lane's flag in
+    slot 0, and the offset of the slot, in lanes.
 
     begin: lanes before those of the program, among the ALL_LANES of a slot
     """
@@ -206,40 +208,42 @@ def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr
 
 
 @gluon.jit
-def leave(segment, place, added, decay):
-    """Publish the segment's parts (lane p, n), or its states, and its decay, unless it is the last
-    of its sequence.
+def publish_segment(segment, slot, added, decay):
+    """Publish the segment's parts (lane p, n), or its states, and its decay.  The last segment of a
+    sequence publishes nothing.
     """
-    parts_ptr, flags_ptr, mine = place
+    parts_ptr, flags_ptr, offset = slot
     if not segment.last:
         PART: gl.constexpr = SLICE * added.shape[1]
-        publish(parts_ptr + mine * PART, flags_ptr + mine * FLAG_STRIDE, added, decay)
+        publish(parts_ptr + offset * PART, flags_ptr + offset * FLAG_STRIDE, added, decay)
 
 
 @gluon.jit
-def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """The decayed sum of the parts of all earlier segments, and the decay of all of them
     together.
     """
     PART: gl.constexpr = SLICE * N
-    parts_ptr, flags_ptr, mine = place
+    parts_ptr, flags_ptr, offset = slot
     row = gl.arange(0, LANES * PART, in_fours(PART))
     sum_of_parts = gl.full([LANES * PART], 0.0, gl.float32, in_fours(PART))
     # assembly, because LLVM turns gl.fma into one operation on vectors of all numbers of a thread,
     # and takes long
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * ALL_LANES
-    previous = mine - step  # offset of the preceding segment's slot
+    previous = offset - step  # offset of the preceding segment's slot
     left = segment.index
     passed = 1.0
     go = left > 0
-    decay = published(flags_ptr + previous * FLAG_STRIDE, go)
+    decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, go)
     while go:
         part = gl.load(parts_ptr + previous * PART + row, cache_modifier=".cg")
         weight, passed = passed, passed * decay
         previous, left = previous - step, left - 1
         go = (left > 0) & (passed != 0.0)
-        decay = published(flags_ptr + previous * FLAG_STRIDE, go)  # overlaps the load of the part
+        decay = wait_for_decay(
+            flags_ptr + previous * FLAG_STRIDE, go
+        )  # overlaps the load of the part
         args = [part.to(gl.float32), weight, sum_of_parts]
         sum_of_parts = gl.inline_asm_elementwise(
             multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1
@@ -415,10 +419,10 @@ def scan_segment(lane, env, segment, n):
     if PASSING == "look back" or PASSING == "carry":
         ALL_LANES: gl.constexpr = S.HEADS * S.SLICES * N_SPLIT if PASSING == "look back" else 2
         begin = segment.unit * N_SPLIT if PASSING == "look back" else gl.to_tensor(0)
-        place = place_of(segment, begin, lane, env.states_ptr, env.flags_ptr, ALL_LANES, WIDTH)
+        slot = slot_of(segment, begin, lane, env.states_ptr, env.flags_ptr, ALL_LANES, WIDTH)
         if PASSING == "look back":
-            leave(segment, place, added, decay)
-        state, decay = sum_before(segment, place, ALL_LANES, WIDTH, by_n)
+            publish_segment(segment, slot, added, decay)
+        state, decay = sum_before(segment, slot, ALL_LANES, WIDTH, by_n)
     # in every segment, so that non-finite numbers in it reach all outputs
     if env.initial_ptr is not None:
         # rows past a head's P may hold any value: they do not affect other rows, and are not stored
@@ -447,7 +451,8 @@ def scan_segment(lane, env, segment, n):
         hand_out(shared, lane)
     # stage state_passing.store
     if PASSING == "carry":
-        leave(segment, place, state, gl.to_tensor(0.0))  # the state includes all earlier chunks
+        # the state includes all earlier chunks
+        publish_segment(segment, slot, state, gl.to_tensor(0.0))
     if segment.last:
         first = (segment.sequence.to(gl.int64) * S.HEADS + i_h) * (HEADDIM * DSTATE)
         gl.store((env.final_ptr + first + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)

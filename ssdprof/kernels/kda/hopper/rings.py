@@ -1,0 +1,144 @@
+"""Shared memory of a program that has all of a sequence and head (`whole_kernel.py`), in chunks of
+32 positions, and its mbarriers.
+
+    states   4 warps   holds the state in registers; computes outputs                states.py
+    decays   4 warps   decays, operands of the scores, keys and queries              decays.py
+    scores   2 x 2     norms, scores, their inverse, X and W                         scores.py
+    loads    1 warp    loads q, k, g and v through TMA                               whole_kernel.py
+    stores   1 warp    stores the outputs through TMA                                whole_kernel.py
+
+    loads --q, k, g--> decays --operands--> scores --X, W--> states --outputs--> stores
+                              --keys, queries, ends--------> states
+          --q, k--> scores --norms--> decays --keys at the chunk's end--> scores
+
+Keys and queries take the place of k and q, and outputs that of v.  TMA is the Tensor Memory
+Accelerator.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ssdprof.kernels._gluon import aggregate, phase, place_in
+from ssdprof.kernels.hopper.ring import Ring, barriers, begin_ring
+from ssdprof.kernels.kda.hopper.prep import allocate_tile
+
+SIZE = gl.constexpr(32)  # positions of a chunk
+DIM = gl.constexpr(128)  # K and V
+THREADS = gl.constexpr(128)  # of a role that computes
+# numbers of each position: norms are 1 / |k|, 1 / |q|
+K_NORM = gl.constexpr(0)
+Q_NORM = gl.constexpr(1)
+SCALED = gl.constexpr(2)  # scale / |q|
+BETA = gl.constexpr(3)
+OWN = gl.constexpr(4)  # q . k of the position
+
+STAGES = {"allocate": "setup", "begin_barriers": "setup", "allocate_tiles": "setup"}
+
+
+@aggregate
+class Operands:
+    """Operands of the scores of a chunk: q and k in turn, eight rows of each, and k as columns."""
+
+    first_rows: gl.shared_memory_descriptor  # inside blocks of 8, the first ones of 16
+    first_columns: gl.shared_memory_descriptor
+    second_rows: gl.shared_memory_descriptor  # the second ones
+    second_columns: gl.shared_memory_descriptor
+    eight_rows: gl.shared_memory_descriptor  # between blocks of 8: second ones of 16
+    eight_columns: gl.shared_memory_descriptor  # first ones
+    half_rows: gl.shared_memory_descriptor  # between the halves: all rows
+    half_columns: gl.shared_memory_descriptor
+
+
+@aggregate
+class KDARings:
+    """keys, queries and `decayed` share slots; so do X and W, and v and outputs."""
+
+    keys: Ring  # k (i, K), then keys; its barriers are those of q and k
+    queries: gl.shared_memory_descriptor  # q (i, K), then queries
+    decayed: gl.shared_memory_descriptor  # mbarriers: keys, queries and ends are there
+    ends: gl.shared_memory_descriptor  # decays of whole chunks (slot, K)
+    gates: Ring  # g (i, K)
+    values: Ring  # v (i, V), then outputs
+    written: gl.shared_memory_descriptor  # mbarriers: outputs are there
+    operands: Operands
+    ready: gl.shared_memory_descriptor  # mbarriers of two chunks in turn: operands are there
+    read: gl.shared_memory_descriptor  # mbarrier: operands may be replaced
+    vectors: gl.tuple  # numbers of each position, of two chunks in turn
+    normed: gl.shared_memory_descriptor  # mbarriers: vectors are there
+    at_end: Ring  # keys decayed to the chunk's end (i, K), fp16
+    updates: Ring  # X (j, K)
+    weights: gl.shared_memory_descriptor  # W (i, j)
+
+    @gluon.jit
+    def vector(self, n, WHICH: gl.constexpr):
+        return self.vectors[WHICH].index(place_in(n, 2))
+
+    @gluon.jit
+    def slot(self, n):
+        return place_in(n, self.keys.DEPTH)
+
+    @gluon.jit
+    def wait_decayed(self, n):
+        mbarrier.wait(self.decayed.index(self.slot(n)), phase(n, self.keys.DEPTH))
+
+
+@gluon.jit
+def allocate_tiles(dtype: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr):
+    tiles = allocate_tile(dtype, [DEPTH, SIZE, COLUMNS])
+    return Ring(tiles, barriers(DEPTH), barriers(DEPTH), DEPTH)
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, gates: gl.constexpr, S: gl.constexpr):
+    """Allocates all of it.  The barriers are not initialised yet."""
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return KDARings(
+        keys=allocate_tiles(dtype, S.SLOTS, DIM),
+        queries=allocate_tile(dtype, [S.SLOTS, SIZE, DIM]),
+        decayed=barriers(S.SLOTS),
+        ends=gl.allocate_shared_memory(gl.float32, [S.SLOTS, DIM], vector),
+        gates=allocate_tiles(gates, S.GATE_SLOTS, DIM),
+        values=allocate_tiles(dtype, S.SLOTS, DIM),
+        written=barriers(S.SLOTS),
+        operands=Operands(
+            allocate_tile(dtype, [SIZE, DIM]),
+            allocate_tile(dtype, [SIZE // 2, DIM]),
+            allocate_tile(dtype, [SIZE, DIM]),
+            allocate_tile(dtype, [SIZE // 2, DIM]),
+            allocate_tile(dtype, [SIZE, DIM]),
+            allocate_tile(dtype, [SIZE // 2, DIM]),
+            allocate_tile(dtype, [2 * SIZE, DIM]),
+            allocate_tile(dtype, [SIZE, DIM]),
+        ),
+        ready=barriers(2),
+        read=barriers(1),
+        vectors=(
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
+        ),
+        normed=barriers(2),
+        at_end=allocate_tiles(gl.float16, 2, DIM),
+        updates=allocate_tiles(dtype, 2, DIM),
+        weights=allocate_tile(dtype, [2, SIZE, SIZE]),
+    )
+
+
+@gluon.jit
+def begin_barriers(rings):
+    """Initialises the barriers: `states` and `decays` arrive with every thread, others once."""
+    begin_ring(rings.keys, 1, THREADS)
+    begin_ring(rings.gates, 1, THREADS)
+    begin_ring(rings.values, 1, 1)
+    begin_ring(rings.at_end, THREADS, 1)
+    begin_ring(rings.updates, 1, THREADS)
+    for i in gl.static_range(rings.keys.DEPTH):
+        mbarrier.init(rings.decayed.index(i), count=THREADS)
+        mbarrier.init(rings.written.index(i), count=THREADS)
+    for i in gl.static_range(2):
+        mbarrier.init(rings.normed.index(i), count=1)
+        mbarrier.init(rings.ready.index(i), count=THREADS)
+    mbarrier.init(rings.read.index(0), count=1)

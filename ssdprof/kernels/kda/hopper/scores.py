@@ -1,0 +1,306 @@
+"""Role `scores` of `whole_kernel.py`: norms, scores, the inverse of I + L, and what the state needs
+of them,
+
+    X = diag(beta) A^T (keys at the chunk's end)      (j, K)
+    W = scale P A diag(beta)                          (i, j)
+
+All products are small and wait for each other: `mma.sync` of 16 rows.  So two roles of two warps
+have every second chunk each.  A product of the operands that `decays` makes has rows of q and k in
+turn, so that a thread has both scores of a pair, and each block of 16 positions is in one warp.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
+
+from ssdprof.kernels._gluon import aggregate, masked, phase, place_in, reinterpret, role_barrier
+from ssdprof.kernels.gdn.hopper.inverse import BLOCK
+from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
+from ssdprof.kernels.kda.hopper.prep import EIGHT, HALF, allocate_tile, in_block, plain, product_of
+from ssdprof.kernels.kda.hopper.rings import BETA, DIM, K_NORM, OWN, Q_NORM, SCALED, SIZE
+
+# Layouts (block, i, j): a warp has a block of 16; (i, j): it has half of the rows, of the columns,
+# or all; and of scores of q, or of k, between the halves
+blocks_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1, 1], [1, 16, 8]))
+rows_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1], [16, 8]))
+columns_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 2], [16, 8]))
+quarter_layout = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0]], [], [16, 16]
+    )
+)
+by_position = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+
+# other functions belong to the stage that calls them
+STAGES = {
+    "store_norms": "qk_l2norm", "load_beta": "loads", "products": "decayed_scores",
+    "store_scores": "decayed_scores", "inverse_of": "solve_tril", "store_inverse": "solve_tril",
+    "store_factors": "state_factor", "score_chunk": "setup", "scores": "setup",
+}  # fmt: skip
+
+
+@aggregate
+class ScoreTiles:
+    """Shared memory of the role alone."""
+
+    diagonal: gl.shared_memory_descriptor  # -L of blocks of 16 (block, i, j), fp16
+    below: gl.shared_memory_descriptor  # L between the blocks (i, j), fp16
+    own_scores: gl.shared_memory_descriptor  # P (i, j), fp16
+    inverted: gl.shared_memory_descriptor  # inverses of the diagonal blocks (block * 16 + j, i)
+    inverse: gl.shared_memory_descriptor  # beta_j A_ij (j, i)
+
+
+@gluon.jit
+def load_beta(env, n):
+    """beta of the program's n-th chunk, 0 beyond the sequence's end."""
+    o_t = n * SIZE + gl.arange(0, SIZE, by_position)
+    where = env.beta_ptr + (env.sequence.begin + o_t).to(gl.int64) * env.beta_stride
+    return gl.load(where, mask=o_t < env.sequence.length, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def diagonal_of(product):
+    """The diagonals (block, i) of (block, i, j)."""
+    r, c = in_block(blocks_layout)
+    return gl.sum(gl.where(r == c, product, 0.0), 2)
+
+
+@gluon.jit
+def store_vector(rings, v, n, WHICH: gl.constexpr):
+    rings.vector(n, WHICH).store(v.reshape([SIZE]))
+
+
+@gluon.jit
+def store_norms(env, beta, n):
+    """The numbers of each position of the program's n-th chunk, from q and k as they are."""
+    rings = env.rings
+    left: gl.constexpr = gl.DotOperandLayout(0, blocks_layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, blocks_layout, 2)
+    rings.keys.wait_full(n)
+    q = rings.queries.index(rings.slot(n)).reshape([2, BLOCK, DIM]).load(left)
+    k = rings.keys.tile(n).reshape([2, BLOCK, DIM]).load(left)
+    # the same numbers of a thread are an operand of rows, and of columns
+    q_columns = gl.convert_layout(q.permute((0, 2, 1)), right)
+    k_columns = gl.convert_layout(k.permute((0, 2, 1)), right)
+    zero = gl.full([2, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
+    qq, qk, kk = mma_v2(q, q_columns, zero), mma_v2(q, k_columns, zero), mma_v2(k, k_columns, zero)
+    q_norm = gl.rsqrt(diagonal_of(qq) + EPSILON)
+    store_vector(rings, q_norm, n, Q_NORM)
+    store_vector(rings, q_norm * env.scale, n, SCALED)
+    store_vector(rings, gl.rsqrt(diagonal_of(kk) + EPSILON), n, K_NORM)
+    store_vector(rings, diagonal_of(qk), n, OWN)
+    rings.vector(n, BETA).store(beta)
+    mbarrier.arrive(rings.normed.index(place_in(n, 2)), count=1)
+
+
+@gluon.jit
+def block_of(first, second, between):
+    """(block, i, j) of 16 from its blocks of 8 on the diagonal, and below it.  Those above it are
+    not used.
+    """
+    block = gl.join(gl.join(first, first), gl.join(between, second)).permute((0, 4, 1, 3, 2))
+    return gl.convert_layout(block.reshape([2, BLOCK, BLOCK]), blocks_layout)
+
+
+@gluon.jit
+def q_and_k(product):
+    """Scores of q and of k, (block, i, j) each, from rows of both in turn."""
+    return gl.split(product.reshape([2, 2, EIGHT, EIGHT]).permute((0, 2, 3, 1)))
+
+
+@gluon.jit
+def of_blocks(rows, columns):
+    """Products (block, i, j) of eight rows of q, eight of k, and eight columns, for each block."""
+    zero = gl.full([2, BLOCK, EIGHT], 0.0, gl.float32, blocks_layout)
+    rows, columns = rows.reshape([2, BLOCK, DIM]), columns.reshape([2, EIGHT, DIM])
+    return product_of(rows, columns, zero, blocks_layout)
+
+
+@gluon.jit
+def products(operands):
+    """Scores of q with k, and of k with k: (block, i, j) of 16, and (i, j) between the halves."""
+    first = of_blocks(operands.first_rows, operands.first_columns)
+    second = of_blocks(operands.second_rows, operands.second_columns)
+    between = of_blocks(operands.eight_rows, operands.eight_columns)
+    of_halves = mma_v2(
+        operands.half_rows.slice(SIZE, SIZE).load(gl.DotOperandLayout(0, rows_layout, 2)),
+        operands.half_columns.slice(0, BLOCK)
+        .permute((1, 0))
+        .load(gl.DotOperandLayout(1, rows_layout, 2)),
+        gl.full([SIZE, BLOCK], 0.0, gl.float32, rows_layout),
+    )
+    first_q, first_k = q_and_k(first)
+    second_q, second_k = q_and_k(second)
+    between_q, between_k = q_and_k(between)
+    q_half, k_half = gl.split(of_halves.reshape([2, 2, EIGHT, BLOCK]).permute((0, 2, 3, 1)))
+    return (
+        block_of(first_q, second_q, between_q),
+        gl.convert_layout(q_half.reshape([BLOCK, BLOCK]), quarter_layout),
+        block_of(first_k, second_k, between_k),
+        gl.convert_layout(k_half.reshape([BLOCK, BLOCK]), quarter_layout),
+    )
+
+
+@gluon.jit
+def in_blocks(vector, layout: gl.constexpr):
+    """A number of each position, (block, i)."""
+    return reinterpret(vector, gl.float32, [2, BLOCK], plain).load(layout)
+
+
+@gluon.jit
+def scaled_block(scores, row, column):
+    """Scores (block, i, j) times factors of their rows and columns."""
+    i = in_blocks(row, gl.SliceLayout(2, blocks_layout))[:, :, None]
+    return scores * i * in_blocks(column, gl.SliceLayout(1, blocks_layout))[:, None, :]
+
+
+@gluon.jit
+def scaled_quarter(scores, row, column):
+    """Scores (i, j) between the halves times factors of their rows and columns."""
+    i = row.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
+    return scores * i * column.slice(0, BLOCK).load(gl.SliceLayout(0, quarter_layout))[None, :]
+
+
+@gluon.jit
+def on_diagonal(blocks):
+    """Blocks (block, i, j) as a matrix (i, j) of 32 in fp16, with zeros elsewhere."""
+    of_block: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, blocks_layout))
+    o_b = gl.arange(0, 2, of_block)[:, None, None].to(gl.int16)
+    blocks = blocks.to(gl.float16)
+    bits = o_b + gl.full([2, BLOCK, BLOCK], 0, gl.int16, blocks_layout)
+    wide = gl.join(masked(blocks, bits - 1), masked(blocks, -bits))
+    return wide.permute((0, 1, 3, 2)).reshape([SIZE, SIZE])
+
+
+@gluon.jit
+def store_scores(rings, tiles, scores, n):
+    """L and P of the program's n-th chunk.  Returns -L of blocks of 16 (block, i, j)."""
+    q_block, q_quarter, k_block, k_quarter = scores
+    k_norm, q_norm = rings.vector(n, K_NORM), rings.vector(n, Q_NORM)
+    r, c = in_block(blocks_layout)
+    # stage solve_tril
+    of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
+    beta = rings.vector(n, BETA)
+    L = scaled_block(gl.where(r > c, k_block, 0.0), k_norm, k_norm)
+    minus_L = (L * -in_blocks(beta, of_row)[:, :, None]).to(gl.float16)
+    tiles.diagonal.store(minus_L)
+    of_quarter = beta.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
+    below = scaled_quarter(k_quarter, k_norm, k_norm) * of_quarter
+    tiles.below.store(below.to(gl.float16))
+    # stage decayed_scores
+    of_pair = in_blocks(rings.vector(n, OWN), of_row)[:, :, None]
+    P = gl.where(r == c, of_pair, gl.where(r > c, q_block, 0.0))
+    tiles.own_scores.store(on_diagonal(scaled_block(P, q_norm, k_norm)))
+    role_barrier()
+    quarter = tiles.own_scores.slice(BLOCK, BLOCK).slice(0, BLOCK, dim=1)
+    quarter.store(scaled_quarter(q_quarter, q_norm, k_norm).to(gl.float16))
+    return minus_L
+
+
+@gluon.jit
+def inverse_of(minus_L, diagonal):
+    """The transposed inverses D of I + L (block, j, i), of -L (block, i, j) in registers and in
+    shared memory.
+
+    From inverses of blocks of h, which D has on its diagonal, those of blocks of 2 h: their part
+    below is -D L D.  Everything stays in a warp's registers: the transposed of an operand of rows
+    is one of columns.
+    """
+    left: gl.constexpr = gl.DotOperandLayout(0, blocks_layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, blocks_layout, 2)
+    r, c = in_block(blocks_layout)
+    zero = gl.full([2, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
+    columns = diagonal.load(right)
+    transposed = gl.convert_layout(columns.permute((0, 2, 1)), blocks_layout)
+    identity = gl.where(r == c, 1.0, zero)
+    D = gl.where(((r ^ c) == 1) & (r > c), minus_L.to(gl.float32), identity)
+    D_t = gl.where(((r ^ c) == 1) & (r < c), transposed.to(gl.float32), identity)
+    for level in gl.static_range(1, 4):
+        D_rows, D_t_rows = D.to(gl.float16), D_t.to(gl.float16)
+        T = mma_v2(gl.convert_layout(D_rows, left), columns, zero).to(gl.float16)
+        D_columns = gl.convert_layout(D_t_rows.permute((0, 2, 1)), right)
+        below = mma_v2(gl.convert_layout(T, left), D_columns, zero)
+        T_columns = gl.convert_layout(T.permute((0, 2, 1)), right)
+        above = mma_v2(gl.convert_layout(D_t_rows, left), T_columns, zero)
+        apart = ((r ^ c) >> level) == 1
+        D = gl.where(apart & (r > c), below, D)
+        D_t = gl.where(apart & (r < c), above, D_t)
+    return D_t
+
+
+@gluon.jit
+def store_inverse(rings, tiles, minus_L, n):
+    """beta_j A_ij (j, i), from -L."""
+    layout: gl.constexpr = rows_layout  # both warps the same
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    beta = rings.vector(n, BETA)
+    D = inverse_of(minus_L, tiles.diagonal)
+    of_column = in_blocks(beta, gl.SliceLayout(2, blocks_layout))[:, :, None]
+    tiles.inverted.store(D.to(gl.float16).reshape([SIZE, BLOCK]))
+    tiles.inverse.store(on_diagonal(D * of_column))
+    role_barrier()
+    # block (1, 0) of A is -D_1 L_10 D_0; here transposed
+    zero = gl.full([BLOCK, BLOCK], 0.0, gl.float32, layout)
+    first = tiles.inverted.slice(0, BLOCK).load(left)
+    known = mma_v2(first, tiles.below.permute((1, 0)).load(right), zero)
+    second = tiles.inverted.slice(BLOCK, BLOCK).load(right)
+    quarter = mma_v2(gl.convert_layout(known.to(gl.float16), left), second, zero)
+    of_row = beta.slice(0, BLOCK).load(gl.SliceLayout(1, layout))[:, None]
+    at = tiles.inverse.slice(0, BLOCK).slice(BLOCK, BLOCK, dim=1)
+    at.store((quarter * -of_row).to(gl.float16))
+    role_barrier()
+
+
+@gluon.jit
+def store_factors(env, tiles, n):
+    """X and W of the program's n-th chunk."""
+    rings = env.rings
+    dtype: gl.constexpr = rings.updates.tiles.dtype
+    left: gl.constexpr = gl.DotOperandLayout(0, columns_layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, columns_layout, 2)
+    # stage out_factor
+    P, B = tiles.own_scores.load(left), tiles.inverse.permute((1, 0)).load(right)
+    W = mma_v2(P, B, gl.full([SIZE, SIZE], 0.0, gl.float32, columns_layout))
+    # stage state_factor
+    transposed = tiles.inverse.load(left)
+    rings.at_end.wait_full(n)
+    rings.updates.wait_empty(n)
+    for half in gl.static_range(2):  # of the columns, to limit registers
+        keys = rings.at_end.tile(n).slice(half * HALF, HALF, dim=1).load(right)
+        X = mma_v2(transposed, keys, gl.full([SIZE, HALF], 0.0, gl.float32, columns_layout))
+        rings.updates.tile(n).slice(half * HALF, HALF, dim=1).store(X.to(dtype))
+    mbarrier.arrive(rings.at_end.empty_at(n), count=1)
+    rings.weights.index(place_in(n, 2)).store((W * env.scale).to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(rings.updates.full_at(n), count=1)
+
+
+@gluon.jit
+def score_chunk(env, tiles, n):
+    rings = env.rings
+    mbarrier.wait(rings.ready.index(place_in(n, 2)), phase(n, 2))
+    scores = products(rings.operands)
+    mbarrier.arrive(rings.read.index(0), count=1)
+    minus_L = store_scores(rings, tiles, scores, n)
+    store_inverse(rings, tiles, minus_L, n)
+    store_factors(env, tiles, n)
+
+
+@gluon.jit
+def scores(env, FIRST: gl.constexpr):
+    """The role, for every second chunk from FIRST on."""
+    tiles = ScoreTiles(
+        gl.allocate_shared_memory(
+            gl.float16, [2, BLOCK, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        ),
+        gl.allocate_shared_memory(gl.float16, [BLOCK, BLOCK], plain),
+        allocate_tile(gl.float16, [SIZE, SIZE]),
+        gl.allocate_shared_memory(gl.float16, [SIZE, BLOCK], plain),
+        allocate_tile(gl.float16, [SIZE, SIZE]),
+    )
+    beta = load_beta(env, FIRST)
+    for n in range(FIRST, env.nchunks, 2):
+        store_norms(env, beta, n)
+        beta = load_beta(env, n + 2)
+        score_chunk(env, tiles, n)

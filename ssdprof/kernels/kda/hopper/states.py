@@ -1,0 +1,107 @@
+"""Role `states` of `whole_kernel.py`: holds the state in registers and computes the outputs.
+
+State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly
+from registers.  From the state S that enters a chunk, its keys, queries, X and W,
+
+    Y  = V - keys S
+    S' = diag(ends) S + X^T Y
+    O  = queries S + W Y
+
+for half of the rows of V after the other: registers hold one half's operand at a time.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ssdprof.kernels._gluon import arrive, place_in, product_layout, role_barrier
+from ssdprof.kernels.gdn.hopper.role_states import (
+    FINAL,
+    INITIAL,
+    ROWS,
+    by_k,
+    k_operand,
+    own_rows,
+    state_tile,
+)
+from ssdprof.kernels.kda.hopper.rings import DIM, SIZE
+
+by_i = gl.constexpr(product_layout(32, 4))  # (V, i)
+i_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(32, 4), 2))
+
+# other functions belong to the stage that calls them
+STAGES = {
+    "residual_of": "chunk_state.residual", "pass_half": "chunk_state.update",
+    "decayed_state": "chunk_state.update",
+    "initial_half": "setup", "states": "setup",
+}  # fmt: skip
+
+
+@gluon.jit
+def residual_of(rings, state, n, HALF: gl.constexpr):
+    """Y (V, i) of the program's n-th chunk as an operand, and queries S."""
+    dtype: gl.constexpr = rings.keys.tiles.dtype
+    entered = gl.convert_layout(state.to(dtype), i_operand)
+    keys, queries = rings.keys.tile(n), rings.queries.index(rings.slot(n))
+    zero = gl.full([ROWS, SIZE], 0.0, gl.float32, by_i)
+    KS = warpgroup_mma(entered, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    QS = warpgroup_mma(entered, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
+    v = own_rows(rings.values.tile(n), HALF).load(i_operand)
+    KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
+    return (v.to(gl.float32) - gl.convert_layout(KS, i_operand)).to(dtype), QS
+
+
+@gluon.jit
+def decayed_state(rings, state, n):
+    decays = rings.ends.index(rings.slot(n)).load(gl.SliceLayout(0, by_k))
+    return state * decays[None, :]
+
+
+@gluon.jit
+def pass_half(rings, decayed, Y, QS, n, HALF: gl.constexpr):
+    """The state after the program's n-th chunk.  Its output takes the place of v."""
+    begun = warpgroup_mma(
+        gl.convert_layout(Y, k_operand), rings.updates.tile(n), decayed, is_async=True
+    )
+    # stage chunk_output
+    W = rings.weights.index(place_in(n, 2)).permute((1, 0))
+    out_begun = warpgroup_mma(Y, W, QS, is_async=True)
+    state, out = warpgroup_mma_wait(0, deps=[begun, out_begun])
+    own_rows(rings.values.tile(n), HALF).store(out.to(Y.dtype))
+    return state
+
+
+@gluon.jit
+def initial_half(env, HALF: gl.constexpr):
+    state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
+    if env.initial_ptr is not None:
+        initial = state_tile(env.initial_ptr, env, HALF * ROWS, INITIAL, env.S)
+        state = gl.load(initial).to(gl.float32)
+    return state
+
+
+@gluon.jit
+def states(env):
+    """The role."""
+    rings = env.rings
+    first, second = initial_half(env, 0), initial_half(env, 1)
+    for n in range(env.nchunks):
+        rings.wait_decayed(n)
+        rings.values.wait_full(n)
+        Y, QS = residual_of(rings, first, n, 0)
+        rings.updates.wait_full(n)
+        first = pass_half(rings, decayed_state(rings, first, n), Y, QS, n, 0)
+        Y, QS = residual_of(rings, second, n, 1)
+        second = decayed_state(rings, second, n)
+        arrive(rings.keys.empty_at(n))  # of keys, queries and ends
+        second = pass_half(rings, second, Y, QS, n, 1)
+        arrive(rings.updates.empty_at(n))
+        fence_async_shared()
+        arrive(rings.written.index(rings.slot(n)))
+        role_barrier()
+    gl.store(state_tile(env.final_ptr, env, 0, FINAL, env.S), first)
+    gl.store(state_tile(env.final_ptr, env, ROWS, FINAL, env.S), second)

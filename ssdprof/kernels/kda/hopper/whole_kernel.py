@@ -1,0 +1,125 @@
+"""Kimi Delta Attention for Hopper where sequences and heads fill the multiprocessors: a program has
+all of a sequence and head, so that inputs are read once, and nothing but outputs and final states
+is written.
+
+In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
+       (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+Out:   out (B, T, HV, V) | final_states (sequences, HV, K, V) fp32, any strides
+Grid:  (sequences * HV), heads fastest
+Roles: `rings.py`.  Equations: `../fused.py`.  Oracle: `../reference.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ssdprof.kernels._gluon import aggregate, async_load, async_store, phase, role_barrier
+from ssdprof.kernels.gdn.hopper.assignment import Sequence, sequence_at
+from ssdprof.kernels.kda.hopper.decays import decays
+from ssdprof.kernels.kda.hopper.rings import DIM, SIZE, KDARings, allocate, begin_barriers
+from ssdprof.kernels.kda.hopper.scores import scores
+from ssdprof.kernels.kda.hopper.states import states
+
+STAGES = {
+    "load_tile": "loads", "loads": "loads", "stores": "chunk_output", "_kda_whole_kernel": "setup",
+}  # fmt: skip
+
+
+@aggregate
+class KDAWhole:
+    """All that the roles share."""
+
+    descs: gl.tuple  # of q, k, g, v and out
+    rings: KDARings
+    beta_ptr: gl.tensor  # of the head
+    initial_ptr: gl.tensor | gl.constexpr
+    final_ptr: gl.tensor
+    beta_stride: gl.tensor | gl.constexpr
+    sequence: Sequence
+    head: gl.tensor
+    nchunks: gl.tensor
+    scale: gl.tensor
+    S: gl.constexpr  # compile-time arguments
+
+
+@gluon.jit
+def load_tile(env, desc, head, tile, full, n):
+    """A tile of the program's n-th chunk; TMA reads zeros beyond the sequence's end."""
+    where = [env.sequence.tile, head, env.sequence.row + n * SIZE, 0]
+    async_load(desc, where, full, tile.reshape([1, 1, SIZE, DIM]))
+
+
+@gluon.jit
+def loads(env):
+    """Role: loads the inputs of every chunk through TMA."""
+    rings, key_head = env.rings, env.head // env.S.VALUES_PER_KEY
+    q_desc, k_desc, g_desc, v_desc, _ = env.descs
+    for n in range(env.nchunks):
+        rings.keys.wait_empty(n)
+        full = rings.keys.full_at(n)
+        mbarrier.expect(full, 4 * SIZE * DIM)
+        load_tile(env, q_desc, key_head, rings.queries.index(rings.slot(n)), full, n)
+        load_tile(env, k_desc, key_head, rings.keys.tile(n), full, n)
+        rings.gates.wait_empty(n)
+        mbarrier.expect(rings.gates.full_at(n), SIZE * DIM * env.S.GATE_BYTES)
+        load_tile(env, g_desc, env.head, rings.gates.tile(n), rings.gates.full_at(n), n)
+        rings.values.wait_empty(n)
+        mbarrier.expect(rings.values.full_at(n), 2 * SIZE * DIM)
+        load_tile(env, v_desc, env.head, rings.values.tile(n), rings.values.full_at(n), n)
+
+
+@gluon.jit
+def stores(env):
+    """Role: stores the outputs of every chunk through TMA, and then the memory of v is free."""
+    rings = env.rings
+    for n in range(env.nchunks):
+        mbarrier.wait(rings.written.index(rings.slot(n)), phase(n, rings.keys.DEPTH))
+        where = [env.sequence.tile, env.head, env.sequence.row + n * SIZE, 0]
+        async_store(env.descs[4], where, rings.values.tile(n).reshape([1, 1, SIZE, DIM]))
+        tma.store_wait(0)
+        mbarrier.arrive(rings.values.empty_at(n), count=1)
+
+
+@gluon.jit(do_not_specialize=["seqlen"])
+def _kda_whole_kernel(
+    q_desc, k_desc, g_desc, v_desc, out_desc, tensors, strides, seqlen, scale, S: gl.constexpr
+):
+    beta_ptr, cu_seqlens_ptr, initial_ptr, final_ptr = tensors
+    beta_strides, cu_strides = strides
+    head = gl.program_id(0) % S.HEADS
+    sequence = sequence_at(gl.program_id(0) // S.HEADS, seqlen, cu_seqlens_ptr, cu_strides[0])
+    batch = gl.where(S.PACKED, 0, sequence.index).to(gl.int64)
+    rings = allocate(q_desc.dtype, g_desc.dtype, S)
+    begin_barriers(rings)
+    role_barrier()
+    env = KDAWhole(
+        (q_desc, k_desc, g_desc, v_desc, out_desc),
+        rings,
+        beta_ptr + batch * beta_strides[0] + head.to(gl.int64) * beta_strides[2],
+        initial_ptr,
+        final_ptr,
+        beta_strides[1],
+        sequence,
+        head,
+        gl.cdiv(sequence.length, SIZE),
+        scale,
+        S,
+    )
+    gl.warp_specialize(
+        [
+            (states, (env,)),
+            (decays, (env,)),
+            (scores, (env, 0)),
+            (scores, (env, 1)),
+            (loads, (env,)),
+            (stores, (env,)),
+        ],
+        [4, 2, 2, 1, 1],
+        [
+            S.DECAY_REGISTERS,
+            S.SCORE_REGISTERS,
+            S.SCORE_REGISTERS,
+            S.COPY_REGISTERS,
+            S.COPY_REGISTERS,
+        ],
+    )
