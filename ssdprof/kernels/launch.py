@@ -51,7 +51,7 @@ class Launcher:
     scalars, then its compile-time arguments as one, `S`.  A kernel without such parameters takes
     every tensor, and every compile-time argument, as a parameter.
 
-    The current device, and for each tensor what `argument_key` gives, must be the same in all launches.
+    The current device, and the `argument_key` of each tensor, must be the same in all launches.
     Triton settings that affect compilation, such as its debug mode, are those of the first launch.
     """
 
