@@ -140,8 +140,9 @@ KIMI = dict(key_heads=32, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
 MANY = dict(key_heads=64, values_per_key=2)
 # sizes of a call for 132 multiprocessors, and whether each sequence and head has a program
 WHOLE = [
-    (dict(batch=4), True), (dict(batch=5), False), (dict(batch=8), True), (dict(), False),
-    (MANY | dict(initial_states=True), True), (MANY | dict(seqlen=64), False),
+    (dict(batch=4), True), (dict(batch=5), False), (dict(batch=5, seqlen=2048), True),
+    (dict(batch=8), True), (dict(), False),
+    (MANY | dict(initial_states=True), True), (MANY | dict(seqlen=64), True),
     (MANY | dict(dtype=FP16), False), (MANY | dict(value_dim=64), False),
     (MANY | dict(lengths=(400, 0, 300), initial_states=True), True),
     (dict(lengths=(256,) * 4), False),  # of which one might be nearly all

@@ -39,10 +39,11 @@ RESIDENT = 2  # programs on a multiprocessor
 # of a thread, on average: `prepare` and `scan` take those that the other roles do not need
 REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
-# Microseconds of a multiprocessor of an H200 for 64 positions of a head: in slabs, when they fill
-# the GPU, and in a program that has a whole sequence; then those that such a program takes to start
-# (row 15 of benchmarks/log/kda.md)
-SLAB_CHUNK, WHOLE_CHUNK, WHOLE_START = 8.5, 5.5, 6.0
+# Microseconds of a multiprocessor of an H200 for 64 positions of a head, and for the start of a
+# sequence and head besides: in slabs, when they fill the GPU, and in a program that has a whole
+# sequence (row 16 of benchmarks/log/kda.md)
+SLAB_CHUNK, SLAB_START = 8.9, 4.7
+WHOLE_CHUNK, WHOLE_START = 5.3, 5.0
 # Configuration of `whole_kernel.py`: chunks of q, k and v, and of g, in shared memory; registers of
 # a thread, of which the role `states` has the others
 WHOLE_CONFIG = dict(
@@ -153,7 +154,8 @@ def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
         chunks = inputs.length / CHUNK.value / sequences  # on average
         rounds = sequences * ceil_div(heads, sms)
     whole = rounds * (chunks * WHOLE_CHUNK + WHOLE_START)
-    return whole < sequences * heads * chunks * SLAB_CHUNK / sms
+    slabs = sequences * heads / sms * (chunks * SLAB_CHUNK + SLAB_START)
+    return whole < slabs
 
 
 def hopper_launch(
