@@ -576,7 +576,7 @@ def changes(before: Mapping[str, int], inputs: Mapping[str, Tensor]) -> str:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """As integers."""
+    """The bits of a tensor as integers."""
     return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
 
 
