@@ -539,7 +539,7 @@ def _is_dense(entry: object) -> bool:
 
 
 def _described(tensor: Tensor) -> TensorInfo:
-    """As the header of a safetensors file describes it."""
+    """A tensor as the header of a safetensors file describes it."""
     names = {getattr(torch, name): code for code, name in FLOATS.items()}
     code = names.get(tensor.dtype, str(tensor.dtype))
     shape = list(tensor.shape)
