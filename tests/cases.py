@@ -9,6 +9,7 @@ bench(), prefill(), answers()   reports of the other kinds
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
@@ -156,6 +157,7 @@ def accuracy(
     )
 
 
+@cache
 def both_tensors(
     against: str = "unfused exact, fp32 states", used: float = 0.5
 ) -> tuple[Accuracy, ...]:
@@ -187,10 +189,10 @@ def case(implementation: str = "fused", precision: PrecisionName = EXACT_FP32, *
     if "task" not in fields:
         usual["task"] = made_of(LayerCall, of_call, kind="layer", layer=layer(), dims=dims(**size))
     if isinstance(fields.get("task", usual.get("task")), LayerCall | Generated):
-        against = f"unfused exact, {states_of(precision)} states"
-        usual["accuracy"] = both_tensors(against if usual["baseline"] else "")
-        if intermediates_of(precision) == "relaxed":
-            usual["accuracy"] = both_tensors(against)
+        is_judged = usual["baseline"] or intermediates_of(precision) == "relaxed"
+        usual["accuracy"] = both_tensors(
+            f"unfused exact, {states_of(precision)} states" if is_judged else ""
+        )
     return Case(**(usual | size | fields))
 
 
@@ -231,6 +233,7 @@ def failed(case: Case, result: str = "inaccurate") -> Case:
     )
 
 
+@cache
 def of_size(size: float, against: str) -> tuple[Accuracy, ...]:
     """Accuracies with errors `size` times as large as others, and fewer matches."""
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -28,16 +29,21 @@ RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 BASE = {"core", "progress", "files", "errors"}  # they import nothing else
 # instead of what the rows allow
 ONLY = {"report": BASE, "kernels": set(), **dict.fromkeys(BASE, BASE)}
-TREES = {file: ast.parse(file.read_text()) for file in sorted((ROOT / "ssdprof").rglob("*.py"))}
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-    for file in TREES
+    for file in sorted((ROOT / "ssdprof").rglob("*.py"))
 }
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
 def imports(file: Path) -> set[str]:
     """Modules of ssdprof that a file imports, at any place in it."""
-    nodes = list(ast.walk(TREES[file]))
+    nodes = list(ast.walk(parsed(file)))
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
@@ -51,9 +57,6 @@ def part(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-IMPORTS = {file: imports(file) for file in TREES}
-
-
 def allowed(name: str) -> set[str]:
     below = {other for other, rank in RANK.items() if rank > RANK.get(name, 0)}
     return ONLY.get(name, below | BASE) | {name, ""}
@@ -62,7 +65,7 @@ def allowed(name: str) -> set[str]:
 @pytest.mark.parametrize("name", [*RANK, *sorted(BASE)])
 def test_a_part_imports_only_what_it_may(name):
     for file in (file for module, file in MODULES.items() if part(module) == name):
-        outside = {part(module) for module in IMPORTS[file]} - allowed(name)
+        outside = {part(module) for module in imports(file)} - allowed(name)
         assert not outside, f"{file.relative_to(ROOT)} imports {outside}"
 
 
@@ -93,9 +96,9 @@ def test_only_its_own_rooms_know_an_operator():
         if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(
             name, (*own, *heirs)
         ):
-            foreign = {module for module in IMPORTS[file] if within(module, own)}
+            foreign = {module for module in imports(file) if within(module, own)}
             assert not foreign, f"{file.relative_to(ROOT)} imports {foreign}"
-        for node in ast.walk(TREES[file]) if part(name) not in ("operators", "kernels") else ():
+        for node in ast.walk(parsed(file)) if part(name) not in ("operators", "kernels") else ():
             if isinstance(node, ast.Compare | ast.Match):
                 compared = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
                 assert operator not in compared, (
@@ -106,7 +109,7 @@ def test_only_its_own_rooms_know_an_operator():
 def test_no_kernel_imports_its_reference_or_the_reverse():
     for name, file in MODULES.items():
         for other in (
-            IMPORTS[file] if part(name) == "kernels" and file.name != "__init__.py" else ()
+            imports(file) if part(name) == "kernels" and file.name != "__init__.py" else ()
         ):
             kernel = (
                 other

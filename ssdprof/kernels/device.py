@@ -80,11 +80,16 @@ def skip_idle_work() -> None:
     shape alone.
     """
 
+    patch_modules = interpreter._patch_lang
+
+    def patch_lang(fn: Callable[..., object]) -> object:
+        in_launch = hasattr(tl.tensor, "__index__")
+        if in_launch and not any(tl.core.is_builtin(module.load) for module in _modules(fn)):
+            return None
+        return patch_modules(fn)
+
     def patch_builtin(pkg: ModuleType, *rest: object) -> None:
-        names = _builtins(pkg)
-        if not names or not tl.core.is_builtin(getattr(pkg, names[0])):
-            return  # a launch in progress has replaced them all
-        for name in names:
+        for name in _builtins(pkg):
             member = getattr(pkg, name)
             if tl.core.is_builtin(member):
                 interpreter._patch_attr(pkg, name, member, *rest)
@@ -123,10 +128,17 @@ def skip_idle_work() -> None:
 
     tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block
     interpreter._get_np_dtype = known_np_dtype
-    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang, interpreter._patch_builtin = patch_lang, patch_builtin
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+@cache
+def _modules(fn: Callable[..., object]) -> tuple[ModuleType, ...]:
+    """The modules of Triton's language that a device function sees."""
+    seen = fn.__globals__.values()
+    return tuple(module for module in (tl, tl.core) if any(value is module for value in seen))
 
 
 @cache

@@ -211,8 +211,8 @@ class _TensorSums(Generic[K]):
         """coarse: of 16-bit inputs, whose errors are tested.  exact: rounded forms without random
         errors.
         """
-        place = _NAMES.index(name)
-        self._tensors = {key: candidate.output[place] for key, candidate in candidates.items()}
+        index = _NAMES.index(name)
+        self._tensors = {key: candidate.output[index] for key, candidate in candidates.items()}
         first = next(iter(self._tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
         self.name = name

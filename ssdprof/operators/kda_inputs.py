@@ -116,10 +116,17 @@ def histories(
     fitting = [window for window in WINDOWS if 2 * window <= longest]
     if not fitting:
         return
-    yield map(turning_keys, [like], [fitting])
+    yield _short_history(like, fitting)
     for count in heads:
         for start in range(0, len(WINDOWS), count):
             yield _long_histories(like, count, [*WINDOWS][start : start + count])
+
+
+def _short_history(
+    like: kernels.GDNInputs, windows: Sequence[int]
+) -> Iterator[History[kernels.GDNInputs]]:
+    """`turning_keys` in the shape of `like`, made when it is taken: it needs as much memory."""
+    yield turning_keys(like, windows)
 
 
 def _long_histories(
