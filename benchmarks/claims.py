@@ -29,7 +29,7 @@ from ssdprof.core.case import Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import KernelStalls, StallReport, StallSamples
 from ssdprof.files import write_text
-from ssdprof.jobs import stall_files
+from ssdprof.jobs import documents
 from ssdprof.report import markdown
 from ssdprof.report.table import strings
 from ssdprof.store.reports import load
@@ -143,7 +143,7 @@ def measured(row: Mapping[str, str]) -> float | None:
     if result.endswith(".json") and "/" not in result:
         return _of_study(row)
     if result.endswith("stalls.json"):
-        return _of_stalls(row, stall_files.load(RESULTS / result))
+        return _of_stalls(row, documents.load_stalls(RESULTS / result))
     if result.startswith("h200-prefill"):
         return _of_prefill(row)
     if result.endswith("report.json"):

@@ -5,10 +5,10 @@
 All are byte-level hybrids: `demo` has four Mamba-2 layers and one attention layer in the
 granitemoehybrid format, `demo-gdn` three gated-delta-rule layers and one attention layer in the
 qwen3_next format, `demo-kda` three layers of Kimi Delta Attention and one attention layer in the
-kimi_linear format.  They are trained on `ssdprof.capture.text.training()` and judged by bits per
-byte on `held_out()`, compared with a byte bigram model that was fitted on the same training text.
-The seed is fixed, but another machine's arithmetic differs in the last bits, so the weights will
-differ and the numbers only nearly agree.  Writes config.json, generation_config.json,
+kimi_linear format.  They are trained on `training_text()` of `ssdprof.capture.prompt` and judged by
+bits per byte on `held_out_text()`, compared with a byte bigram model that was fitted on the same
+training text.  The seed is fixed, but another machine's arithmetic differs in the last bits, so the
+weights will differ and the numbers only nearly agree.  Writes config.json, generation_config.json,
 model.safetensors, tokenizer.json and tokenizer_config.json; the model card, README.md, is written
 by hand.
 """
@@ -28,7 +28,7 @@ from bits_per_byte import best_bigram_bits_per_byte, model_bits_per_byte
 from demo_models import CONFIGS, SEED, new_model, save
 from transformers import AutoModelForCausalLM
 
-from ssdprof.capture import text
+from ssdprof.capture import prompt
 from ssdprof.kernels.kda.reference import decayed_scores
 
 # share of the steps, sequences per step, bytes per sequence
@@ -170,7 +170,7 @@ def train(model: torch.nn.Module, steps: int) -> Iterator[int]:
     ]
     began = time.monotonic()
     recent = []
-    for step, batch in enumerate(batches(text.training(), steps), 1):
+    for step, batch in enumerate(batches(prompt.training_text(), steps), 1):
         logits = model(batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -198,10 +198,14 @@ def judge(name: str, folder: Path) -> None:
     text.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    print(f"held-out text, {name}: {model_bits_per_byte(model, text.held_out()):.3f} bits per byte")
+    print(
+        f"held-out text, {name}: {model_bits_per_byte(model, prompt.held_out_text()):.3f} bits per "
+        "byte"
+    )
     print(
         "held-out text, bigram: "
-        f"{best_bigram_bits_per_byte(text.training(), text.held_out()):.3f} bits per byte"
+        f"{best_bigram_bits_per_byte(prompt.training_text(), prompt.held_out_text()):.3f} bits per "
+        "byte"
     )
 
 

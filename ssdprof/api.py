@@ -35,7 +35,7 @@ from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs import limits, options, reading, target
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
-from ssdprof.jobs.export import exported, format_of
+from ssdprof.jobs.documents import exported, format_of
 from ssdprof.jobs.failures import load_call as load_call
 from ssdprof.jobs.replay import Planned, Replay, planned
 from ssdprof.kernels.inputs import Inputs

@@ -28,15 +28,21 @@ _PROJECT = "pyproject.toml"
 
 
 class PrefillSettings(Record):
+    """The table `prefill` of the settings."""
+
     gates: tuple[Text, ...] = ()
 
 
 class CompareSettings(Record):
+    """The table `compare` of the settings."""
+
     fail_if: tuple[Text, ...] = Field(default=(), alias="fail-if")
     smallest_difference: Text | None = Field(default=None, alias="smallest-difference")
 
 
 class ProjectSettings(Record):
+    """The settings of a project."""
+
     gates: tuple[Text, ...] = ()  # of run, bench and accuracy
     prefill: PrefillSettings = PrefillSettings()
     compare: CompareSettings = CompareSettings()

@@ -26,6 +26,8 @@ Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 
 @dataclass(frozen=True)
 class OperatorCall:
+    """A call of an operator that a model makes."""
+
     mixer: Mixer
     operator: Operator
     inputs: Inputs  # views of the model's own tensors

@@ -419,6 +419,11 @@ def _argument(key: str, names: list[str]) -> str:
 def _load_flashinfer(
     path: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
 ) -> Recorded:
+    """A call in the folder that FlashInfer's recorder wrote for it.
+
+    read: makes inputs and output of the arguments and of what the function returned.  names: of its
+    parameters.
+    """
     files = {file.stem: file for file in path.iterdir() if file.suffix in (".pt", ".safetensors")}
     if "inputs" not in files:
         raise ValueError("it has no inputs.pt")
@@ -434,14 +439,19 @@ def _load_flashinfer(
 
 
 def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """As `_flashinfer`.  Files that say nothing of themselves are as `recording.json` says."""
+    """The calls in files of safetensors, with none left out, and what recorded them.
+
+    A file describes its call itself, or else is as `recording.json` describes all of them.
+    """
     files = sorted(folder.glob("*_*.safetensors"))
     texts = [_reading(file, _text_of_call) for file in files]
     described: dict[str, Any] = {}
     if not all(texts) or not files:
         described = _reading(folder / MANIFEST, _description)
     calls = []
-    sources = dict.fromkeys([str(described["source"])] if described else [])
+    sources: dict[str, None] = {}
+    if described:
+        sources[str(described["source"])] = None
     for file, text in zip(files, texts, strict=True):
         call = _reading(file, partial(_described, text=text)) if text else described
         operator = call["operator"]
@@ -530,7 +540,9 @@ def _side_by_side(inputs: Inputs, served: Output | None, slots: tuple[int, ...])
 
 
 def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """As `_flashinfer`."""
+    """The calls of workloads, the numbers of those that have no counterpart here, and what wrote
+    them.
+    """
     files = sorted((folder / "definitions").rglob("*.json"))
     documents = dict(_reading(file, _definition) for file in files)
     entries: list[_Call | str] = []

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
-Stored = Mapping[str, TensorInfo]  # weights by their stored key
+StoredWeights = Mapping[str, TensorInfo]  # weights by their stored key
 # renamings of stored keys that transformers does not know, and where each weight goes
 Fit = tuple[dict[str, str], Destinations]
 Device = int | str  # the index of a GPU, "cpu" or "disk"
@@ -81,7 +81,7 @@ class LocalCheckpoint:
     folder: Path
     empty: PreTrainedModel
     fit: Fit | None
-    tensors: Stored | None = None
+    tensors: StoredWeights | None = None
 
 
 def fetch_tokenizer(model: Model) -> Source | None:
@@ -232,7 +232,7 @@ def load_model(
         return _load(local, dtype, everywhere).to(device).eval()
 
 
-def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
+def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
     """The renamings with which the stored weights fit the model, and where each weight goes.
 
     empty: the model on the meta device.
@@ -285,7 +285,7 @@ def _renamings(model: Model) -> dict[str, str]:
 
 
 def _refuse_codes(
-    model: Model, stored: Stored, known: Collection[str], lost: Iterable[str]
+    model: Model, stored: StoredWeights, known: Collection[str], lost: Iterable[str]
 ) -> None:
     """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
     quantisation.  What is no weight of the model may be stored in anything.
@@ -321,7 +321,7 @@ def _refuse_codes(
         )
 
 
-def _is_scaled(model: Model, name: str, stored: Stored) -> bool:
+def _is_scaled(model: Model, name: str, stored: StoredWeights) -> bool:
     """Whether `name` is a scale, or has one from which transformers decodes it."""
     if model.quantization is None:
         return False
@@ -539,7 +539,7 @@ def _is_dense(entry: object) -> bool:
 
 
 def _described(tensor: Tensor) -> TensorInfo:
-    """As the header of a safetensors file describes it."""
+    """A tensor as the header of a safetensors file describes it."""
     names = {getattr(torch, name): code for code, name in FLOATS.items()}
     code = names.get(tensor.dtype, str(tensor.dtype))
     shape = list(tensor.shape)

@@ -163,8 +163,9 @@ class Model:
 
     @cached_property
     def ref(self) -> CheckpointRef:
-        """The record of reports."""
+        """The checkpoint as reports record it."""
         checkpoint = KNOWN.get(self.source.label.casefold())
+        trained_context = checkpoint.trained_context if checkpoint else None
         return CheckpointRef(
             requested=self.requested,
             source=self._origin,
@@ -175,8 +176,7 @@ class Model:
             layer_count=self.layer_count,
             siblings=self.siblings,
             quantization=self.quantization,
-            trained_context=(checkpoint and checkpoint.trained_context)
-            or self._number("max_position_embeddings"),
+            trained_context=trained_context or self._number("max_position_embeddings"),
             random_weights=self.random_weights,
         )
 

@@ -22,9 +22,9 @@ from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import ExitCode, SsdprofError
 from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import bench as bench_job
+from ssdprof.jobs import documents
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
-from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import (
@@ -135,7 +135,7 @@ def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
     if not options.json:
         lines = map(verdict, verdict_lines(report))
         terminal.out().print(render(stall_report.compose(profiled)), *lines, sep="\n")
-    terminal.say(f"Stalls are in {folder / stall_files.FOLDER}.")
+    terminal.say(f"Stalls are in {folder / documents.STALLS_FOLDER}.")
     return ExitCode.MISSING_CAPABILITY if profiled.missing else ExitCode.OK
 
 
@@ -227,7 +227,7 @@ def stalls(options: StallsOptions) -> None:
     else:
         folder, report = stalls_job.profile(options, TerminalWatcher())
     if options.markdown is not None:
-        stall_files.write_markdown(options.markdown, report, replace=options.force)
+        documents.write_stalls_markdown(options.markdown, report, replace=options.force)
     if options.html is not None:
         files.write_text(
             options.html,
@@ -235,7 +235,7 @@ def stalls(options: StallsOptions) -> None:
             replace=options.force,
         )
     if options.json:
-        print(stall_files.dump(report))
+        print(documents.dump_stalls(report))
     else:
         terminal.out().print(render(stall_report.compose(report)))
     for written in (folder, options.markdown, options.html):

@@ -35,8 +35,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.words import count, plural
 from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
-from ssdprof.jobs import options, stall_files
-from ssdprof.jobs.export import exported, format_of
+from ssdprof.jobs import documents, options
 from ssdprof.jobs.options import CaptureOptions, RecordOptions
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
 from ssdprof.jobs.record import CALLS
@@ -145,7 +144,9 @@ def accuracy(options: options.AccuracyOptions) -> None:
 
 def export(options: options.ExportOptions) -> None:
     """Write a report in a format, by default that of the file's suffix."""
-    chosen = options.format or ("json" if options.json else format_of(options.output or Path()))
+    chosen = options.format or (
+        "json" if options.json else documents.format_of(options.output or Path())
+    )
     if options.json and chosen != "json":
         raise both("--json", f"--format {chosen}")
     if chosen == "flashinfer-bench":
@@ -169,7 +170,7 @@ def export(options: options.ExportOptions) -> None:
     else:
         target = _target(options.output, force=options.force)
         _write(
-            exported(chosen, folder, report, target),
+            documents.exported(chosen, folder, report, target),
             target,
             force=options.force,
             source=f" from {folder}",
@@ -300,7 +301,7 @@ def compare(options: options.CompareOptions) -> None:
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
     target = _target(options.output, force=options.force)
-    chosen = options.format or (format_of(target, _OF_COMPARISONS) if target else "")
+    chosen = options.format or (documents.format_of(target, _OF_COMPARISONS) if target else "")
     base_folder, base = reports.load(options.base)
     new_folder, new = reports.load(options.new)
     if new.environment.gpu is None:
@@ -310,8 +311,8 @@ def compare(options: options.CompareOptions) -> None:
     compared = pairs.compare(
         (options.base, base), (options.new, new), smallest_difference=smallest, allowed=allowed
     )
-    before = stall_files.of_run(base_folder)
-    after = stall_files.of_run(new_folder)
+    before = documents.stalls_of_run(base_folder)
+    after = documents.stalls_of_run(new_folder)
     changes = tuple(stalls.changes(before, after))
     document = comparison.compose(compared, changes, every=bool(options.format or target))
     if options.json or chosen == "json":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -367,33 +367,30 @@ class Report(Record):
     def restricted(
         self,
         *,
-        precisions: Iterable[PrecisionName] | None = None,
-        implementations: Iterable[str] | None = None,
+        precisions: Container[PrecisionName] | None = None,
+        implementations: Container[str] | None = None,
     ) -> Report:
-        """As if only these precisions or implementations had been requested, and no answers;
-        baselines stay.
+        """The report as if only these precisions or implementations had been requested, and no
+        answers.  Baselines stay.
         """
-        words = None if precisions is None else {*precisions}
-        names = (
-            None
-            if implementations is None
-            else {*implementations, *(case.baseline for case in self.cases)}
-        )
+        baselines = {case.baseline for case in self.cases}
 
-        def kept(precision: str, implementation: str) -> bool:
-            return (words is None or precision in words) and (
-                names is None or implementation in names
-            )
+        def is_kept(precision: str, implementation: str) -> bool:
+            if precisions is not None and precision not in precisions:
+                return False
+            if implementations is None or implementation in implementations:
+                return True
+            return implementation in baselines
 
         cases = tuple(
             case
             for case in self.cases
-            if not isinstance(case.task, Answers) and kept(case.precision, case.implementation)
+            if not isinstance(case.task, Answers) and is_kept(case.precision, case.implementation)
         )
         requested = tuple(
             (case_key, implementation, precision)
             for case_key, implementation, precision in self.requested
-            if not case_key.startswith("answers") and kept(precision, implementation)
+            if not case_key.startswith("answers") and is_kept(precision, implementation)
         )
         return self.changed(cases=cases, requested=requested)
 

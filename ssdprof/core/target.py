@@ -31,6 +31,8 @@ DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
 
 class LayerRef(Record):
+    """A decoder layer with an operator."""
+
     index: Annotated[int, Field(ge=0, lt=1 << 16)]  # position among the model's decoder layers
     name: Text  # module path in the full model, "model.layers.3.mamba"
     operator: Text  # its name: see ssdprof.operators
@@ -170,6 +172,8 @@ def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
 
 
 class Gpu(Record):
+    """The GPU on which a report was made."""
+
     name: Text
     compute_capability: Text  # "9.0"
     sm_count: Size
@@ -260,6 +264,8 @@ class Placement(Record):
 
 
 class CheckpointRef(Record):
+    """The checkpoint of a report."""
+
     requested: Text  # what the user typed
     source: Literal["hub", "local", "demo"]
     repo_id: Text  # hub id, folder name, or the name of a demo
@@ -285,6 +291,8 @@ class CheckpointRef(Record):
 
 
 class Prompt(Record):
+    """A prompt, without its text."""
+
     kind: Literal["default", "file", "random", "recorded"]  # the last: by a server
     source: Text  # the text, in words, without a path
     tokenizer: Text
@@ -306,6 +314,8 @@ class Prompt(Record):
 
 
 class TensorRecord(Record):
+    """A stored tensor."""
+
     shape: tuple[Count, ...]
     dtype: StoredDType
     sha256: Text  # of the stored bytes
@@ -347,6 +357,8 @@ class LayerCapture(Record):
 
 
 class CaptureManifest(Record):
+    """What a folder of captures holds."""
+
     version: Literal[4] = VERSION
     checkpoint: CheckpointRef
     prompts: tuple[Prompt, ...]
@@ -373,6 +385,8 @@ def scalars_hash(scalars: Mapping[str, object]) -> str:
 
 
 class PlannedFile(Record):
+    """A file that a model needs."""
+
     name: Text
     size_bytes: int
     cached: bool  # it need not be downloaded

@@ -137,7 +137,7 @@ def read_clocks() -> Clocks | None:
         return None
 
     def reading(nvml: ModuleType) -> Clocks:
-        """As the first and as the last."""
+        """Clocks, temperature and throttling now, as the first and as the last reading."""
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         sm = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
         memory = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)

@@ -95,17 +95,17 @@ def compare_answers(
             variants = list(_variants(run, loaded.dtype, request, prompt.token_sha256))
             if all(case.name in writer.earlier for case, *_ in variants):
                 continue
-            comparison = _Comparison(run, loaded.whole, request, watcher, variants)
+            comparison = _AnswersComparison(run, loaded.whole, request, watcher, variants)
             comparison.run(variants, writer)
 
 
 # a case, and what computes the operators of which layers; the reference computes the others
-Variant = tuple[Case, Compute, frozenset[int]]
+AnswersVariant = tuple[Case, Compute, frozenset[int]]
 
 
 def _variants(
     prompt: PromptRun, dtype: DType, request: AnswersOptions, inputs: str
-) -> Iterator[Variant]:
+) -> Iterator[AnswersVariant]:
     """What is compared with the reference: first noise, then all layers together, then each layer
     alone.
 
@@ -116,7 +116,7 @@ def _variants(
 
     def variant(
         name: str, precision: str, compute: Compute, *, change: str = "", alone: int | None = None
-    ) -> Variant:
+    ) -> AnswersVariant:
         """The variant of an implementation, or of noise.
 
         change: what noise changes, in words.  alone: the only layer that is computed.
@@ -165,7 +165,7 @@ def _variants(
             yield variant(name, precision, compute, alone=layer)
 
 
-class _Comparison:
+class _AnswersComparison:
     """Compares a model's answers on one prompt with those of a reference, which runs first.
 
     whole: the model with its head.
@@ -177,7 +177,7 @@ class _Comparison:
         whole: PreTrainedModel,
         request: AnswersOptions,
         watcher: Watcher,
-        variants: Sequence[Variant],
+        variants: Sequence[AnswersVariant],
     ) -> None:
         """Runs the reference.  BadInputError if its logits are not finite."""
         self._prompt = prompt
@@ -198,7 +198,7 @@ class _Comparison:
             _check_finite(whole, self._exact)
             self._tokens = self._generated(self._reference)
 
-    def run(self, variants: Sequence[Variant], writer: Writer) -> None:
+    def run(self, variants: Sequence[AnswersVariant], writer: Writer) -> None:
         """Write every case that an interrupted comparison has not written."""
         with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
             for variant in variants:
@@ -210,7 +210,7 @@ class _Comparison:
                     writer.peaked(peak_bytes(self._prompt.ids.device))
                 advance(1)
 
-    def _compared(self, variant: Variant) -> Case:
+    def _compared(self, variant: AnswersVariant) -> Case:
         """The case with its answers, or with its fault."""
         case, compute, layers = variant
         assert isinstance(case.task, Answers)

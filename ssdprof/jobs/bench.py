@@ -437,6 +437,6 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
 
 
 def _case_key(cell: Cell) -> str:
-    """As `Case.case_key`."""
+    """The `Case.case_key` of the cell's cases."""
     layout = () if cell.layout == "contiguous" else (cell.layout,)
     return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.ways, str(cell.tokens)))

@@ -25,7 +25,7 @@ from ssdprof.capture import memory, store
 from ssdprof.capture.forward import PromptRun, check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
-from ssdprof.capture.tokenizer import build_prompt
+from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.load import (
     Device,

@@ -23,7 +23,7 @@ from ssdprof.core.target import LayerCapture
 from ssdprof.environment import machine
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.jobs import stall_files
+from ssdprof.jobs import documents
 from ssdprof.jobs.options import ModelOptions, RunOptions, ServedModelOptions, StallsOptions, parsed
 from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.run import capture
@@ -67,7 +67,7 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
         folders = [Path(where).expanduser()]
         wanted = partial(_of_model, request)
         out = request.out or new_folder(where)
-    with _new_folder(out / stall_files.FOLDER, overwrite=request.force) as folder:
+    with _new_folder(out / documents.STALLS_FOLDER, overwrite=request.force) as folder:
         return folder, _profile(folders, wanted, request, folder, watcher)
 
 
@@ -120,7 +120,7 @@ def _profile(
             environment=machine.collect(),
             ncu=version,
         )
-    stall_files.write(folder, stall_report)
+    documents.write_stalls(folder, stall_report)
     return stall_report
 
 
@@ -294,7 +294,7 @@ def _of_model(request: StallsOptions) -> ModelOptions:
 @contextmanager
 def _new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder in one that may be new; both are removed if nothing was written into them."""
-    if (folder / stall_files.RECORD).exists() and not overwrite:
+    if (folder / documents.STALLS_RECORD).exists() and not overwrite:
         raise BadInputError(
             f"{folder} holds stalls already.", "Give --force to replace them, or --out."
         )

@@ -51,7 +51,7 @@ class Launcher:
     scalars, then its compile-time arguments as one, `S`.  A kernel without such parameters takes
     every tensor, and every compile-time argument, as a parameter.
 
-    The current device, and for each tensor what `place` tells, must be the same in all launches.
+    The current device, and the `argument_key` of each tensor, must be the same in all launches.
     Triton settings that affect compilation, such as its debug mode, are those of the first launch.
     """
 
@@ -117,7 +117,7 @@ def kept(
     return launch
 
 
-def place(tensor: torch.Tensor | None) -> Hashable:
+def argument_key(tensor: torch.Tensor | None) -> Hashable:
     """The properties of a tensor that select a compiled kernel, if the kernel receives only its
     address.
     """
@@ -135,7 +135,7 @@ def launch(
     that of the tensors.
     """
     # the key has the types too, because 0, 0.0 and False are equal but different arguments
-    key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
+    key = (kernel.fn, *map(argument_key, tensors), scalars, *map(type, scalars), *options.items())
     launcher = kept(_kept, key, Launcher, kernel, scalars, options)
     launcher(programs, *tensors)
 

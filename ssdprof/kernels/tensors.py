@@ -112,19 +112,19 @@ class Part:
         return memory.view(self.dtype)
 
 
-Place = tuple[int, int, torch.dtype]  # where a part begins, its bytes and dtype
+PartPlace = tuple[int, int, torch.dtype]  # where a part begins, its bytes and dtype
 
 
 def places(
     parts: dict[str, tuple[torch.dtype, *tuple[int, ...]] | None],
-) -> tuple[int, dict[str, Place | None]]:
+) -> tuple[int, dict[str, PartPlace | None]]:
     """The bytes of a workspace of consecutive parts, each aligned to `ALIGNMENT`, and the arguments
     of each `Part`.
 
     parts: dtype and sizes of each; None: it has no place
     """
     end = 0
-    part_places: dict[str, Place | None] = {}
+    part_places: dict[str, PartPlace | None] = {}
     for name, part in parts.items():
         if part is None:
             part_places[name] = None

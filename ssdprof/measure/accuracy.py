@@ -211,8 +211,8 @@ class _TensorSums(Generic[K]):
         """coarse: of 16-bit inputs, whose errors are tested.  exact: rounded forms without random
         errors.
         """
-        place = _NAMES.index(name)
-        self._tensors = {key: candidate.output[place] for key, candidate in candidates.items()}
+        index = _NAMES.index(name)
+        self._tensors = {key: candidate.output[index] for key, candidate in candidates.items()}
         first = next(iter(self._tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
         self.name = name
@@ -576,7 +576,7 @@ def changes(before: Mapping[str, int], inputs: Mapping[str, Tensor]) -> str:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """As integers."""
+    """The bits of a tensor as integers."""
     return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
 
 

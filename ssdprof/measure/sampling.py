@@ -73,8 +73,8 @@ def sample_in_turns(
         samplers = set_up(generator)
         kinds = sorted({kind for kind, _ in samplers})
         recorded: Rounds = {}
-        for place, kind in enumerate(kinds, start=1):
-            share = min(1.0, (count - 1 + place / len(kinds)) / plan.min_recordings)
+        for number, kind in enumerate(kinds, start=1):
+            share = min(1.0, (count - 1 + number / len(kinds)) / plan.min_recordings)
             times = _record(
                 {name: sampler for name, sampler in samplers.items() if name[0] == kind},
                 replace(plan, min_rounds=rounds.get(kind, plan.min_rounds)),

@@ -172,7 +172,7 @@ def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
 
 
 # (name, run) -> why what the run computes now is wrong; empty if it is right
-Check = Callable[[str, Run], str]
+OutputCheck = Callable[[str, Run], str]
 
 
 def time_in_turns(
@@ -180,7 +180,7 @@ def time_in_turns(
     timer: CudaTimer,
     plan: SamplingPlan,
     *,
-    check: Check | None,
+    check: OutputCheck | None,
     change: Callable[[bool], object] | None = None,
     process: str = "",
     clocks: Sequence[Clock] = get_args(Clock),
@@ -239,7 +239,7 @@ class _Turns:
             with suppress(CallError):
                 return sample_in_turns(self._set_up, self.plan)
 
-    def fault_now(self, key: str, check: Check, sampled: Recordings) -> str:
+    def fault_now(self, key: str, check: OutputCheck, sampled: Recordings) -> str:
         """The result of `check` for replays and for calls; all GPU work of the call has ended after
         it.
         """

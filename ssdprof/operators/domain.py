@@ -61,7 +61,7 @@ def _of_delta_rule(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple
 
 
 def _of_ssd(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
-    """As `_of_delta_rule`."""
+    """Doubts about inputs of SSD, as `_of_delta_rule` has them."""
     yield "A is not below 0", inputs.A >= 0, "it is minus no exponential, and nothing is forgotten"
     if not inputs.dt_softplus:
         dt = tensors["dt"].float()

@@ -474,5 +474,5 @@ def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) ->
 
 
 def _brief(length: int) -> str:
-    """As a user writes it: "4k"."""
+    """A number of tokens as a user writes it: "4k"."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)

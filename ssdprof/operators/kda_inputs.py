@@ -26,7 +26,7 @@ BOUND = -5.0  # of the bounded gate
 BOUNDED, SATURATED, LOW_GATES = "bounded", "saturated", "low-gates"
 WAYS = {
     gdn_inputs.NORMALISED: "q and k are normalised before the call and not inside",
-    BOUNDED: "bounded gates, g = -5 sigmoid(a + dt_bias)",
+    BOUNDED: "bounded gates that forget, g = -5 sigmoid(a)",
     SATURATED: (
         "every fourth value head forgets most channels at every token: g is below -50 in the mean"
     ),
@@ -43,9 +43,9 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     heads, key_dim = sizes["value_heads"], sizes["key_dim"]
     dt_bias = generate.gate_bias(heads * key_dim, generator).view(heads, key_dim)
     A = generate.uniform(heads, gdn_inputs.SLOWEST, gdn_inputs.FASTEST, generator)[:, None]
-    g = torch.randn(
-        rows, length, heads, key_dim, device=generator.device, generator=generator
-    ).add_(dt_bias)
+    g = torch.randn(rows, length, heads, key_dim, device=generator.device, generator=generator)
+    if BOUNDED not in cell.ways:
+        g.add_(dt_bias)
     if SATURATED in cell.ways:
         g[..., ::4, :] += 10
     g = BOUND * g.sigmoid_() if BOUNDED in cell.ways else torch.nn.functional.softplus(g).mul_(-A)
@@ -116,10 +116,17 @@ def histories(
     fitting = [window for window in WINDOWS if 2 * window <= longest]
     if not fitting:
         return
-    yield map(turning_keys, [like], [fitting])
+    yield _short_history(like, fitting)
     for count in heads:
         for start in range(0, len(WINDOWS), count):
             yield _long_histories(like, count, [*WINDOWS][start : start + count])
+
+
+def _short_history(
+    like: kernels.GDNInputs, windows: Sequence[int]
+) -> Iterator[History[kernels.GDNInputs]]:
+    """`turning_keys` in the shape of `like`, made when it is taken: it needs as much memory."""
+    yield turning_keys(like, windows)
 
 
 def _long_histories(

@@ -92,7 +92,7 @@ def _places() -> Iterator[Place]:
 def _bind(
     signature: Signature, operator: str, phase: Phase, by_parameter: Arguments
 ) -> FunctionCall | None:
-    """As `Place.bind`."""
+    """`Place.bind` of a function with this signature."""
     for name in _REFUSED:
         if by_parameter.get(name) is not None and by_parameter[name] is not False:
             raise ValueError(f"a call with {name} is not recorded")

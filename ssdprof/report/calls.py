@@ -421,6 +421,7 @@ _SIZE = "sequences x\ntokens"
 
 
 def speed_of_bench(report: Report) -> Iterator[Table]:
+    """Times and speedups, in a table for each shape."""
     for title, same in by_shape(report).items():
         rows = []
         for group in same:
@@ -429,7 +430,7 @@ def speed_of_bench(report: Report) -> Iterator[Table]:
 
 
 def _of_bench(series: Series) -> TableRow:
-    """The first cells of its row."""
+    """The first cells of a series' row: its inputs and names."""
     case = series.cases[0]
     first_call = case.first_call
     return {
@@ -442,6 +443,7 @@ def _of_bench(series: Series) -> TableRow:
 
 
 def accuracy_of_bench(report: Report) -> Iterator[Table]:
+    """Errors, in a table for each shape."""
     for title, same in by_shape(report).items():
         parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
         yield from _accuracies(f": {title}", parts)

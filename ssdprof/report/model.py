@@ -166,7 +166,7 @@ def _reference(cases: Sequence[Case]) -> str:
 
 # --- prefills
 
-_Timed = tuple[Case, Prefill]
+_TimedPrefill = tuple[Case, Prefill]
 
 
 def prefill_sections(report: Report) -> Iterator[Section]:
@@ -181,16 +181,16 @@ def prefill_sections(report: Report) -> Iterator[Section]:
     yield section(PARTS, *map(_parts, by_length(timed).values()))
 
 
-def prefills(report: Report) -> list[_Timed]:
+def prefills(report: Report) -> list[_TimedPrefill]:
     return [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
 
 
-def by_length(timed: Sequence[_Timed]) -> dict[str, list[_Timed]]:
+def by_length(timed: Sequence[_TimedPrefill]) -> dict[str, list[_TimedPrefill]]:
     """Tokens -> the prefills of so many."""
     return grouped(timed, lambda row: _size(row[0]))
 
 
-def _times(report: Report, prefills: Sequence[_Timed]) -> Table:
+def _times(report: Report, prefills: Sequence[_TimedPrefill]) -> Table:
     """One row for each length, convolution and norm, and implementation."""
     rows = []
     for case, task in prefills:
@@ -223,7 +223,7 @@ def operators_share(case: Case, task: Prefill) -> float | None:
     return 100 * task.operator_calls * task.alone_us / case.call_us.value
 
 
-def _parts(prefills: Sequence[_Timed]) -> Table:
+def _parts(prefills: Sequence[_TimedPrefill]) -> Table:
     """The time of each part of the prefill; a column adds up to its call time."""
     columns = parts_of_prefills(prefills)
     headers = ["part"]
@@ -238,7 +238,7 @@ def _parts(prefills: Sequence[_Timed]) -> Table:
     return strings(title, headers, rows)
 
 
-def parts_of_prefills(prefills: Sequence[_Timed]) -> dict[str, dict[str, float]]:
+def parts_of_prefills(prefills: Sequence[_TimedPrefill]) -> dict[str, dict[str, float]]:
     """The name and the us of each part of every timed prefill, which add up to its call."""
     names = distinct(task.parts for _, task in prefills)
     columns = {}

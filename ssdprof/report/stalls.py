@@ -355,12 +355,12 @@ def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
     }
     if len(sampled) < 2:
         return table("", (), ())
-    order: dict[str, int] = {}  # of the stages in any group: the last place
+    last: dict[str, int] = {}  # stage -> its last position in any group
     for group in sampled.values():
-        for place, stage in enumerate((*group.whole, "all")):
-            order[stage] = max(place, order.get(stage, 0))
+        for position, stage in enumerate((*group.whole, "all")):
+            last[stage] = max(position, last.get(stage, 0))
     rows = []
-    for stage in sorted(order, key=order.__getitem__):
+    for stage in sorted(last, key=last.__getitem__):
         row = {"stage": stage}
         for name, group in sampled.items():
             pct = group.pct(stage)

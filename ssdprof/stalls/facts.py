@@ -279,7 +279,7 @@ def _result(holds: bool | None, detail: str, lacking: str = "not collected") -> 
 
 
 def _checks_of_kernel(
-    kernel: RawKernel, stalls: KernelStalls, not_recorded: set[str]
+    kernel: RawKernel, stalls: KernelStalls, missing_files: set[str]
 ) -> SelfChecks:
     """What the counters of one kernel say of it, one check after another."""
     count = kernel.number(_SAMPLE_COUNT)
@@ -289,15 +289,21 @@ def _checks_of_kernel(
     no_bytes_dropped = None if dropped is None else not dropped
     unknown = sum(stalls.stages.get(UNKNOWN, {}).values())
     lost = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
-    absent = f"not in the report: {', '.join(sorted(not_recorded))}" if not_recorded else "yes"
+    recorded = "yes"
+    if missing_files:
+        recorded = f"not in the report: {', '.join(sorted(missing_files))}"
     of_lines = [line.samples for line in stalls.lines]
+    all_known = all_recorded = None
+    if kernel.points:
+        all_known = unknown == 0
+        all_recorded = not missing_files
     return {
         "reasons add up to the samples": _adds_up([kernel.totals], counted),
         "lines add up to the kernel": _adds_up(of_lines, total),
         "stages add up to the kernel": _adds_up(stalls.stages.values(), total),
         "every reason adds up over the lines": _reasons_add_up(kernel),
-        "every line has a stage": _result(unknown == 0 if kernel.points else None, lost),
-        "the source was recorded": _result(not not_recorded if kernel.points else None, absent),
+        "every line has a stage": _result(all_known, lost),
+        "the source was recorded": _result(all_recorded, recorded),
         "no sample was dropped": _result(no_bytes_dropped, f"{dropped or 0:,.0f} bytes dropped"),
     }
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof.capture import text
-from ssdprof.capture.tokenizer import _pieces, build_prompt
+from ssdprof.capture import prompt as prompts
+from ssdprof.capture.prompt import _pieces, build_prompt, default_text, held_out_text, training_text
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.errors import BadInputError, ExitCode
 from ssdprof.jobs.reading import parse_seqs
 
-DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
+DEMO = DEMO_FOLDERS["demo"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([text.load()[:50_000].decode()], trainer)
+    tokenizer.train_from_iterator([default_text()[:50_000].decode()], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
@@ -87,27 +88,27 @@ def test_anything_else_is_refused_with_a_hint(seqs):
 
 
 def test_the_default_text_suffices_for_128k_tokens_of_tokenizers_that_split_at_white_space():
-    assert len(text.load().decode().split()) > 131072
+    assert len(default_text().decode().split()) > 131072
 
 
 def test_held_out_and_training_parts_are_the_whole_text():
-    assert text.held_out() + text.training() == text.load()
-    text.held_out().decode()
+    assert held_out_text() + training_text() == default_text()
+    held_out_text().decode()
 
 
 def test_a_damaged_text_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "files", lambda _: tmp_path)
-    whole = (Path(text.__file__).parent / "text.txt.xz").read_bytes()
+    whole = (prompts._TEXT / "text.txt.xz").read_bytes()
+    monkeypatch.setattr(prompts, "_TEXT", tmp_path)
     for data in (whole[:1000], b""):
         (tmp_path / "text.txt.xz").write_bytes(data)
         with pytest.raises(BadInputError, match="damaged"):
-            text.load()
+            default_text()
 
 
 def test_the_default_text_is_the_published_one_with_its_licence():
-    folder = Path(text.__file__).parent
+    folder = prompts._TEXT
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (folder / "LICENSE").read_text()
-    digest = hashlib.sha256(text.load()).hexdigest()
+    digest = hashlib.sha256(default_text()).hexdigest()
     assert (folder / "text.sha256").read_text().split()[0] == digest
     assert digest in (folder / "README.md").read_text()
 
@@ -117,7 +118,7 @@ def test_the_default_text_is_the_published_one_with_its_licence():
 
 def test_the_default_prompt_of_the_demo_tokenizer_is_the_text_byte_by_byte():
     ids, prompt = build_prompt(DEMO, 1000)
-    assert bytes(ids[0].tolist()) == text.load()[:1000]
+    assert bytes(ids[0].tolist()) == default_text()[:1000]
     assert prompt.kind == "default"
     assert prompt.seqlen == 1000
     assert prompt.batch == 1
@@ -128,7 +129,7 @@ def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(
 ):
     from transformers import AutoTokenizer
 
-    whole = AutoTokenizer.from_pretrained(tokenizer_folder)(text.load()[:200_000].decode())[
+    whole = AutoTokenizer.from_pretrained(tokenizer_folder)(default_text()[:200_000].decode())[
         "input_ids"
     ]
     assert (whole[0], 0 in whole[1:]) == (0, False)
@@ -296,7 +297,7 @@ def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row():
 
 def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path):
     file = tmp_path / "text.txt"
-    file.write_bytes(text.load()[:400])
+    file.write_bytes(default_text()[:400])
     whole = len(build_prompt(tokenizer_folder, 60, kind="file", file=file)[0][0])
     assert whole == 60
     ids, prompt = build_prompt(tokenizer_folder, 60, kind="file", file=file, batch=5)

@@ -12,7 +12,7 @@ from checkpoint.folders import edit_json
 
 from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.tokenizer import build_prompt
+from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint.load import fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import DEMO_FOLDERS

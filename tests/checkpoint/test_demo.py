@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
 
-from ssdprof.capture import text
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.prompt import held_out_text, training_text
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -96,7 +96,7 @@ def test_the_gates_of_the_gdn_demo_have_learnt():
         return call.run_original()
 
     with torch.no_grad(), intercept(find_mixers(model), observe):
-        model(torch.tensor([list(text.held_out()[:2048])]), use_cache=False)
+        model(torch.tensor([list(held_out_text()[:2048])]), use_cache=False)
     assert len(seen) == 3
     for inputs in seen:
         half_lives = math.log(2) / -inputs.g[0].mean(0)
@@ -133,7 +133,7 @@ def test_its_logits_are_finite(folder: Path, loaded: tuple[Any, dict[str, Any]],
     )
     assert model.dtype == dtype
     with torch.no_grad():
-        logits = model(torch.tensor([list(text.held_out()[:length])]), use_cache=False).logits
+        logits = model(torch.tensor([list(held_out_text()[:length])]), use_cache=False).logits
     assert logits.shape == (1, length, 256)
     assert logits.isfinite().all()
 
@@ -142,9 +142,9 @@ def test_its_logits_are_finite(folder: Path, loaded: tuple[Any, dict[str, Any]],
 def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
     demo: str, loaded: tuple[Any, dict[str, Any]]
 ):
-    held_out = text.held_out()[:SLICE]
+    held_out = held_out_text()[:SLICE]
     bits = bits_per_byte.model_bits_per_byte(loaded[0], held_out)
-    bigram = bits_per_byte.best_bigram_bits_per_byte(text.training(), held_out)
+    bigram = bits_per_byte.best_bigram_bits_per_byte(training_text(), held_out)
     assert bits < bigram - 1
     for document, row in documents(demo):
         assert stated(document, f"{row}first 16,384 bytes") == pytest.approx(

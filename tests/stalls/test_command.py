@@ -19,7 +19,7 @@ from ssdprof.core.case import Launch
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.jobs import stall_files
+from ssdprof.jobs import documents
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs.options import ModelOptions, RunOptions, StallsOptions
 from ssdprof.progress import Watcher
@@ -237,8 +237,8 @@ def keep(folder: Path, report: Report):
 def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path):
     report = analyse([synthetic.report(synthetic.kernel())])
     file = tmp_path / "stalls.json"
-    file.write_text(stall_files.dump(report))
-    assert stall_files.load(file) == report
+    file.write_text(documents.dump_stalls(report))
+    assert documents.load_stalls(file) == report
     for text, words in (
         ("[]", "no JSON object"),
         ("{}", "not a document of ssdprof"),
@@ -247,7 +247,7 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words):
-            stall_files.load(file)
+            documents.load_stalls(file)
 
 
 def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path):

@@ -8,7 +8,7 @@ from report.shown import printed
 from stalls import synthetic
 
 from ssdprof.core.stalls import StallReport
-from ssdprof.jobs import stall_files
+from ssdprof.jobs import documents
 from ssdprof.operators.operator import AHEAD
 from ssdprof.operators.ssd import STAGES
 from ssdprof.report import plots, stalls, terminal
@@ -143,9 +143,9 @@ def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all
     """`barrier` is the smaller reason in the unfused kernels and the larger reason in the fused
     kernel.
     """
-    pictures = stall_files.pictures(both)
+    pictures = documents.pictures(both)
     assert set(pictures) == {"unfused", "fused", "roofline"}
-    assert pictures == stall_files.pictures(both)
+    assert pictures == documents.pictures(both)
     for _, svg in pictures.values():
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         assert "dc:date" not in svg

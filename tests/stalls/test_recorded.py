@@ -23,7 +23,7 @@ import pytest
 
 from ssdprof.core.stalls import KernelStalls, StallReport
 from ssdprof.errors import BadInputError
-from ssdprof.jobs import stall_files
+from ssdprof.jobs import documents
 from ssdprof.report import stalls as words
 from ssdprof.report.stalls import compose
 from ssdprof.report.stalls import kernel_groups as groups
@@ -240,7 +240,7 @@ def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path):
     """`ssdprof run demo --seq 4k --stalls` wrote its JSON on the H200's machine, from the same two
     files.
     """
-    there = stall_files.load(DATA / "demo" / "stalls.json")
+    there = documents.load_stalls(DATA / "demo" / "stalls.json")
     here = analyse([read(unpacked / "demo" / f"{name}.ncu-rep") for name in ("unfused", "fused")])
     assert here.sources == there.sources
     words = {"hints": {}, "checks": {}}  # their wording may change
@@ -250,10 +250,10 @@ def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path):
 
 
 def test_the_committed_result_is_what_its_record_says():
-    report = stall_files.load(RESULT)
+    report = documents.load_stalls(RESULT)
     assert report.command[:2] == ("ssdprof", "stalls")
-    assert stall_files.pictures(report).keys() == {"unfused", "fused", "roofline"}
-    text = stall_files.as_markdown(report)
+    assert documents.pictures(report).keys() == {"unfused", "fused", "roofline"}
+    text = documents.stalls_as_markdown(report)
     for stage in (
         "previous state",
         "current chunk",

@@ -244,7 +244,7 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     m_t = o_t < length - t
     q_ptr = tl.multiple_of(q_ptr + ptr_offset((i_b, begin + t, i_k), q_strides[:3]), S.ALIGNMENT)
     k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), S.ALIGNMENT)
-    place = tl.program_id(0).to(tl.int64)
+    head_slot = tl.program_id(0).to(tl.int64)
 
     # stage gate_cumsum
     g_cumsum_log2 = tl.cumsum(
@@ -288,7 +288,7 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
         qk = tl.dot(q.to(S.OPERAND), tl.trans(k), qk, input_precision=DOT_PRECISION)
         X = tl.dot(tl.trans(A), k, input_precision=DOT_PRECISION) * to_end[:, None]
         tile = (
-            place * (S.CHUNK * BLOCKS * S.BLOCK_K)
+            head_slot * (S.CHUNK * BLOCKS * S.BLOCK_K)
             + o_t[:, None] * (BLOCKS * S.BLOCK_K)
             + o_n[None, :]
         )
@@ -302,20 +302,20 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     P = tl.where(causal, qk * q_scale[:, None], 0.0).to(S.OPERAND)
     W = tl.dot(P, A, input_precision=DOT_PRECISION)
     W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * beta[None, :]
-    tile = place * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
+    tile = head_slot * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(causal, W, 0.0).to(out_factor_ptr.dtype.element_ty))
 
     # stage rows
     since_start = decay_exp2(g_cumsum_log2)
-    rows_ptr += place * (2 * S.CHUNK)
+    rows_ptr += head_slot * (2 * S.CHUNK)
     tl.store(rows_ptr + o_t, since_start * k_length)
     tl.store(rows_ptr + S.CHUNK + o_t, since_start * q_scale)
     # with unit keys and beta up to 2, a position does not stretch a state; longer keys or a larger
     # beta may
     stretch = tl.abs(1.0 - beta * k_squares * (k_length * k_length))
     stretch_log2 = tl.log2(tl.maximum(stretch, 1.0, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(chunks_ptr + place * 2, decay_exp2(end))
-    tl.store(chunks_ptr + place * 2 + 1, end + tl.sum(stretch_log2, axis=0))
+    tl.store(chunks_ptr + head_slot * 2, decay_exp2(end))
+    tl.store(chunks_ptr + head_slot * 2 + 1, end + tl.sum(stretch_log2, axis=0))
 
 
 # --- the second launch
@@ -423,7 +423,7 @@ def own_output(out, Y, rows_ptr, out_factor_ptr, at, S: tl.constexpr):
 
 @triton.jit
 def pass_chunks(
-    state, first, stop, length, place, keys, values, m_v, output, factors, S: tl.constexpr
+    state, first, stop, length, head_slot, keys, values, m_v, output, factors, S: tl.constexpr
 ):
     """The state after chunks `first` to `stop`, from the one that enters them.
 
@@ -431,7 +431,7 @@ def pass_chunks(
         a tile (BLOCK_V, C) or its transpose, whose mask is m_v
     output: the same of q, then of the output to be stored; None: none is stored, and all chunks are
         whole
-    factors: what the first launch wrote.  place: of the head's in the sequence's first chunk
+    factors: what the first launch wrote.  head_slot: of the head in the sequence's first chunk
     """
     k_ptr, k_strides = keys
     v_ptr, v_step, v_tile = values
@@ -441,7 +441,7 @@ def pass_chunks(
     for i_c in tl.range(first, stop, num_stages=S.SCAN_STAGES):
         t = tl.cast(i_c, tl.int64) * S.CHUNK
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_step, S.ALIGNMENT)
-        at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        at = head_slot + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
         m_t, m_tile = tl.arange(0, S.CHUNK) >= 0, m_v
         if output is not None:
             m_t = tl.arange(0, S.CHUNK) < length - i_c * S.CHUNK
@@ -507,10 +507,10 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             return
     start = first
     slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
-    place = slot.to(tl.int64) * S.VALUE_HEADS + i_h
+    head_slot = slot.to(tl.int64) * S.VALUE_HEADS + i_h
     if S.CUT:
         start -= chunks_to_forget(
-            chunks_ptr + 2 * (place + tl.cast(first, tl.int64) * S.VALUE_HEADS) + 1,
+            chunks_ptr + 2 * (head_slot + tl.cast(first, tl.int64) * S.VALUE_HEADS) + 1,
             2 * S.VALUE_HEADS,
             first,
         )
@@ -544,13 +544,13 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage warm_up: the state that enters the segment
     if S.CUT:
         state = pass_chunks(
-            state, start, first, length, place, keys, values, m_value, None, factors, S
+            state, start, first, length, head_slot, keys, values, m_value, None, factors, S
         )
 
     # stage chunk_output: the output, chunk after chunk
     output = (q_ptr, q_strides, out_ptr, out_strides[1], out_tile)
     state = pass_chunks(
-        state, first, stop, length, place, keys, values, m_value, output, factors, S
+        state, first, stop, length, head_slot, keys, values, m_value, output, factors, S
     )
 
     # stage setup.store

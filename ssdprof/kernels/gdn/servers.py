@@ -114,7 +114,7 @@ def load_sglang(operator: str) -> Implementation:
 
         def call() -> GDNOutput:
             pool = states.clone()
-            values = v.clone() if operator == "kda" else v
+            values = v.clone() if operator == "kda" else v  # KDA's kernel writes over it
             returned = run(v=values, initial_state=pool)
             out = returned[0] if isinstance(returned, tuple) else returned
             return GDNOutput(out.view(shape), pool.mT)

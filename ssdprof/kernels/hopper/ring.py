@@ -22,6 +22,11 @@ STAGES = {
 
 @aggregate
 class Ring:
+    """Slots for tiles in shared memory, and the mbarriers of each slot: it is full, it is empty.
+
+    n counts the uses of the ring: use n is of slot n % DEPTH.
+    """
+
     tiles: gl.shared_memory_descriptor  # (DEPTH, rows, columns)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor

@@ -66,6 +66,8 @@ def by_column(heads):
 
 @aggregate
 class Scratch:
+    """Shared memory for the inverses of one or two heads."""
+
     lower: gl.shared_memory_descriptor  # (head, i, j) fp16: L
     diagonal: gl.shared_memory_descriptor  # (head, j * BLOCKS + block, i) fp32: L_ii, transposed
     # (head * CHUNK + block * BLOCK + j, i) fp16: D_i, transposed

@@ -119,10 +119,10 @@ def load_tiles(tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def load_transposed(shared, place, lane, layout: gl.constexpr):
+def load_transposed(shared, slot, lane, layout: gl.constexpr):
     """Load x^T (lane p, q) of the lanes' units."""
     return load_tiles(
-        shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout
+        shared.x.index(slot * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout
     )
 
 

@@ -174,9 +174,9 @@ def begin_barriers(shared, FIRST_PASS: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(shared, place, half):
+def rows_of(shared, slot, half):
     """B or C (q, n) of a chunk, or half of its n."""
-    return shared.rows.index(place * shared.N_SPLIT + half)
+    return shared.rows.index(slot * shared.N_SPLIT + half)
 
 
 @gluon.jit

@@ -37,21 +37,21 @@ def bytes_of(shared, rows):
 
 
 @gluon.jit
-def load_x(env, segment, place, t, full):
+def load_x(env, segment, slot, t, full):
     shared = env.shared
     for k in gl.static_range(shared.UNITS):
         unit = segment.unit + k
-        x = shared.x.index(place * shared.UNITS + k).reshape([1, 1, CHUNK, SLICE])
+        x = shared.x.index(slot * shared.UNITS + k).reshape([1, 1, CHUNK, SLICE])
         where = [segment.tile, unit // env.S.SLICES, segment.row + t, unit % env.S.SLICES * SLICE]
         async_load(env.descs[0], where, full, x)
 
 
 @gluon.jit
-def load_rows(shared, segment, place, t, desc, first_block, full):
+def load_rows(shared, segment, slot, t, desc, first_block, full):
     """Load B or C in tiles of (q, half of N), each stored as consecutive blocks of 64 columns."""
     BLOCKS: gl.constexpr = shared.rows.shape[2] // COLUMNS
     for k in gl.static_range(shared.N_SPLIT):
-        rows = rows_of(shared, place, k)
+        rows = rows_of(shared, slot, k)
         rows = reinterpret(rows, rows.dtype, [1, BLOCKS, CHUNK, COLUMNS], desc.layout)
         async_load(desc, [segment.tile, first_block + k * BLOCKS, segment.row + t, 0], full, rows)
 

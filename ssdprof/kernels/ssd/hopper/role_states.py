@@ -324,17 +324,17 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     slot, stage = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
     mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     # stage chunk_state: its operands
-    B_place, C_place, x_place = places_of(shared, seen, n)
-    x = load_transposed(shared, x_place, lane, q_operand)
+    B_slot, C_slot, x_slot = places_of(shared, seen, n)
+    x = load_transposed(shared, x_slot, lane, q_operand)
     weight = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
     decay = scalar(lane_of(shared.decay, slot, lane))
     # stage chunk_scan.previous: what entered the chunk
-    C = rows_of(shared, C_place, half).permute((1, 0))
+    C = rows_of(shared, C_slot, half).permute((1, 0))
     zero = gl.full([LANES * SLICE, CHUNK], 0.0, gl.float32, by_q)
     entered = gl.convert_layout(state.to(dtype), q_operand)
     out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
     # stage chunk_state
-    B = rows_of(shared, B_place, half)
+    B = rows_of(shared, B_slot, half)
     xw = weighted(x, weight, False)
     state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
     if AT_ONCE:  # add the rounding error of xw

@@ -1,12 +1,15 @@
-"""A checkpoint's tokenizer, through transformers, and the token ids of a prompt.
+"""The prompt of a run: a text, and its token ids by the checkpoint's tokenizer.
 
-An error names the file and quotes the library's message.
+The default text, in `text/`, is a megabyte of English reference prose that never changes; README.md
+there names its source.  transformers loads tokenizers; an error names the file and quotes the
+library's message.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import lzma
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +17,6 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 import torch
 
-from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.meta import refusals
 from ssdprof.core.target import Prompt
@@ -25,13 +27,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 PromptKind = Literal["default", "file", "random"]
+HELD_OUT_BYTES = 100_000  # the first tenth: the demo model was not trained on it
 CONFIG = "tokenizer_config.json"
 VOCABULARY = "tokenizer.json"
+_TEXT = Path(__file__).with_name("text")
 _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
 LONGEST_TEXT = 2**24  # tokens; no warning about the trained length
 CHARACTERS_PER_TOKEN = 8  # of the text that is read first; English has 4 to 5
 MARGIN = 64  # tokens that may change when the text behind them is cut off
 _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
+
+
+# --- the default text
+
+
+def default_text() -> bytes:
+    """The whole text, UTF-8.  Raises BadInputError if the installed file is damaged."""
+    file = _TEXT / "text.txt.xz"
+    try:
+        return lzma.decompress(file.read_bytes())
+    except (lzma.LZMAError, EOFError) as error:
+        raise BadInputError(
+            "The default text that ships with ssdprof is damaged.",
+            "Install ssdprof again, or give a text of your own with --prompt-file.",
+        ) from error
+
+
+def held_out_text() -> bytes:
+    """The part on which the demo model is evaluated.  It comes first, so that short prompts are new
+    to that model.
+    """
+    return default_text()[:HELD_OUT_BYTES]
+
+
+def training_text() -> bytes:
+    """The part on which the demo model was trained."""
+    return default_text()[HELD_OUT_BYTES:]
+
+
+# --- tokenizers
 
 
 def _load(folder: Path) -> Tokenizer:
@@ -159,7 +193,7 @@ def _text_ids(
         with (
             file.open(encoding="utf-8-sig")
             if file
-            else io.StringIO(text.load().decode("utf-8")) as stream
+            else io.StringIO(default_text().decode("utf-8")) as stream
         ):
             ids = _first_ids(tokenizer, stream, lengths, name)
     except UnicodeDecodeError as error:

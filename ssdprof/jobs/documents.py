@@ -1,0 +1,131 @@
+"""Reports, and the stall reports that belong to them, as the text of files in any format.  Imports
+no torch.
+"""
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+
+from ssdprof import files
+from ssdprof.core.report import Report
+from ssdprof.core.stalls import STALLS_VERSION, StallReport
+from ssdprof.errors import BadInputError, nearest
+from ssdprof.report import exports, html, markdown, plots, stalls
+from ssdprof.report.document import compose
+from ssdprof.store import reports
+
+STALLS_FOLDER = "stalls"  # in a run's folder
+STALLS_RECORD = "stalls.json"
+STALLS_DOCUMENT = "stalls.md"
+_AGAIN = "Profile again, or read it with the ssdprof that wrote it."
+OF_SUFFIX = {
+    ".md": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".json": "json",
+    ".xml": "junit",
+    ".csv": "csv",
+}
+
+
+def format_of(file: Path, formats: Container[str] = OF_SUFFIX.values()) -> str:
+    """The format of the file's suffix, one of `formats`; Markdown without a suffix.  Raises
+    BadInputError for any other suffix.
+    """
+    format = OF_SUFFIX.get(file.suffix.lower(), "" if file.suffix else "markdown")
+    if format in formats:
+        return format
+    suffixes = ", ".join(suffix for suffix, named in OF_SUFFIX.items() if named in formats)
+    raise BadInputError(
+        f"{file}: no format has the suffix {file.suffix}.",
+        f"End the name with one of {suffixes}, or name the format.",
+    )
+
+
+def exported(format: str, folder: Path | None, report: Report, target: Path | None = None) -> str:
+    """The text of a report.  Markdown and HTML have the stalls of a run, with pictures next to the
+    target.
+    """
+    profiled = stalls_of_run(folder) if folder else None
+    if format == "html":
+        return html.render(report, profiled)
+    if format == "markdown":
+        text = markdown.render(compose(report))
+        if profiled is None:
+            return text
+        figures = write_pictures(target, profiled) if target else {}
+        return f"{text}\n{stalls_as_markdown(profiled, figures)}"
+    known = {
+        "json": reports.dump,
+        "baseline": exports.baseline,
+        "junit": exports.junit,
+        "csv": exports.csv,
+    }
+    if format not in known:
+        raise BadInputError(
+            f"There is no format {format!r}.", nearest(format, ("html", "markdown", *known))
+        )
+    return known[format](report)
+
+
+# --- stall reports
+
+
+def dump_stalls(report: StallReport) -> str:
+    """One JSON document: the same bytes for the same ncu reports, on every machine."""
+    return report.model_dump_json(indent=1)
+
+
+def load_stalls(file: Path) -> StallReport:
+    """Reads the output of `dump_stalls`.  Raises what `files.read_stored` raises."""
+    return files.read_stored(
+        file, StallReport.model_validate, STALLS_VERSION, _AGAIN, key="stalls_version"
+    )
+
+
+def stalls_of_run(folder: Path) -> StallReport | None:
+    """The stall report in a run's folder, if there is one."""
+    record = folder / STALLS_FOLDER / STALLS_RECORD
+    return load_stalls(record) if record.is_file() else None
+
+
+def stalls_as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
+    """The report as Markdown.  figures: title -> file name of a picture in the Markdown's folder,
+    from `write_pictures`.
+    """
+    return markdown.render(stalls.compose(report), figures)
+
+
+def write_stalls(folder: Path, report: StallReport) -> None:
+    """Write all files into an existing folder, and replace older ones."""
+    files.write_text(folder / STALLS_RECORD, dump_stalls(report) + "\n")
+    write_stalls_markdown(folder / STALLS_DOCUMENT, report)
+
+
+def write_stalls_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
+    """Write a Markdown file, and next to it FILE-roofline.svg and FILE-<design>.svg for each
+    design.
+
+    Raises what `files.write_text` raises.
+    """
+    files.check_target(file, replace=replace)
+    figures = write_pictures(file, report)
+    files.write_text(file, stalls_as_markdown(report, figures).rstrip("\n") + "\n")
+
+
+def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
+    """Write the pictures next to `file`, a Markdown file.  Returns title -> file name."""
+    figures = {}
+    for name, (title, svg) in pictures(report).items():
+        picture = file.with_name(f"{file.stem}-{name}.svg")
+        files.write_text(picture, svg)
+        figures[title] = picture.name
+    return figures
+
+
+def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
+    """Part of a file's name -> (title, SVG)."""
+    shown = {}
+    for name, (title, drawing) in plots.of_stalls(report).items():
+        svg, _ = drawing
+        shown[files.safe_name(name)] = title, svg
+    return shown
