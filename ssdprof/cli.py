@@ -179,7 +179,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.measuring:run"),
     runs: (),
     options.CaptureOptions: ("jobs.target:capture", "commands.measuring:capture"),
-    options.RecordOptions: ("jobs.record:record", "commands.measuring:record"),
+    options.RecordOptions: ("jobs.record:record", "commands.stored:record"),
     options.AccuracyOptions: ("commands.stored:accuracy",),
     options.AnswersOptions: ("jobs.target:answers", "commands.measuring:answers"),
     options.ExportOptions: ("commands.stored:export",),

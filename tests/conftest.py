@@ -4,13 +4,18 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
+import typer.testing
 
 # one process per core, where more threads would wait; sums, and with them goldens, depend on their
 # number
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# otherwise a call of the command line in a test's process builds all commands again
+typer.testing._get_command = cache(typer.main.get_command)
 
 
 def pytest_configure(config: pytest.Config):

@@ -158,7 +158,7 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(here: P
     assert not x.is_contiguous(), "a view, as in the call"
 
 
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 @pytest.mark.parametrize("command", ["run", "answers"])
 def test_what_a_kernel_prints_is_no_data(here: Path, command, capfd):
     """Neither during the import of its module nor during its call."""
@@ -170,7 +170,7 @@ def test_what_a_kernel_prints_is_no_data(here: Path, command, capfd):
     words = SHORT if command == "run" else SEQ
     answer = Answer(f"{command} demo", words, "--impl unfused,my_kernels:talking --json")
     assert Report.model_validate_json(answer.out).complete
-    assert {"imported", "called"} <= set((answer.err + capfd.readouterr().err).split())
+    assert {"imported", "called"} <= set(f"{answer.err} {capfd.readouterr().err}".split())
 
 
 def test_what_c_code_prints_is_no_data(capfd):

@@ -1,14 +1,9 @@
-"""`ssdprof run`, `capture`, `record`, `answers`, `prefill`, `bench`, `tune` and `stalls`: they run
+"""`ssdprof run`, `capture`, `answers`, `prefill`, `bench`, `tune` and `stalls`: they run
 a model or kernels.  Their options were checked before.
 """
 
-import os
-import resource
-import shutil
-import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,7 +18,6 @@ from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.target import CaptureManifest
 from ssdprof.core.tuned import TunedCalls, TunedConfig
-from ssdprof.core.words import plural
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import ExitCode, SsdprofError
 from ssdprof.jobs import answers as answers_job
@@ -39,16 +33,13 @@ from ssdprof.jobs.options import (
     CaptureOptions,
     ModelOptions,
     PrefillOptions,
-    RecordOptions,
     RunOptions,
     StallsOptions,
     TuneOptions,
 )
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.record import CALLS
 from ssdprof.jobs.target import Stored, Target
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.record.settings import SEEN
 from ssdprof.report import brief, html
 from ssdprof.report import stalls as stall_report
 from ssdprof.report.document import compose, of_tuning
@@ -59,8 +50,6 @@ from ssdprof.stalls.read import read
 from ssdprof.store import tuned
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
-
-_OF_SIGNAL = 128  # what shells add to the number of a signal
 
 
 class StoredCapture(Record):
@@ -169,48 +158,6 @@ def capture(options: CaptureOptions, target: Target | None) -> None:
         print(StoredCapture(folder=str(folder), manifest=manifest).model_dump_json(indent=2))
     else:
         print(folder)
-
-
-def record(options: RecordOptions, code: int) -> None:
-    """Make a capture of the calls that the program's processes stored.  code: how it ended."""
-    try:
-        _capture_calls(options)
-    except SsdprofError as error:
-        terminal.say(f"{error.message}  {error.hint}  The calls stay in {options.out / CALLS}.")
-    if code < 0:
-        _end_by_signal(-code)
-    raise typer.Exit(code)
-
-
-def _capture_calls(options: RecordOptions) -> None:
-    """Make a capture of the stored calls, and delete them; or say why there are none."""
-    calls = options.out / CALLS
-    count = len(list(calls.glob("*_*.safetensors")))
-    if count:
-        os.umask(0o077)  # the folder may have been there, for others to read
-        asked = CaptureOptions(
-            model=str(calls), recorded="safetensors", out=options.out, force=options.force
-        )
-        run_job.capture_recording(asked, TerminalWatcher(), name=options.out.resolve().name)
-        terminal.say(f"{plural(count, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
-    elif (calls / SEEN).exists():
-        terminal.say("No call was stored: none of those that were recorded went wrong.")
-    else:
-        terminal.say(
-            "No call was recorded: the program called no function that ssdprof knows, or a line "
-            "above says why."
-        )
-    shutil.rmtree(calls)
-
-
-def _end_by_signal(number: int) -> None:
-    """End this process as the signal ended the program, without a core of its own."""
-    sys.stdout.flush()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # nothing can be set for SIGKILL
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-    raise typer.Exit(_OF_SIGNAL + number)  # of a signal that ends nothing
 
 
 def answers(options: AnswersOptions, target: Target) -> None:

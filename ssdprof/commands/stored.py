@@ -1,14 +1,18 @@
 """`ssdprof runs`, `accuracy`, `export`, `compare`, `models`, `doctor` and `schemas`: they show what
-is stored or known, without torch.
+is stored or known, without torch.  `record`: what a program has stored.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import shutil
+import signal
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -28,12 +32,16 @@ from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
-from ssdprof.core.words import count
+from ssdprof.core.words import count, plural
 from ssdprof.environment.child import Ended
-from ssdprof.errors import BadInputError, ExitCode, nearest
+from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
 from ssdprof.jobs import documents, options
+from ssdprof.jobs.options import CaptureOptions, RecordOptions
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
+from ssdprof.jobs.record import CALLS
 from ssdprof.jobs.target import captures_of
+from ssdprof.operators.late import lazy
+from ssdprof.record.settings import SEEN
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
@@ -42,12 +50,16 @@ from ssdprof.store.ranks import FIRST
 
 if TYPE_CHECKING:
     from ssdprof.environment.toolchain import Check
+    from ssdprof.jobs import run as run_job
+else:
+    run_job = lazy("ssdprof.jobs.run")
 
 _REPORTS = ("run", "bench", "prefill", "answers")
 _OF_ACCURACY = ("match", "rms")  # metrics of gates
 _OF_COMPARISONS = ("markdown", "html", "json")  # formats
 SUMMARY = "GITHUB_STEP_SUMMARY"
 OUTPUT = "GITHUB_OUTPUT"
+_OF_SIGNAL = 128  # what shells add to the number of a signal
 
 
 # --- runs
@@ -415,3 +427,48 @@ def schemas(name: str | None) -> None:
         return
     for listed_name, (printed_by, _) in SCHEMAS.items():
         print(f"{listed_name:15} {printed_by}".rstrip())
+
+
+# --- record
+
+
+def record(options: RecordOptions, code: int) -> None:
+    """Make a capture of the calls that the program's processes stored.  code: how it ended."""
+    try:
+        _capture_calls(options)
+    except SsdprofError as error:
+        terminal.say(f"{error.message}  {error.hint}  The calls stay in {options.out / CALLS}.")
+    if code < 0:
+        _end_by_signal(-code)
+    raise typer.Exit(code)
+
+
+def _capture_calls(options: RecordOptions) -> None:
+    """Make a capture of the stored calls, and delete them; or say why there are none."""
+    calls = options.out / CALLS
+    stored = len(list(calls.glob("*_*.safetensors")))
+    if stored:
+        os.umask(0o077)  # the folder may have been there, for others to read
+        asked = CaptureOptions(
+            model=str(calls), recorded="safetensors", out=options.out, force=options.force
+        )
+        run_job.capture_recording(asked, output.TerminalWatcher(), name=options.out.resolve().name)
+        terminal.say(f"{plural(stored, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
+    elif (calls / SEEN).exists():
+        terminal.say("No call was stored: none of those that were recorded went wrong.")
+    else:
+        terminal.say(
+            "No call was recorded: the program called no function that ssdprof knows, or a line "
+            "above says why."
+        )
+    shutil.rmtree(calls)
+
+
+def _end_by_signal(number: int) -> None:
+    """End this process as the signal ended the program, without a core of its own."""
+    sys.stdout.flush()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # nothing can be set for SIGKILL
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise typer.Exit(_OF_SIGNAL + number)  # of a signal that ends nothing

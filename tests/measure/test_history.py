@@ -56,15 +56,20 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs):
         return out, states
     for span in spans:
         borders = range(span.start, span.stop - window, window)
-        for border in borders[:1] if only == "states" else borders:
-            rest = replace(span, start=border)
-            heads = forgotten(inputs, replace(rest, stop=border + window))
+        begins = {
+            border: forgotten(inputs, replace(span, start=border, stop=border + window))
+            for border in (borders[:1] if only == "states" else borders)
+        }
+        for border, heads in begins.items():
             if bool(heads.any()):
-                part = alone(inputs, rest)
+                # up to where all of them have begun anew once more
+                again = (next_ for next_ in begins if next_ > border and begins[next_][heads].all())
+                stop = next(again, span.stop - window) + window
+                part = alone(inputs, replace(span, start=border, stop=stop))
                 if part.initial is not None:
                     part = part.after(torch.zeros_like(part.initial))
                 anew, end = oracle_output(part)
-                read = slice(border + window, span.stop)
+                read = slice(border + window, stop)
                 out[span.batch, read, heads] = anew[0, window:][:, heads]
                 states[span.sequence, heads] = end[0, heads]
     return out, states
