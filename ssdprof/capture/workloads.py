@@ -77,22 +77,22 @@ def write_folder(captures: Path, folder: Path) -> list[str]:
             sizes: dict[str, int] = {}
             for name, axes in definition.inputs.items():
                 sizes |= dict(zip(axes, values[name].shape, strict=True))
-            place = Path(operator.name, definition.name.format(**sizes))
-            document = _document(place, definition, values, sizes)
-            if documents.setdefault(place, document) != document:
+            path = Path(operator.name, definition.name.format(**sizes))
+            document = _document(path, definition, values, sizes)
+            if documents.setdefault(path, document) != document:
                 raise ValueError("its dtypes are not those of earlier calls")
         except ValueError as error:
             left_out[f"of {operator.title} ({error})"] += 1
             continue
-        if place not in lines:
-            _write_definition(folder, place, definition, document)
+        if path not in lines:
+            _write_definition(folder, path, definition, document)
         identity = str(uuid.uuid5(uuid.NAMESPACE_OID, stored.model_dump_json()))
         workload = {
             "uuid": identity,
             "axes": {axis: sizes[axis] for axis in sizes if axis in _VARIABLE},
-            "inputs": _write_values(folder, place / f"{identity}.safetensors", values),
+            "inputs": _write_values(folder, path / f"{identity}.safetensors", values),
         }
-        lines[place].append(json.dumps({"definition": place.name, "workload": workload}))
+        lines[path].append(json.dumps({"definition": path.name, "workload": workload}))
         again = definition.read(**values)
         for gate in operator.binding.per_position:
             change = _change(inputs.tensors[gate], again.tensors[gate])
@@ -103,14 +103,16 @@ def write_folder(captures: Path, folder: Path) -> list[str]:
         sentences.append(f"Left out: {skipped}.")
     if not lines:
         raise BadInputError(" ".join([f"{captures} has no call to write.", *sentences]))
-    for place, of_definition in lines.items():
-        _put_text(folder / "workloads" / f"{place}.jsonl", "\n".join(of_definition))
+    for path, of_definition in lines.items():
+        _put_text(folder / "workloads" / f"{path}.jsonl", "\n".join(of_definition))
     changes = words(f"{gate} by up to {100 * change:.2g} %" for gate, change in rounded.items())
     return [f"Raw gates have the dtype of the values, which changes {changes}.", *sentences]
 
 
 def _defined(operator: Operator, inputs: Inputs) -> tuple[Definition, Values]:
-    """What defines a call, and its inputs there.  ValueError if nothing does."""
+    """The definition whose call this is, and the inputs in its terms.  ValueError if there is
+    none.
+    """
     why = UNWRITTEN
     for definition in operator.load_definitions():
         try:
@@ -123,7 +125,7 @@ def _defined(operator: Operator, inputs: Inputs) -> tuple[Definition, Values]:
 
 
 def _document(
-    place: Path, definition: Definition, values: Values, sizes: Mapping[str, int]
+    path: Path, definition: Definition, values: Values, sizes: Mapping[str, int]
 ) -> Document:
     """The definition of a call."""
     inputs = {
@@ -132,8 +134,8 @@ def _document(
     }
     reference = definition.reference
     return {
-        "name": place.name,
-        "op_type": place.parent.name,
+        "name": path.name,
+        "op_type": path.parent.name,
         "axes": {
             axis: {"type": "var"} if axis in _VARIABLE else {"type": "const", "value": size}
             for axis, size in sizes.items()
@@ -149,19 +151,17 @@ def _document(
     }
 
 
-def _write_definition(
-    folder: Path, place: Path, definition: Definition, document: Document
-) -> None:
+def _write_definition(folder: Path, path: Path, definition: Definition, document: Document) -> None:
     """The definition, and our kernels as its solutions."""
-    _put_text(folder / "definitions" / f"{place}.json", json.dumps(document, indent=1))
+    _put_text(folder / "definitions" / f"{path}.json", json.dumps(document, indent=1))
     for implementation in ("fused", "unfused"):
-        name = f"ssdprof_{implementation}_{place.name}"
+        name = f"ssdprof_{implementation}_{path.name}"
         text = _SOLUTION.format(
             names=", ".join(document["inputs"]), kind=definition.name, implementation=implementation
         )
         solution = {
             "name": name,
-            "definition": place.name,
+            "definition": path.name,
             "author": "ssdprof",
             "spec": {
                 "language": "python",
@@ -172,7 +172,7 @@ def _write_definition(
             },
             "sources": [{"path": "main.py", "content": text}],
         }
-        _put_text(folder / "solutions" / place / f"{name}.json", json.dumps(solution, indent=1))
+        _put_text(folder / "solutions" / path / f"{name}.json", json.dumps(solution, indent=1))
 
 
 def _write_values(folder: Path, file: Path, values: Values) -> Document:

@@ -518,9 +518,11 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             )
     weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
     others = sorted(entries.keys() - weights.keys())
-    if damaged := [*destinations(local.empty, others, _renamings(local.model))] or (
-        [] if weights else others
-    ):
+    # entries that are no weights of the model are ignored, unless there is nothing else
+    damaged = list(destinations(local.empty, others, _renamings(local.model)))
+    if not weights and not damaged:
+        damaged = others
+    if damaged:
         raise BadInputError(
             f"{PICKLE} of {label} holds {shown(damaged[0])}, which is no table of floats.",
             "Save the model's state_dict(), fetch the checkpoint again, or take another revision.",

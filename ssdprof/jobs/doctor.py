@@ -37,9 +37,9 @@ from ssdprof.environment.toolchain import (
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
-# Triton versions under which matrix products of a chunk scan read registers that are overwritten
-# too early on Hopper: all 8 configurations of mamba_ssm that use WGMMA under 3.6, and by our own
-# kernel 3.7 and 3.8; not 3.9
+# Triton versions that overwrite registers which matrix products of a chunk scan still read, on
+# Hopper: 3.6 in all 8 configurations of mamba_ssm that use WGMMA; 3.7 and 3.8 in a kernel of ours;
+# 3.9 does not
 _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
 # torch -> Triton versions with which the tests ran (Makefile: test-oldest, test, test-newest)
 _TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}

@@ -85,7 +85,7 @@ def _recording(
             return function(*args, **kwargs)
         return recorder.call(place, function, arguments, *args, **kwargs)
 
-    # of a function that wraps another one, programs may want that one
+    # if the function wraps another one, programs may ask it for that one by `__wrapped__`
     vars(wrapper).update(vars(function))
     return wrapper
 

@@ -405,7 +405,9 @@ def workflow_commands(report: Report) -> Iterator[str]:
 
 
 def _annotations(kind: str, title: str, lines: Sequence[str]) -> Iterator[str]:
-    """At most as many as GitHub shows; the last one then counts the others."""
+    """The lines as annotations: at most as many as GitHub shows, of which the last one then counts
+    the others.
+    """
     head = f"::{kind} title={title}::"
     shown = lines if len(lines) <= MOST_ANNOTATIONS else lines[: MOST_ANNOTATIONS - 1]
     for line in shown:

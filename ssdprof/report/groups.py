@@ -55,8 +55,8 @@ class Series:
 
     @cached_property
     def over(self) -> str:
-        """What it is compared with instead of its baseline: `unfused`, where a bench did not time
-        that.
+        """The implementation that the series is compared with in place of its baseline: `unfused`,
+        if a bench did not time the baseline; else empty.
         """
         timed = {case.implementation for case in self.group.cases if case.device_us}
         is_generated = isinstance(self.cases[0].task, Generated)
@@ -68,7 +68,7 @@ class Series:
         return [case for case in self.cases if case.device_us and case.call_us]
 
     def times(self, clock: Clock) -> list[float]:
-        """One for each timed call, in us."""
+        """The time of each timed call, in us."""
         estimates = (case.by_clock(clock) for case in self.timed)
         return [estimate.value for estimate in estimates if estimate]
 

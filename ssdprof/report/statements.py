@@ -453,9 +453,10 @@ def caveats(report: Report) -> Iterator[str]:
 
 
 def weaknesses(report: Report) -> list[str]:
-    """What the verdict says less for: inputs that no model has, and sequences of one chunk.
+    """Caveats that weaken the verdict: inputs that no model has, and sequences of one chunk.
 
-    With a server's calls, the recording is wrong before any kernel is, and before the server.
+    Strange inputs of a server's calls are more likely a fault of the recording than of kernels or
+    of the server.
     """
     recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
     begin = "Suspect the recording before the kernels and the server: in" if recorded else "In"
