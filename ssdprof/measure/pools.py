@@ -554,12 +554,15 @@ def other_slots(room: Room) -> None:
 
 
 def padded_rows(room: Room) -> None:
-    """Rows with index -1 among others, the first and the last slot in use or not."""
+    """Rows with index -1 among others, the first and the last slot in use or not; and before
+    others, which begin beyond a block of 16 rows.
+    """
     pool = room.pool()
     for slots, padding in (
         ((5, -1, 11, 0, -1, 2, 12, -1), torch.nan),
         ((-1, 5, 11, 3, -1, 2, 7, -1), torch.nan),
         ((5, -1, 11, 3, -1, 2, 7, -1), torch.inf),
+        ((*[-1] * 17, 5, 11), torch.nan),
     ):
         room.check(room.call(pool, rows_of(*slots), padding=padding))
 
@@ -626,9 +629,9 @@ def order_and_number(room: Room) -> None:
 
 
 def indices(room: Room) -> None:
-    """int64, and columns of wider tables."""
+    """int64, -1 among them, and columns of wider tables."""
     pool = room.pool()
-    rows = [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
+    rows = [row(1, 2, 2), row(1, 12, 1), row(1, -1, 9), row(1, -1, -1)]
     room.check(room.call(pool, rows, index=torch.int64))
     room.check(room.call(pool, rows, wide=True))
 

@@ -152,6 +152,22 @@ def hardly_invariant(inputs) -> Output:
     return out, pool
 
 
+def without_rows_beyond_a_block(inputs) -> Output:
+    pool = inputs.initial_state.clone()
+    out, changed = good(inputs)
+    for slot in reads(inputs)[16:]:
+        changed[slot] = pool[slot]
+    return out, changed
+
+
+def minus_one_of_int64_is_a_slot(inputs) -> Output:
+    slots = inputs.state_indices
+    last = len(inputs.initial_state) - 1
+    if slots.dtype == torch.int64:
+        slots = torch.where(slots < 0, last, slots)
+    return good(replace(inputs, state_indices=slots))
+
+
 def int64_as_two_words(inputs) -> Output:
     slots = inputs.state_indices
     if slots.dtype == torch.int64:
@@ -233,6 +249,8 @@ def raising(inputs) -> Output:
         ("drafted tokens", keeping_the_last_state_alone, "call 2, row 0, token 0"),
         ("drafted tokens", a_step_reads_the_first_column, "call 3, row 0, token 0"),
         ("order and number of rows", one_row_is_special, "call 3, row 0, token 0"),
+        ("padded rows touch nothing", without_rows_beyond_a_block, "call 4, row 17, slot 5"),
+        ("indices of any form", minus_one_of_int64_is_a_slot, "call 1, row 2, token 0"),
         ("indices of any form", int64_as_two_words, "call 1"),
         ("indices of any form", without_strides_of_indices, "call 2"),
         ("layouts of the pool", updating_a_copy, "call 1, row 0, slot 2"),
