@@ -14,6 +14,7 @@ import torch
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.core.target import CallRef
+from ssdprof.core.words import plural
 
 # Relative distance of a head's states that are equal but for rounding: in the server's dtype, and
 # by its kernel where the recording has no final states.  Those of two sequences differ by about 1.
@@ -88,7 +89,7 @@ class Provenance:
         for slot, place, sketch in zip(slots, places, _sketches(final), strict=True):
             earlier.append(_State(f"{place} of {call}", slot, sketch))
         if len(faults) > 1:
-            faults[0] += f"  {len(faults) - 1} more rows of this call are wrong."
+            faults[0] += f"  Wrong in this call, too: {plural(len(faults) - 1, 'row')}."
         return faults[:1]
 
     def _fault(

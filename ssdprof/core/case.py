@@ -38,6 +38,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
 CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
+DECODER: Final = "recurrent"  # decodes with states in a format, step by step
 BUDGET: Final = 10  # times the error of a format's first rounding, up to which it keeps a head
 BUDGETS: Final = (2**-9, 0.5)  # below is the rounding of inputs in bf16, above no digit is right
 

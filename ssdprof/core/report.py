@@ -29,7 +29,7 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, DecodedStates, Generated, Prefill
+from ssdprof.core.case import DECODER, Answers, Case, DecodedStates, Generated, Prefill
 from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.target import (
@@ -43,7 +43,7 @@ from ssdprof.core.target import (
 )
 
 # of options with a value
-_NOT_AGAIN = ("--out", "--implementations", "--against", "--budget", "--trace")
+_NOT_AGAIN = ("--out", "--decode-states", "--implementations", "--against", "--budget", "--trace")
 
 
 class LeftOut(Record):
@@ -319,6 +319,9 @@ class Report(Record):
         options: dict[str, str | None] = dict.fromkeys(_NOT_AGAIN)
         if isinstance(case.task, DecodedStates):
             options["--decode-states"] = states_of(case.precision)
+        elif case.implementation == DECODER and "--decode-states" in command:  # of answers
+            options["--decode-states"] = states_of(case.precision)
+            options |= {"--impl": self.baseline, "--dtypes": "exact", "--states": "fp32"}
         else:
             options["--impl"] = as_typed[0] if as_typed else case.implementation
             options["--dtypes"] = intermediates_of(case.precision)

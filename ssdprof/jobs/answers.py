@@ -19,7 +19,7 @@ from ssdprof import operators
 from ssdprof.capture.forward import PromptRun, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.core.base import EXACT_FP32, DType
-from ssdprof.core.case import Answers, Case
+from ssdprof.core.case import DECODER, Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError
@@ -34,7 +34,6 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
-from ssdprof.operators.decode_states import IMPLEMENTATION
 from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
@@ -157,7 +156,7 @@ def _variants(
         for allowed in own_precisions(resolve(operator, name), dtype, wanted):
             computes[name, str(allowed)] = implemented(name, allowed, mixers)
     for state_format in request.decode_states or ():
-        computes[IMPLEMENTATION, f"exact, {state_format.name} states"] = decoded(state_format)
+        computes[DECODER, f"exact, {state_format.name} states"] = decoded(state_format)
     for (name, precision), compute in computes.items():
         yield variant(name, precision, compute)
     for layer in sorted(layers) if request.per_layer else ():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssdprof.core.base import MEMORIES
-from ssdprof.core.case import Case, DecodedStates, Generated, LayerCall, decoded_words
+from ssdprof.core.case import DECODER, Case, DecodedStates, Generated, LayerCall, decoded_words
 from ssdprof.core.report import Requested
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import BenchOptions, RunOptions
@@ -21,7 +21,7 @@ from ssdprof.kernels.state_formats import StateFormat
 from ssdprof.measure.accuracy import block_length
 from ssdprof.measure.first_run import status_of
 from ssdprof.measure.isolate import while_it_runs
-from ssdprof.operators.decode_states import IMPLEMENTATION, stepped_states
+from ssdprof.operators.decode_states import stepped_states
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
@@ -64,7 +64,7 @@ def decode(
                 batch=of.dims.batch,
                 seqlen=of.dims.seqlen,
                 inputs=prompt_hash,
-                implementation=IMPLEMENTATION,
+                implementation=DECODER,
                 precision=precision_of(state_format),
                 status="ran",
             )
@@ -81,7 +81,7 @@ def requested(where: str, size: str, options: RunOptions | BenchOptions) -> Iter
     """
     for state_format in options.decode_states or ():
         case_key = f"{where}, {decoded_words(options.decode_step)}, {size}"
-        yield case_key, IMPLEMENTATION, precision_of(state_format)
+        yield case_key, DECODER, precision_of(state_format)
 
 
 def precision_of(state_format: StateFormat) -> str:
@@ -103,7 +103,7 @@ def _decoded(
     try:
         out, states = stepped_states(inputs, state_format, task.step, steps)
     except BadInputError as error:  # the user's function returned no states
-        return case.changed(status="failed", reason=error.message)
+        return case.changed(status="failed", reason=error.message.removesuffix("."))
     except Exception as error:
         status, reason = status_of(error, inputs.device, state_format.name)
         return case.changed(status=status, reason=reason)

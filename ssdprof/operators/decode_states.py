@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels, operators
+from ssdprof.core.case import DECODER
 from ssdprof.errors import BadInputError, nearest
 from ssdprof.kernels.state_formats import StateFormat
 from ssdprof.operators.implementations import load
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 else:
     oracle = lazy("ssdprof.kernels.oracle")
 
-IMPLEMENTATION = "recurrent"  # computes states step by step
 _FORMATS = {
     state_format.name: state_format
     for state_format in (
@@ -102,7 +102,7 @@ def stepped_states(
         raise ValueError(f"step {step}, marks {tuple(marks)} or seed {seed} is out of range")
     if state_format.function is not None:
         return _by_function(inputs, state_format, step, marks)
-    kernel = kernels.get(inputs.operator, IMPLEMENTATION).stepped
+    kernel = kernels.get(inputs.operator, DECODER).stepped
     assert kernel is not None
     return kernel(inputs, state_format, step, marks, seed)
 
@@ -114,7 +114,7 @@ def _by_function(
     sequences one after the other.
     """
     positional = operators.get(inputs.operator).binding.positional(inputs)
-    run = kernels.get(inputs.operator, IMPLEMENTATION).run
+    run = kernels.get(inputs.operator, DECODER).run
     exact = precision.Precision()
     initial = oracle.initial_states(inputs, torch.float32)
     out = torch.empty(inputs.values.shape, device=inputs.device)

@@ -268,7 +268,7 @@ def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
         for number, (name, line) in enumerate(lines.items()):
             marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(marks, line, f"{marker}-", color=_color(number), fillstyle="none", label=name)
-        axes.set(xlabel="step, tokens", ylabel=f"relative error of the {which},\nworst head")
+        axes.set(xlabel="tokens", ylabel=f"relative error of the {which},\nworst head")
         _log_ticks(axes)
 
     return draw(paint, (_NARROW[0], 2.9 + 0.1 * len(lines))), numbers

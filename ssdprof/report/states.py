@@ -17,15 +17,17 @@ from ssdprof.report.table import Section, Table, TableRow, VerdictLine, section,
 SLOTS = 256  # sequences in the pools whose sizes are shown
 TITLE = "States of decoded tokens"  # of a section
 _FLAT = 0.1  # exponent of the step, up to which an error stays
+_MAY_GROW = {"grows": "still grows", "unclear": "may still grow"}  # trends
 _DETAILED = 2  # formats whose losses are in the sentence
 _READING = (
     "Errors: rms of the difference from fp64 over rms of fp64, of the worst head: of the state "
     "after the last step, of the output in the steps since the mark before.  Lost: heads whose "
     f"state error exceeds {BUDGET} times that of the format's first rounding, and that of inputs "
-    "in bf16, from that step on.  "
+    "in bf16, first after these tokens.  "
     "Trend: the state error of the worst head grows, stays or is forgotten as step^p, fitted from "
-    f"the square root of the last step on, with its 95 % interval.  Pool: {SLOTS} sequences, these "
-    "layers.  'ssdprof answers --decode-states' shows how the model's answers change."
+    "the square root of the last step on, with its 95 % interval; it is unclear where p is not "
+    f"near 0 but could be.  Pool: {SLOTS} sequences, these layers.  "
+    "''ssdprof answers --decode-states' shows how the model's answers change."
 )
 
 
@@ -120,7 +122,7 @@ def _row(layers: Sequence[HeadStates]) -> TableRow:
     power = _power(layers)
     return {
         "heads\nlost": f"{len(lost):,} of {heads:,}",
-        "from\nstep": fmt.count(min(lost)) if lost else "never",
+        "from\ntoken": fmt.count(min(lost)) if lost else "never",
         "state\nerror": fmt.small(_last_error(layers)),
         "output\nerror": fmt.small(max(layer.out_errors[-1] for layer in layers)),
         "trend": _trend(power),
@@ -134,7 +136,7 @@ def steps(cases: Sequence[Case], which: str) -> Table:
     marks = next(case.task.marks for case in cases if isinstance(case.task, DecodedStates))
     cells = [map(fmt.count, marks), *(map(fmt.small, line) for line in lines.values())]
     rows = zip(*cells, strict=True) if lines else ()
-    return strings(f"Error of the {which}, worst head", ("step", *lines), rows, ())
+    return strings(f"Error of the {which}, worst head", ("tokens", *lines), rows, ())
 
 
 def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
@@ -183,7 +185,9 @@ def _trend(power: Estimate | None) -> str:
         return fmt.MISSING
     if power.low > _FLAT:
         return "grows"
-    return "is forgotten" if power.high < -_FLAT else "stays"
+    if power.high < -_FLAT:
+        return "is forgotten"
+    return "stays" if abs(power.value) <= _FLAT else "unclear"
 
 
 # --- what to do
@@ -192,7 +196,8 @@ def _trend(power: Estimate | None) -> str:
 def advice(report: Report) -> VerdictLine | None:
     """The smallest pool that keeps every head of the most tokens, and what other formats lose."""
     for cases in by_size(report).values():
-        formats = by_format(cases)
+        if not (formats := by_format(cases)):
+            continue
         errors = {name: _last_error(layers) for name, layers in formats.items()}
         pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
         losers = [name for name, layers in formats.items() if any(each.lost for each in layers)]
@@ -205,8 +210,9 @@ def advice(report: Report) -> VerdictLine | None:
                 f"keep states in {best} or better, which keeps every head of {cases[0].size}, at "
                 f"an output error of {out_error}"
             ]
-            if _trend(_power(formats[best])) == "grows":
-                words.append("its error still grows, so try a longer --seq")
+            trend = _trend(_power(formats[best]))
+            if trend in _MAY_GROW:
+                words.append(f"its error {_MAY_GROW[trend]}, so try a longer --seq")
         losers.sort(key=errors.__getitem__)
         words += [_loss(name, formats[name]) for name in losers[:_DETAILED]]
         words += [f"{name} loses heads, too" for name in losers[_DETAILED:]]
@@ -215,8 +221,8 @@ def advice(report: Report) -> VerdictLine | None:
 
 
 def _loss(name: str, layers: Sequence[HeadStates]) -> str:
-    """ "bf16 loses 3 of 32 heads of layer 7 after 512 steps", of the layer that loses the most."""
+    """ "bf16 loses 3 of 32 heads of layer 7 after 512 tokens", of the layer that loses the most."""
     most = max(layers, key=lambda layer: len(layer.lost))
     where = most.case.where.rpartition(", ")[0]
     heads = f"{len(most.lost):,} of {fmt.plural(len(most.heads), 'head')} of {where}"
-    return f"{name} loses {heads} after {fmt.plural(min(most.lost), 'step')}"
+    return f"{name} loses {heads} after {fmt.plural(min(most.lost), 'token')}"

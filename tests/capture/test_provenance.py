@@ -67,7 +67,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
         lambda left: left[1].flip(0),
         SLOTS,
         f"row 0 (slot 5) of call 3 {LAST} 1 (slot 2) of call 2 left, not with that of row 0 "
-        "(slot 5) of call 2.  1 more rows",
+        "(slot 5) of call 2.  Wrong in this call, too: 1 row.",
     ),
     (
         lambda left: left[0],

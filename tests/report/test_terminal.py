@@ -263,6 +263,19 @@ def test_a_case_that_did_not_pass_has_its_id_and_the_command_that_runs_it_again(
     assert f"Case {case.id}, again: ssdprof run model" in text
 
 
+def test_a_format_of_states_in_answers_is_run_again_after_the_baseline():
+    decoded = of_answers("recurrent", "exact, mine:half states")
+    command = ("ssdprof", "answers", "model", "--decode-states", "int8,mine:half", "--seq", "32")
+    made = answers(of_answers(), decoded, baseline="unfused", command=command)
+    commands = [" ".join(made.again(case)) for case in made.cases]
+    fused = "--impl fused --dtypes exact --states fp32"
+    assert commands == [
+        f"ssdprof answers model --seq 32 {fused}",
+        "ssdprof answers model --seq 32 --decode-states mine:half "
+        "--impl unfused --dtypes exact --states fp32",
+    ]
+
+
 def test_what_was_not_compared_is_an_error_that_names_what_was():
     with pytest.raises(
         BadInputError, match="compared nothing at relaxed with bf16 states"
