@@ -631,7 +631,8 @@ def order_and_number(room: Room) -> None:
 def indices(room: Room) -> None:
     """int64, -1 among them, and columns of wider tables."""
     pool = room.pool()
-    rows = [row(1, 2, 2), row(1, 12, 1), row(1, -1, 9), row(1, -1, -1)]
+    rows = [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
+    room.check(room.call(pool, rows_of(2, -1, 7), index=torch.int64))
     room.check(room.call(pool, rows, index=torch.int64))
     room.check(room.call(pool, rows, wide=True))
 
