@@ -41,7 +41,7 @@ if ended is None:
         child.finish(error.code)
     child.finish(0)
 told = [ended.last(word) for word in ("exit", "case", "report")]
-print(ended.code, *told, ended.stopped, *[ended.how] * ("stopped" in ended.how))
+print(ended.code, *told, ended.stop_signals, *[ended.ending] * ("stopped" in ended.ending))
 """
 
 

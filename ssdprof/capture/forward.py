@@ -109,9 +109,7 @@ def counting_cache(model: PreTrainedModel, seen: Sequence[int]) -> Any | None:
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """The argument that takes the cache, and the field of the output that returns it, of a
-    transformers `model`.
-    """
+    """The name of `model`'s cache: of its argument of `forward`, and of the field of its output."""
     accepted = inspect.signature(model.forward).parameters
     return next(name for name in _CACHE_NAMES if name in accepted)
 
@@ -132,10 +130,10 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     """
     accepted = inspect.signature(model.forward).parameters
     name = cache_name(model)
-    fixed: dict[str, Any] = {"use_cache": cached} | (
-        {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-    )
-    seen = [0]
+    fixed: dict[str, Any] = {"use_cache": cached}
+    if "logits_to_keep" in accepted:
+        fixed["logits_to_keep"] = 1
+    seen = [0]  # tokens fed; a list, because the cache of `counting_cache` reads the newest number
     cache = counting_cache(model, seen) if cached else None
 
     @torch.no_grad()

@@ -51,7 +51,9 @@ class Provenance:
         self._gaps: set[int] = set()  # layers that had one
 
     def faults(self, captured: CapturedLayer) -> list[str]:
-        """A sentence, if this call, the next one of its layer, has a row with a wrong state."""
+        """A sentence, if this call, the next one of its layer, has a row with a wrong state: on the
+        first such row.
+        """
         inputs = captured.inputs
         call = _name(captured.call)
         known = captured.slots
@@ -65,37 +67,39 @@ class Provenance:
         if inputs.state_every:
             return []
         earlier = self._left.setdefault(index, deque(maxlen=_REMEMBERED))
-        places = [f"row {row}" for row in range(inputs.sequences)]
+        places = [f"row {row} of {call}" for row in range(inputs.sequences)]
         slots: list[int | None] = [None] * inputs.sequences
         if known:
             slots = [*known]
-            places = [f"row {row} (slot {slot})" for row, slot in enumerate(slots)]
+            places = [f"row {row} (slot {slot}) of {call}" for row, slot in enumerate(slots)]
         elif self._rows_are_sequences:
             slots = [*range(inputs.sequences)]
-        initial = inputs.initial
+        written = {state.slot for state in earlier if state.slot is not None}
         faults = []
-        if initial is not None:
-            for slot, place, sketch in zip(slots, places, _sketches(initial), strict=True):
-                begins = sketch.any() and slot != -1
-                if index in self._gaps and slot not in {state.slot for state in earlier} - {None}:
-                    begins = False
-                fault = self._fault(sketch, slot, f"{place} of {call}", earlier) if begins else ""
-                if fault:
-                    faults.append(f"{place} of {call} begins with {fault}.")
+        if inputs.initial is not None:
+            for slot, place, sketch in zip(slots, places, _sketches(inputs.initial), strict=True):
+                if slot == -1 or not sketch.any():  # no sequence, or one that begins with zeros
+                    continue
+                if index in self._gaps and slot not in written:
+                    continue
+                fault = self._fault(sketch, slot, place, earlier)
+                if fault is not None:
+                    faults.append(f"{place} begins with {fault}.")
         if captured.served:
             _, final = captured.served
         else:
             _, final = operators.get(inputs.operator).binding.replacement(inputs)
         for slot, place, sketch in zip(slots, places, _sketches(final), strict=True):
-            earlier.append(_State(f"{place} of {call}", slot, sketch))
-        if len(faults) > 1:
-            faults[0] += f"  Wrong in this call, too: {plural(len(faults) - 1, 'row')}."
-        return faults[:1]
+            earlier.append(_State(place, slot, sketch))
+        if len(faults) <= 1:
+            return faults
+        first, *others = faults
+        return [f"{first}  Wrong in this call, too: {plural(len(others), 'row')}."]
 
     def _fault(
         self, sketch: torch.Tensor, slot: int | None, taker: str, earlier: deque[_State]
-    ) -> str:
-        """What is wrong with the state that a row begins with; empty if nothing is."""
+    ) -> str | None:
+        """What is wrong with the state that a row begins with; None if nothing is."""
         equal = [state for state in reversed(earlier) if _is_close(sketch, state.sketch)]
         if not equal:
             return "a state that no earlier call left"
@@ -103,13 +107,13 @@ class Provenance:
         if slot is not None:
             last = next((state for state in reversed(earlier) if state.slot == slot), None)
             if last in equal:
-                return ""
+                return None
             return f"{newest}, not with that of {last.place}" if last else newest
         free = next((state for state in equal if state not in self._taken), None)
         if free is None:
             return f"{newest}, as did {self._taken[equal[0]]}: a shared prefix, or another sequence"
         self._taken[free] = taker
-        return ""
+        return None
 
 
 def _name(call: CallRef | None) -> str:

@@ -68,7 +68,7 @@ class _Call:
     """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
     process: empty for a workload, which has no output.  load: gives inputs and output.
     layer: its name; empty if it is not known.  number: among the calls of the layer; None if calls
-    may be missing before this one.
+    may be missing before this one.  why: what was wrong with it while it was recorded.
     """
 
     operator: str
@@ -78,6 +78,7 @@ class _Call:
     load: Callable[[], Recorded]
     layer: str = ""
     number: int | None = None
+    why: str = ""
 
 
 # the calls of a forward pass, in order, by their layers
@@ -136,7 +137,7 @@ class ServerCalls:
                         rank=int(rank[1]) if rank else None,
                     )
                     inputs, served, slots = call.load()
-                    remark = ""
+                    remark = f"While it was recorded: {call.why}." if call.why else ""
                     if call.process and not served:
                         remark = f"No output of {layer.name} was recorded in pass {number}."
                     yield CapturedLayer(
@@ -470,6 +471,7 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
                 load=partial(_reading, file, _load_safetensors, operator, arguments),
                 layer=str(call.get("layer", "")),
                 number=call.get("number"),
+                why=str(call.get("why", "")),
             )
         )
     return calls, Counter(), words(sources)

@@ -97,12 +97,12 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     """
     if (code := ended.last("exit")) is not None:
         raise typer.Exit(int(code))
-    why = f"The process that ran {' and '.join(names)} {ended.how}"
+    why = f"The process that ran {' and '.join(names)} {ended.ending}"
     rank, _, folder = (ended.last("report") or "").partition(" ")
     report = (
         reports.close(Path(folder), int(rank), ended.last("case") or "", why) if folder else None
     )
-    if ended.stopped:
+    if ended.stop_signals:
         raise KeyboardInterrupt(f"{why}.")
     if report is None:
         raise BadInputError(

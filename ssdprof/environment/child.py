@@ -80,12 +80,10 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
         raise BadInputError(
             f"WORLD_SIZE={count!r} is not a number of processes.", "Run: unset WORLD_SIZE"
         )
-    most = (
-        {"RANK": int(count) - 1, "LOCAL_RANK": int(count) - 1, "MASTER_PORT": 65535}
-        if count != "1"
-        else {}
-    )
-    for name, largest in most.items():
+    if count == "1":
+        return 1
+    last = int(count) - 1
+    for name, largest in (("RANK", last), ("LOCAL_RANK", last), ("MASTER_PORT", 65535)):
         value = environment.get(name) or "0"
         if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) > largest:
             raise BadInputError(
@@ -107,25 +105,27 @@ def sample_again(folder: Path, number: int) -> None:
 class Ended(NamedTuple):
     """A child process that has ended, as its parent knows it.
 
-    told: its lines.  code: as in `subprocess`.  stopped: signals that asked this process to stop.
-    quiet_s: from its last line to its end.
+    lines: what it told.  code: as in `subprocess`.  stop_signals: number of signals that asked this
+    process to stop.  quiet_s: from its last line to its end.
     """
 
-    told: list[str]
+    lines: list[str]
     code: int
-    stopped: int
+    stop_signals: int
     quiet_s: float
 
     @property
-    def how(self) -> str:
-        """ "ended early, with SIGSEGV"."""
+    def ending(self) -> str:
+        """How it ended without saying so, as the end of a sentence about it: "ended early, with
+        SIGSEGV".
+        """
         if self.code == 1 and self.quiet_s >= _SILENT_S:  # faulthandler's exit code
             return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
         return f"ended early, with {how_ended(self.code)}"
 
     def last(self, word: str) -> str | None:
         """The rest of the last line that begins with this word; None if no line does."""
-        for line in reversed(self.told):
+        for line in reversed(self.lines):
             first, _, rest = line.partition(" ")
             if first == word:
                 return rest
@@ -197,32 +197,32 @@ def fork() -> Ended | None:
     session is left.
     """
     global _parent
-    stopped = 0
+    stop_signals = 0
 
     def stop(*_: object) -> None:
         """A handler of signals."""
-        nonlocal stopped
-        stopped += 1
+        nonlocal stop_signals
+        stop_signals += 1
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM if stopped == 1 else signal.SIGKILL)
+            os.kill(pid, signal.SIGTERM if stop_signals == 1 else signal.SIGKILL)
 
-    with tempfile.TemporaryFile() as told:
+    with tempfile.TemporaryFile() as channel:
         parent = os.getpid()
         pid = os.fork()
         if not pid:
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent
             end_with(parent)
-            _parent = os.dup(told.fileno())
+            _parent = os.dup(channel.fileno())
             return None
         signals = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, stop) for number in signals}
         _, status = os.waitpid(pid, 0)
-        quiet_s = time.time() - os.fstat(told.fileno()).st_mtime
+        quiet_s = time.time() - os.fstat(channel.fileno()).st_mtime
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-        told.seek(0)
-        lines = told.read().decode(errors="replace").splitlines()
-    return Ended(lines, os.waitstatus_to_exitcode(status), stopped, quiet_s)
+        channel.seek(0)
+        lines = channel.read().decode(errors="replace").splitlines()
+    return Ended(lines, os.waitstatus_to_exitcode(status), stop_signals, quiet_s)

@@ -199,8 +199,7 @@ class Chooser:
         """
         lengths = self._lengths(seqlen or self._seqlen)
         return min(
-            self._predicted(seqlen or self._seqlen, length)[1]
-            for length in (lengths[0], lengths[-1])
+            self._beside(seqlen or self._seqlen, length) for length in (lengths[0], lengths[-1])
         )
 
     def lacks(self, kind: PlacementKind) -> str:
@@ -215,7 +214,7 @@ class Chooser:
         """
         free = limits.free_bytes() - self._target.weight_bytes
         for length in self._lengths(self._seqlen):
-            beside = self._predicted(self._seqlen, length)[1]
+            beside = self._beside(self._seqlen, length)
             if kind == "one-gpu":
                 mapped: DeviceMap | None = {"": self.main} if beside <= free else None
             else:
@@ -323,13 +322,19 @@ class Chooser:
         lengths = self._lengths(seqlen)
         if seqlen != self._seqlen:
             for length in lengths:
-                if self._predicted(seqlen, length)[1] <= free:
+                if self._beside(seqlen, length) <= free:
                     return length
         return min(at_most, lengths[0])
 
-    def _predicted(self, seqlen: int, length: int) -> tuple[int, int]:
+    def _beside(self, seqlen: int, length: int) -> int:
+        """Bytes that must be free in addition to the weights, with replaying; 0 if unknown."""
+        _, with_replaying = self._predicted(seqlen, length) or (0, 0)
+        return with_replaying
+
+    def _predicted(self, seqlen: int, length: int) -> tuple[int, int] | None:
         """Bytes needed in addition to the weights with segments of this length: without and with
-        replaying.
+        replaying.  None if they cannot be predicted: the first error is the `remark`, and after it
+        no other prediction is tried.
         """
         if (seqlen, length) not in self._known and not self.remark:
             try:
@@ -350,7 +355,7 @@ class Chooser:
                     "The memory that is needed besides the weights is not known, "
                     f"because of an error: {why}."
                 )
-        return self._known.get((seqlen, length), (0, 0))
+        return self._known.get((seqlen, length))
 
     @cached_property
     def gpus(self) -> Mapping[int, int]:
@@ -394,13 +399,13 @@ class Chooser:
         serving = self._target.serving
         by_device = weights_by_device(self._model, mapped)
         layer, module = largest_streamed(self._model, mapped, self.main)
-        computed = self._predicted(self._seqlen, length)[0]
-        calls = sum(
-            len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
-        )
+        seqlens = serving.packed or (self._seqlen,)
+        calls = sum(len(split_prompt(seqlen, length)) for seqlen in seqlens)
+        predicted = self._predicted(self._seqlen, length)
         peak = None
-        if not self.remark:
-            peak = module + computed
+        if predicted is not None:
+            without_replaying, _ = predicted
+            peak = module + without_replaying
             if self.main in by_device:
                 peak += by_device[self.main].bytes
         return Placement(

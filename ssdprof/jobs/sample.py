@@ -48,7 +48,7 @@ def main() -> None:
             print(f"error: {error.message}", file=sys.stderr)
         child.finish(0)
     elif ended.last("exit") is None:
-        reports.close(folder, number, ended.last("case") or "", f"Process {number} {ended.how}")
+        reports.close(folder, number, ended.last("case") or "", f"Process {number} {ended.ending}")
 
 
 if __name__ == "__main__":

@@ -224,8 +224,8 @@ def stepped(
     one, and then after every `step` tokens and at the end of each sequence.  out, and the pool's
     states after each of the steps `marks`: see `registry.Implementation`.
 
-    prepare: the launch in place of a kernel that rounds so.  marks: numbers of steps, 0 for the
-    initial state.
+    prepare: makes the in-place launch of the kernel that rounds the state as `Stepping` says.
+    marks: numbers of steps, 0 for the initial state.
     """
     call, slots = on_pool(inputs, step, marks)
     refuse_gradient("recurrent", vars(call).values())
@@ -236,32 +236,32 @@ def stepped(
 
 
 def on_pool(inputs: I, step: int, marks: Sequence[int]) -> tuple[I, Tensor]:
-    """The call on a pool of its own, whose states after the steps `marks` are kept, and their
-    slots, (marks, sequences).
+    """Returns the call with a pool of its own, and slots (marks, sequences): slots[m, s] holds
+    sequence s's state after `marks[m]` steps.
 
     A step is `step` tokens, the last one of a sequence may be shorter; after more steps than a
     sequence has, the pool still holds its last state.  The table of slots has a column for the
     initial state and one for each token.
     """
-    count, device = inputs.sequences, inputs.device
-    lengths = torch.full((count,), inputs.length, device=device)
+    sequences, device = inputs.sequences, inputs.device
+    lengths = torch.full((sequences,), inputs.length, device=device)
     if inputs.cu_seqlens is not None:
         lengths = inputs.cu_seqlens.diff().long()
     tokens = step * torch.tensor(marks, dtype=torch.long, device=device)
     columns = torch.minimum(tokens, lengths[:, None])  # (sequences, marks)
-    slots = torch.arange(count * (1 + len(marks)), dtype=torch.int32, device=device)
-    table = torch.full((count, 1 + inputs.length), -1, dtype=torch.int32, device=device)
-    table[:, 0] = slots[:count]
+    slots = torch.arange(sequences * (1 + len(marks)), dtype=torch.int32, device=device)
+    table = torch.full((sequences, 1 + inputs.length), -1, dtype=torch.int32, device=device)
+    table[:, 0] = slots[:sequences]
     # where several marks are one token, any of their slots serves them all
-    table.scatter_(1, columns, slots[count:].view(len(marks), count).mT)
-    kept = table.gather(1, columns).mT.long()
+    table.scatter_(1, columns, slots[sequences:].view(len(marks), sequences).mT)
+    slots_of_marks = table.gather(1, columns).mT.long()
     pool = torch.empty((len(slots), *inputs.states_shape[1:]), device=device)
-    pool[:count] = 0 if inputs.initial is None else inputs.initial
+    pool[:sequences] = 0 if inputs.initial is None else inputs.initial
     call = replace(
         inputs,
         **{inputs.LINEAR[1]: pool},
-        state_indices=slots[:count],
+        state_indices=slots[:sequences],
         write_indices=table,
         state_every=0,
     )
-    return call, kept
+    return call, slots_of_marks

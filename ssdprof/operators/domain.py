@@ -2,16 +2,12 @@
 formulas, or the same everywhere.
 """
 
-from __future__ import annotations
+from collections.abc import Iterable, Iterator
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ssdprof.kernels.inputs import Inputs
-    from ssdprof.operators.operator import Operator
+from ssdprof.kernels.inputs import Inputs
+from ssdprof.operators.operator import Operator
 
 MANY = 0.1  # of the positions: fewer may be a padding
 MOST = 0.6
@@ -30,17 +26,18 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
             yield f"{name} is 0 in most positions, so that wrong kernels may pass."
     outside: Iterable[tuple[str, Tensor, str]] = ()
     if "g" in tensors:
-        outside = _of_delta_rule(inputs, tensors)
+        outside = _of_delta_rule(inputs)
     elif "dt" in tensors:
-        outside = _of_ssd(inputs, tensors)
+        outside = _of_ssd(inputs)
     for what, is_outside, why in outside:
         share = float(is_outside.float().mean())
         if share >= MANY:
             yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."
 
 
-def _of_delta_rule(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+def _of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
     """Doubts about inputs of GDN and KDA: what is wrong, at which positions, and what follows."""
+    tensors = inputs.tensors
     yield (
         "g is above 0",
         tensors["g"] > 0,
@@ -52,7 +49,7 @@ def _of_delta_rule(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple
         (beta < 0) | (beta > 2),
         "it is no sigmoid, nor twice one, and states grow",
     )
-    if not inputs.use_qk_l2norm:
+    if not inputs.scalars["use_qk_l2norm"]:
         yield (
             f"k is longer than {LONGEST_KEY:g} and the call asks for no norm",
             tensors["k"].float().norm(dim=-1) > LONGEST_KEY,
@@ -60,11 +57,16 @@ def _of_delta_rule(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple
         )
 
 
-def _of_ssd(inputs: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+def _of_ssd(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
     """Doubts about inputs of SSD, as `_of_delta_rule` has them."""
-    yield "A is not below 0", inputs.A >= 0, "it is minus no exponential, and nothing is forgotten"
-    if not inputs.dt_softplus:
+    tensors = inputs.tensors
+    yield (
+        "A is not below 0",
+        tensors["A"] >= 0,
+        "it is minus no exponential, and nothing is forgotten",
+    )
+    if not inputs.scalars["dt_softplus"]:
         dt = tensors["dt"].float()
-        if inputs.dt_bias is not None:
-            dt = dt + inputs.dt_bias.float()
+        if "dt_bias" in tensors:
+            dt = dt + tensors["dt_bias"].float()
         yield "dt is below 0 and the call asks for no softplus", dt < 0, "it is no time step"

@@ -40,13 +40,15 @@ def _hopper_chunks(inputs: SSDInputs) -> int:
 
 
 def _checked(axis: Axis, fits: Callable[[Any, SSDInputs], bool]) -> Axis:
-    """The configurations of an axis that are exact."""
-    return lambda config, inputs: (
-        varied for varied in axis(config, inputs) if fits(varied, inputs)
-    )
+    """The axis without the configurations that do not fit the inputs."""
+
+    def fitting(config: Any, inputs: SSDInputs) -> Iterator[Any]:
+        return (other for other in axis(config, inputs) if fits(other, inputs))
+
+    return fitting
 
 
-def _addresses_last(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
+def _keeps_addresses(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
     """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are
     wrong, or fault (benchmarks/log/ssd.md#row-57).
     """
@@ -123,6 +125,10 @@ def _cut(config: SSDHopperConfig, segments: Cut) -> SSDHopperConfig:
     return replace(config, **asdict(segments))
 
 
+def _is_as_exact(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
+    return as_exact_as_unfused(config, _hopper_chunks(inputs))
+
+
 def _rings_fit(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
     return shared_bytes(config.ring, config.score_ring, inputs.B.shape[3]) <= _HOPPER_SHARED_BYTES
 
@@ -165,15 +171,16 @@ def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig
         ("min_chunks", 1, (0.5, 2)),
         ("max_chunks", config.min_chunks, (0.5, 2, 4)),
     ):
-        for times in factors:
-            changed: dict[str, Any] = {name: max(least, int(getattr(config, name) * times))}
+        for factor in factors:
+            value = max(least, int(getattr(config, name) * factor))
+            changed: dict[str, Any] = {name: value}
             yield replace(config, **changed)
 
 
 # --- the interface of the search
 
 _ON_HOPPER = tuple(
-    _checked(axis, lambda config, inputs: as_exact_as_unfused(config, _hopper_chunks(inputs)))
+    _checked(axis, _is_as_exact)
     for axis in (
         _equal_segments,
         _long_segments_first,
@@ -183,7 +190,7 @@ _ON_HOPPER = tuple(
     )
 )
 _ON_PORTABLE = tuple(
-    _checked(axis, _addresses_last)
+    _checked(axis, _keeps_addresses)
     for axis in (
         varied(num_warps=(2, 4, 8)),
         _chunks,

@@ -84,14 +84,17 @@ class Keeper:
         if why:
             self._told.add(layer)
             note(f"{why}.")
-            for earlier in ring:
-                self._store(earlier)
+            for stored in ring:
+                self._store(stored, why if stored is call else "")
         kept = 0 if why else self._settings.keep
         while ring and (len(ring) > kept or self._in_rings > self._settings.max_bytes):
             self._in_rings -= ring.popleft().nbytes
 
-    def _store(self, call: RecordedCall) -> None:
-        """Write a call to a file of its own, which appears under its name once it is whole."""
+    def _store(self, call: RecordedCall, why: str = "") -> None:
+        """Write a call to a file of its own, which appears under its name once it is whole.
+
+        why: what is wrong with it, for the report of a run.
+        """
         if self.is_full:
             return
         call = call.activated()
@@ -104,6 +107,7 @@ class Keeper:
             "arguments": call.inputs.scalars,
             "layer": call.layer,
             "number": call.number,
+            "why": why,
         }
         folder = Path(self._settings.folder)
         process = f"rank{rank()}-{os.getpid()}"

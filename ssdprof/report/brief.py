@@ -65,13 +65,15 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if prompts:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
-    # the first case of each reason, in the reverse order
-    failed = {case.why: case for case in reversed(Outcome(report).failed) if case.why}
+    first_cases: dict[str, Case] = {}
+    for case in Outcome(report).failed:
+        if case.why:
+            first_cases.setdefault(case.why, case)
     reasons = [
         f"{case.where}, {case.implementation} ({case.precision}): {why}{calls.again(report, case)}"
-        for why, case in failed.items()
+        for why, case in first_cases.items()
     ]
-    yield from _listed(reasons[::-1], "reason")
+    yield from _listed(reasons, "reason")
     yield Text(_MORE, style="dim")
     # bad news is last
     yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))

@@ -205,7 +205,8 @@ def compose(report: StallReport) -> Document:
 
 def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[Section]:
     """Kernels, their stages and hints, then what a page folds."""
-    yield section("Kernel resources", _resources(report))
+    if report.missing:
+        yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
     stages = (side_by_side({group.name: group for group in profiled}), *map(by_stage, profiled))
     yield section(STAGES, *stages, reading=READING)
@@ -245,8 +246,8 @@ def _caveats(report: StallReport) -> Iterator[str]:
         for file in kernel.unlabelled:
             users[file].append(kernel.kernel)
     for file, names in users.items():
-        listed = "its samples are listed by function, and by line under the hottest lines"
-        yield f"The stages of {file} are not known ({fmt.words(dict.fromkeys(names))}): {listed}."
+        instead = "its samples are listed by function, and by line under the hottest lines"
+        yield f"The stages of {file} are not known ({fmt.words(dict.fromkeys(names))}): {instead}."
 
 
 # --- tables
@@ -255,8 +256,7 @@ def _caveats(report: StallReport) -> Iterator[str]:
 def _resources(report: StallReport) -> Table:
     """What Triton says of the kernels, where ncu measured nothing."""
     rows = []
-    launched_calls = report.launched if report.missing else ()
-    for launched in launched_calls:
+    for launched in report.launched:
         for launch in launched.launches:
             rows.append(
                 {

@@ -190,9 +190,12 @@ def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
     """The precisions at which the implementations may be used: one line for all groups with the
     same words.
     """
-    lines = grouped(compared, lambda pair: _advice(pair[0].series(pair[1])))
-    for line, pairs in lines.items():
-        where = _capital(places(group for group, _ in pairs))
+    groups_of: dict[VerdictLine, list[Group]] = {}
+    for group, implementation in compared:
+        line = _advice(group.series(implementation))
+        groups_of.setdefault(line, []).append(group)
+    for line, with_line in groups_of.items():
+        where = _capital(places(with_line))
         yield line._replace(text=f"{where}, {line.text}")
 
 

@@ -108,13 +108,9 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
         try:
             run(target(job, launched), timeout_s=timeout_s, environ=_environment(job))
         except MissingCapabilityError as error:
-            try:  # the error that the target wrote instead of its launches, if it did
-                written = json.loads(launched.read_text(encoding="utf-8"))
-                refusal = SsdprofError(
-                    written["message"], written["hint"], ExitCode(written["exit_code"])
-                )
-            except (OSError, ValueError, LookupError):
-                raise error from None
+            refusal = _written_error(launched)
+            if refusal is None:
+                raise
             raise refusal from error
         if not launched.is_file():
             raise MissingCapabilityError(
@@ -122,6 +118,15 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
                 "Leave it out of --impl.",
             )
         return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
+
+
+def _written_error(launched: Path) -> SsdprofError | None:
+    """The error that the target wrote instead of its launches, if it did."""
+    try:
+        written = json.loads(launched.read_text(encoding="utf-8"))
+        return SsdprofError(written["message"], written["hint"], ExitCode(written["exit_code"]))
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 def profile(

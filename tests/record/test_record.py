@@ -327,6 +327,8 @@ def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Functio
     line = capfd.readouterr().err
     assert "ssdprof: a layer that is not known, rank 0: final_states, head " in line
     assert "the first wrong state is that of sequence 0 (6 tokens)" in line
+    (call,) = open_recording(Path("calls"), "safetensors").layers()
+    assert call.remark.startswith("While it was recorded: a layer that is not known, rank 0: final")
 
 
 def test_a_function_that_has_changed_is_named(

@@ -516,12 +516,18 @@ def _refuse_all_but_steps(inputs: GDNInputs) -> None:
 
 
 def _plan_step(inputs: GDNInputs, precision: Precision) -> Plan:
+    """One token of each sequence.  The workspace is in fp32: what is written, q and k if they are
+    normalised.
+    """
     _refuse_all_but_steps(inputs)
-    normalised = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
+    launches, normalised = 3, 0
+    if inputs.use_qk_l2norm:  # q and k are normalised before, by a launch each
+        launches += 2
+        normalised = inputs.q.numel() + inputs.k.numel()
     reason = "what is written, the state and the output in a launch each; fp32 throughout"
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
-        launches=3 + 2 * bool(inputs.use_qk_l2norm),
+        launches=launches,
         config=_step_config(inputs),
         workspace_bytes=4 * (inputs.v.numel() + normalised),
         reason=reason + precision.as_exact,

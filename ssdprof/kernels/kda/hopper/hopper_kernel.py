@@ -164,14 +164,15 @@ def prepare(env, tiles, full):
     if exists:
         prepare_chunk(env, tiles, full, sequence, t, slot * env.S.HEADS + head, head)
     role_barrier()
+    # not only if the chunk exists: `wait_for_slab` counts all slots of the slab
     if slot < env.slots()[1]:
         gl.atomic_add(env.prepared_at(head), 1, sem="release")
 
 
 @gluon.jit
 def idle():
-    """Role without work: only beside another role, `warp_specialize` gives `prepare` its
-    registers.
+    """Does nothing.  `warp_specialize` gives `prepare` its registers only if there is a second
+    role.
     """
 
 

@@ -98,6 +98,8 @@ def block_of(first, second, between):
     """(block, i, j) of 16 from its blocks of 8 on the diagonal, and below it.  Those above it are
     not used.
     """
+    # (block, i, j, half of the columns, half of the rows)
+    # -> (block, half of the rows, i, half of the columns, j)
     block = gl.join(gl.join(first, first), gl.join(between, second)).permute((0, 4, 1, 3, 2))
     return gl.convert_layout(block.reshape([2, BLOCK, BLOCK]), blocks_layout)
 
@@ -105,6 +107,7 @@ def block_of(first, second, between):
 @gluon.jit
 def q_and_k(product):
     """Scores of q and of k, (block, i, j) each, from rows of both in turn."""
+    # (block, q or k, i, j) -> (block, i, j, q or k)
     return gl.split(product.reshape([2, 2, EIGHT, EIGHT]).permute((0, 2, 3, 1)))
 
 
@@ -132,6 +135,7 @@ def products(operands):
     first_q, first_k = q_and_k(first)
     second_q, second_k = q_and_k(second)
     between_q, between_k = q_and_k(between)
+    # (block of 8 rows, q or k, i, j) -> (block of 8 rows, i, j, q or k)
     q_half, k_half = gl.split(of_halves.reshape([2, 2, EIGHT, BLOCK]).permute((0, 2, 3, 1)))
     return (
         block_of(first_q, second_q, between_q),
@@ -143,22 +147,26 @@ def products(operands):
 
 @gluon.jit
 def in_blocks(vector, layout: gl.constexpr):
-    """A number of each position, (block, i)."""
+    """A number of each position, as (block, i)."""
     return reinterpret(vector, gl.float32, [2, BLOCK], plain).load(layout)
 
 
 @gluon.jit
 def scaled_block(scores, row, column):
     """Scores (block, i, j) times factors of their rows and columns."""
-    i = in_blocks(row, gl.SliceLayout(2, blocks_layout))[:, :, None]
-    return scores * i * in_blocks(column, gl.SliceLayout(1, blocks_layout))[:, None, :]
+    row_factor = in_blocks(row, gl.SliceLayout(2, blocks_layout))[:, :, None]
+    scaled = scores * row_factor  # before the other load: the order decides the machine code
+    column_factor = in_blocks(column, gl.SliceLayout(1, blocks_layout))[:, None, :]
+    return scaled * column_factor
 
 
 @gluon.jit
 def scaled_quarter(scores, row, column):
     """Scores (i, j) between the halves times factors of their rows and columns."""
-    i = row.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
-    return scores * i * column.slice(0, BLOCK).load(gl.SliceLayout(0, quarter_layout))[None, :]
+    row_factor = row.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
+    scaled = scores * row_factor
+    column_factor = column.slice(0, BLOCK).load(gl.SliceLayout(0, quarter_layout))[None, :]
+    return scaled * column_factor
 
 
 @gluon.jit
@@ -169,6 +177,7 @@ def on_diagonal(blocks):
     blocks = blocks.to(gl.float16)
     bits = o_b + gl.full([2, BLOCK, BLOCK], 0, gl.int16, blocks_layout)
     wide = gl.join(masked(blocks, bits - 1), masked(blocks, -bits))
+    # (block of rows, i, j, block of columns) -> (block of rows, i, block of columns, j)
     return wide.permute((0, 1, 3, 2)).reshape([SIZE, SIZE])
 
 
