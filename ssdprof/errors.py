@@ -108,7 +108,9 @@ def masked(text: str) -> str:
     for secret, instead in _secrets().items():
         text = text.replace(secret, instead)
     text = re.sub(r"hf_\w+", "hf_...", text)
+    # https://user:password@host, https://user:pass/word@host
     text = re.sub(r"(?<=://)([^/\s]*|[^\s'\"]*:[^\s'\"]*)@", "...@", text)
+    # user:password@host, without a scheme
     return re.sub(r"(?<![^\s'\"=(])[^\s'\":=(@]+:(?!//)[^\s'\"]*@(?=[\w.\[])", "...@", text)
 
 
@@ -157,25 +159,38 @@ def harmless(text: str) -> str:
 
 def escaped(match: re.Match[str]) -> str:
     """A match of `HARMFUL` with its last character as an escape."""
-    code = ord(match[0][-1])
-    return match[0][:-1] + (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+    return match[0][:-1] + _escape(match[0][-1])
+
+
+def _escape(character: str) -> str:
+    """Its code: \\x1b, \\ud800, \\U000e0001."""
+    code = ord(character)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"
 
 
 def printable(text: str) -> str:
     """`text` on one line, with control characters and others unsafe for a terminal as escapes:
     \\x1b, \\ud800.
     """
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    return "".join(c if c.isprintable() else _escape(c) for c in " ".join(text.split()))
 
 
-# begins what does not help, in messages of torch and transformers
+# Begins what does not help, in messages of torch and transformers: "Exception raised from run at
+# module.cpp:12 ...", "CUDA kernel errors might be asynchronously reported ...".
 _NO_HELP = re.compile(
     "Exception raised from|If you were trying to load it from|Model type should be one of"
     "|Should have a `model_type` key|CUDA kernel errors might be|For debugging consider"
 )
 
-# names the checker of a config that transformers calls, before the fault; and all names it knows
+# The checker of a config that transformers calls, before the fault:
+# "Validation error for field 'vocab_size':\n    TypeError: ",
+# "Class validation error for validator 'check':\n    ValueError: ".
 _CHECKER = re.compile(r"(Class v|V)alidation error for (field|validator) '\w+':\s+\w+: ")
+# All names that a checker knows, at least seven: "('default', 'linear', ..., 'yarn')".
 _KNOWN_NAMES = re.compile(r"\(('\w+', ){6,}'\w+'\)")
 
 
@@ -186,15 +201,17 @@ def library_message(error: BaseException) -> str:
     long words and messages, which a damaged file may cause, are shortened; a stack of C++, lists of
     all known classes or names, what checks a config and advice on other errors are left out.
     """
-    is_pydantic = type(error).__name__ == "ValidationError"
-    message = _NO_HELP.split(first_fault(error) if is_pydantic else str(error))[0]
-    message = _KNOWN_NAMES.sub("the known ones", _CHECKER.sub("", message))
+    name = type(error).__name__
+    message = first_fault(error) if name == "ValidationError" else str(error)  # pydantic's
+    message = _NO_HELP.split(message)[0]
+    message = _CHECKER.sub("", message)
+    message = _KNOWN_NAMES.sub("the known ones", message)
     words = printable(message).rstrip(". ").split()
     text = " ".join(
         word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words
     )
     if isinstance(error, LookupError) or len(words) < 3:
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        text = f"{name}: {text}" if text else name
     return whole_words(text, LONGEST_SENTENCE)
 
 
@@ -207,8 +224,11 @@ def first_fault(error: Any) -> str:
 
 def whole_words(text: str, most: int) -> str:
     """About so many characters of a text, which ends with a word; what is left out is counted."""
-    kept = text if len(text) <= most else text[: most - 30].rpartition(" ")[0] or text[: most - 30]
-    return text if kept == text else f"{kept} ({len(text) - len(kept):,} characters more)"
+    if len(text) <= most:
+        return text
+    kept = text[: most - 30]
+    kept = kept.rpartition(" ")[0] or kept
+    return f"{kept} ({len(text) - len(kept):,} characters more)"
 
 
 _LONGEST_REASON = 200  # characters

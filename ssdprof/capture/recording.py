@@ -282,8 +282,11 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
 
 
 def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
-    """The same.  ValueError if an output does not have its shape, the bounds of sequences do not
-    rise, or an argument is no tensor and no finite number; a limit may be infinite.
+    """The call, with `slots` as numbers, after its checks.
+
+    ValueError if an output does not have its shape, the bounds of sequences do not rise, or an
+    argument is no tensor and no finite number; a limit may be infinite.  KeyError if an output has
+    a dtype that records do not have.
     """
     spans_of(inputs)
     for name, value in vars(inputs).items():
@@ -293,7 +296,8 @@ def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) 
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
         if tuple(tensor.shape) != tuple(form.shape):
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(form.shape)}")
-        if dtype_name(tensor.dtype) and name == "out" and tensor.dtype != form.dtype:
+        dtype_name(tensor.dtype)  # raises KeyError for a dtype that records do not have
+        if name == "out" and tensor.dtype != form.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, not {form.dtype}")
     if slots is None:
         return inputs, output, ()
@@ -521,8 +525,10 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
 
 
 def _side_by_side(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
-    """A verification with as many tokens of each sequence as a batch, of which also kernels that
-    return final states alone compute a state after each token.
+    """A packed verification whose sequences have equal lengths, reshaped to a batch (sequences,
+    length, ...); any other unchanged.
+
+    As a batch it also runs on kernels that return only final states.
     """
     assert inputs.cu_seqlens is not None
     lengths = set(inputs.cu_seqlens.diff().tolist())
@@ -631,7 +637,7 @@ def _load_workload(
 
 
 def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The same for each name: normal, q and k of length 1, with which states stay finite."""
+    """Normal numbers, the same whenever `name` is.  q and k have length 1: states stay finite."""
     if not dtype.is_floating_point:
         raise ValueError(f"random integers are no {name.split()[-1]}")
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

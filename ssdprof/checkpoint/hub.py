@@ -58,12 +58,14 @@ def _check_timeouts() -> None:
 def _endpoint() -> str | None:
     """HF_ENDPOINT; BadInputError if it is no address.  What is before an @ may be a password."""
     endpoint = os.environ.get("HF_ENDPOINT")
+    if endpoint is None:
+        return None
     try:
-        parts = urlsplit("https://hub" if endpoint is None else endpoint)
+        parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
-    if endpoint is not None and not usable:
+    if not usable:
         raise BadInputError(
             f"HF_ENDPOINT={endpoint.rpartition('@')[2]!r} is not the address of a hub.",
             "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
@@ -95,17 +97,25 @@ P = ParamSpec("P")
 CONFIG = "config.json"
 _ADDRESS = "An address has the form https://huggingface.co/org/name."
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
 )
 # Each of these files is a vocabulary; other files only describe one.
 VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
-# tiktoken.model, tekken.json, spiece.model, source.spm, bpe.model, tokenization_kimi.py
+# In names of files of tokenizers that are not read: tiktoken.model, tekken.json, spiece.model,
+# source.spm, bpe.model, tokenization_kimi.py
 _OTHER_TOKENIZER = re.compile(r"tiktoken|tekken|sentencepiece|spiece|\.spm$|bpe|tokeniz|vocab")
-_MOST_INNER = 4  # folders that a hint names
+_MOST_FOLDERS_IN_HINT = 4
 ATTEMPTS = 3  # of a request whose connection drops
 PAUSE_S = 0.5
-NOBODY_THERE = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: of httpx or of httpx2
+# No server can be reached.  By name, because they are httpx's or httpx2's.
+UNREACHABLE_ERROR_NAMES = ("ConnectError", "ConnectTimeout", "ProxyError")
 # The base of the HTTP library's errors: httpx's or httpx2's, depending on huggingface_hub.
 TRANSPORT_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -122,7 +132,7 @@ class Source:
     complete = True  # whether `sizes`, once read, has every file
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
-        """Raises unless `folder` is one; lists it later, when `sizes` are read."""
+        """Raises if `folder` is not a directory.  Its files are listed when `sizes` are read."""
         self.folder = folder
         # by name, and whether it was cached
         self._headers: dict[tuple[str, bool], Mapping[str, TensorInfo]] = {}
@@ -203,7 +213,7 @@ class Source:
         """
         configs = (*self.folder.glob(f"*/{CONFIG}"), *self.folder.glob(f"*/*/{CONFIG}"))
         newest = sorted((path.parent for path in configs), key=_natural, reverse=True)
-        names = ", ".join(map(str, newest[:_MOST_INNER]))
+        names = ", ".join(map(str, newest[:_MOST_FOLDERS_IN_HINT]))
         return f"Name a checkpoint inside: {names}." if newest else ""
 
     def planned(self, name: str) -> PlannedFile:
@@ -379,7 +389,7 @@ def _resumed(ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
         except errors.HfHubHTTPError:  # the server has answered
             raise
         except TRANSPORT_ERROR as error:
-            if type(error).__name__ in NOBODY_THERE:
+            if type(error).__name__ in UNREACHABLE_ERROR_NAMES:
                 raise
             time.sleep(PAUSE_S)
     return ask(*arguments, **options)

@@ -240,9 +240,12 @@ def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
 
 def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
     """ "other driver: 1.2, now 1.3"; nothing if one of the two has no times."""
+    if not (base and new):
+        return ()
+    # `dict.fromkeys`: each name once, in the order of `base`, then those of `new` alone
     return tuple(
         f"other {what}: {base.get(what, 'none')}, now {new.get(what, 'none')}"
-        for what in (dict.fromkeys((*base, *new)) if base and new else ())
+        for what in dict.fromkeys((*base, *new))
         if base.get(what) != new.get(what)
     )
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from decimal import ROUND_DOWN, Decimal
 
-from ssdprof.core.base import TOLERANCES
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import Placement, Serving
 from ssdprof.core.target import tokens as tokens
@@ -26,11 +25,9 @@ def rate(per_s: float | None) -> str:
 
 def size_words(size: int | None) -> str:
     """Bytes in binary units, with three digits: "1023 B", "12.3 MiB"."""
-    return (
-        f"{size} B"
-        if size is not None and size < 1024
-        else _in_unit(size, 1024, "B", "KiB", "MiB", "GiB", "TiB")
-    )
+    if size is not None and size < 1024:
+        return f"{size} B"
+    return _in_unit(size, 1024, "B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _in_unit(value: float | None, step: float, *units: str) -> str:
@@ -90,7 +87,9 @@ def share(value: float | None, decimals: int = 0) -> str:
     if value is None:
         return MISSING
     rounded = f"{value:.{decimals}f}"
-    return f"<{10**-decimals:.{decimals}f}%" if value > 0 and float(rounded) == 0 else f"{rounded}%"
+    if value > 0 and float(rounded) == 0:
+        return f"<{10**-decimals:.{decimals}f}%"
+    return f"{rounded}%"
 
 
 def small(value: float | None) -> str:
@@ -110,8 +109,8 @@ def small(value: float | None) -> str:
 
 
 def tolerance(value: float) -> str:
-    """One of `TOLERANCES`: "0", "1e-3", "1e-2"."""
-    return ("0", "1e-3", "1e-2")[TOLERANCES.index(value)]
+    """A value of `base.TOLERANCES`, without the exponent's zero: "1e-3"."""
+    return {0.0: "0", 1e-3: "1e-3", 1e-2: "1e-2"}[value]
 
 
 def count(value: int | None) -> str:

@@ -418,7 +418,9 @@ class _Timed:
             why = "" if all(map(torch.equal, output, expected)) else self._outside(name, output)
         finally:
             scale(1.0)
-        return why and f"with other numbers at the same addresses of the inputs, {why}"
+        if not why:
+            return ""
+        return f"with other numbers at the same addresses of the inputs, {why}"
 
     def _outside(self, name: str, output: Output) -> str:
         """Why an output is worse than the one that was verified."""

@@ -83,15 +83,14 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.inputs.device
-        return device
+        return self.inputs.device
 
     @property
     def outputs_that_fit(self) -> int:
         """The number of outputs in half of the free memory: the rest is for a workspace and a block
         of the oracle.
         """
-        size: int = (
+        size = (
             self.inputs.values.nbytes + math.prod(self.inputs.final_shape) * torch.float32.itemsize
         )
         return free_memory(self.device) // 2 // size
@@ -126,15 +125,18 @@ class Call:
 
         An error of the implementation becomes a status and a reason.
         seconds: the call is timed, and stopped with TimeIsUp after this number of seconds.
-        launches: record them, which takes a look at all objects.  Raises MissingCapabilityError if
-        a fault in it made the GPU unusable, and KeyboardInterrupt if it is interrupted.
+        launches: record the Triton kernels that run (walks all live objects).
+
+        Raises MissingCapabilityError if a fault in the call made the GPU unusable, and
+        KeyboardInterrupt if the call is interrupted.
         """
         fields: Fields = {"status": "failed"}
 
         def run() -> Output:
             if seconds is None:
                 return self.as_fp32(self.run())
-            output, fields["first_call"] = timed_first_call(self.run, self.device, seconds)
+            output, first_call = timed_first_call(self.run, self.device, seconds)
+            fields["first_call"] = first_call
             return self.as_fp32(output)
 
         recording: AbstractContextManager[list[Launch]] = (
@@ -303,15 +305,15 @@ def type_and_message(error: BaseException) -> str:
 def _trail(error: BaseException) -> str:
     """The frames from the first one outside of ssdprof, torch and Triton on, if there are any."""
     frames = traceback.extract_tb(error.__traceback__)
-    first = next(
-        (number for number, frame in enumerate(frames) if not _KNOWN.search(frame.filename)), None
-    )
-    outside = [] if first is None else frames[first:]
-    shown = outside if len(outside) <= _FRAMES else [*outside[: _FRAMES - 1], outside[-1]]
+    while frames and _KNOWN.search(frames[0].filename):
+        frames.pop(0)
+    if not frames:
+        return ""
+    shown = frames if len(frames) <= _FRAMES else [*frames[: _FRAMES - 1], frames[-1]]
     words = ", ".join(
         f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in shown
     )
-    return words and f" ({words})"
+    return f" ({words})"
 
 
 def first_line(error: BaseException) -> str:

@@ -64,8 +64,8 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
     q, k, v, beta = operands(inputs, low, span, g.shape[2])
 
     decay = gate.decays.tril()  # (c, h, i, j)
-    product = rounding.two_tf32 if low.operand_dtype == torch.float32 else tf32
-    inverse = operand(inverse_of(((k @ k.mT) * decay * beta).tril(-1), product))
+    round_operand = rounding.two_tf32 if low.operand_dtype == torch.float32 else tf32
+    inverse = operand(inverse_of(((k @ k.mT) * decay * beta).tril(-1), round_operand))
     beta = intermediate(beta)
     since_start = intermediate(exp(g))[..., None]
     u = operand(inverse @ operand(beta * v))
@@ -100,9 +100,10 @@ def in_positions(out: Tensor, inputs: GDNInputs, span: Span) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
 
 
-def inverse_of(system: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """(I + system)^-1 by blocks: those on the diagonal in fp32, then pairs of neighbours.  product:
-    its operands.
+def inverse_of(system: Tensor, round_operand: Callable[[Tensor], Tensor]) -> Tensor:
+    """(I + system)^-1 by blocks: those on the diagonal in fp32, then pairs of neighbours.
+
+    round_operand: rounds an operand of the products between blocks as the kernel does.
     """
     identity = torch.eye(_LEAF, device=system.device)
     leaves = _blocks_below(system, _LEAF, 0)
@@ -114,7 +115,8 @@ def inverse_of(system: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         top = inverse[..., 0::2, :, :]
         bottom = inverse[..., 1::2, :, :]
         between = _blocks_below(system, half, 1)
-        corner = -product(bottom) @ product(product(between) @ product(top))
+        between_top = round_operand(between) @ round_operand(top)
+        corner = -round_operand(bottom) @ round_operand(between_top)
         upper = torch.cat([top, torch.zeros_like(top)], -1)
         lower = torch.cat([corner, bottom], -1)
         inverse = torch.cat([upper, lower], -2)

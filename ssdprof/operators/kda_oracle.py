@@ -64,15 +64,15 @@ def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> t
     fp32 operands to 16 bits and nothing else.
     """
     operand, exp = low.operand, rounding.gpu_exp
-    product = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(
+    round_operand = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(
         low.operand_dtype, tf32
     )
     chunk = gate.exponents.shape[2] // inputs.q.shape[3]
     q, k, v, beta = operands(inputs, low, span, chunk)
     sums = gate.exponents.reshape(*gate.exponents.shape[:2], chunk, -1)
-    scores, system = reference.decayed_scores(q, k, sums, exp, product)
+    scores, system = reference.decayed_scores(q, k, sums, exp, round_operand)
     scores = operand(scores)
-    inverse = operand(inverse_of(beta * system, product))
+    inverse = operand(inverse_of(beta * system, round_operand))
     since_start = exp(sums)
     to_end = exp((sums[..., -1:, :] - sums).clamp(max=0))
     u = operand(inverse @ operand(beta * v))

@@ -92,7 +92,7 @@ def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Answer]:
 
 
 def answers(cases: Sequence[Case]) -> Table:
-    """Every case of a prompt over all positions; None if there is none."""
+    """Every case of a prompt over all positions; without rows if there is none."""
     answered = _rows(cases)
     generated = max((task.generated for _, task in answered), default=0)
     rows = []
@@ -132,7 +132,7 @@ def answers_reading(tables: Sequence[Table]) -> str:
 
 
 def answers_by_position(cases: Sequence[Case]) -> Table:
-    """Every case in bands of positions; None for a prompt with a single band."""
+    """Every case in bands of positions; without rows for a prompt with a single band."""
     rows = []
     for case, task in _rows(cases):
         for band in task.bands[1:]:
@@ -144,9 +144,9 @@ def answers_by_position(cases: Sequence[Case]) -> Table:
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table:
-    """Each layer alone, the largest divergence first; None without --per-layer."""
+    """Each layer alone, the largest divergence first; without rows unless --per-layer was given."""
     alone = _rows(cases, alone=True)
-    alone.sort(key=lambda row: -row[0].band.kl_mean if row[0].band else 0.0)
+    alone.sort(key=_negative_divergence)
     rows = [
         {"layer": str(task.alone)} | _names(case, task) | _differences(case, case.band)
         for case, task in alone
@@ -155,6 +155,11 @@ def answers_by_layer(cases: Sequence[Case]) -> Table:
     note = "In every other layer the reference computes."
     words = ("layer", *NAMES)
     return table(title, rows, words, keys=3, note=note).without_empty_columns()
+
+
+def _negative_divergence(answer: _Answer) -> float:
+    case, _ = answer
+    return -case.band.kl_mean if case.band else 0.0
 
 
 def _reference(cases: Sequence[Case]) -> str:

@@ -56,10 +56,10 @@ Drawing = tuple[str, Table]  # the SVG, and its numbers
 _Points = dict[str, list[tuple[float, float, str]]]  # of each label, in the legend
 
 
-def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
+def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend_columns: int = 2) -> str:
     """A figure without a window, a date or a random identifier.
 
-    size: width and height in inches.  legend: columns of the legend below the axes.
+    size: width and height in inches.  legend_columns: of the legend below the axes.
     """
     # late: it takes most of a second, and few commands draw
     os.environ["MPLBACKEND"] = "svg"  # the user's may be unknown here, and no figure has a window
@@ -71,7 +71,7 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         paint(axes)
-        figure.legend(loc="outside lower center", ncols=legend, fontsize=9, frameon=False)
+        figure.legend(loc="outside lower center", ncols=legend_columns, fontsize=9, frameon=False)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "ssdprof"})
     return out.getvalue()
@@ -88,8 +88,10 @@ def speedups(groups: Sequence[Group]) -> Drawing | None:
     for group in groups:
         for series in group.others():
             if speedup := series.speedup():
-                names = (group.size, series.label)
-                row, label = names if len(groups) > 1 else names[::-1]
+                if len(groups) > 1:
+                    row, label = group.size, series.label
+                else:
+                    row, label = series.label, group.size
                 rows.setdefault(row, {})[label] = speedup
     return _points(rows, "times as fast as the baseline,\nby device time", fmt.speedup, 1.0)
 
@@ -104,10 +106,12 @@ def roofline(report: Report, groups: Sequence[Group]) -> Drawing | None:
     points: _Points = {}
     for group in groups:
         for series in group.series():
-            timed = [case for case in series.cases if case.bytes_moved and case.device_us]
-            moved = sum(case.bytes_moved or 0 for case in timed)
-            flops = sum(case.flops or 0 for case in timed)
-            us = sum(case.device_us.value for case in timed if case.device_us)
+            moved, flops, us = 0, 0, 0.0
+            for case in series.cases:
+                if case.bytes_moved and case.device_us:
+                    moved += case.bytes_moved
+                    flops += case.flops or 0
+                    us += case.device_us.value
             if moved and flops:
                 point = flops / moved, flops / us / 1e6, short_precision(series.precision)
                 points.setdefault(series.implementation, []).append(point)
@@ -126,14 +130,12 @@ def stall_roofline(report: StallReport) -> Drawing | None:
     points: _Points = {}
     busiest = None
     for kernel in report.kernels:
-        moved = (kernel.dram_read_bytes or 0) + (kernel.dram_write_bytes or 0)
+        read, written = kernel.dram_read_bytes, kernel.dram_write_bytes
+        if read is None or written is None:
+            continue
+        moved = read + written
         flops = (kernel.tensor_flops or 0) + (kernel.fp32_flops or 0)
-        if (
-            None not in (kernel.dram_read_bytes, kernel.dram_write_bytes)
-            and kernel.duration_us
-            and moved
-            and flops
-        ):
+        if kernel.duration_us and moved and flops:
             tflops = flops / kernel.duration_us / 1e6
             # matplotlib would leave a label with a leading underscore out of the legend
             label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
@@ -190,7 +192,7 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
         axes.set(xlabel=f"floating-point operations\nper {per}", ylabel="TFLOP/s by device time")
 
     numbers = strings("", ("what", f"operations per {per}", "TFLOP/s"), cells)
-    return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1), numbers
+    return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend_columns=1), numbers
 
 
 # --- errors
@@ -229,7 +231,7 @@ def along_positions(group: Group) -> Drawing | None:
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
-    picture = draw(paint, legend=2 if len(distinct) == len(lines) else 1)
+    picture = draw(paint, legend_columns=2 if len(distinct) == len(lines) else 1)
     if floor:
         lines["floor"] = floor
     errors = zip(*lines.values(), strict=True)
@@ -260,7 +262,7 @@ def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
     numbers, lines = states.steps(cases, which), states.errors_by_step(cases, which)
     if not numbers:
         return None
-    marks = [int(step.replace(",", "")) for step, *_ in numbers.rows]
+    marks = states.marks(cases)
 
     def paint(axes: Axes) -> None:
         """Errors of 0 and infinite ones are no points."""

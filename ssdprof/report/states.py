@@ -133,10 +133,14 @@ def _row(layers: Sequence[HeadStates]) -> TableRow:
 def steps(cases: Sequence[Case], which: str) -> Table:
     """The error of a layer's state or output in its worst head, step by step."""
     lines = errors_by_step(cases, which)
-    marks = next(case.task.marks for case in cases if isinstance(case.task, DecodedStates))
-    cells = [map(fmt.count, marks), *(map(fmt.small, line) for line in lines.values())]
+    cells = [map(fmt.count, marks(cases)), *(map(fmt.small, line) for line in lines.values())]
     rows = zip(*cells, strict=True) if lines else ()
     return strings(f"Error of the {which}, worst head", ("tokens", *lines), rows, ())
+
+
+def marks(cases: Sequence[Case]) -> Sequence[int]:
+    """The numbers of tokens after which errors were measured, equal in all cases."""
+    return next(case.task.marks for case in cases if isinstance(case.task, DecodedStates))
 
 
 def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:

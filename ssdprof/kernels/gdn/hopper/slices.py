@@ -14,8 +14,8 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
 
-# K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
-LEAST = 64
+# K, or V of a slice, of so few columns: at least half of each product would be padding
+TOO_NARROW = 64
 
 
 def slice_count(inputs: GDNInputs) -> int:
@@ -27,7 +27,9 @@ def unsupported(inputs: GDNInputs) -> str:
     key_dim = inputs.q.shape[3]
     value_dim = inputs.v.shape[3]
     count = slice_count(inputs)
-    if not LEAST < key_dim <= DIM.value or value_dim % count or value_dim // count <= LEAST:
+    fits_k = TOO_NARROW < key_dim <= DIM.value
+    fits_v = value_dim % count == 0 and value_dim // count > TOO_NARROW
+    if not (fits_k and fits_v):
         return f"K {key_dim} with V {value_dim}"
     if count > 1 and inputs.v.stride(2) != value_dim:
         return "value heads that do not lie side by side"

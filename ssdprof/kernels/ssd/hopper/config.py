@@ -21,7 +21,7 @@ from ssdprof.kernels.inputs import INPUT_DTYPES
 from ssdprof.kernels.registry import Reasons, first_reason
 from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
-from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places
+from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places, word_places
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.tensors import row_stride, unreadable
 
@@ -101,16 +101,30 @@ def program_count(inputs: SSDInputs) -> int:
 
 
 def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
-    """Shared memory of one program, without its barriers."""
+    """Bytes of one program's shared memory, without its barriers: the fields that `rings.allocate`
+    and `lanes.allocate_exchange` give it.
+
+    ring, score_ring: slots of the rings of chunks and of scores.
+    """
+    operand_bytes, number_bytes = 2, 4  # of an element of a tile, and of an fp32 or int32
     split = n_split(dstate)
-    tiles = 2 // split * 2 * CHUNK.value * SLICE.value  # bytes of a 64 x 64 tile of each unit
-    rows = 2 * CHUNK.value * dstate  # bytes of B, or C
-    vector = 4 * 2 * CHUNK.value
-    chunk = 2 * rows + 4 * vector + 8 + split * tiles  # B and C, gates, decays, x for both passes
-    # weights, decays, words
-    first_pass = weight_places(ring * split, split) * (vector + 8) + 4 * (ring + 2)
-    exchange = 4 * (2 * SLICE.value * CHUNK.value // 2) if split == 2 else 0
-    return int(ring * chunk + first_pass + score_ring * tiles + tiles + exchange)
+    vector = number_bytes * 2 * CHUNK.value  # 64 numbers of each lane
+    decay = number_bytes * 2
+    tiles = 2 // split * operand_bytes * CHUNK.value * SLICE.value  # a tile (64, 64) of each unit
+
+    first_ring = ring * split  # slots of the first pass, which loads no C
+    weights = weight_places(first_ring, split) * (vector + decay)  # `weights`, `decay`
+    words = word_places(first_ring, split) * number_bytes  # `continue_flag`
+
+    rows = ring * 2 * operand_bytes * CHUNK.value * dstate  # B and C
+    x = first_ring * tiles
+    gates = ring * (4 * vector + decay)  # `gates`, `decay`
+    scores = score_ring * tiles
+    out = tiles
+    total = weights + words + rows + x + gates + scores + out
+    if split == 2:
+        total += number_bytes * SLICE.value * CHUNK.value  # partial outputs, fp32 (2, p, q / 2)
+    return int(total)
 
 
 def packed_segment(pairs: int) -> int:
