@@ -262,3 +262,20 @@ def test_a_pool_without_a_slot_for_padding_is_refused():
     run = named("gdn", "vllm_step").in_place
     with pytest.raises(UnsupportedError, match="slot 0 is padding"):
         run(inputs, Precision())
+
+
+def test_flashinfer_refuses_a_state_that_no_slot_keeps():
+    """Its kernel would write it outside of the pool."""
+    inputs = step(seqlen=2)
+    heads, key_dim, value_dim = inputs.states_shape[1:]
+    pool = torch.zeros(6, heads, value_dim, key_dim).mT
+    call = replace(
+        inputs, initial_state=pool, state_indices=torch.tensor([0, 1], dtype=torch.int32)
+    )
+    in_place = named("gdn", "flashinfer_mtp").in_place
+    assert in_place is not None
+    kept = replace(call, write_indices=torch.tensor([[2, 3], [4, 5]], dtype=torch.int32))
+    in_place(kept, Precision())
+    dropped = replace(call, write_indices=torch.tensor([[2, -1], [4, 5]], dtype=torch.int32))
+    with pytest.raises(UnsupportedError, match="a slot for the state after each token"):
+        in_place(dropped, Precision())

@@ -1,13 +1,7 @@
 """Role `states` of `whole_kernel.py`: holds the state in registers and computes the outputs.
 
-State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly
-from registers.  From the state S that enters a chunk, its keys, queries, X and W,
-
-    Y  = V - keys S
-    S' = diag(ends) S + X^T Y
-    O  = queries S + W Y
-
-for half of the rows of V after the other: registers hold one half's operand at a time.
+State and outputs are transposed, and computed by the equations of `scan.py`, for half of the
+columns of V after the other: registers hold the operand of one half at a time.
 """
 
 from triton.experimental import gluon
