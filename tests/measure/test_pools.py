@@ -16,6 +16,7 @@ from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.measure import pools, probes
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
+from ssdprof.operators import serving
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.operator import Output
 from ssdprof.operators.serving import gathered
@@ -387,3 +388,15 @@ def test_a_call_without_a_pool_runs_on_one_of_its_own():
             ):
                 assert torch.equal(ours, expected)
         assert torch.equal(inputs.initial_state.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+def test_fused_computes_drafted_tokens_in_place(operator, monkeypatch):
+    """As `recurrent` does, in one launch: gathered states would take several times as long."""
+    monkeypatch.setattr(serving, "gathered", None)
+    results = []
+    for name in ("fused", "recurrent"):
+        own_pool = serving.in_pool(kernels.get(operator, name))
+        results.append(own_pool.run(step(operator, seqlen=4, state_every=1), Precision()))
+    for fused, recurrent in zip(*results, strict=True):
+        assert torch.equal(fused, recurrent)
