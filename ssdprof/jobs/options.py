@@ -479,10 +479,7 @@ class RecordOptions:
         2, "N", "Calls of the layer to store before the one that went wrong.", min=0, max=1000
     )
     max_gb: float = option(
-        20,
-        "G",
-        "Stop recording in a process after so many gigabytes, and keep no more in its memory.",
-        min=0.001,
+        20, "G", "Stop recording in a process after so many gigabytes.", min=0.001
     )
     max_calls: int = option(10_000, "N", "Stop recording in a process after N calls.", min=1)
     max_delay: float = option(
