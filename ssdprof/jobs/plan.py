@@ -209,8 +209,8 @@ class Chooser:
     def least_beside(self, seqlen: int | None = None) -> int:
         """The least bytes that must be free in addition to the weights.
 
-        seqlen: tokens of the prompt; None: the longest prompt.  Of the allowed segments, the
-        longest and the shortest ones are tried.
+        seqlen: tokens of the prompt; None: the longest prompt.  The longest and the shortest of
+        the allowed segments are tried.
         """
         seqlen = seqlen or self._seqlen
         lengths = self._lengths(seqlen)
