@@ -264,8 +264,8 @@ def _doubt(series: Series, all_series: Sequence[Series]) -> str:
 def in_short(report: Report) -> tuple[VerdictLine, ...]:
     """A sentence for the reader who has to decide; empty if the report allows no decision.
 
-    Of a run: the gain at the longest prompt, whether the model's answers stay the same, and what to
-    use.  Of a prefill: the gain of the whole model.  Of decoded states: the format to use.
+    For a run it says the gain at the longest prompt, whether the model's answers stay the same, and
+    what to use; for a prefill the gain of the whole model; for decoded states the format to use.
     """
     longest = next(iter(groups(report)), None)
     decision: VerdictLine | None
