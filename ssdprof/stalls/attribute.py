@@ -128,9 +128,8 @@ class SourceFiles:
 
     A file of ssdprof that the report does not contain is read from the installed package.
 
-    not_recorded: the names of files that were asked for and are not in the report.
-    unlabelled: the names of files that were asked for and do not declare the stages of their
-        kernels.
+    not_recorded: the names of requested files that the report lacks.
+    unlabelled: the names of requested files that do not declare the stages of their kernels.
     """
 
     def __init__(self, recorded: Mapping[str, str]) -> None:
