@@ -208,7 +208,9 @@ class Trial:
 
     @contextmanager
     def _latest_kept(self) -> Iterator[None]:
-        """Calls in the block do not change `latest`: they break no law, but explain or calibrate."""
+        """Calls in the block do not change `latest`, because they break no law: they explain one
+        that is broken, or calibrate `room`.
+        """
         latest = self.latest[:]
         yield
         self.latest[:] = latest
