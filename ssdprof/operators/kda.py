@@ -1,4 +1,4 @@
-"""The operator "kda".  Imports torch at first use only."""
+"""The record of the operator "kda".  torch is imported only when it is first used."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ STAGES = Stages.of("kda")
 
 
 def gate_bytes(item: int, sizes: Mapping[str, int]) -> int:
-    """beta, and g in fp32."""
+    """`CallBinding.gate_bytes`: beta has `item` bytes, and each of g's channels is in fp32."""
     return item + 4 * sizes["key_dim"]
 
 
 def replacement(inputs: kernels.KDAInputs) -> Output:
+    """`CallBinding.replacement`."""
     return computed(inputs, reference.kda_chunked)
 
 
