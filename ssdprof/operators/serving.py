@@ -11,10 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ssdprof import kernels, operators
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, keeps_every_state
+from ssdprof import kernels
+from ssdprof.kernels.registry import Implementation, Plan, keeps_every_state
 from ssdprof.operators.late import lazy, packages, torch
-from ssdprof.operators.operator import in_pieces, pieces
 
 if TYPE_CHECKING:
     from ssdprof.kernels import pools
@@ -33,8 +32,32 @@ def pool_run(implementation: Implementation) -> PoolRun | None:
     if implementation.in_place is not None:
         return implementation.in_place
     if implementation.name in GATHERED and implementation.kind == "bundled":
-        return partial(gathered, implementation)
+        return partial(_step_or_gathered, implementation)
     return None
+
+
+def _step_or_gathered(
+    implementation: Implementation, inputs: Inputs, precision: Precision
+) -> kernels.Output:
+    """Call an implementation on a pool: `recurrent` in place if the implementation runs that kernel
+    on sequences as short as these, or if the call writes a state after every token, which the
+    implementation does not keep; otherwise the implementation on gathered states.
+    """
+    every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
+    variant = implementation.plan(_without_slots(inputs), precision).variant
+    if every_state or variant == "recurrent":
+        recurrent = kernels.get(inputs.operator, "recurrent").in_place
+        assert recurrent is not None
+        return recurrent(inputs, precision)
+    return gathered(implementation, inputs, precision)
+
+
+def _without_slots(inputs: Inputs, states: torch.Tensor | None = None) -> Inputs:
+    """The inputs without a pool, which begin with these states, one for each sequence, or with
+    zeros.
+    """
+    indices = {"state_indices": None, "write_indices": None, "accepted": None}
+    return replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=0)
 
 
 def gathered(
@@ -43,8 +66,8 @@ def gathered(
     """Run an implementation that takes no pool on copies of the slots that the call reads, and
     write its new states to the slots that the call writes.  The host reads no index.
 
-    Raises UnsupportedError if the call wants a state after every token of packed sequences and the
-    implementation does not keep these.
+    Raises UnsupportedError if the call writes a state after every token and the implementation does
+    not keep these.
     """
     pool = getattr(inputs, inputs.LINEAR[1])
     slots = inputs.slots_read
@@ -54,15 +77,8 @@ def gathered(
     states = torch.where(has_slot, pool[slots.clamp(min=0)].float(), 0.0)
     written = slots if inputs.write_indices is None else inputs.write_indices.long()
     every_state = written.ndim == 2  # (sequences, tokens): a slot for the state after each token
-    indices = {"state_indices": None, "write_indices": None, "accepted": None}
-    plain = replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=int(every_state))
-    if every_state and not implementation.keeps(plain):
-        if plain.cu_seqlens is not None:
-            raise UnsupportedError("it returns final states only, and the host reads no lengths")
-        positional = operators.get(inputs.operator).binding.positional(inputs)
-        out, new_states = in_pieces(implementation, pieces(plain, positional), precision)
-    else:
-        out, new_states = implementation.run(plain, precision)
+    plain = replace(_without_slots(inputs, states), state_every=int(every_state))
+    out, new_states = implementation.run(plain, precision)
     positions, exist = pools.token_positions(inputs, written.shape[1] if every_state else 1)
     rows = positions if every_state else torch.arange(len(slots), device=pool.device)
     targets = written.flatten()
