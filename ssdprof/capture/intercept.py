@@ -65,8 +65,7 @@ def intercept(
     exceptions pass through the model's forward unchanged.
     """
     count: CallCount = Counter()
-    # the mixer that runs and has not yet called its operator; empty if there is none
-    started: list[Mixer] = []
+    started: list[Mixer] = []  # the mixer that runs and has not yet called its operator, or none
 
     def entering(mixer: Mixer) -> Callable[..., None]:
         def enter(*_: object) -> None:

@@ -117,24 +117,20 @@ def build_prompt(
 ) -> tuple[torch.Tensor, Prompt]:
     """Token ids (batch, seqlen) int64 on the CPU, and the record that describes them.
 
-    tokenizer_folder: None if there is no tokenizer; then only the kind "random" works, and draws
-        from `vocab_size` ids.
-    seqlen: tokens of each row.
+    tokenizer_folder: None: there is no tokenizer, and the only kind is "random", which draws from
+        `vocab_size` ids.
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random"
         draws uniformly from the tokenizer's vocabulary without special tokens, with `seed`.
-    batch: number of rows, each from another place of the text.
-    packed: lengths of sequences that are packed into one row, `seqlen` in sum, each from another
-        place of the text.
+    batch: number of rows.  packed: lengths of sequences that are packed into one row, `seqlen` in
+        sum.  Each row and sequence is from another place of the text.
     unread: a file of a tokenizer that ssdprof does not read; empty if there is none.
 
-    Text is encoded as the tokenizer does by default.  If it begins a text with a special token, it
-    begins every row and every packed sequence with that token.  One row is the first `seqlen`
-    tokens.  Several rows or sequences follow each other in the text, and overlap if it is too
-    short.  A text is never repeated.
+    Text is encoded as the tokenizer does by default, so that every row and packed sequence may
+    begin with a special token.  A single row is the first `seqlen` tokens.  Several follow each
+    other in the text, and overlap if it is too short.  A text is never repeated.
 
     Raises BadInputError if there is no usable tokenizer, if the file is missing, empty or not
-    UTF-8, or if the text is too short; MissingCapabilityError if there is no permission to read the
-    file.
+    UTF-8, or if the text is too short; MissingCapabilityError if the file may not be read.
     """
     if (kind == "file") != (file is not None):
         raise BadInputError(

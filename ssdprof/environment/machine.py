@@ -138,6 +138,7 @@ def read_clocks() -> Clocks | None:
         return None
 
     def reading(nvml: ModuleType) -> Clocks:
+        """The answer to `ask_nvml`."""
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         sm = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
         memory = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)

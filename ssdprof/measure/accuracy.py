@@ -153,7 +153,7 @@ class _Comparison(Generic[K]):
             yield from map(_rows, form.state.chunk(self._together))
 
     def blocks(self) -> Iterable[Block]:
-        return self._oracle.blocks(self._inputs, self._length)
+        return self._oracle.blocks(self._inputs, block=self._length)
 
     def add(self, block: Block) -> None:
         """Compare a block of all candidates.  Blocks come in the order of the oracle, because
@@ -547,7 +547,7 @@ def oracle_output(inputs: Inputs) -> Output:
     in blocks.
     """
     oracle = operators.get(inputs.operator).oracle
-    blocks = oracle.blocks(inputs, block_length(oracle, inputs, inputs.device))
+    blocks = oracle.blocks(inputs, block=block_length(oracle, inputs, inputs.device))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
 

@@ -127,7 +127,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
     part = alone(inputs, start)
     out = candidate.output[0][span.batch, start.start : start.stop]
     output = out[None], candidate.output[1][rows_of_states(inputs, span)][-1:]
-    blocks = oracle.blocks(part, block_length(oracle, part, part.device))
+    blocks = oracle.blocks(part, block=block_length(oracle, part, part.device))
     exact = joined(part, blocks, torch.float64, torch.float64)[which][-1:]
 
     def errors(rounded: Output) -> Tensor:

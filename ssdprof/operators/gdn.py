@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
@@ -27,15 +28,12 @@ from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ssdprof.kernels.gdn import adapters, reference
+    from ssdprof.kernels.gdn import adapters
     from ssdprof.operators import gdn_definitions, gdn_tuning
 else:
-    adapters, reference = (
-        lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference")
-    )
-    gdn_definitions, gdn_tuning = (
-        lazy(f"ssdprof.operators.gdn_{part}") for part in ("definitions", "tuning")
-    )
+    adapters = lazy("ssdprof.kernels.gdn.adapters")
+    gdn_definitions = lazy("ssdprof.operators.gdn_definitions")
+    gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
 STAGES = Stages.of("gdn")
 
@@ -110,11 +108,6 @@ def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
     return item + 4
 
 
-def replacement(inputs: kernels.GDNInputs) -> Output:
-    """`CallBinding.replacement`."""
-    return computed(inputs, reference.gdn_chunked)
-
-
 BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
     function="torch_chunk_gated_delta_rule",
     step="torch_recurrent_gated_delta_rule",
@@ -135,7 +128,7 @@ BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
     per_position=("g", "beta"),
     always_fp32=("g",),
     gate_bytes=gate_bytes,
-    replacement=replacement,
+    replacement=partial(computed, deferred("gdn.reference:gdn_chunked")),
 )
 
 

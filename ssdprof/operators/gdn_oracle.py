@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import deferred, lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from ssdprof.kernels import GDNInputs
     from ssdprof.kernels.gdn import reference
-    from ssdprof.kernels.oracle import Block
     from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.gdn.reference")
@@ -179,18 +178,13 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * per_position
 
 
-def blocks(inputs: GDNInputs, length: int) -> Iterable[Block]:
-    """`OracleSpec.blocks`."""
-    return reference.gdn_blocks(inputs, torch.float64, block=length)
-
-
 def chunk_size(_inputs: GDNInputs) -> int:
     """`OracleSpec.chunk_size`."""
     return CHUNK
 
 
 ORACLE = OracleSpec(
-    blocks=blocks,
+    blocks=deferred("gdn.reference:gdn_blocks"),
     gate=gate,
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,

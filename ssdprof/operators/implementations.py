@@ -114,7 +114,7 @@ def knows(operator: Operator, word: str) -> bool:
 
 
 def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
-    """Raise BadInputError for words of an option that no operator knows, and for those in
+    """Raise BadInputError for words of an option that no operator knows, and for the names in
     `besides`.
 
     Nothing is imported: an implementation that is known may still be missing on this machine.
@@ -124,13 +124,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
         names |= dict.fromkeys(known(operator))
     for name in besides:
         names.pop(name, None)
-
-    def is_unknown(word: str) -> bool:
-        if word in besides:
-            return True
-        return ":" not in word and word.partition("=")[0] not in names
-
-    unknown = list(filter(is_unknown, words))
+    unknown = [word for word in words if ":" not in word and word.partition("=")[0] not in names]
     if unknown:
         raise BadInputError(
             f"{option} does not know {', '.join(map(repr, unknown))}.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ssdprof.operators import gdn_oracle
@@ -16,13 +16,12 @@ from ssdprof.operators.gdn_oracle import (
     operands,
     tf32,
 )
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import deferred, lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
     from ssdprof.kernels import KDAInputs
     from ssdprof.kernels.kda import reference
-    from ssdprof.kernels.oracle import Block
     from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.kda.reference")
@@ -108,13 +107,8 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * heads * per_head
 
 
-def blocks(inputs: KDAInputs, length: int) -> Iterable[Block]:
-    """`OracleSpec.blocks`."""
-    return reference.kda_blocks(inputs, torch.float64, block=length)
-
-
 ORACLE = OracleSpec(
-    blocks=blocks,
+    blocks=deferred("kda.reference:kda_blocks"),
     gate=gate,
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,

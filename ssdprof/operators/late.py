@@ -31,10 +31,10 @@ def deferred(reference: str, *arguments: object) -> Callable[..., Any]:
     bound.  The module is imported when the function is called.
     """
 
-    def call(*later_arguments: object) -> object:
+    def call(*later_arguments: object, **options: object) -> object:
         module_name, _, name = reference.partition(":")
         function = getattr(import_module(f"ssdprof.kernels.{module_name}"), name)
-        return function(*arguments, *later_arguments)
+        return function(*arguments, *later_arguments, **options)
 
     return call
 

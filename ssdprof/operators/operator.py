@@ -184,9 +184,9 @@ class OracleSpec(Generic[I]):
     """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of
     a call.
 
-    blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, which is a
-        multiple of `chunk_size`.  Blocks come in order, sequence after sequence, and every sequence
-        has at least one.
+    blocks: (inputs, block=length) -> the fp64 oracle in blocks of at most `length` positions, which
+        is a multiple of `chunk_size`.  Blocks come in order, sequence after sequence, and every
+        sequence has at least one.
     gate: (inputs, span, chunk) -> the gate of the span, in chunks of `chunk` positions; without the
         last argument in chunks of `chunk_size`.
     chunks: (inputs, rounded, span, gate) -> out of the span in one precision: see `Rounded`.
@@ -196,7 +196,7 @@ class OracleSpec(Generic[I]):
     flops: (sizes, positions) -> the least number of multiplications and additions.
     """
 
-    blocks: Callable[[I, int], Iterable[Block]]
+    blocks: Callable[..., Iterable[Block]]
     gate: Callable[..., rounding.Gate]
     chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], Tensor]
     bytes_per_position: Callable[[I], int]
@@ -441,7 +441,7 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
 # --- our kernels in a model
 
 
-def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
+def computed(chunked: Callable[..., Output], inputs: Inputs) -> Output:
     """The output of `fused`, or of `unfused` if that refuses the inputs, with exact intermediates
     and fp32 states.  Without a GPU, the output of the operator's `chunked` form in fp32.
 

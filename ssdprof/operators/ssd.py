@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,7 @@ from ssdprof.operators import generate
 from ssdprof.operators.definition import Definition, rows
 from ssdprof.operators.generate import InputDType, Library, installed
 from ssdprof.operators.late import deferred, lazy, torch
-from ssdprof.operators.operator import (
-    BoundCall,
-    CallBinding,
-    Operator,
-    Output,
-    Stages,
-    computed,
-    from_call,
-)
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, Stages, computed, from_call
 from ssdprof.operators.ssd_inputs import GENERATOR, WORDS
 from ssdprof.operators.ssd_oracle import ORACLE
 from ssdprof.operators.tensors import exact_fp32, requested_precisions
@@ -29,12 +22,10 @@ from ssdprof.operators.tensors import exact_fp32, requested_precisions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ssdprof.kernels.ssd import adapters, reference
+    from ssdprof.kernels.ssd import adapters
     from ssdprof.operators import ssd_tuning
 else:
-    adapters, reference = (
-        lazy(f"ssdprof.kernels.ssd.{name}") for name in ("adapters", "reference")
-    )
+    adapters = lazy("ssdprof.kernels.ssd.adapters")
     ssd_tuning = lazy("ssdprof.operators.ssd_tuning")
 
 STAGES = Stages.of("ssd")
@@ -172,11 +163,6 @@ def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
     return item
 
 
-def replacement(inputs: kernels.SSDInputs) -> Output:
-    """`CallBinding.replacement`."""
-    return computed(inputs, reference.ssd_chunked)
-
-
 BINDING: CallBinding[kernels.SSDInputs] = CallBinding(
     function="mamba2_chunk_scan",
     step="mamba2_selective_state_update",
@@ -186,7 +172,7 @@ BINDING: CallBinding[kernels.SSDInputs] = CallBinding(
     views=("x", "B", "C"),
     per_position=("dt", "z"),
     gate_bytes=gate_bytes,
-    replacement=replacement,
+    replacement=partial(computed, deferred("ssd.reference:ssd_chunked")),
 )
 
 

@@ -6,21 +6,17 @@ in the chunk, h head, g group, p element of a head, n element of the state; r is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import deferred, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels import SSDInputs
-    from ssdprof.kernels.oracle import Block
-    from ssdprof.kernels.ssd import reference
     from ssdprof.operators.rounding import Gate, Rounded, Span
-else:
-    reference = lazy("ssdprof.kernels.ssd.reference")
 
 # rows of a chunk's scores that the rounded form computes at once, by type of the device
 ROWS = {"cuda": 64, "cpu": 256}
@@ -166,18 +162,13 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
 
 
-def blocks(inputs: SSDInputs, length: int) -> Iterable[Block]:
-    """`OracleSpec.blocks`."""
-    return reference.ssd_blocks(inputs, torch.float64, block=length)
-
-
 def chunk_size(inputs: SSDInputs) -> int:
     """`OracleSpec.chunk_size`."""
     return inputs.power_of_two_chunk
 
 
 ORACLE = OracleSpec(
-    blocks=blocks,
+    blocks=deferred("ssd.reference:ssd_blocks"),
     gate=gate,
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,
