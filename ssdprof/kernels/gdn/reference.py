@@ -55,11 +55,12 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     for span in spans_of(inputs):
         state = final_states[span.sequence]  # (HV, K, V)
         q, k, v, g, beta = _load_heads(inputs, span, dtype)
-        decay = g.reshape(span.length, len(state), -1, 1).exp()  # (T, HV, 1 or K, 1)
+
         # columns of a matrix for each position and head
         q, k, v, beta = q[..., None], k[..., None], v[..., None], beta[..., None, None]
         for t in range(span.length):
-            state = state * decay[t]
+            decay = g[t].reshape(len(state), -1, 1).exp()  # (HV, 1 or K, 1)
+            state = state * decay
             u = beta[t] * (v[t] - state.mT @ k[t])
             state = state + k[t] @ u.mT
             out[span.batch, span.start + t] = (state.mT @ q[t])[..., 0]
