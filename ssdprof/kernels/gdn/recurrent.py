@@ -40,9 +40,11 @@ from ssdprof.kernels.functions import (
     LOG2_E,
     decay_exp,
     decay_exp2,
+    load_at,
     ptr_offset,
     sequence_bounds,
     slot_to_read,
+    store_at,
     sum_of_products,
 )
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
@@ -394,32 +396,21 @@ def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
     """The value that the token writes, u = beta (v - (exp(g) S)^T k): (B, 1, HV, V) fp32."""
     k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr = tensors
     k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides = strides
-    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
-    u = tl.load(v_ptr + ptr_offset((i_b, 0, i_h, o_v), v_strides), mask=m_v, other=0.0).to(
-        tl.float32
-    )
+    i_b, i_h, o_k, o_v, m_k, m_v = _slice_of_program(S)
+    u = load_at(v_ptr, v_strides, (i_b, 0, i_h, o_v), m_v).to(tl.float32)
     if initial_state_ptr is not None:
         index = (i_b, i_h, o_k[:, None], o_v[None, :])
-        state = tl.load(
-            initial_state_ptr + ptr_offset(index, initial_state_strides),
-            mask=m_k[:, None] & m_v[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        k = tl.load(
-            k_ptr + ptr_offset((i_b, 0, i_h // S.VALUES_PER_KEY, o_k), k_strides),
-            mask=m_k,
-            other=0.0,
-        )
+        m_state = m_k[:, None] & m_v[None, :]
+        state = load_at(initial_state_ptr, initial_state_strides, index, m_state).to(tl.float32)
+        k = load_at(k_ptr, k_strides, (i_b, 0, i_h // S.VALUES_PER_KEY, o_k), m_k)
         if S.PER_CHANNEL:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(
-                tl.float32
-            )
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h, o_k), m_k).to(tl.float32)
             u -= tl.sum(state * (decay_exp2(g * LOG2_E) * k.to(tl.float32))[:, None], axis=0)
         else:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h)).to(tl.float32)
             u -= decay_exp2(g * LOG2_E) * tl.sum(state * k.to(tl.float32)[:, None], axis=0)
-    u *= tl.load(beta_ptr + ptr_offset((i_b, 0, i_h), beta_strides)).to(tl.float32)
-    tl.store(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), u, mask=m_v)
+    u *= load_at(beta_ptr, beta_strides, (i_b, 0, i_h)).to(tl.float32)
+    store_at(u_ptr, u_strides, (i_b, 0, i_h, o_v), u, m_v)
 
 
 @triton.jit
@@ -427,27 +418,22 @@ def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
     """The state after the token, S = exp(g) S + k u^T: (B, HV, K, V) fp32."""
     k_ptr, u_ptr, g_ptr, initial_state_ptr, final_states_ptr = tensors
     k_strides, u_strides, g_strides, initial_state_strides, final_states_strides = strides
-    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
+    i_b, i_h, o_k, o_v, m_k, m_v = _slice_of_program(S)
     m_state = m_k[:, None] & m_v[None, :]
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
 
-    k_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
-    k = tl.load(k_ptr + ptr_offset(k_index, k_strides), mask=m_k, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), mask=m_v, other=0.0)
+    k = load_at(k_ptr, k_strides, (i_b, 0, i_h // S.VALUES_PER_KEY, o_k), m_k).to(tl.float32)
+    u = load_at(u_ptr, u_strides, (i_b, 0, i_h, o_v), m_v)
     state = k[:, None] * u[None, :]
     if initial_state_ptr is not None:
-        initial = tl.load(
-            initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0
-        )
+        initial = load_at(initial_state_ptr, initial_state_strides, index, m_state)
         if S.PER_CHANNEL:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(
-                tl.float32
-            )
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h, o_k), m_k).to(tl.float32)
             state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)[:, None]
         else:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h)).to(tl.float32)
             state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)
-    tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
+    store_at(final_states_ptr, final_states_strides, index, state, m_state)
 
 
 @triton.jit
@@ -457,28 +443,23 @@ def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
     """
     states_ptr, q_ptr, out_ptr = tensors
     states_strides, q_strides, out_strides = strides
-    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
+    i_b, i_h, o_k, o_v, m_k, m_v = _slice_of_program(S)
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
-    state = tl.load(
-        states_ptr + ptr_offset(index, states_strides), mask=m_k[:, None] & m_v[None, :], other=0.0
-    )
-    q_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
-    q = tl.load(q_ptr + ptr_offset(q_index, q_strides), mask=m_k, other=0.0).to(tl.float32)
+    state = load_at(states_ptr, states_strides, index, m_k[:, None] & m_v[None, :])
+    q = load_at(q_ptr, q_strides, (i_b, 0, i_h // S.VALUES_PER_KEY, o_k), m_k).to(tl.float32)
     out = tl.sum(state * (q * scale)[:, None], axis=0)
-    tl.store(
-        out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides),
-        out.to(out_ptr.dtype.element_ty),
-        mask=m_v,
-    )
+    store_at(out_ptr, out_strides, (i_b, 0, i_h, o_v), out, m_v)
 
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
-    """One token of each sequence, without checks."""
+    """One token of each sequence in three launches, without checks."""
     config = _step_config(inputs)
     batch, heads, key_dim, value_dim = inputs.states_shape
 
     def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
-        """One of the three launches, on these tensors."""
+        """One of the three launches, on these tensors.  scale: the factor of q, for the kernel that
+        takes it.
+        """
         launch(
             kernel,
             batch * heads * triton.cdiv(value_dim, config["block_v"]),
@@ -508,15 +489,15 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
 
 
 def _step_config(inputs: GDNInputs) -> dict[str, int]:
-    """block_v: slice of V per program.  At most 64 numbers of the state per thread."""
+    """block_v: slice of V per program.  num_warps: so that a thread has at most 64 numbers of the
+    state.
+    """
     block_v = min(32, triton.next_power_of_2(inputs.v.shape[3]))
-    return {
-        "block_v": block_v,
-        "num_warps": max(2, triton.next_power_of_2(inputs.q.shape[3]) * block_v // (64 * 32)),
-    }
+    numbers = triton.next_power_of_2(inputs.q.shape[3]) * block_v
+    return {"block_v": block_v, "num_warps": max(2, numbers // (64 * 32))}
 
 
-# --- the implementations, of Kimi Delta Attention too
+# --- the implementations, for GDN and for Kimi Delta Attention
 
 
 def _run_step(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -532,12 +513,12 @@ def _refuse_all_but_steps(inputs: GDNInputs) -> None:
 
 
 def _plan_step(inputs: GDNInputs, precision: Precision) -> Plan:
-    """One token of each sequence.  The workspace is in fp32: what is written, q and k if they are
+    """The plan of `three_stages`.  The workspace, in fp32, holds u, and q and k if they are
     normalised.
     """
     _refuse_all_but_steps(inputs)
-    launches, normalised = 3, 0
-    if inputs.use_qk_l2norm:  # q and k are normalised before, by a launch each
+    launches, normalised = 3, 0  # normalised: numbers in q and k
+    if inputs.use_qk_l2norm:  # two launches normalise q and k first
         launches += 2
         normalised = inputs.q.numel() + inputs.k.numel()
     reason = "what is written, the state and the output in a launch each; fp32 throughout"
