@@ -466,56 +466,55 @@ def load_flashinfer() -> Implementation:
     )
 
 
+def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
+    """A call of `load_flashinfer_mtp` with everything but the pool.
+
+    module: `flashinfer.gdn_decode`
+    """
+    q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+    a, b, A_log, dt_bias = raw_gates(inputs)
+    raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
+    read = slots.read.int().contiguous()
+    # the slots of the final states; None if the call keeps the state after each token
+    final = slots.written[:, 0] if inputs.length == 1 else slots.final
+    options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
+    if final is None and slots.buffer is None:
+        slots.refuse_holes("flashinfer_mtp")
+
+    def every_state(pool: torch.Tensor) -> dict[str, Any]:
+        """The arguments that say where the state after each token goes."""
+        if slots.buffer is None:
+            written = slots.written.int().contiguous()
+            return {"ssm_state_indices": written, "disable_state_update": False}
+        buffer = slots.verification(inputs, pool)["intermediate_states_buffer"]
+        return {"intermediate_states_buffer": buffer, "disable_state_update": True}
+
+    def run(pool: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(v)
+        if final is None:
+            destinations = every_state(pool)
+            module.gated_delta_rule_mtp(
+                q, k, v, pool, read, *raw, output=out, **options, **destinations
+            )
+        else:
+            state = {
+                "initial_state": pool,
+                "initial_state_indices": read,
+                "output_state_indices": final.int().contiguous(),
+            }
+            module.gated_delta_rule_decode_pretranspose(
+                q, k, v, None, *raw, output=out, **state, **options
+            )
+        return out
+
+    return run, v
+
+
 def load_flashinfer_mtp() -> Implementation:
     """The library's kernels for GDN on a pool of states: one for a token of each sequence, and one
     for several tokens (multi-token prediction), which writes the state after each of them.
     """
     module = import_module("flashinfer.gdn_decode")
-
-    def bind(inputs: GDNInputs, slots: Slots) -> Bound:
-        q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
-        a, b, A_log, dt_bias = raw_gates(inputs)
-        raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
-        read = slots.read.int().contiguous()
-        # the slots of the final states; None if the call keeps the state after each token
-        final = slots.written[:, 0] if inputs.length == 1 else slots.final
-        options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
-        if final is None and slots.buffer is None:
-            slots.refuse_holes("flashinfer_mtp")
-
-        def every_state(pool: torch.Tensor) -> dict[str, Any]:
-            """The arguments that say where the state after each token goes."""
-            if slots.buffer is None:
-                return {
-                    "ssm_state_indices": slots.written.int().contiguous(),
-                    "disable_state_update": False,
-                }
-            buffer = slots.verification(inputs, pool)["intermediate_states_buffer"]
-            return {"intermediate_states_buffer": buffer, "disable_state_update": True}
-
-        def run(pool: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(v)
-            if final is None:
-                destinations = every_state(pool)
-                module.gated_delta_rule_mtp(
-                    q, k, v, pool, read, *raw, output=out, **options, **destinations
-                )
-            else:
-                module.gated_delta_rule_decode_pretranspose(
-                    q,
-                    k,
-                    v,
-                    None,
-                    *raw,
-                    output=out,
-                    initial_state=pool,
-                    initial_state_indices=read,
-                    output_state_indices=final.int().contiguous(),
-                    **options,
-                )
-            return out
-
-        return run, v
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -525,13 +524,12 @@ def load_flashinfer_mtp() -> Implementation:
         yield long, f"at most {MOST_STEPS} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
-    plan = Plan(variant="cute", launches=1, reason=reason)
     return pool_kernel(
         "gdn",
         "flashinfer_mtp",
         unsupported,
-        bind,
-        plan,
+        partial(_bind_flashinfer, module),
+        Plan(variant="cute", launches=1, reason=reason),
         refused_values=refused_gates,
         turned=True,
         apart=True,

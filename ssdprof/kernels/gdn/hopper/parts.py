@@ -389,8 +389,7 @@ def _combine_kernel(
     boundaries, K, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
     DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The states that enter the segments of slow rows, from the parts of the segments before them:
-    BLOCK_V rows of V of a pair of a sequence and a head.
+    """The states that enter the segments of slow rows: BLOCK_V rows of V of a sequence and a head.
 
     From the sequence's start on, each part updates S <- M S + N, transposed as the parts are: S^T
     <- S^T M^T + N^T.  S and M are sums of two bf16 numbers in the product.  The product of the two
@@ -400,11 +399,9 @@ def _combine_kernel(
     In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
-    Grid: pairs * V / BLOCK_V.  Rows are ordered by boundary, the segment before them, and then by
-          pair
+    Grid: pairs * V / BLOCK_V.  Rows are ordered by boundary, and then by pair
     """
-    # the program's pair and rows of V, and the boundaries from the pair's first slow row to its
-    # last one
+    # the program's pair and rows of V, and the boundaries of the pair's slow rows
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
     o_b = tl.arange(0, BOUNDARIES)
     slow_rows = tl.load(warmup_lengths_ptr + o_b * pairs + pair, mask=o_b < boundaries, other=0) < 0
