@@ -60,7 +60,7 @@ _MODEL = {
     "gdn": ("qwen3_next", "torch_chunk_gated_delta_rule"),
     "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
 }
-# modules with kernels that the chunked functions of both operators launch
+# modules with kernels that the chunked functions of GDN and of KDA launch
 _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 

@@ -59,7 +59,7 @@ class GDNSegment:
     nchunks: gl.tensor
     last: gl.tensor  # whether it ends its sequence
     # row of the state that enters the segment, among the states that `parts.py` computes; -1: that
-    # module computes none for it.  Of a part of `parts.py`: the row of the part
+    # module computes none for it.  If this is a part of `parts.py`: the row of the part
     row: gl.tensor
 
     segments, segment_at = segments, segment_at

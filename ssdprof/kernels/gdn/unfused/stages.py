@@ -492,8 +492,8 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks):
-    """Of sequence i_s: (row of the batch, first chunk, chunk after the last one, first position,
-    position after the last one).
+    """(row of the batch, first chunk, chunk after the last one, first position, position after the
+    last one) of sequence i_s.
     """
     if bounds_ptr is None:
         return i_s, 0, nchunks, tl.zeros((), tl.int64), tl.cast(length, tl.int64)
