@@ -174,7 +174,7 @@ class _Comparison(Generic[K]):
 
     def blocks(self) -> Iterable[Block]:
         """The blocks of the oracle, in the order in which `add` takes them."""
-        return self._oracle.blocks(self._inputs, self._length)
+        return self._oracle.blocks(self._inputs, block=self._length)
 
     def add(self, block: Block) -> None:
         """Compare a block of all candidates.
@@ -604,7 +604,7 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 def oracle_output(inputs: Inputs) -> Output:
     """The oracle's output: `out` in the dtype of the operator's output, final states in fp32."""
     oracle = operators.get(inputs.operator).oracle
-    blocks = oracle.blocks(inputs, block_length(oracle, inputs, inputs.device))
+    blocks = oracle.blocks(inputs, block=block_length(oracle, inputs, inputs.device))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
 

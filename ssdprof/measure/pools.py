@@ -242,7 +242,7 @@ class Room:
         }
 
     def take(self, batch: int, count: int) -> TokenTensors:
-        """Views of the next tokens of the stream, (batch, count, ...); it is used again and again."""
+        """Views of the next tokens of the stream, (batch, count, ...); at its end, of the first."""
         if self._taken + batch * count > STREAM:
             self._taken = 0
         tokens = slice(self._taken, self._taken + batch * count)

@@ -18,13 +18,8 @@ from ssdprof.core.accuracy import ErrorTest, TestName
 from ssdprof.core.base import SLICES
 
 DRAWS = 12
-PERIODS = (
-    16,
-    32,
-    64,
-    128,
-    256,
-)  # chunk and tile lengths; errors are summed at positions modulo each
+# lengths of chunks and tiles; errors are summed over the positions with the same remainder
+PERIODS = (16, 32, 64, 128, 256)
 # Limits in standard deviations of the draws: of one number for each head, and of one of many
 # numbers, whose deviations are known less well.
 _SIGMAS = 6.0

@@ -131,7 +131,7 @@ def _record(
 
 
 def _turns(names: list[Name], generator: np.random.Generator) -> Iterator[list[Name]]:
-    """The order of the samplers in each round, without end: a random one, its reverse, and so on."""
+    """The order of the samplers in each round: a random one, its reverse, and so on without end."""
     while True:
         order = [names[index] for index in generator.permutation(len(names))]
         yield order

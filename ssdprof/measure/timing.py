@@ -254,8 +254,8 @@ class _Turns:
                 return sample_in_turns(self._set_up, self.plan)
 
     def fault_now(self, key: str, check: OutputCheck, sampled: Recordings) -> str:
-        """The reason why the output of a run is wrong now, or why its samples cannot be right; empty
-        if neither is the case.
+        """The reason why the output of a run is wrong now, or why its samples cannot be right.
+        Empty if neither is the case.
 
         check: is called for replays and for calls.  sampled: the device times.
         """

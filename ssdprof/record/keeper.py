@@ -42,10 +42,10 @@ class Keeper:
         if settings.when == "wrong":
             self._outside_budget = import_module("ssdprof.record.verdict").outside_budget
         # by `RecordedCall.of_layer`: the last calls, on their device, the number of the last one,
-        # and whether a call went wrong
+        # and whether a call went wrong, after which no more calls are wanted
         self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}
         self._last: dict[tuple[str, str], int] = {}
-        self._told: set[tuple[str, str]] = set()
+        self.told: set[tuple[str, str]] = set()
         self._has_seen = False
         self._stored = self._bytes = self._in_rings = 0
         self._provenance = Provenance(rows_are_sequences=False)
@@ -64,7 +64,7 @@ class Keeper:
         if self._settings.when == "always":
             self._store(call)
         layer = call.of_layer
-        if self._settings.when == "always" or layer in self._told:
+        if self._settings.when == "always" or layer in self.told:
             return
         before = self._last.setdefault(layer, -1)
         why = "" if call.is_finite() else call.packed().first_nonfinite()
@@ -75,7 +75,7 @@ class Keeper:
         ring.append(call)
         self._in_rings += call.nbytes
         if why:
-            self._told.add(layer)
+            self.told.add(layer)
             note(f"{why}.")
             for stored in ring:
                 self._store(stored, why if stored is call else "")

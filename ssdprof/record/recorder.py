@@ -166,17 +166,19 @@ class Recorder:
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
+                layer = str(bound.layer or self._layer())
+                if (place.operator, layer) in self._keeper.told:
+                    return None
                 if not self._queue.wait_for_room(self.settings.max_delay_s):
                     self.lost["because the queue was full"] += 1
                     return None
-                return self._begun(place, bound)
+                return self._begun(place, bound, layer)
         except Exception as error:
             self._cannot(place, error)
             return None
 
-    def _begun(self, place: Place, call: FunctionCall) -> _Begun:
+    def _begun(self, place: Place, call: FunctionCall, layer: str) -> _Begun:
         """The call, with copies of what must be copied before its function runs."""
-        layer = str(call.layer or self._layer())
         beside = self._stream_beside(place, call.inputs)
         now = frozenset(call.inputs) if beside is None else call.overwrites
         values = _copies(call.inputs, now - call.copied)
