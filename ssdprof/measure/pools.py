@@ -782,13 +782,16 @@ def replayed_graph(room: Room) -> None:
 
 
 def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor], *, times: int) -> None:
-    """Check calls whose values are copied to the tensors of `static`, of six rows.  again: makes
-    the call with these tensors, and returns its output.
+    """Check several calls on the tensors of one call, with other tokens, slots and numbers of live
+    rows each time.
+
+    static: the call, of six rows, whose tensors are overwritten.  again: makes the call with these
+    tensors, and returns `out`.
     """
     pool = static.pool
     rng = random.Random(REPLAYS)
 
-    def call_again(inputs: Inputs, _: object) -> Output:
+    def call_again(inputs: Inputs, _precision: object) -> Output:
         tensors = static.inputs.tensors
         for name, tensor in inputs.tensors.items():
             if tensor is not pool.states:
