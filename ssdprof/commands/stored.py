@@ -346,7 +346,7 @@ def compare(options: options.CompareOptions) -> None:
     before = documents.stalls_of_run(base_folder)
     after = documents.stalls_of_run(new_folder)
     changes = tuple(stalls.changes(before, after))
-    document = comparison.compose(compared, changes, every=bool(options.format or target))
+    document = comparison.compose(compared, changes, all_cases=bool(options.format or target))
     if format_name == "json":
         _write(pairs.DOCUMENT.dump_json(compared, indent=1).decode(), target, force=options.force)
     elif format_name == "html":
@@ -411,9 +411,8 @@ def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
         }
         for check in checks
     ]
-    columns = ("result", "requirement", "detail")
-    if shown := table("", rows, columns, keys=2, wraps="detail"):
-        terminal.out().print(SplitTable(shown))
+    shown = table("", rows, ("result", "requirement", "detail"), keys=2, wraps="detail")
+    terminal.out().print(SplitTable(shown))
 
 
 # --- schemas

@@ -335,13 +335,14 @@ class Report(Record):
         "exact", "--states": "fp32", "--layers": "3"}.
         """
         command = " ".join(self.command)
-        as_typed = [
-            word for word in re.split("[ ,]", command) if word.startswith(f"{case.implementation}=")
-        ]
+        # the user's own kernels are typed as NAME=MODULE:FUNCTION
+        own_kernel = f"{case.implementation}="
+        as_typed = [word for word in re.split("[ ,]", command) if word.startswith(own_kernel)]
         options: dict[str, str | None] = dict.fromkeys(_NOT_AGAIN)
         if isinstance(case.task, DecodedStates):
             options["--decode-states"] = states_of(case.precision)
-        elif case.implementation == DECODER and "--decode-states" in command:  # of answers
+        elif case.implementation == DECODER and "--decode-states" in command:
+            # answers with decoded states, which the baseline's answers are compared with
             options["--decode-states"] = states_of(case.precision)
             options |= {"--impl": self.baseline, "--dtypes": "exact", "--states": "fp32"}
         else:

@@ -44,7 +44,7 @@ def _in_unit(value: float | None, step: float, *units: str) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """ "1.52x"; small and large ratios keep three digits."""
+    """A ratio: "1.52x".  Small and large ratios have three digits."""
     return MISSING if value is None else f"{_ratio(value)}x"
 
 

@@ -119,12 +119,12 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "model": target(report),
         "GPU": gpu_name(report.environment),
         "case": case.where,
-        "layer": case.layer and case.layer.index,
-        "call": case.call and str(case.call),
-        "sequences x tokens": generated and generated.tokens,
+        "layer": case.layer.index if case.layer else None,
+        "call": str(case.call) if case.call else None,
+        "sequences x tokens": generated.tokens if generated else None,
         "tokens": case.seqlen,
         "batch": case.batch,
-        "dimensions": case.dims and str(case.dims),
+        "dimensions": str(case.dims) if case.dims else None,
         "implementation": case.implementation,
         "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, case.version)))),
         "intermediates": intermediates_of(case.precision),
@@ -132,7 +132,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "chunk size": case.chunk_size,
         "status": case.result,
         "reason": case.why,
-        "baseline": baseline and f"{baseline.implementation} {baseline.precision}",
+        "baseline": f"{baseline.implementation} {baseline.precision}" if baseline else None,
     }
 
 
@@ -171,12 +171,13 @@ def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
     """The columns of the errors of one tensor.  name: the tensor, in words."""
     baseline = accuracy.vs_baseline if accuracy else None
     oracle = accuracy.vs_oracle if accuracy else None
+    floor = accuracy.floor if accuracy else None
     return {
         **_matches(baseline, f"{name}, match against baseline"),
         **_matches(oracle, f"{name}, match against fp64"),
-        f"{name}, rms error [relative]": oracle and oracle.rms_ratio,
-        f"{name}, rms error of floor [relative]": accuracy and accuracy.floor.rms_ratio,
-        f"{name}, largest error": oracle and oracle.max_abs,
+        f"{name}, rms error [relative]": oracle.rms_ratio if oracle else None,
+        f"{name}, rms error of floor [relative]": floor.rms_ratio if floor else None,
+        f"{name}, largest error": oracle.max_abs if oracle else None,
     }
 
 
@@ -185,39 +186,43 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
     row: CsvRow = {}
     for tolerance in TOLERANCES:
         header = f"{name} @ {fmt.tolerance(tolerance)}"
-        row[f"{header} [%]"] = error and error.match_pct(tolerance)
+        row[f"{header} [%]"] = error.match_pct(tolerance) if error else None
         if tolerance:
-            row[f"{header} of rms [%]"] = error and error.match_rms_pct(tolerance)
+            row[f"{header} of rms [%]"] = error.match_rms_pct(tolerance) if error else None
     return row
+
+
+_ANSWER_COLUMNS = {  # header -> field of `AnswerBand`
+    "KL, mean [nats]": "kl_mean",
+    "KL, p99 [nats]": "kl_p99",
+    "KL, max [nats]": "kl_max",
+    "same top token [%]": "top1_pct",
+    "perplexity": "perplexity",
+    "change of perplexity [%]": "perplexity_increase_pct",
+}
 
 
 def _of_model(report: Report, case: Case) -> CsvRow:
     """The columns that only prefills, decoded states or answers have."""
-    states = case.task if isinstance(case.task, DecodedStates) else None
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
-    band = case.band
+    states = case.task if isinstance(case.task, DecodedStates) else None
     low, high = None, None
-    if band and band.perplexity_interval_pct:
-        low, high = band.perplexity_interval_pct
+    if case.band and case.band.perplexity_interval_pct:
+        low, high = case.band.perplexity_interval_pct
     return {
         "speedup predicted [x]": report.predicted(case) if report.speedup(case) else None,
-        "operator of one layer, device time [µs]": prefill and prefill.alone_us,
+        "operator of one layer, device time [µs]": prefill.alone_us if prefill else None,
         **{f"{name}, GPU time [µs]": part_us.get(name) for name in get_args(PartName)},
-        "peak memory [bytes]": prefill and prefill.peak_bytes,
-        "logits, rms of difference [relative]": prefill and prefill.logits_rms,
-        "heads": (states and len(states.memories)) or None,
-        "heads lost": states and sum(map(bool, states.lost)),
-        "steps until a head is lost": states and states.kept_steps,
-        "state error, worst head [relative]": states and states.last(states.state_errors),
-        "output error, worst head [relative]": states and states.last(states.out_errors),
-        "state of a sequence [bytes]": states and states.slot_bytes,
-        "KL, mean [nats]": band and band.kl_mean,
-        "KL, p99 [nats]": band and band.kl_p99,
-        "KL, max [nats]": band and band.kl_max,
-        "same top token [%]": band and band.top1_pct,
-        "perplexity": band and band.perplexity,
-        "change of perplexity [%]": band and band.perplexity_increase_pct,
+        "peak memory [bytes]": prefill.peak_bytes if prefill else None,
+        "logits, rms of difference [relative]": prefill.logits_rms if prefill else None,
+        "heads": (len(states.memories) or None) if states else None,
+        "heads lost": sum(map(bool, states.lost)) if states else None,
+        "steps until a head is lost": states.kept_steps if states else None,
+        "state error, worst head [relative]": states.last(states.state_errors) if states else None,
+        "output error, worst head [relative]": states.last(states.out_errors) if states else None,
+        "state of a sequence [bytes]": states.slot_bytes if states else None,
+        **{header: getattr(case.band, name, None) for header, name in _ANSWER_COLUMNS.items()},
         "change of perplexity, low [%]": low,
         "change of perplexity, high [%]": high,
     }

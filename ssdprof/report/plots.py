@@ -424,6 +424,7 @@ def _points(
     unknown = Estimate(math.nan, math.nan, math.nan)
 
     def paint(axes: Axes) -> None:
+        """The points of each label, then the vertical line."""
         axes.set_xscale("log")
         for number, label in enumerate(labels):
             points = [row.get(label, unknown) for row in rows.values()]
