@@ -182,8 +182,8 @@ def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> Bi
     and for a pipe that nobody reads.
     """
 
-    def opener(name: str, of_mode: int) -> int:
-        return os.open(name, of_mode | flags, 0o666)
+    def opener(name: str, mode_flags: int) -> int:
+        return os.open(name, mode_flags | flags, 0o666)
 
     return open(file, "ab", opener=opener)
 

@@ -46,7 +46,7 @@ from ssdprof.jobs.target import captures_of
 from ssdprof.operators.late import lazy
 from ssdprof.record.settings import SEEN
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
-from ssdprof.report.table import TableRow, table
+from ssdprof.report.table import Document, TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
 from ssdprof.store.ranks import FIRST
@@ -300,11 +300,11 @@ def _save_failure(folder: Path, case: Case, target: Path) -> None:
     """
     stored = sorted(folder.glob(f"{case.id}*.safetensors"))
     if not stored:
-        others = ", ".join(sorted({file.stem.partition("-")[0] for file in folder.glob("*")}))
+        ids = {file.stem.partition("-")[0] for file in folder.glob("*")}
         raise BadInputError(
             f"The run kept no tensors of {case.name}.",
             "It keeps those of the first call of each implementation that fails, or breaks a law: "
-            f"{others or 'none here'}.",
+            f"{', '.join(sorted(ids)) or 'none here'}.",
         )
     target.mkdir(parents=True, exist_ok=True)
     for file in stored:
@@ -347,14 +347,10 @@ def compare(options: options.CompareOptions) -> None:
     after = documents.stalls_of_run(new_folder)
     changes = tuple(stalls.changes(before, after))
     document = comparison.compose(compared, changes, all_cases=bool(options.format or target))
-    if format_name == "json":
-        _write(pairs.DOCUMENT.dump_json(compared, indent=1).decode(), target, force=options.force)
-    elif format_name == "html":
-        _write(html.of_document(document), target, force=options.force)
-    elif format_name == "markdown":
-        _write(markdown.render(document), target, force=options.force)
-    else:
+    if format_name == "screen":
         terminal.out().print(render(document))
+    else:
+        _write(_comparison_text(compared, document, format_name), target, force=options.force)
     if compared.passed:
         return
     offences = list(chain.from_iterable(compared.verdicts.values()))
@@ -362,6 +358,13 @@ def compare(options: options.CompareOptions) -> None:
     if compared.nothing_compared:
         lines.append(f"FAILED: nothing was compared: {compared.nothing_compared}")
     output.fail(lines)
+
+
+def _comparison_text(compared: pairs.Comparison, document: Document, format_name: str) -> str:
+    """A comparison in one of `_COMPARISON_FORMATS`."""
+    if format_name == "json":
+        return pairs.DOCUMENT.dump_json(compared, indent=1).decode()
+    return html.of_document(document) if format_name == "html" else markdown.render(document)
 
 
 # --- models

@@ -55,7 +55,7 @@ def _block(block: Content, section: str) -> str:
 def draw(table: Table, section: str = "") -> str:
     """A table, without its title if the section has the same title."""
     rendered = tabulate(
-        [[_cell(*cell) for cell in zip(row, table.align, strict=True)] for row in table.rows],
+        [list(map(_cell, row, table.align)) for row in table.rows],
         headers=[escape(header) for header in table.headers],
         tablefmt="pipe",
         colalign=table.align if table.rows else None,

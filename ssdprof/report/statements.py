@@ -208,7 +208,9 @@ def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
 
 def _advice(all_series: Sequence[Series]) -> VerdictLine:
     """Where an implementation may be used, and where it may not: "fused may be used at exact, fp32
-    states: ...  It may not be used at ...".    all_series: the series of one implementation, one for each precision.
+    states: ...  It may not be used at ...".
+
+    all_series: the series of one implementation, one for each precision.
     """
     name = all_series[0].implementation
     usable = []
