@@ -217,10 +217,10 @@ def _sections(
 
     all_cases: whether to show cases that did not change, too.
     """
-    both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
+    in_both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
     shown = ("faster", "slower", "no difference") if all_cases else ("faster", "slower")
     changed = [
-        _speed(comparison, pair, base, new) for pair, base, new in both if pair.verdict in shown
+        _speed(comparison, pair, base, new) for pair, base, new in in_both if pair.verdict in shown
     ]
     yield section(
         "Speed",
@@ -229,7 +229,7 @@ def _sections(
         reading=READING,
     )
     for title, describe in _DESCRIBED.items():
-        described = [(_names(pair), describe(base), describe(new)) for pair, base, new in both]
+        described = [(_names(pair), describe(base), describe(new)) for pair, base, new in in_both]
         yield section(title, _differences(title, described, all_cases))
     yield section("Stalls by stage", *stalls)
     yield section("Not compared", _unpaired(comparison.pairs))

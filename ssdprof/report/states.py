@@ -232,10 +232,10 @@ def advice(report: Report) -> VerdictLine | None:
 
     The advised format takes the least memory of those that lose no head.  None if nothing ran.
     """
-    sizes = ((cases[0].size, by_format(cases)) for cases in by_size(report).values())
-    for size, formats in sizes:
+    for cases in by_size(report).values():
+        formats = by_format(cases)
         if formats:
-            return _advice(size, formats)
+            return _advice(cases[0].size, formats)
     return None
 
 
