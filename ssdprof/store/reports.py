@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
