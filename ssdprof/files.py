@@ -298,9 +298,8 @@ def safe_name(model: str) -> str:
 
 def why(error: Exception) -> str:
     """The reason of an error in lower case, in the operating system's words if it has any."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return str(error).lower()
+    reason = error.strerror if isinstance(error, OSError) else ""
+    return (reason or str(error)).lower()
 
 
 def _flush(path: Path) -> None:

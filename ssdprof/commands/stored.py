@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 else:
     run_job = lazy("ssdprof.jobs.run")
 
-_REPORTS = ("run", "bench", "prefill", "answers")
+
 _ACCURACY_METRICS = ("match", "rms")  # metrics of gates that `ssdprof accuracy` judges
 _COMPARISON_FORMATS = ("markdown", "html", "json")
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -185,7 +185,7 @@ def export(options: options.ExportOptions) -> None:
                 f"{OUTPUT}.",
                 "Elsewhere take --format markdown, or name files with these variables.",
             )
-    folder, report = reports.load(options.run, *_REPORTS)
+    folder, report = reports.load(options.run, *reports.KINDS)
     if format_name == "github":
         _to_github(report)
     else:
@@ -272,7 +272,7 @@ def case(options: options.CaseOptions) -> None:
     """Print the command that runs a case of a report again, or the case as JSON, or save the call
     that failed.
     """
-    kinds = () if options.run else _REPORTS
+    kinds = () if options.run else reports.KINDS
     folder, report = reports.load(options.run, *kinds)
     by_id = {case.id: case for case in report.cases}
     by_name = {case.name: case for case in report.cases}

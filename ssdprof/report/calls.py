@@ -76,10 +76,10 @@ def speed(series: Series) -> TableRow:
     row = {"speedup,\ndevice": fmt.speedup(series.speedup())}
     if not series.timed:
         return row | {"verdict": fmt.words(dict.fromkeys(map(untimed, series.cases)))}
-    call_interval_is_known = series.group.report.samplers > 1
+    is_one_process = series.group.report.samplers == 1  # so that call times have no interval
     return row | {
         "verdict": series.verdict or fmt.MISSING,
-        "speedup,\ncall": fmt.speedup(series.speedup("call"), by_call=not call_interval_is_known),
+        "speedup,\ncall": fmt.speedup(series.speedup("call"), by_call=is_one_process),
         "device\ntime": fmt.duration(series.us("device")),
         "tokens\nper s": fmt.rate(series.tokens_per_s),
         "baseline,\ndevice": fmt.duration(series.baseline_us),

@@ -317,9 +317,11 @@ def _unpaired(pairs: Sequence[CasePair]) -> Table:
 
 def _facts(comparison: Comparison) -> Table:
     """What BASE and NEW ran, and on which machine."""
-    columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
-    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    headers = ("", f"BASE: {comparison.base[0]}", f"NEW: {comparison.new[0]}")
+    base_name, base = comparison.base
+    new_name, new = comparison.new
+    new_facts = _facts_of(new)
+    rows = [(name, fact, new_facts[name]) for name, fact in _facts_of(base).items()]
+    headers = ("", f"BASE: {base_name}", f"NEW: {new_name}")
     return strings("What ran", headers, rows, (0, 1, 2))
 
 

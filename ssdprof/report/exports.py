@@ -64,6 +64,8 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 CsvRow = dict[str, object]  # header, which ends with the unit in brackets -> value
 
+# `record and record.field` in the rows below is None if there is no record.
+
 # A case without results.  Its row gives the headers, which a report without cases needs, too.
 _EMPTY_CALL = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
 _EMPTY_CASE = Case.model_construct(
@@ -119,12 +121,12 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "model": target(report),
         "GPU": gpu_name(report.environment),
         "case": case.where,
-        "layer": case.layer.index if case.layer else None,
-        "call": str(case.call) if case.call else None,
-        "sequences x tokens": generated.tokens if generated else None,
+        "layer": case.layer and case.layer.index,
+        "call": case.call and str(case.call),
+        "sequences x tokens": generated and generated.tokens,
         "tokens": case.seqlen,
         "batch": case.batch,
-        "dimensions": str(case.dims) if case.dims else None,
+        "dimensions": case.dims and str(case.dims),
         "implementation": case.implementation,
         "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, case.version)))),
         "intermediates": intermediates_of(case.precision),
@@ -132,7 +134,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "chunk size": case.chunk_size,
         "status": case.result,
         "reason": case.why,
-        "baseline": f"{baseline.implementation} {baseline.precision}" if baseline else None,
+        "baseline": baseline and f"{baseline.implementation} {baseline.precision}",
     }
 
 
@@ -175,9 +177,9 @@ def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
     return {
         **_matches(baseline, f"{name}, match against baseline"),
         **_matches(oracle, f"{name}, match against fp64"),
-        f"{name}, rms error [relative]": oracle.rms_ratio if oracle else None,
-        f"{name}, rms error of floor [relative]": floor.rms_ratio if floor else None,
-        f"{name}, largest error": oracle.max_abs if oracle else None,
+        f"{name}, rms error [relative]": oracle and oracle.rms_ratio,
+        f"{name}, rms error of floor [relative]": floor and floor.rms_ratio,
+        f"{name}, largest error": oracle and oracle.max_abs,
     }
 
 
@@ -186,9 +188,9 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
     row: CsvRow = {}
     for tolerance in TOLERANCES:
         header = f"{name} @ {fmt.tolerance(tolerance)}"
-        row[f"{header} [%]"] = error.match_pct(tolerance) if error else None
+        row[f"{header} [%]"] = error and error.match_pct(tolerance)
         if tolerance:
-            row[f"{header} of rms [%]"] = error.match_rms_pct(tolerance) if error else None
+            row[f"{header} of rms [%]"] = error and error.match_rms_pct(tolerance)
     return row
 
 
@@ -212,16 +214,16 @@ def _of_model(report: Report, case: Case) -> CsvRow:
         low, high = case.band.perplexity_interval_pct
     return {
         "speedup predicted [x]": report.predicted(case) if report.speedup(case) else None,
-        "operator of one layer, device time [µs]": prefill.alone_us if prefill else None,
+        "operator of one layer, device time [µs]": prefill and prefill.alone_us,
         **{f"{name}, GPU time [µs]": part_us.get(name) for name in get_args(PartName)},
-        "peak memory [bytes]": prefill.peak_bytes if prefill else None,
-        "logits, rms of difference [relative]": prefill.logits_rms if prefill else None,
+        "peak memory [bytes]": prefill and prefill.peak_bytes,
+        "logits, rms of difference [relative]": prefill and prefill.logits_rms,
         "heads": (len(states.memories) or None) if states else None,
-        "heads lost": sum(map(bool, states.lost)) if states else None,
-        "steps until a head is lost": states.kept_steps if states else None,
-        "state error, worst head [relative]": states.last(states.state_errors) if states else None,
-        "output error, worst head [relative]": states.last(states.out_errors) if states else None,
-        "state of a sequence [bytes]": states.slot_bytes if states else None,
+        "heads lost": states and sum(map(bool, states.lost)),
+        "steps until a head is lost": states and states.kept_steps,
+        "state error, worst head [relative]": states and states.last(states.state_errors),
+        "output error, worst head [relative]": states and states.last(states.out_errors),
+        "state of a sequence [bytes]": states and states.slot_bytes,
         **{header: getattr(case.band, name, None) for header, name in _ANSWER_COLUMNS.items()},
         "change of perplexity, low [%]": low,
         "change of perplexity, high [%]": high,

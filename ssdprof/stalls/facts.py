@@ -97,18 +97,18 @@ def analyse(
     """
     requested = () if missing else launched
     names = [call.implementation for call in requested] or [""] * len(reports)
-    gpus: list[str] = []
+    gpu = ""
     kernels: list[KernelStalls] = []
     words: dict[str, str] = {}
     for report, implementation in zip(reports, names, strict=True):
         for kernel in report.kernels:
-            gpus.append(str(kernel.metrics.get("device__attribute_display_name", "")))
+            gpu = gpu or str(kernel.metrics.get("device__attribute_display_name", ""))
             kernels.append(stalls_of(kernel, implementation))
             words |= _stages(kernel).words
     return StallReport(
         ssdprof_version=__version__,
         sources={report.name: report.sha256 for report in reports},
-        gpu=next(filter(None, gpus), ""),
+        gpu=gpu,
         kernels=tuple(kernels),
         words=words,
         checks=_checks_of_reports(reports, requested),

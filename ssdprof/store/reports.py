@@ -58,6 +58,7 @@ from ssdprof.store.header import draft
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
 RUNS = Path("runs")
+KINDS = ("run", "bench", "prefill", "answers")  # of reports that are kept there
 HEADER = "run.json"
 DOCUMENT = "report.json"  # what --json printed, in a folder of its own
 CAPTURES = "captures"
