@@ -26,7 +26,7 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.kernels import GDNInputs, KDAInputs
-from ssdprof.record import delta_rule, hook, keeper, recorder, settings
+from ssdprof.record import hook, keeper, recorder, settings
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
@@ -367,13 +367,13 @@ def test_gates_are_activated_for_calls_that_are_stored(
     """In the recorder's thread; of the others after as many calls as are allowed, or without a
     fault, they stay raw.
     """
-    activate, threads = delta_rule._activated, []
+    sigmoid, threads = torch.Tensor.sigmoid, []
 
-    def activated(*arguments, **options):
+    def activated(beta: torch.Tensor) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return activate(*arguments, **options)
+        return sigmoid(beta)
 
-    monkeypatch.setattr(delta_rule, "_activated", activated)
+    monkeypatch.setattr(torch.Tensor, "sigmoid", activated)
     function = chunked(max_calls=2) if stops else chunked(when="nonfinite")
     for _ in range(4):
         function(**arguments(), output_final_state=True, use_beta_sigmoid_in_kernel=True)
