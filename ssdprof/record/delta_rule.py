@@ -60,7 +60,7 @@ def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | 
         inputs=inputs,
         result=partial(states.result, arguments, v),
         slots=states.slots_read,
-        copied=frozenset({"initial_state"} if states.initial_is_copy else ()),
+        copied=states.copied,
         weights={name: weight for name, weight in weights.items() if weight is not None},
         activate=_activation(arguments, per_channel),
     )

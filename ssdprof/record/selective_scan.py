@@ -34,22 +34,17 @@ def _bind_prompt(arguments: Arguments) -> FunctionCall:
     cu_seqlens = arguments.get("cu_seqlens")
     if cu_seqlens is None and arguments.get("seq_idx") is not None:
         raise ValueError("packed sequences without cu_seqlens are not recorded")
-    of_tokens = {name: arguments.get(name) for name in _OF_TOKENS}
-    if arguments["x"].ndim == 3:
-        of_tokens = {
-            name: None if tensor is None else tensor[None] for name, tensor in of_tokens.items()
-        }
-    of_call = {name: arguments[name] for name in _OF_CALL}
+    has_batch = arguments["x"].ndim == 4
+    inputs = {name: arguments[name] for name in _OF_CALL} | {"cu_seqlens": cu_seqlens}
+    for name in _OF_TOKENS:
+        tensor = arguments.get(name)
+        inputs[name] = tensor if tensor is None or has_batch else tensor[None]
 
     def result(returned: object) -> tuple[Tensor, Tensor | None]:
-        out, other_tensors = outputs_of(arguments, of_tokens["x"], returned)
+        out, other_tensors = outputs_of(arguments, inputs["x"], returned)
         return out, _final_states(arguments, other_tensors)
 
-    return FunctionCall(
-        inputs={**of_tokens, **of_call, "cu_seqlens": cu_seqlens},
-        result=result,
-        slots=arguments.get("slots"),
-    )
+    return FunctionCall(inputs=inputs, result=result, slots=arguments.get("slots"))
 
 
 def _final_states(arguments: Arguments, returned: list[Tensor]) -> Tensor | None:
@@ -110,7 +105,7 @@ def _bind_step(arguments: Arguments) -> FunctionCall:
         inputs=inputs,
         result=partial(states.result, arguments, x),
         slots=states.slots_read,
-        copied=frozenset({"initial_states"} if states.initial_is_copy else ()),
+        copied=states.copied,
     )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import torch
-from ssdprof.record.place import Arguments
+from ssdprof.record.place import INITIAL_STATES, Arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,17 +102,19 @@ class CallStates:
         if self.slots is None:
             return None
         slots = self.slots[: self.sequences].long()
-        if slots.ndim == 2 and self.accepted is None:
+        if slots.ndim == 2:
+            if self.accepted is not None:
+                column = self.accepted[: self.sequences].long() - 1
+                slots = slots.gather(1, column.clamp(min=0)[:, None])
             slots = slots[:, 0]
-        elif slots.ndim == 2:
-            column = self.accepted[: self.sequences].long() - 1
-            slots = slots.gather(1, column.clamp(min=0)[:, None])[:, 0]
         return torch.where(slots <= self.padding, -1, slots)
 
     @property
-    def initial_is_copy(self) -> bool:
-        """Whether `initial` returns new memory."""
-        return self.slots is not None or self.has_initial is not None
+    def copied(self) -> frozenset[str]:
+        """`FunctionCall.copied`: the initial states if `initial` returns new memory."""
+        if self.slots is None and self.has_initial is None:
+            return frozenset()
+        return INITIAL_STATES
 
     def initial(self) -> Tensor | None:
         """(sequences, ..., K, V), the states with which the sequences begin.  0 for padding."""
