@@ -192,7 +192,8 @@ def model_function(model_type: str, name: str, package: str) -> Callable[..., An
     if function is None or inspect.unwrap(function) is function:
         raise ImportError(f"transformers {package_version('transformers')} does not wrap {name}")
     if not package:
-        return inspect.unwrap(function)
+        original: Callable[..., Any] = inspect.unwrap(function)
+        return original
     if find_spec(package) is None:
         raise ImportError(f"transformers finds no {package} here, and calls its torch function")
     return function
