@@ -191,9 +191,7 @@ def in_block(layout: gl.constexpr):
 
 @gluon.jit
 def product_of(rows, columns, acc, layout: gl.constexpr):
-    """acc (block, i, j) + the products of tiles (block, i, K) and (block, j, K), which are in shared
-    memory.
-    """
+    """acc (block, i, j) + products of tiles (block, i, K) and (block, j, K) of shared memory."""
     # numbers in a 32-bit register of an operand
     width: gl.constexpr = 1 if rows.dtype == gl.float32 else 2
     a = rows.load(gl.DotOperandLayout(0, layout, width))
