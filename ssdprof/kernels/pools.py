@@ -131,7 +131,7 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     states = states.float()
     initial_slots = len(states)
     more_slots = 0  # behind the initial ones
-    written = None
+    written = None  # final states go to the slots that were read
     if inputs.state_every:
         more_slots = inputs.final_shape[0]
         positions, exist = token_positions(inputs, inputs.length)

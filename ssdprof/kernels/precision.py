@@ -52,6 +52,7 @@ class Precision:
 
     @property
     def exact(self) -> bool:
+        """Whether intermediates are exact."""
         return self.intermediates == "exact"
 
     def intermediate_dtype(self, input_dtype: torch.dtype) -> torch.dtype:

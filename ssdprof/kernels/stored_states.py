@@ -179,6 +179,7 @@ def _scaled(state, ROW_AXIS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _clamped(number, LARGEST: tl.constexpr):
+    """The number, between -LARGEST and LARGEST."""
     return tl.minimum(tl.maximum(number, -LARGEST), LARGEST)
 
 

@@ -234,8 +234,8 @@ def whole_launch(
 
 
 def _tiles(inputs: KDAInputs, positions: int, columns: int) -> list[Described]:
-    """What makes the descriptors of q, k, g, v and out, for tiles of `positions` and `columns` of
-    one head.
+    """Functions that make the descriptors of q, k, g, v and out, for tiles of `positions` and
+    `columns` of one head.
     """
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device="meta")
     return [
@@ -251,8 +251,8 @@ def _tiles(inputs: KDAInputs, positions: int, columns: int) -> list[Described]:
 
 
 def _factors(inputs: KDAInputs) -> list[Described]:
-    """What makes the descriptors of keys, queries, X and W, for tiles of one head, one chunk and 64
-    columns.
+    """Functions that make the descriptors of keys, queries, X and W, for tiles of one head, one
+    chunk and 64 columns.
     """
     row_count = inputs.slot_count(CHUNK.value) * inputs.v.shape[2] * CHUNK.value
     return [
