@@ -77,12 +77,14 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
     to_end = intermediate(exp((last - g).clamp(max=0)))[..., None]
     chunk_decay = exp(last)[..., None]
     scores = operand(intermediate(intermediate(q @ k.mT) * intermediate(decay)))
-    out = torch.empty_like(v)
+    # few operations for each chunk: on a GPU, each takes the time of its launch
+    entering, v_new = [], []
     for c in range(len(v)):
-        entering = operand(low.state)
-        v_new = intermediate(u[c] - w[c] @ entering)
-        out[c] = since_start[c] * (q[c] @ entering) + scores[c] @ operand(v_new)
-        low.state = low.stored(low.state * chunk_decay[c] + k[c].mT @ operand(v_new * to_end[c]))
+        entering.append(operand(low.state))
+        v_new.append(intermediate(torch.baddbmm(u[c], w[c], entering[c], alpha=-1)))
+        decayed = low.state * chunk_decay[c]
+        low.state = low.stored(torch.baddbmm(decayed, k[c].mT, operand(v_new[c] * to_end[c])))
+    out = since_start * (q @ torch.stack(entering)) + scores @ operand(torch.stack(v_new))
     return in_positions(out, inputs, span)
 
 

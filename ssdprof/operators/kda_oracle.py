@@ -82,12 +82,14 @@ def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> t
 
     # the outputs, chunk after chunk
     queries, keys = operand(q * since_start), operand(k * to_end)
-    out = torch.empty_like(v)
+    # few operations for each chunk: on a GPU, each takes the time of its launch
+    entering, v_new = [], []
     for c in range(len(v)):
-        entering = operand(low.state)
-        v_new = operand(u[c] - w[c] @ entering)
-        out[c] = queries[c] @ entering + scores[c] @ v_new
-        low.state = low.stored(low.state * since_start[c, :, -1, :, None] + keys[c].mT @ v_new)
+        entering.append(operand(low.state))
+        v_new.append(operand(torch.baddbmm(u[c], w[c], entering[c], alpha=-1)))
+        decayed = low.state * since_start[c, :, -1, :, None]
+        low.state = low.stored(torch.baddbmm(decayed, keys[c].mT, v_new[c]))
+    out = queries @ torch.stack(entering) + scores @ torch.stack(v_new)
     return in_positions(out, inputs, span)
 
 
