@@ -15,7 +15,7 @@ softplus        factor inside softplus
 domain          "linear": g is the decay, not its logarithm
 raw_beta        whether beta is sigmoid(beta)
 doubled         whether raw beta is 2 sigmoid(beta)
-is_kda          for a function that serves both operators: whether the call is one of KDA
+is_kda          whether the call is one of KDA, for a function that serves GDN and KDA
 out             where the function writes its output, instead of returning it
 pool            FlashInfer's name of a pool that replaces `state`
 second_pool     a second pool
