@@ -234,16 +234,17 @@ def squared_error(lengths: list[int], memory: float) -> float:
     decay = math.exp(-2 / memory)  # of the energy of a term, per chunk
 
     def energy(nchunks: int) -> float:
-        """Of the terms of `nchunks` chunks in the output of the last of them."""
+        """The energy of the terms of `nchunks` chunks in the output of the last of these."""
         return (1 - decay**nchunks) / (1 - decay)
 
-    # the energy in all outputs of terms from before their segment, and in that of all terms
+    # before: the energy, in all outputs, of terms from before the output's segment
     first, before = 0, 0.0
     for length in lengths:
         before += decay * energy(length) * energy(first)
         first += length
-    total = (first - decay * energy(first)) / (1 - decay)
-    return 2 + before / total
+    # the energy of all terms is (first - decay * energy(first)) / (1 - decay)
+    share = before * (1 - decay) / (first - decay * energy(first))
+    return 2 + share
 
 
 def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:

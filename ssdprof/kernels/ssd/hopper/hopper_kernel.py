@@ -285,8 +285,8 @@ def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
     extra = pairs % programs
     # what this program begins, and what program p - 1 began, in units of 1 / programs of a pair
     begun, taken = (program + 1) * extra % programs, program * extra % programs
-    # `divisor`, the greatest common divisor, is the number of programs that begin equal parts; same:
-    # how many of those precede this program
+    # `divisor`, the greatest common divisor, is the number of programs that begin equal parts;
+    # `same` is how many of those precede this program
     divisor, left = programs, extra
     while left > 0:
         divisor, left = left, divisor % left
