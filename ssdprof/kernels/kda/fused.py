@@ -50,7 +50,7 @@ from ssdprof.kernels.gdn.portable import (
     first_slot,
     leave_state,
     load_rows,
-    operands_handed_on,
+    operand_shapes,
     options_of,
     options_of_factors,
     piece_of_slot,
@@ -356,7 +356,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
 def handed_on(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
     widest = max(config.prep_block_k, config.block_k)
-    operands = operands_handed_on(inputs, precision, config.chunk, widest, 3)
+    operands = operand_shapes(inputs, precision, config.chunk, widest, 3)
     (slots, heads, _, padded), _ = operands[0]
     return [*operands, ((slots, heads, padded), torch.float32)]
 

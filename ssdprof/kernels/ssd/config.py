@@ -242,8 +242,8 @@ class SSDPortableConfig:
 # reasons of several rows
 _SHORT = (
     "two tf32 numbers for each operand fill the registers: short chunks, half of P, and N in "
-    "blocks, "
-    "each of which a tensor core sums by itself: it rounds towards zero whenever it adds products"
+    "blocks, each of which a tensor core sums by itself: it rounds towards zero whenever it adds "
+    "products"
 )
 _TWO_PROGRAMS = (
     "64 rows, those of one matrix instruction, in every product; 4 warps, so that "
@@ -284,10 +284,11 @@ PORTABLE: ConfigTable = (
     _row(
         majors=(9,),
         take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
-        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N "
-        "in halves, each "
-        "of which a stage reads by itself, because whole rows of B and C do not fit beside the "
-        "state",
+        why=(
+            "256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in "
+            "halves, each of which a stage reads by itself, because whole rows of B and C do not "
+            "fit beside the state"
+        ),
     ),
     _row(
         majors=FROM_SHARED_MEMORY,

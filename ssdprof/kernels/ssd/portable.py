@@ -494,6 +494,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     if cu_seqlens_ptr is None:
         sequence, segment = rank % sequences, rank // sequences
         begin, length = tl.zeros((), tl.int64), seqlen
+        # row of the batch, and index of the sequence's first position among those of all sequences
         i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
     else:
         sequence, segment, begin, length = find_segment(
@@ -524,10 +525,9 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     B_rows = TokenRows(B_ptr + ptr_offset(group_index, B_strides), B_tile, B_strides[1], B_step)
     C_rows = TokenRows(C_ptr + ptr_offset(group_index, C_strides), C_tile, C_strides[1], C_step)
     out_rows = TokenRows(out_ptr + ptr_offset(unit_index, out_strides), out_tile, out_strides[1])
-    positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
+    positions = tl.cast(seqlen, tl.int64)  # of all sequences: the distance from dt to a in gates
     if cu_seqlens_ptr is None:
         positions *= sequences
-    # pointer to dt of position 0, and the distance to a of the same position
     gates = gates_ptr + (2 * positions * unit + position), positions
     state_offset = ((tl.cast(sequence, tl.int64) * S.HEADS + i_h) * S.HEADDIM + first_p) * S.DSTATE
     if S.P_ROWS:

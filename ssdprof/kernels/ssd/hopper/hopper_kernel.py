@@ -92,8 +92,9 @@ class SSDSegment:
     last: gl.tensor  # whether the segment ends its sequence
     # whether there is a first pass; False if the kernel has none
     has_warmup: gl.tensor | gl.constexpr
-    back_first: gl.tensor  # last chunk that the first pass reads; it runs backwards
-    back_most: gl.tensor  # most chunks of the first pass
+    # the chunk at which the first pass ends, which runs backwards and may stop before it
+    warmup_first: gl.tensor
+    warmup_chunks: gl.tensor  # most chunks of the first pass
     # slot in which the segment leaves its state, or the state that it adds, for later segments
     slot: gl.tensor
     slot_step: gl.tensor  # distance between the slots of neighbouring segments of a sequence
@@ -190,7 +191,9 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
     is_long = index < LONG_COUNT
     first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
     most = gl.where(is_long, K_LONG, K)
-    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, most, seqlen, S)
+    nchunks, last, has_warmup, warmup_first, warmup_chunks = extent_of(
+        index, first, most, seqlen, S
+    )
     return SSDSegment(
         sequence,
         index,
@@ -203,8 +206,8 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
         ticket % S.PAIRS * S.UNITS,
         last,
         has_warmup,
-        back_first,
-        back_most,
+        warmup_first,
+        warmup_chunks,
         rank,
         gl.to_tensor(sequences),
     )
@@ -251,7 +254,7 @@ def packed_segment_of(
         rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K
     )
     first = index * K
-    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, K, length, S)
+    nchunks, last, has_warmup, warmup_first, warmup_chunks = extent_of(index, first, K, length, S)
     segment = SSDSegment(
         sequence,
         index,
@@ -264,8 +267,8 @@ def packed_segment_of(
         ticket % S.PAIRS * S.UNITS,
         last,
         has_warmup,
-        back_first,
-        back_most,
+        warmup_first,
+        warmup_chunks,
         rank - sequence,  # the last segment of each sequence needs no slot
         gl.to_tensor(1),
     )
@@ -322,8 +325,8 @@ class SSDEnv:
     S: gl.constexpr  # compile-time arguments
 
 
-# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.  It specialises
-# all in a tuple.
+# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments, so integers are
+# not specialised.  Those in tuples always are.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT,

@@ -45,9 +45,10 @@ FRAGMENTS = (
     [0, 8],
     [0, 16],
 )
-of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
-# the same for both halves, (half, p, half of q)
-of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *basis] for basis in FRAGMENTS), [1, 0, 0]]))
+half_layout = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
+# the same for both halves, (half, p, half of q): the half is the last basis
+IN_FIRST_HALF = [[0, *basis] for basis in FRAGMENTS]
+halves_layout = gl.constexpr(gl.SharedLinearLayout([*IN_FIRST_HALF, [1, 0, 0]]))
 
 STAGES = {"lane_number": "setup", "allocate_exchange": "setup"}
 
@@ -148,7 +149,7 @@ def store_tiles(tiles, value):
 @gluon.jit
 def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
     """A buffer (half, p, q / 2) for the partial sums that each half passes to the other."""
-    return gl.allocate_shared_memory(gl.float32, [2, P, Q // 2], of_one)
+    return gl.allocate_shared_memory(gl.float32, [2, P, Q // 2], half_layout)
 
 
 @gluon.jit
@@ -187,7 +188,7 @@ def give_part(exchange, part, half, layout: gl.constexpr):
     part: the partial sums of each half of N for all positions, (half p, q)
     """
     first, second = halves_of(part, layout)
-    tiles = tiles_of(exchange, half, of_both)
+    tiles = tiles_of(exchange, half, halves_layout)
     store_tiles(tiles, gl.where(half == 1, first, second))
     return gl.where(half == 1, second, first)
 

@@ -69,8 +69,8 @@ def load_first(env, segment, seen, k: gl.constexpr, first_block):
     full = first.full.index(slot)
     # c counts from the chunk at which the first pass ends.  A chunk before it must be zero, so read
     # past the sequence's end, where TMA returns zeros
-    c = segment.back_most - 1 - seen - k
-    t = gl.where(c >= 0, (segment.back_first + c) * CHUNK, segment.length)
+    c = segment.warmup_chunks - 1 - seen - k
+    t = gl.where(c >= 0, (segment.warmup_first + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + k, first.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
     load_rows(shared, segment, slot, t, env.descs[1], first_block, full)
@@ -114,7 +114,7 @@ def loads(env):
         first_block = group * (env.S.DSTATE // COLUMNS)
         seen = 0  # chunks of the first pass
         if segment.has_warmup:
-            go = segment.back_most > 0
+            go = segment.warmup_chunks > 0
             while go:
                 for turn in gl.static_range(first.TURN):
                     load_first(env, segment, seen, turn, first_block)

@@ -263,9 +263,9 @@ def first_pass_gates(env, segment):
     column = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :]
     back = column // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
     # c: the later one of two chunks.  dt of the next two chunks is loaded one iteration ahead
-    c = segment.back_most - 1
+    c = segment.warmup_chunks - 1
     step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
-    p = dt_ptr + (segment.back_first + c) * step
+    p = dt_ptr + (segment.warmup_first + c) * step
     bits = load_bits(p + tile, back <= c)
     decay_0, decay_1 = 0.0, 0.0
     seen = 0

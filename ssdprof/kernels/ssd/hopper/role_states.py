@@ -151,7 +151,8 @@ def in_fours(part):
     """Layout of a row of `part` numbers per lane: each thread has four consecutive numbers, and a
     warp 128.
     """
-    registers = [[1], [2], *([512 << k] for k in range((part // 512).bit_length() - 1))]
+    groups_log2 = (part // 512).bit_length() - 1  # of four numbers of a thread
+    registers = [[1], [2]] + [[512 << k] for k in range(groups_log2)]
     threads = [[4 << k] for k in range(5)]
     return gl.DistributedLinearLayout(
         registers, threads, [[128], [256], [part]], [], [LANES * part]
