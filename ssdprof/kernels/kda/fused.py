@@ -52,7 +52,7 @@ from ssdprof.kernels.gdn.portable import (
     first_slot,
     leave_state,
     load_rows,
-    operands_handed_on,
+    operand_shapes,
     options_of,
     options_of_factors,
     piece_of_slot,
@@ -372,7 +372,7 @@ def handed_on(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig
     the kernels' arguments.
     """
     widest = max(config.prep_block_k, config.block_k)
-    operands = operands_handed_on(inputs, precision, config.chunk, widest, 3)
+    operands = operand_shapes(inputs, precision, config.chunk, widest, 3)
     (slots, heads, _, padded), _ = operands[0]
     return [*operands, ((slots, heads, padded), torch.float32)]
 
