@@ -105,13 +105,12 @@ def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint,
     """Other checkpoints of the repo's family whose 16-bit weights take at most `budget_bytes`, the
     largest first.
     """
-    fitting: list[KnownCheckpoint] = []
     for family in FAMILIES:
-        if repo_id in [checkpoint.repo for checkpoint in family.checkpoints]:
-            for checkpoint in family.checkpoints:
-                if checkpoint.repo != repo_id and 2 * checkpoint.parameters <= budget_bytes:
-                    fitting.append(checkpoint)
-    return tuple(sorted(fitting, key=lambda checkpoint: -checkpoint.parameters))
+        others = [known for known in family.checkpoints if known.repo != repo_id]
+        if len(others) < len(family.checkpoints):  # the repo is in this family
+            fitting = [known for known in others if 2 * known.parameters <= budget_bytes]
+            return tuple(sorted(fitting, key=lambda known: -known.parameters))
+    return ()
 
 
 # --- names of models
