@@ -291,9 +291,9 @@ def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
     ssm = config["ssm_cfg"]
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
     if layer != "Mamba2":
+        kind = "Mamba-1" if layer == "Mamba1" else shown(layer)
         raise BadInputError(
-            f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; ssdprof "
-            "reads Mamba-2.",
+            f"{where} describes {kind} layers; ssdprof reads Mamba-2.",
             "The Mamba-2 checkpoints of this format are state-spaces/mamba2-130m to mamba2-2.7b.",
         )
     for key, usual in _ORIGINAL_FIXED.items():

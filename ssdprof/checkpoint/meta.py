@@ -235,33 +235,27 @@ def refusals(what: str, hint: str = "") -> Iterator[None]:
         yield
     except (SsdprofError, torch.OutOfMemoryError):
         raise
-    except OSError as error:
-        if error.errno not in OF_MACHINE:
-            raise failed_import(error) or _unusable(what, error, hint) from error
-        raise MissingCapabilityError(
-            f"A temporary file for {what} cannot be written: {error.strerror}.",
-            "Make room there or set TMPDIR to another folder.",
-        ) from error
     except ImportError as error:
         raise MissingCapabilityError(
             f"transformers needs a missing package for {what}: {library_message(error)}.",
             "Install the package.",
         ) from error
     except Exception as error:  # the library may raise any class of error on the user's data
+        if isinstance(error, OSError) and error.errno in OF_MACHINE:
+            raise MissingCapabilityError(
+                f"A temporary file for {what} cannot be written: {error.strerror}.",
+                "Make room there or set TMPDIR to another folder.",
+            ) from error
         # torch raises a RuntimeError with this message
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MissingCapabilityError(
                 f"Main memory is too small for {what}.", "Take fewer layers."
             ) from error
-        raise failed_import(error) or _unusable(what, error, hint) from error
-
-
-def _unusable(what: str, error: Exception, hint: str) -> BadInputError:
-    """The error for a file that transformers cannot use.  hint: empty: the usual one."""
-    return BadInputError(
-        f"transformers cannot use {what}: {library_message(error)}.",
-        hint or "The file is damaged, or the checkpoint is newer than the installed transformers.",
-    )
+        raise failed_import(error) or BadInputError(
+            f"transformers cannot use {what}: {library_message(error)}.",
+            hint
+            or "The file is damaged, or the checkpoint is newer than the installed transformers.",
+        ) from error
 
 
 @contextmanager

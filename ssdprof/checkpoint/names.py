@@ -64,20 +64,21 @@ def _family(
     """The family of a table of families.toml.
 
     In the file, `layers` of a checkpoint is a list: the number of layers with an operator, and of
-    all layers.
+    all layers.  It has a single number if all layers have an operator.
     """
     names = operators.get(row["operator"]).mixer_sizes
-    known = (
-        KnownCheckpoint(
+    known: list[KnownCheckpoint] = []
+    for entry in checkpoints:
+        counts = entry.get("layers", [None])
+        checkpoint = KnownCheckpoint(
             repo=f"{organisation}/{entry['repo']}",
             parameters=round(1e9 * entry["billions"]),
-            operator_layers=entry.get("layers", [None])[0],
-            layers=entry.get("layers", [None])[-1],
+            operator_layers=counts[0],
+            layers=counts[-1],
             dims=dict(zip(names, entry["sizes"], strict=True)) if "sizes" in entry else None,
             trained_context=entry.get("context"),
         )
-        for entry in checkpoints
-    )
+        known.append(checkpoint)
     return Family(checkpoints=tuple(known), typed=tuple(typed), **row)
 
 

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.config import PICKLE
@@ -123,11 +122,15 @@ class Weights:
         shards = self.shards or {}
         return {key for key in self.source.header(file) if shards.get(key, file) != file}
 
+    @property
+    def _all_files(self) -> set[str]:
+        """The names of all files of weights that the checkpoint uses."""
+        return {self.single} if self.single else set((self.shards or {}).values())
+
     def outside_index(self) -> tuple[str, ...]:
         """The names of safetensors files that the checkpoint does not use."""
-        used = {self.single, *(self.shards or {}).values()}
-        names = [name for name in sorted(self.source.sizes) if name.endswith(".safetensors")]
-        return tuple(name for name in names if name not in used)
+        unused = self.source.sizes.keys() - self._all_files
+        return tuple(sorted(name for name in unused if name.endswith(".safetensors")))
 
     @property
     def has_codes(self) -> bool:
@@ -136,9 +139,10 @@ class Weights:
         """
         if self.pickled:
             return True
-        files = [self.single] if self.single else sorted(set((self.shards or {}).values()))
-        headers = (self.source.header(file).values() for file in files)
-        return any(tensor.dtype not in FLOATS for tensor in chain.from_iterable(headers))
+        for file in sorted(self._all_files):
+            if any(tensor.dtype not in FLOATS for tensor in self.source.header(file).values()):
+                return True
+        return False
 
     def bytes(self, dtype: str | None) -> int:
         """Bytes of the needed weights in memory.
