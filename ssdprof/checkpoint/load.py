@@ -551,7 +551,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             )
     weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
     others = sorted(entries.keys() - weights.keys())
-    # Other entries are ignored, unless they have the name of a weight, or are all that there is.
+    # Other entries are ignored, unless one has the name of a weight, or no entry is a tensor.
     damaged = list(destinations(local.empty, others, _renamings(local.model)))
     if not weights and not damaged:
         damaged = others
