@@ -266,9 +266,9 @@ def store_anchored(q, k, a, rows, columns):
     T = D
     for level in gl.static_range(3):
         D, _, T = grown(D, D, T, level, thread_layout)
-    both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
-    both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
-    rows.store(both.reshape([2 * CHUNK, HALF]))
+    interleaved = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
+    interleaved = interleaved.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
+    rows.store(interleaved.reshape([2 * CHUNK, HALF]))
     tile = (
         times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
         .reshape([BLOCKS, 2, EIGHT, HALF])
@@ -287,11 +287,11 @@ def store_between_eights(q, k, P, S, rows, columns):
     first_k, second_k = eights_of(k)
     _, second_P = eights_of(P)
     first_S, _ = eights_of(S)
-    both = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
-    both = both.permute((0, 3, 1, 2))
+    interleaved = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
+    interleaved = interleaved.permute((0, 3, 1, 2))
     tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
-    role_barrier()
-    halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
+    role_barrier()  # all warps have read the operands that these replace
+    halved(rows).index(0).store(interleaved.reshape([CHUNK, HALF]))
     halved(columns).index(0).store(tile)
 
 
@@ -304,11 +304,12 @@ def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
     """
     PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
     tile = times(k, decays, rows.dtype)
-    both = gl.join(times(q, decays, rows.dtype), tile)
-    both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
+    interleaved = gl.join(times(q, decays, rows.dtype), tile)
+    interleaved = interleaved.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2])
+    interleaved = interleaved.permute((1, 0, 2, 5, 3, 4))
     tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
-    role_barrier()
-    rows.store(both.reshape([2 * CHUNK, HALF]))
+    role_barrier()  # all warps have read the operands that these replace
+    rows.store(interleaved.reshape([2 * CHUNK, HALF]))
     columns.store(tile.reshape([CHUNK, HALF]))
 
 
@@ -332,7 +333,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, thread_layout), a
     for level in gl.static_range(3):
         P, S, T = grown(P, S, T, level, thread_layout)
-    role_barrier()
+    role_barrier()  # all warps have stored their operands; so below, before each product
     eights = product_of(
         wide_rows.reshape([2 * BLOCKS, 2 * EIGHT, HALF]),
         wide_columns.reshape([2 * BLOCKS, EIGHT, HALF]),
@@ -363,7 +364,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     # h = 32
     decays = gl.where(o_i >= 32, P, S) * spread(between, 4, thread_layout)
     store_between(q, k, decays, rows, columns, CHUNK // 2)
-    fence_async_shared()
+    fence_async_shared()  # the next product reads shared memory itself
     role_barrier()
     halves = warpgroup_mma(
         halved(rows).index(1), halved(columns).index(0).permute((1, 0)), halves, is_async=True
@@ -512,12 +513,11 @@ def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
     full = barriers(2)
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
-    role_barrier()
-    q_tiles, k_tiles = (
-        allocate_tile(dtype, [2, CHUNK, HALF]),
-        allocate_tile(dtype, [2, CHUNK, HALF]),
-    )
-    return (q_tiles, k_tiles, allocate_tile(gates, [2, CHUNK, HALF])), full
+    role_barrier()  # the mbarriers are initialised before any thread uses them
+    q_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
+    k_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
+    g_tiles = allocate_tile(gates, [2, CHUNK, HALF])
+    return (q_tiles, k_tiles, g_tiles), full
 
 
 @gluon.jit
@@ -528,8 +528,8 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
     o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
     rows = beta_ptr + batch * strides[0] + head.to(gl.int64) * strides[2]
-    where = rows + (sequence.begin + o_t).to(gl.int64) * strides[1]
-    return gl.load(where, mask=o_t < sequence.length, other=0.0).to(gl.float32)
+    pointers = rows + (sequence.begin + o_t).to(gl.int64) * strides[1]
+    return gl.load(pointers, mask=o_t < sequence.length, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -583,7 +583,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         eights, sixteens, pairs, halves = scores
         halves = warpgroup_mma_wait(0, deps=[halves])
         scores = (eights, sixteens, pairs, halves)
-        fence_async_shared()
+        fence_async_shared()  # TMA reads keys and queries, which all warps have stored
         role_barrier()
         async_store(descs[0], [row, half * HALF], k_tiles.index(half))
         async_store(descs[1], [row, half * HALF], q_tiles.index(half))
@@ -619,11 +619,11 @@ def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
     P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
     own_scores.store(square_of(P, P_pairs))
-    role_barrier()
+    role_barrier()  # before the scores between the halves replace zeros
     own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
         scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
     )
-    role_barrier()
+    role_barrier()  # P is complete
 
 
 @gluon.jit
@@ -638,19 +638,19 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     # stage state_factor
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
     first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
-    other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
+    second_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
     # stage out_factor
     W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
-    first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
+    first_X, second_X, W = warpgroup_mma_wait(0, deps=[first_X, second_X, W])
     # until TMA has read keys and queries, whose memory gets X and W
     tma.store_wait(0)
     role_barrier()
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
     q_tiles.index(0).store(first_X.to(dtype))
-    q_tiles.index(1).store(other_X.to(dtype))
+    q_tiles.index(1).store(second_X.to(dtype))
     k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
-    fence_async_shared()
+    fence_async_shared()  # TMA reads X and W, which all warps have stored
     role_barrier()
     async_store(descs[0], [row, 0], q_tiles.index(0))
     async_store(descs[0], [row, HALF], q_tiles.index(1))
@@ -663,16 +663,16 @@ def load_inputs(env, inputs, full, sequence, t, head):
     """Start to load q, k and g of the chunk at position t through TMA, in halves of K."""
     q_desc, k_desc, g_desc, _, _ = env.inputs
     q_tiles, k_tiles, g_tiles = inputs
-    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
+    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)  # bytes of q and k: two per number
     for half in gl.static_range(2):
-        where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
-        async_load(q_desc, where, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
-        async_load(k_desc, where, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+        corner = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
+        async_load(q_desc, corner, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+        async_load(k_desc, corner, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
     mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)
     for half in gl.static_range(2):
-        where = [sequence.tile, head, sequence.row + t, half * HALF]
+        corner = [sequence.tile, head, sequence.row + t, half * HALF]
         g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
-        async_load(g_desc, where, full.index(1), g_tile)
+        async_load(g_desc, corner, full.index(1), g_tile)
 
 
 @gluon.jit
@@ -691,7 +691,7 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     beta_norms, betas = stored(k_norm * beta), stored(beta)
     # stage decayed_scores
     mbarrier.wait(full.index(1), 0)
-    role_barrier()
+    role_barrier()  # the vectors above are stored
     scores, at_end = decayed_scores(
         tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
     )
@@ -703,7 +703,7 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
     inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
     inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
-    fence_async_shared()
+    fence_async_shared()  # the products below read what all warps have stored
     role_barrier()
     # stages state_factor and out_factor
     store_factors(inverse, at_end, own_scores, tiles, env.factors[2:], row, env.scale)
