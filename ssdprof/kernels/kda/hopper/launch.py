@@ -183,8 +183,9 @@ def hopper_launch(
     slabs, slices = slab_count(inputs, config), value_dim // HALF.value
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     nbytes, parts = workspace(inputs)
-    *of_inputs, of_output = _tiles(inputs, CHUNK.value, HALF.value)
-    makers = *of_inputs, *_factors(inputs), of_output  # of descriptors
+    *input_makers, output_maker = _tiles(inputs, CHUNK.value, HALF.value)
+    # functions that make descriptors, in the order of the kernel's arguments
+    makers = *input_makers, *_factors(inputs), output_maker
     sizes = inputs.sequences, slabs, config.slab, config.behind
     launcher = _launcher(_kda_hopper_kernel, sizes, inputs, strides, SLICES=slices)
     programs = (slabs + config.behind) * heads * (config.slab + slices)
@@ -217,7 +218,7 @@ def whole_launch(
     """
     index = inputs.q.get_device()
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    makers = _tiles(inputs, SIZE.value, DIM.value)  # of descriptors
+    makers = _tiles(inputs, SIZE.value, DIM.value)
     options = {name.upper(): value for name, value in config.items()}
     launcher = _launcher(_kda_whole_kernel, (), inputs, strides, **options)
     programs = inputs.sequences * inputs.v.shape[2]

@@ -493,14 +493,18 @@ def square_of(blocks, pairs):
     """A matrix (i, j) with the diagonal blocks `blocks` (block, i, j), and `pairs` (pair, i, j)
     between them; zeros elsewhere.
     """
+    # block row and block column of an entry
     r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
     c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
     zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
+    # copies of a diagonal block in all four blocks of its block row; copies of a pair in all eight
+    # of its two block rows
     blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
     pairs = gl.join(pairs, pairs)
     pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
     pairs = pairs.permute((0, 3, 1, 4, 5, 2)).reshape([CHUNK, CHUNK])
     blocks = gl.convert_layout(blocks.reshape([CHUNK, CHUNK]), square_layout)
+    # copies are used where they belong: a pair left of the diagonal in odd block rows
     pairs = masked(gl.convert_layout(pairs, square_layout), zeros - (r == (c | 1)).to(gl.int16))
     return gl.where(r == c, blocks, pairs)
 
