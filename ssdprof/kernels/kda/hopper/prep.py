@@ -206,6 +206,7 @@ def norms(q, k):
     r, c = in_block(blocks_layout)
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     shape: gl.constexpr = [BLOCKS, BLOCK, HALF]
+    # products (block, i, j) of q with q, k with k and q with k, over both halves of the channels
     qq, kk, qk = zero, zero, zero
     for half in gl.static_range(2):
         q_blocks, k_blocks = q.index(half).reshape(shape), k.index(half).reshape(shape)
@@ -226,6 +227,7 @@ def between_blocks(quarters):
     it in the second; the decays from the chunk's start to the block; the decays from the block to
     the chunk's end; and the decays over the whole chunk.
     """
+    # T of the four blocks, each in all rows (4, K)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, by_block))[:, None]
     t0, t1 = quarters.slice(0, 1).load(by_block), quarters.slice(1, 1).load(by_block)
     t2, t3 = quarters.slice(2, 1).load(by_block), quarters.slice(3, 1).load(by_block)
@@ -260,15 +262,18 @@ def store_anchored(q, k, a, rows, columns):
 
     rows (128, HALF): eight rows of q and eight of k in turn.  columns (64, HALF): k.
     """
+    # D (i, HALF): products of a' inside each block of 8; the anchor's factor is ANCHOR
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
     D = at_least(a)
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
     T = D
     for level in gl.static_range(3):
         D, _, T = grown(D, D, T, level, thread_layout)
-    interleaved = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
-    interleaved = interleaved.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
-    rows.store(interleaved.reshape([2 * CHUNK, HALF]))
+    # rows: (second block?, block of 16, q or k, i, HALF) as (128, HALF)
+    both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
+    both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
+    rows.store(both.reshape([2 * CHUNK, HALF]))
+    # columns: (second block?, block of 16, i, HALF) as (64, HALF)
     tile = (
         times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
         .reshape([BLOCKS, 2, EIGHT, HALF])
@@ -287,11 +292,11 @@ def store_between_eights(q, k, P, S, rows, columns):
     first_k, second_k = eights_of(k)
     _, second_P = eights_of(P)
     first_S, _ = eights_of(S)
-    interleaved = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
-    interleaved = interleaved.permute((0, 3, 1, 2))
+    both = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
+    both = both.permute((0, 3, 1, 2))  # (block of 16, q or k, i, HALF)
     tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
-    role_barrier()  # all warps have read the operands that these replace
-    halved(rows).index(0).store(interleaved.reshape([CHUNK, HALF]))
+    role_barrier()  # all warps have read the operands before
+    halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
     halved(columns).index(0).store(tile)
 
 
@@ -304,12 +309,12 @@ def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
     """
     PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
     tile = times(k, decays, rows.dtype)
-    interleaved = gl.join(times(q, decays, rows.dtype), tile)
-    interleaved = interleaved.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2])
-    interleaved = interleaved.permute((1, 0, 2, 5, 3, 4))
+    both = gl.join(times(q, decays, rows.dtype), tile)
+    # (second block?, pair, eight, q or k, i, HALF), and (second block?, pair, i, HALF)
+    both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
     tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
-    role_barrier()  # all warps have read the operands that these replace
-    rows.store(interleaved.reshape([2 * CHUNK, HALF]))
+    role_barrier()  # all warps have read the operands before
+    rows.store(both.reshape([2 * CHUNK, HALF]))
     columns.store(tile.reshape([CHUNK, HALF]))
 
 
@@ -333,7 +338,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, thread_layout), a
     for level in gl.static_range(3):
         P, S, T = grown(P, S, T, level, thread_layout)
-    role_barrier()  # all warps have stored their operands; so below, before each product
+    role_barrier()
     eights = product_of(
         wide_rows.reshape([2 * BLOCKS, 2 * EIGHT, HALF]),
         wide_columns.reshape([2 * BLOCKS, EIGHT, HALF]),
@@ -364,7 +369,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     # h = 32
     decays = gl.where(o_i >= 32, P, S) * spread(between, 4, thread_layout)
     store_between(q, k, decays, rows, columns, CHUNK // 2)
-    fence_async_shared()  # the next product reads shared memory itself
+    fence_async_shared()
     role_barrier()
     halves = warpgroup_mma(
         halved(rows).index(1), halved(columns).index(0).permute((1, 0)), halves, is_async=True
@@ -405,6 +410,7 @@ def parts_of(scores):
     of 16, (pair, i, j) between these blocks, and (i, j) between the halves of the chunk.
     """
     eights, sixteens, pairs, halves = scores
+    # (block, i, j, second block?, q or k)
     eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
     q_eights, k_eights = gl.split(eights)
     q_sixteens, k_sixteens = gl.split(
@@ -466,23 +472,25 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     layout: gl.constexpr = narrow(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    # the inverses D_i of the diagonal blocks
     invert_blocks(scratch.diagonal, scratch.inverted, 1)
+    # block column i of the transposed A, (j, i of the block), from those before it
     beta = beta.load(gl.SliceLayout(1, layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
     rows, scaled_rows = (), ()
     for i in gl.static_range(BLOCKS):
-        known = zero
+        earlier = zero  # the sum over j of L_ij A_j, transposed
         for j in gl.static_range(i):
             if i // 2 == j // 2:
                 L_ij = lower_pairs.slice(BLOCK * (i // 2), BLOCK)
             else:
                 L_ij = lower_halves.slice(BLOCK * (i - 2), BLOCK).slice(BLOCK * j, BLOCK, dim=1)
-            known = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), known)
+            earlier = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), earlier)
         identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
         D_i = scratch.inverted.slice(BLOCK * i, BLOCK).load(right)
-        row = mma_v2(gl.convert_layout((identity - known).to(gl.float16), left), D_i, zero)
+        row = mma_v2(gl.convert_layout((identity - earlier).to(gl.float16), left), D_i, zero)
         rows += (gl.convert_layout(row.to(gl.float16), left),)
         scaled_rows += ((row * beta[:, None]).to(dtype),)
     return side_by_side(0, 1, scaled_rows)
@@ -493,18 +501,16 @@ def square_of(blocks, pairs):
     """A matrix (i, j) with the diagonal blocks `blocks` (block, i, j), and `pairs` (pair, i, j)
     between them; zeros elsewhere.
     """
-    # block row and block column of an entry
+    # numbers of the block row and of the block column of each entry
     r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
     c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
     zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
-    # copies of a diagonal block in all four blocks of its block row; copies of a pair in all eight
-    # of its two block rows
+    # each block in all four block columns, and each pair in all places of its size
     blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
     pairs = gl.join(pairs, pairs)
     pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
     pairs = pairs.permute((0, 3, 1, 4, 5, 2)).reshape([CHUNK, CHUNK])
     blocks = gl.convert_layout(blocks.reshape([CHUNK, CHUNK]), square_layout)
-    # copies are used where they belong: a pair left of the diagonal in odd block rows
     pairs = masked(gl.convert_layout(pairs, square_layout), zeros - (r == (c | 1)).to(gl.int16))
     return gl.where(r == c, blocks, pairs)
 
@@ -517,11 +523,12 @@ def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
     full = barriers(2)
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
-    role_barrier()  # the mbarriers are initialised before any thread uses them
-    q_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
-    k_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
-    g_tiles = allocate_tile(gates, [2, CHUNK, HALF])
-    return (q_tiles, k_tiles, g_tiles), full
+    role_barrier()
+    q_tiles, k_tiles = (
+        allocate_tile(dtype, [2, CHUNK, HALF]),
+        allocate_tile(dtype, [2, CHUNK, HALF]),
+    )
+    return (q_tiles, k_tiles, allocate_tile(gates, [2, CHUNK, HALF])), full
 
 
 @gluon.jit
@@ -532,8 +539,8 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
     o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
     rows = beta_ptr + batch * strides[0] + head.to(gl.int64) * strides[2]
-    pointers = rows + (sequence.begin + o_t).to(gl.int64) * strides[1]
-    return gl.load(pointers, mask=o_t < sequence.length, other=0.0).to(gl.float32)
+    where = rows + (sequence.begin + o_t).to(gl.int64) * strides[1]
+    return gl.load(where, mask=o_t < sequence.length, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -557,6 +564,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
     """
     q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
+    # shared memory for operands; fp16 does not have the range that blocks of 8 need
     rows, columns = allocate_tile(dtype, [2 * CHUNK, HALF]), allocate_tile(dtype, [CHUNK, HALF])
     wide_rows, wide_columns = rows, columns
     if dtype == gl.float16:
@@ -576,7 +584,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         scores, since_start, to_end, end = products(
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
-        # stage gate_cumsum
+        # stage gate_cumsum: keys, queries, and keys decayed to the chunk's end (i, HALF)
         k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, thread_layout))[:, None]
         q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, thread_layout)) * scale)[:, None]
         q_tiles.index(half).store((q_row * since_start).to(dtype))
@@ -587,7 +595,8 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         eights, sixteens, pairs, halves = scores
         halves = warpgroup_mma_wait(0, deps=[halves])
         scores = (eights, sixteens, pairs, halves)
-        fence_async_shared()  # TMA reads keys and queries, which all warps have stored
+        # TMA reads what all warps have stored
+        fence_async_shared()
         role_barrier()
         async_store(descs[0], [row, half * HALF], k_tiles.index(half))
         async_store(descs[1], [row, half * HALF], q_tiles.index(half))
@@ -623,11 +632,11 @@ def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
     P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
     own_scores.store(square_of(P, P_pairs))
-    role_barrier()  # before the scores between the halves replace zeros
+    role_barrier()
     own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
         scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
     )
-    role_barrier()  # P is complete
+    role_barrier()
 
 
 @gluon.jit
@@ -642,19 +651,19 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     # stage state_factor
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
     first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
-    second_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
+    other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
     # stage out_factor
     W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
-    first_X, second_X, W = warpgroup_mma_wait(0, deps=[first_X, second_X, W])
+    first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
     # until TMA has read keys and queries, whose memory gets X and W
     tma.store_wait(0)
     role_barrier()
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
     q_tiles.index(0).store(first_X.to(dtype))
-    q_tiles.index(1).store(second_X.to(dtype))
+    q_tiles.index(1).store(other_X.to(dtype))
     k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
-    fence_async_shared()  # TMA reads X and W, which all warps have stored
+    fence_async_shared()
     role_barrier()
     async_store(descs[0], [row, 0], q_tiles.index(0))
     async_store(descs[0], [row, HALF], q_tiles.index(1))
@@ -667,16 +676,16 @@ def load_inputs(env, inputs, full, sequence, t, head):
     """Start to load q, k and g of the chunk at position t through TMA, in halves of K."""
     q_desc, k_desc, g_desc, _, _ = env.inputs
     q_tiles, k_tiles, g_tiles = inputs
-    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)  # bytes of q and k: two per number
+    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
     for half in gl.static_range(2):
-        corner = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
-        async_load(q_desc, corner, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
-        async_load(k_desc, corner, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+        where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
+        async_load(q_desc, where, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
+        async_load(k_desc, where, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
     mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)
     for half in gl.static_range(2):
-        corner = [sequence.tile, head, sequence.row + t, half * HALF]
+        where = [sequence.tile, head, sequence.row + t, half * HALF]
         g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
-        async_load(g_desc, corner, full.index(1), g_tile)
+        async_load(g_desc, where, full.index(1), g_tile)
 
 
 @gluon.jit
@@ -688,26 +697,26 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     """
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
-    # stage qk_l2norm
+    # stage qk_l2norm: when q and k are loaded
     mbarrier.wait(full.index(0), 0)
     q_norm, k_norm, q_k = norms(tiles[0], tiles[1])
     q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
     beta_norms, betas = stored(k_norm * beta), stored(beta)
-    # stage decayed_scores
+    # stage decayed_scores: when g is loaded, and all warps have stored the norms
     mbarrier.wait(full.index(1), 0)
-    role_barrier()  # the vectors above are stored
+    role_barrier()
     scores, at_end = decayed_scores(
         tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
     )
     of_q, of_k = parts_of(scores)
-    # stage solve_tril
+    # stage solve_tril: L, P and the inverse
     scratch = allocate_scratch(1)
     lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
     own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])
     store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
     inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
     inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
-    fence_async_shared()  # the products below read what all warps have stored
+    fence_async_shared()
     role_barrier()
     # stages state_factor and out_factor
     store_factors(inverse, at_end, own_scores, tiles, env.factors[2:], row, env.scale)
