@@ -35,6 +35,56 @@ STAGES = {
 
 
 @gluon.jit
+def halved(blocks):
+    """The first and the second half of the rows of each block (block, i, K)."""
+    rows: gl.constexpr = blocks.shape[1] // 2
+    blocks = blocks.reshape([SIZE // EIGHT, 2, rows, DIM])
+    return gl.split(blocks.permute((0, 2, 3, 1)))
+
+
+@gluon.jit
+def stacked(first, second):
+    """Blocks (block, i, K) from the halves of their rows."""
+    rows: gl.constexpr = first.shape[1] * 2
+    return gl.join(first, second).permute((0, 3, 1, 2)).reshape([SIZE // EIGHT, rows, DIM])
+
+
+@gluon.jit
+def rows_of(tile):
+    """The rows of a tile (i, K), each of all blocks of 8: eight times (block, 1, K)."""
+    first, second = halved(tile.reshape([SIZE // EIGHT, EIGHT, DIM]))
+    r01, r23 = halved(first)
+    r45, r67 = halved(second)
+    return halved(r01) + halved(r23) + halved(r45) + halved(r67)
+
+
+@gluon.jit
+def tile_of(rows):
+    """The tile of these rows: the inverse of `rows_of`."""
+    first = stacked(stacked(rows[0], rows[1]), stacked(rows[2], rows[3]))
+    second = stacked(stacked(rows[4], rows[5]), stacked(rows[6], rows[7]))
+    return gl.convert_layout(stacked(first, second).reshape([SIZE, DIM]), of_thread)
+
+
+@gluon.jit
+def since_first(rows):
+    """Products of the rows of each block from the first one to each, as rows."""
+    products = (rows[0],)
+    for i in gl.static_range(1, EIGHT):
+        products = products + (products[i - 1] * rows[i],)
+    return products
+
+
+@gluon.jit
+def to_last(rows, last):
+    """Products of `last` and the rows of each block that come after each, as rows."""
+    products = (last,)
+    for i in gl.static_range(1, EIGHT):
+        products = (products[0] * rows[EIGHT - i],) + products
+    return products
+
+
+@gluon.jit
 def store_anchors(q, k, a, rings, n):
     """Operands of pairs inside blocks of 8: the first ones of 16, and the second ones.  Waits until
     `scores` has read those of the chunk before.
@@ -42,13 +92,14 @@ def store_anchors(q, k, a, rings, n):
     operands = rings.operands
     dtype: gl.constexpr = q.dtype
     o_i = gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
-    D = gl.where((o_i & 7) == 0, ANCHOR, at_least(a))
-    T = D
-    for level in gl.static_range(3):
-        D, _, T = grown(D, D, T, level, of_thread)
+    rows = rows_of(gl.where((o_i & 7) == 0, ANCHOR, at_least(a)))
+    products = since_first(rows)
+    D = tile_of(products)
     both = gl.join(times(q, D, dtype), times(k, D, dtype))
     both = both.reshape([SIZE // 16, 2, EIGHT, DIM, 2]).permute((0, 4, 2, 3, 1))
-    columns = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), dtype)
+    # 1 / D, with one reciprocal for each block
+    inverse = map_fp32("rcp.approx.ftz.f32 $0, $1;", products[7])
+    columns = times(k, tile_of(to_last(rows, inverse)), dtype)
     mbarrier.wait(rings.read.index(0), phase(n, 1) ^ 1)
     first, second = gl.split(both.reshape([SIZE, DIM, 2]))
     operands.first_rows.store(first)
@@ -64,9 +115,11 @@ def store_operands(q, k, a, rings, n):
     dtype: gl.constexpr = q.dtype
     operands = rings.operands
     store_anchors(q, k, a, rings, n)
-    P, S, T = a, gl.full([SIZE, DIM], 1.0, gl.float32, of_thread), a
-    for level in gl.static_range(3):
-        P, S, T = grown(P, S, T, level, of_thread)
+    rows = rows_of(a)
+    products = since_first(rows)
+    P, T = tile_of(products), products[7].reshape([SIZE // EIGHT, DIM])
+    ones = rows_of(gl.full([SIZE, DIM], 1.0, gl.float32, of_thread))
+    S = tile_of(to_last(rows, ones[7]))
     # between blocks of 8
     second_q, second_P = eights_of(q)[1], eights_of(P)[1]
     first_k, second_k = eights_of(k)
@@ -78,10 +131,9 @@ def store_operands(q, k, a, rings, n):
     P, S, T = grown(P, S, T, 3, of_thread)
     o_i = gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
     to_anchor = gl.where(o_i >= 16, P, S)
-    columns = times(k, to_anchor, dtype)
-    both = gl.join(times(q, to_anchor, dtype), columns).reshape([SIZE // EIGHT, EIGHT, DIM, 2])
+    both = gl.join(times(q, to_anchor, dtype), times(k, to_anchor, dtype))
+    both = both.reshape([SIZE // EIGHT, EIGHT, DIM, 2])
     operands.half_rows.store(both.permute((0, 3, 1, 2)).reshape([2 * SIZE, DIM]))
-    operands.half_columns.store(columns)
     return P, S, T
 
 

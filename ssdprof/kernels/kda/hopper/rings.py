@@ -46,8 +46,7 @@ class Operands:
     second_columns: gl.shared_memory_descriptor
     eight_rows: gl.shared_memory_descriptor  # between blocks of 8: second ones of 16
     eight_columns: gl.shared_memory_descriptor  # first ones
-    half_rows: gl.shared_memory_descriptor  # between the halves: all rows
-    half_columns: gl.shared_memory_descriptor
+    half_rows: gl.shared_memory_descriptor  # between the halves: all rows; of k also as columns
 
 
 @aggregate
@@ -109,7 +108,6 @@ def allocate(dtype: gl.constexpr, gates: gl.constexpr, S: gl.constexpr):
             allocate_tile(dtype, [SIZE, DIM]),
             allocate_tile(dtype, [SIZE // 2, DIM]),
             allocate_tile(dtype, [2 * SIZE, DIM]),
-            allocate_tile(dtype, [SIZE, DIM]),
         ),
         ready=barriers(2),
         read=barriers(1),

@@ -125,13 +125,15 @@ def products(operands):
     first = of_blocks(operands.first_rows, operands.first_columns)
     second = of_blocks(operands.second_rows, operands.second_columns)
     between = of_blocks(operands.eight_rows, operands.eight_columns)
-    of_halves = mma_v2(
-        operands.half_rows.slice(SIZE, SIZE).load(gl.DotOperandLayout(0, rows_layout, 2)),
-        operands.half_columns.slice(0, BLOCK)
-        .permute((1, 0))
-        .load(gl.DotOperandLayout(1, rows_layout, 2)),
-        gl.full([SIZE, BLOCK], 0.0, gl.float32, rows_layout),
-    )
+    # between the halves; columns are rows of k of the first half
+    right: gl.constexpr = gl.DotOperandLayout(1, rows_layout, 2)
+    zero = gl.full([SIZE, EIGHT], 0.0, gl.float32, rows_layout)
+    rows = operands.half_rows.slice(SIZE, SIZE).load(gl.DotOperandLayout(0, rows_layout, 2))
+    columns = operands.half_rows.slice(EIGHT, EIGHT).permute((1, 0)).load(right)
+    first_half = mma_v2(rows, columns, zero)
+    columns = operands.half_rows.slice(3 * EIGHT, EIGHT).permute((1, 0)).load(right)
+    second_half = mma_v2(rows, columns, zero)
+    of_halves = gl.join(first_half, second_half).permute((0, 2, 1)).reshape([SIZE, BLOCK])
     first_q, first_k = q_and_k(first)
     second_q, second_k = q_and_k(second)
     between_q, between_k = q_and_k(between)
