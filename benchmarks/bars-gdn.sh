@@ -17,4 +17,5 @@ ssdprof bench gdn --impl fused --shape $Q,qwen3.5-397b-tp8 --seq 8k,16k,64k,128k
 ssdprof bench gdn --impl fused --shape qwen3.5-9b,qwen3.5-0.8b,qwen3.5-397b-tp8 --seq 8k,32k,64k --draw slow --check short --against flashinfer --out $R-slow
 ssdprof bench gdn --impl fused --shape qwen3.5-9b,qwen3.5-397b --seq 32k,64k,128k --draw quarter-slow --check short --against flashinfer --out $R-quarter-slow
 ssdprof bench gdn --impl fused --shape qwen3.5-9b,qwen3.5-397b-tp8 --seq 4,8 --batch 1,16,64,256 --against flashinfer_mtp --out $R-verification
+ssdprof bench gdn --impl recurrent --shape qwen3.5-9b --verify 4,8 --batch 64,256 --pool 1024 --check short --against flashinfer_mtp --out $R-pools
 python benchmarks/check_bars.py $R*

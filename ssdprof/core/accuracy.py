@@ -1,4 +1,6 @@
-"""How far an output is from the oracle, and what was concluded from it."""
+"""The errors of output tensors: deviations from the fp64 oracle and the baseline, error budgets,
+and tests whether rounding explains an error.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ from ssdprof.core.base import (
 
 
 class Deviation(Record):
-    """The difference between two tensors.  Positions index the tensor's own shape.
+    """The deviation of a tensor from another one.  A position has an index for each of its axes.
 
-    matches: percent of the elements, at each of `TOLERANCES`.
-    matches_rms: the same at `TOLERANCES[1:]` times the RMS of the tensor; None in old records.
-    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs; None in
-    old records.
-    along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty
-        for a tensor without a position axis, and in a bench.
+    against: the other tensor, in words.
+    matches: the percentage of elements within each of `TOLERANCES`: see `match_pct`.
+    matches_rms: the same for `TOLERANCES[1:]` relative to the RMS of the tensor: see
+        `match_rms_pct`.  None in old records.
+    max_abs: the largest absolute difference, which is in head `worst_head` at `worst_position`.
+    nonfinite: the number of elements that are not finite; `first_nonfinite` is the first of them.
+    scale_max_abs: the largest magnitude of the other tensor, for comparison with `max_abs`; None in
+        old records.
+    along: `rms_ratio` in each slice of the positions (see `SLICES`).  Empty for a tensor without an
+        axis of positions, and in a bench.
     """
 
     against: Text  # "fp64 oracle", "unfused exact, fp16 states", ...
@@ -51,28 +57,34 @@ class Deviation(Record):
         for position in filter(None, (self.worst_position, self.first_nonfinite)):
             if math.prod(index + 1 for index in position) > self.elements:
                 raise ValueError(f"{position} is not within {self.elements} elements")
-        if self.nonfinite > self.elements or (self.nonfinite > 0) != (
-            self.first_nonfinite is not None
-        ):
+        has_nonfinite = self.nonfinite > 0
+        has_first = self.first_nonfinite is not None
+        if self.nonfinite > self.elements or has_nonfinite != has_first:
             raise ValueError(
                 "first_nonfinite is the first of the nonfinite ones among the elements"
             )
         return self
 
     def match_pct(self, tolerance: float) -> float:
-        """The share with |a - b| <= tolerance (1 + |b|)."""
+        """The percentage of elements with |a - b| <= tolerance (1 + |b|).
+
+        tolerance: one of `TOLERANCES`.
+        """
         return self.matches[TOLERANCES.index(tolerance)]
 
     def match_rms_pct(self, tolerance: float) -> float | None:
-        """The share with |a - b| <= tolerance (rms + |b|), which depends on no unit of the
-        tensor.
+        """The percentage of elements with |a - b| <= tolerance (rms + |b|), which does not change
+        if both tensors are scaled.  None if it was not recorded.
+
+        tolerance: one of `TOLERANCES[1:]`.
         """
         return self.matches_rms[TOLERANCES.index(tolerance) - 1] if self.matches_rms else None
 
 
 class BudgetUse(Record):
-    """An error of the head that uses most of its budget, in one norm.  position: of the head's
-    largest difference.
+    """The error, in one norm, of the head that uses most of its budget.
+
+    position: that of the largest difference in this head.
     """
 
     norm: Literal["max", "rms"]
@@ -86,12 +98,15 @@ TestName = Literal["gain", "mean gain", "rms", "column", "slice", "period"]
 
 
 class ErrorTest(Record):
-    """The part of an output tensor where its error uses most of what rounding can explain
-    (measure/rounding_tests.py).
+    """The result of a test whether rounding explains an error, in the part of the tensor where the
+    error uses most of its limit (measure/rounding_tests.py).
 
-    head: 0 for a mean over heads.  value: of gains the relative deviation, with its sign; else the
-    relative RMS error.  position: a column, a slice (see `SLICES`), or a position modulo `period`;
-    None for a whole head.
+    head: the head of this part; 0 for a mean over heads.
+    position: a column, a slice (see `SLICES`), or a position modulo `period`, according to the
+        test; None for a whole head.
+    value: in tests of gains, the relative deviation of the gain from 1, with its sign; otherwise
+        the relative RMS error.
+    limit: the largest magnitude of the value that rounding explains.
     """
 
     test: TestName
@@ -103,12 +118,12 @@ class ErrorTest(Record):
 
     @property
     def used(self) -> float:
-        """The share of the limit; above 1 the test fails."""
+        """The error as a share of its limit.  The test fails above 1."""
         return abs(self.value) / self.limit
 
     @property
     def words(self) -> str:
-        """ "head 3: gain 1.005, where rounding explains 1 +- 0.0004"."""
+        """The result in words: "head 3: gain 1.005, where rounding explains 1 ± 0.0004"."""
         where = {
             "column": f", column {self.position}",
             "slice": f", slice {self.position} of {SLICES}",
@@ -124,43 +139,50 @@ class ErrorTest(Record):
 
 
 def _explains_most(test: ErrorTest) -> tuple[bool, float]:
-    """A gain explains all other errors, and a whole head those of its parts, unless one of them
-    is far worse.
+    """The order of failed tests: the largest one is reported.
+
+    A wrong gain of a head explains all other errors, so it comes last.  A wrong head explains the
+    errors of its parts unless one of them is far worse, so the error of a whole head counts double.
     """
-    return test.test == "gain", test.used * (2 if test.test == "rms" else 1)
+    weight = 2 if test.test == "rms" else 1
+    return test.test == "gain", test.used * weight
 
 
 class Accuracy(Record):
-    """One output tensor.
+    """The errors of one output tensor.
 
-    budget: an entry for each norm.
-    checks: of outputs with 16-bit inputs, what each test of the errors found.
-    coarser: the dtype in which all states of a head can be stored, although a finer one is claimed;
-    else None.
     dtype: of the tensor.
-    remark: what else is known of an output that does not pass (measure/diagnosis.py).
+    vs_baseline: None if the tensor is the baseline's own.
+    floor: the deviation of the oracle rounded to `dtype` from the oracle itself, which is the
+        smallest possible error.
+    budget: the use of the error budget in each norm.
+    checks: the tests whether rounding explains the error; only if the inputs have 16 bits.
+    coarser: a dtype that can represent all states of some head exactly, although the precision
+        claims the finer dtype `claimed`; None if there is no such head.
+    claimed: the dtype of the states at the case's precision; None for outputs.
+    remark: what is known of the cause if the tensor does not pass (measure/diagnosis.py).
     """
 
     tensor: TensorName
     dtype: DType
     vs_oracle: Deviation
-    vs_baseline: Deviation | None  # None for the baseline itself
-    floor: Deviation  # the oracle rounded to the output dtype, against the oracle
+    vs_baseline: Deviation | None
+    floor: Deviation
     budget: tuple[BudgetUse, ...]
     checks: tuple[ErrorTest, ...] = ()
     coarser: DType | None = None
-    claimed: DType | None = None  # of states
+    claimed: DType | None = None
     remark: Text = ""
 
     @property
     def reason(self) -> str:
-        """Why it does not pass, in a sentence, with the remark; empty if it does."""
+        """Why the tensor does not pass, with the remark; empty if it passes."""
         fault = self._fault
         return f"{fault}; {self.remark}" if fault and self.remark else fault
 
     @property
     def _fault(self) -> str:
-        """The reason without the remark; empty if it passes."""
+        """Why the tensor does not pass, without the remark; empty if it passes."""
         if self.vs_oracle.nonfinite:
             return self._nonfinite_reason()
         for use in self.budget:
@@ -180,7 +202,7 @@ class Accuracy(Record):
         return ""
 
     def _nonfinite_reason(self) -> str:
-        """Elements that are not finite, and whether the exact answer is."""
+        """The number of elements that are not finite, and whether the exact answer is finite."""
         error = self.vs_oracle
         floor = self.floor
         where = (

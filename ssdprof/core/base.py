@@ -1,8 +1,8 @@
 """The base class of records, and the types of their fields.
 
-Records are immutable, refuse unknown fields, NaN and numbers out of range, and import no torch.
-They hold what was measured; ratios, intervals and verdicts are properties, computed when they are
-read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
+Records are immutable.  They refuse unknown fields, NaN and numbers out of range, and they import no
+torch.  They hold what was measured; ratios, intervals and verdicts are properties, computed when
+they are read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
 """
 
 import re
@@ -15,10 +15,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ssdprof.errors import HARMFUL, escaped
 
-VERSION: Final = 4  # of reports
-SMALLEST_DIFFERENCE: Final = 0.01
-TOLERANCES: Final[tuple[float, ...]] = (0.0, 1e-3, 1e-2)
-# of a prompt: slice i holds positions p with p * SLICES // seqlen == i; one each if fewer
+VERSION: Final = 4  # of the format of reports
+SMALLEST_DIFFERENCE: Final = 0.01  # relative; times that differ by less are not called different
+TOLERANCES: Final[tuple[float, ...]] = (0.0, 1e-3, 1e-2)  # at which matching elements are counted
+# Slices of a prompt.  Slice i holds the positions p with p * SLICES // seqlen == i; a prompt of
+# fewer tokens has one position in each slice.
 SLICES: Final = 32
 
 MEMORIES: Final[tuple[int, ...]] = (64, 1024, 16384)  # tokens within which a head may forget
@@ -26,11 +27,12 @@ MEMORIES: Final[tuple[int, ...]] = (64, 1024, 16384)  # tokens within which a he
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
 StoredDType = Literal["fp64", "fp32", "fp16", "bf16", "int32", "int64"]  # of a tensor in a capture
 Intermediates = Literal["exact", "relaxed"]
-# what happened; whether it is right is `Case.result`
+# Whether a case ran.  Whether its result is right is `Case.result`.
 Status = Literal["ran", "refused", "out of memory", "failed"]
 Fault = Literal["refused", "out of memory", "failed"]
 CaseResult = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
-Clock = Literal["call", "device"]  # a Python call on an idle device; replay of a recorded graph
+# "call": a Python call on an idle device.  "device": the replay of a CUDA graph of the call.
+Clock = Literal["call", "device"]
 CLOCKS: Final[tuple[Clock, ...]] = ("device", "call")
 TensorName = Literal["out", "final_states"]
 PlacementKind = Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"]
@@ -39,14 +41,14 @@ KernelOrigin = Literal["model", "bundled"]
 PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention", "MLP", "rest"]
 
 LONGEST_SEQLEN: Final = 1 << 24  # tokens of a call, and elements along any other axis
-MOST_STEPS: Final = 4096  # of decoding after a prompt, and ranks
-_MOST: Final = 1 << 62
+MOST_STEPS: Final = 4096  # decode steps after a prompt; also the largest number of processes
+_MOST: Final = 1 << 62  # fits into a signed integer of 64 bits
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Size = Annotated[int, Field(gt=0, le=_MOST)]
 Length = Annotated[int, Field(gt=0, le=LONGEST_SEQLEN)]
 Processes = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 Position = Annotated[tuple[Count, ...], Field(min_length=1)]  # an index for each axis
-# so that ratios of ratios and their intervals are finite
+# the limits keep ratios of ratios, and their intervals, finite
 Microseconds = Annotated[float, Field(ge=1e-3, le=1e12)]
 NotNegative = Annotated[float, Field(ge=0)]
 Percent = Annotated[float, Field(ge=0, le=100)]
@@ -70,19 +72,22 @@ def _harmless(text: object) -> object:
     return HARMFUL.sub(escaped, text) if isinstance(text, str) else text
 
 
-# a text from anywhere, which is harmless in every output; pydantic itself refuses lone surrogates
+# A text from any source, made harmless for every output.  Pydantic itself refuses lone surrogates.
 Text = Annotated[str, BeforeValidator(_harmless)]
 
 
 class Record(BaseModel):
-    """Base of every stored record.  Its texts are `Text`, never `str`."""
+    """The base class of every stored record.  The type of a text field is `Text`, never `str`."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings"
     )
 
     def changed(self, **fields: object) -> Self:
-        """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
+        """A copy with other values of some fields, validated again.
+
+        Pydantic's `model_copy` does not validate.
+        """
         return type(self)(**(self.field_values | fields))
 
     @property
@@ -91,14 +96,13 @@ class Record(BaseModel):
 
 
 def check_unique(what: str, names: Sequence[object]) -> None:
-    """ValueError if one of the names occurs twice."""
+    """Raise ValueError if one of the names occurs twice.  what: the subject of the message."""
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"{what} occurs twice: {next(name for name in names if names.count(name) > 1)}"
-        )
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{what} occurs twice: {repeated}")
 
 
-# In reports a precision is its name.  Where kernels run it is `ssdprof.kernels.Precision`.
+# Reports store a precision as its name.  Kernels take a `ssdprof.kernels.Precision`.
 EXACT_FP32: Final = "exact, fp32 states"
 PRECISIONS: Final = (
     EXACT_FP32,
@@ -108,36 +112,38 @@ PRECISIONS: Final = (
     "relaxed, fp16 states",
     "relaxed, bf16 states",
 )
-# one of these, or "exact, int8 states" of decoded tokens, whose states have more formats
+# One of `PRECISIONS`.  Cases of decoded tokens have more formats of states: "exact, int8 states".
 PrecisionName = Annotated[Text, Field(pattern=r"^(exact|relaxed), \S+ states$")]
 
 
 def intermediates_of(precision: PrecisionName) -> str:
-    """ "exact" or "relaxed"."""
+    """The intermediates of a precision: "exact" or "relaxed"."""
     return precision.partition(", ")[0]
 
 
 def states_of(precision: PrecisionName) -> str:
-    """The dtype of its states: "fp32"."""
+    """The dtype of the states of a precision: "fp32"."""
     return short_precision(precision).partition(", ")[2]
 
 
 def short_precision(precision: PrecisionName) -> str:
-    """ "exact, fp32", for the column of a table."""
+    """The precision as the column of a table shows it: "exact, fp32"."""
     return precision.removesuffix(" states")
 
 
 def exact_precision(precision: PrecisionName) -> PrecisionName:
-    """The same states with exact intermediates."""
+    """The precision with the same states and exact intermediates."""
     return precision.replace("relaxed", "exact")
 
 
 def precisions_for(
     dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
 ) -> tuple[PrecisionName, ...]:
-    """Every pair of intermediates and state dtype, exact before relaxed.
+    """Every combination of intermediates and state dtypes, exact before relaxed.
 
-    dtype: of the inputs.  states: None: fp32 with exact, the inputs' dtype with relaxed.
+    dtype: of the inputs.
+    states: the state dtypes.  None: fp32 states for exact intermediates, and states in the inputs'
+        dtype for relaxed ones.
     """
     kinds: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if intermediates == "all" else (intermediates,)
@@ -149,18 +155,20 @@ def precisions_for(
     return tuple(names)
 
 
-REPEATS: Final = "repeats bitwise"  # a law that no kernel promises: only reported
-# begins the names of laws about a pool of states: measure/pools.py
+# A law that no kernel promises to obey: its result is reported, and breaking it fails no case.
+REPEATS: Final = "repeats bitwise"
+# The names of laws about a pool of states (measure/pools.py) begin with this.
 BETWEEN_CALLS: Final = "between calls: "
 Holds = Literal["yes", "no", "not applicable"]
 Laws = Literal["quick", "default", "all"]  # which laws are tested
 
 
 class Probe(Record):
-    """Whether a law holds that every correct kernel obeys, as measure/laws.py tests it.
+    """The result of testing a law, which every correct kernel obeys (measure/laws.py).
 
-    detail: the first position that broke it, why the law is not applicable, or in which limits it
-    holds.
+    name: of the law.
+    detail: the first position that broke the law, the reason why the law is not applicable, or the
+        limits within which it holds.
     """
 
     name: Text
@@ -169,12 +177,12 @@ class Probe(Record):
 
 
 def distinct(several: Iterable[Iterable[Key]]) -> list[Key]:
-    """Each item of all of them once, in their order."""
+    """The items of several collections, each item once, in the order of first occurrence."""
     return list(dict.fromkeys(chain.from_iterable(several)))
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items with each key, both in their order."""
+    """Key -> the items with this key.  Keys and items are in the order of the items."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""A case, and what was measured of it."""
+"""A case: one implementation at one precision on one task, with everything measured of it."""
 
 from __future__ import annotations
 
@@ -37,16 +37,21 @@ from ssdprof.core.base import (
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
-CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
-DECODER: Final = "recurrent"  # decodes with states in a format, step by step
-BUDGET: Final = 10  # times the error of a format's first rounding, up to which it keeps a head
-BUDGETS: Final = (2**-9, 0.5)  # below is the rounding of inputs in bf16, above no digit is right
+# A library whose output is outside the error budget is still timed up to this relative RMS error.
+CLOSE: Final = 0.01
+DECODER: Final = "recurrent"  # the implementation that decodes with states in any format
+# A format keeps a head while the error of its state is at most this many times the error of the
+# first rounding to the format.
+BUDGET: Final = 10
+# The smallest and the largest such limit: the rounding of inputs in bf16, and an error at which no
+# digit is right.
+BUDGETS: Final = (2**-9, 0.5)
 
 
 class LayerCall(Record):
     """A captured call of a layer's operator.
 
-    call: which of the layer's calls; None: the whole of a prompt.
+    call: which of the layer's calls; None if the layer's only call is the whole prompt.
     """
 
     kind: Literal["layer"]
@@ -56,7 +61,7 @@ class LayerCall(Record):
 
     @property
     def where(self) -> str:
-        """ "layer 3"."""
+        """The layer: "layer 3"."""
         return f"layer {self.layer.index}"
 
     @property
@@ -68,10 +73,12 @@ class LayerCall(Record):
 class Generated(Record):
     """The inputs of a bench's case, generated for the sizes of a model.
 
-    shape: name of the sizes.  shape_words: "80x64, N 128, G 1".  tokens: "8 x 4,096", "64 packed x
-    1k-4k".
-    ways: words of --draw; empty for the default inputs.
-    checked: tokens of the sequence on which the outputs were compared; None: on all.
+    shape: the name of the sizes: "mamba2-2.7b".
+    shape_words: the sizes in words: "80x64, N 128, G 1".
+    tokens: the sequences in words: "8 x 4,096", "64 packed x 1k-4k".
+    ways: the words of `--draw`; empty for the default inputs.
+    checked: the length of the sequence on which the outputs were compared; None if they were
+        compared on all tokens that were timed.
     """
 
     kind: Literal["generated"]
@@ -87,18 +94,21 @@ class Generated(Record):
 
     @property
     def where(self) -> str:
-        """ "mamba2-2.7b, bf16"."""
+        """The inputs without their length: "mamba2-2.7b, bf16"."""
         layout = () if self.layout == "contiguous" else (self.layout,)
         return ", ".join((self.shape, self.dims.dtype, *layout, *self.ways))
 
     @property
     def sizes(self) -> str:
-        """Without the chunk size: each implementation takes its fastest one."""
+        """The operator, its sizes, the dtype and the layout, in words.
+
+        The chunk size is left out, because each implementation takes its fastest one.
+        """
         return f"{self.dims.operator}, {self.dims.words}, {self.dims.dtype}, {self.layout}"
 
 
 def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
-    """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens"."""
+    """The size of a call in words: "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens"."""
     size = tokens(seqlen, batch)
     if call is None:
         return size
@@ -108,10 +118,10 @@ def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
 
 
 class Samples(Record):
-    """Times of one process.
+    """The times that one process measured by one clock.
 
-    us: microseconds of each round of each recording; implementations of one process have their
-    turns in common.
+    us: for each recording, the microseconds of each of its rounds.  All implementations of a
+        process take turns within a round, so equal indices were measured at nearly the same time.
     """
 
     process: Text
@@ -122,9 +132,9 @@ class Samples(Record):
 
 
 class Summary(Record):
-    """Times in microseconds with their 95 % intervals, of a case whose samples are not stored.
+    """The times of a case whose samples are not stored, in microseconds with 95 % intervals.
 
-    over: the speedup over the case's baseline, as it was measured in common rounds.
+    over: clock -> the speedup over the case's baseline, computed from rounds in which both ran.
     """
 
     call: Estimate | None = None
@@ -152,13 +162,15 @@ class Launch(Record):
 
     @property
     def digest(self) -> str:
-        """Six characters for the configuration, which are all that a baseline has of it."""
+        """Six characters that identify the configuration.  A stored baseline has only these."""
         return str(self.config.get("digest", sha256(str(self.config).encode()).hexdigest()[:6]))
 
 
 class FirstCall(Record):
-    """Seconds from a call to the end of the GPU's work, and of compiling each kernel that was not
-    in Triton's cache.
+    """The first call of an implementation.
+
+    seconds: from the call to the end of the GPU's work.
+    compiled: kernel -> the seconds of compiling it, for each kernel that was not in Triton's cache.
     """
 
     seconds: NotNegative
@@ -171,19 +183,23 @@ def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     return interval
 
 
-# of 95 %, where no samples are stored
+# the ends of a 95 % interval, of a value whose samples are not stored
 Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 
 class AnswerBand(Record):
-    """Positions start..stop of the prompt.
+    """The answers at positions start, ..., stop - 1 of the prompt, compared with the reference's.
 
-    flips: positions at which the two have different most likely tokens; margin: the reference's
-    log-probability of its own token minus that of the other one, in nats; flip_position: that of
-    the largest.
-    perplexity_increase_pct: relative to the reference's, and its 95 % interval: from the
-    differences at each position, resampled in blocks.  The perplexities are None if no next token
-    is known.
+    kl_mean, kl_p99, kl_max: of the KL divergence at each position, in nats.
+    flips: the number of positions at which the two have different most likely tokens.
+    flip_margin_median, flip_margin_max: of the margin at a flip: the reference's log-probability of
+        its own token minus that of the candidate's token, in nats.
+    flip_position: the position of the largest margin.
+    perplexity_increase_pct: relative to the reference's perplexity.
+    perplexity_interval_pct: its 95 % interval, from the differences at each position, resampled in
+        blocks.
+
+    The perplexities are None if no next token is known.
     """
 
     start: Count
@@ -210,15 +226,20 @@ class Answers(Record):
     The divergence is KL(reference || candidate), in nats.  Position t is that of the distribution
     of token t + 1.
 
-    reference: computed the operators in the reference model.  remark: the reason of this choice.
-    weights: the dtype of the model outside of its operators; own_weights: it is the checkpoint's.
-    layers: decoder layers in which the implementation computed; elsewhere the reference did.
-    change: for a case that shows noise: the change, in words.
-    alone: the only decoder layer that the implementation computed; None: all of `layers`.
-    bands: of all positions, then of parts of a long prompt.  Empty unless it ran.
-    nonfinite: the first position whose distribution is not finite.
-    generated: number of greedy tokens after the prompt.  first_difference: the first that differs
-    from the reference's.
+    reference: the implementation that computed the operators in the reference model.
+    remark: the reason why it is the reference.
+    weights: the dtype of the model outside of its operators.
+    own_weights: whether this is the dtype of the checkpoint.
+    layers: the decoder layers in which the implementation computed; the reference computed in the
+        other ones.
+    change: in a case that shows noise, what was changed, in words; otherwise empty.
+    alone: the only decoder layer in which the implementation computed; None if it computed in all
+        of `layers`.
+    bands: all positions, then parts of a long prompt.  Empty if the case did not run.
+    nonfinite: the first position whose distribution is not finite; None if there is none.
+    generated: the number of greedy tokens after the prompt.
+    first_difference: the index of the first of them that differs from the reference's; None if none
+        differs.
     """
 
     kind: Literal["answers"]
@@ -237,7 +258,7 @@ class Answers(Record):
 
     @property
     def where(self) -> str:
-        """ "answers", "answers of layer 3 alone"."""
+        """What was answered: "answers", "answers of layer 3 alone"."""
         alone = "" if self.alone is None else f" of layer {self.alone} alone"
         return ", ".join(filter(None, (f"answers{alone}", self.change)))
 
@@ -248,21 +269,25 @@ class Answers(Record):
         return f"{self.weights} weights, reference {self.reference}, layers {layers}"
 
 
-# relative and RMS, (marks, heads).  None: it is not finite, or the exact value is 0
+# Relative RMS errors, (marks, heads).  None: the error is not finite, or the exact value is 0.
 StateErrors = tuple[tuple[NotNegative | None, ...], ...]
 
 
 class DecodedStates(Record):
-    """A prompt token by token, with the state rounded to a format as a server's pool holds it.
+    """A prompt that was decoded token by token, with the state rounded to a format, as in a
+    server's pool of states.
 
-    The format is that of the case's precision: "exact, int8 states".
+    The format is part of the case's precision: "exact, int8 states".
 
-    of: the call whose inputs these are.  step: tokens from one rounding to the next.
-    marks: numbers of tokens after which errors are known, in order; the last is all of them.
-    out_errors, state_errors: against fp64: of the output since the mark before, and of the state
-        that the pool holds then.  Empty unless it ran.
-    memories: of each head: within how many of `MEMORIES` it does not forget.
-    slot_bytes: of one sequence's state in this layer.
+    of: the call whose inputs were decoded.
+    step: the number of tokens from one rounding to the next.
+    marks: the numbers of tokens after which errors are known, ascending; the last one is the
+        length of the prompt.
+    out_errors: relative RMS errors against fp64 of the output since the previous mark.
+    state_errors: relative RMS errors against fp64 of the state in the pool at the mark.  Both are
+        empty if the case did not run.
+    memories: for each head, the number of `MEMORIES` within which it does not forget.
+    slot_bytes: the size of the state of one sequence in this layer; None if it is not known.
     """
 
     kind: Literal["states"]
@@ -276,16 +301,17 @@ class DecodedStates(Record):
 
     @model_validator(mode="after")
     def _shaped(self) -> DecodedStates:
-        """An error for each mark and head, unless it did not run."""
-        heads, marks = len(self.memories), len(self.marks)
+        """Check that there is an error for each mark and head, unless the case did not run."""
+        heads = len(self.memories)
         for errors in (self.out_errors, self.state_errors):
-            if errors and (not heads or [*map(len, errors)] != [heads] * marks):
+            heads_at_marks = [len(of_mark) for of_mark in errors]
+            if errors and (heads == 0 or heads_at_marks != [heads] * len(self.marks)):
                 raise ValueError("errors are of each mark and head")
         return self
 
     @property
     def where(self) -> str:
-        """ "layer 3, decoded", "layer 3, decoded by 4"."""
+        """The call, and the tokens of a step: "layer 3, decoded", "layer 3, decoded by 4"."""
         return f"{self.of.where}, {decoded_words(self.step)}"
 
     @property
@@ -294,69 +320,75 @@ class DecodedStates(Record):
 
     @property
     def budget(self) -> float:
-        """The largest error of a state that is kept: `BUDGET` times that of the format's first
-        rounding, which is the median of the heads at the first mark, within `BUDGETS`.
+        """The largest error of a state that counts as kept.
+
+        It is `BUDGET` times the error of the format's first rounding, within `BUDGETS`.  The error
+        of the first rounding is the lower median of the heads at the first mark.
         """
-        first = sorted(worst([error]) for error in self.state_errors[0])
+        first_errors = sorted(worst([error]) for error in self.state_errors[0])
+        median = first_errors[(len(first_errors) - 1) // 2]
         least, most = BUDGETS
-        return min(max(BUDGET * first[(len(first) - 1) // 2], least), most)
+        return min(max(BUDGET * median, least), most)
 
     @cached_property
     def lost(self) -> tuple[int | None, ...]:
-        """The first mark at which the state of each head is outside the budget; None: it never
+        """For each head, the first mark at which its state is outside the budget; None if it never
         is.
         """
-        steps: list[int | None] = []
+        lost_at: list[int | None] = []
         budget = self.budget if self.state_errors else 0.0
-        for errors in zip(*self.state_errors, strict=True):
-            outside = [error is None or error > budget for error in errors]
-            steps.append(self.marks[outside.index(True)] if any(outside) else None)
-        return tuple(steps)
+        for errors_of_head in zip(*self.state_errors, strict=True):
+            outside = [error is None or error > budget for error in errors_of_head]
+            lost_at.append(self.marks[outside.index(True)] if any(outside) else None)
+        return tuple(lost_at)
 
     @property
     def kept_steps(self) -> int | None:
-        """Tokens after which every head is still kept; None: it did not run."""
+        """The last mark at which no head is lost, 0 if there is none; None if the case did not
+        run.
+        """
         if not self.state_errors:
             return None
-        first = min(filter(None, self.lost), default=None)
-        return max((mark for mark in self.marks if first is None or mark < first), default=0)
+        first_lost = min(filter(None, self.lost), default=math.inf)
+        return max((mark for mark in self.marks if mark < first_lost), default=0)
 
     def last(self, errors: StateErrors) -> float | None:
-        """The largest error of a head at the last mark; infinite if one is not known; None: it did
-        not run.
+        """The largest error of a head at the last mark; infinite if an error is not known, None if
+        the case did not run.
         """
         return worst(errors[-1]) if errors else None
 
 
 def decoded_words(step: int) -> str:
-    """ "decoded", "decoded by 4"."""
+    """How a prompt was decoded: "decoded" token by token, "decoded by 4"."""
     return f"decoded by {step}" if step > 1 else "decoded"
 
 
 def worst(errors: Iterable[float | None]) -> float:
-    """The largest one, infinite if one is not known."""
+    """The largest error; infinite if an error is not known."""
     return max(math.inf if error is None else error for error in errors)
 
 
 class Prefill(Record):
-    """A prefill of the whole model, first token included; its samples are of the call clock.
+    """A prefill of the whole model, up to the first token.  Its samples are call times.
 
     conv_and_norm: the origin of the convolution and the gated norm around the operators.
-    layers: decoder layers that were loaded, of layer_count.  operator_layers: those with an
-    operator.
-    operator_calls: in one prefill: layers times segments.  alone: the layer whose operator was
-    timed alone.
-    attention, convolution: the model's own, in words.
-    alone_us: device time of that layer's operator, on its inputs in this model.
-    parts: microseconds of the kernels with the longest times, and of all "others", in one profiled
-        prefill.  "mixer": a mixer without its operator, convolution and gated norm: its
-        projections.  "rest": embedding, norms, residual sums, language-model head, and everything
-        else.
-    peak_bytes: GPU memory allocated during the profiled prefill, weights included.
-    logits_rms: RMS of the difference of the first token's logits to the baseline's with the same
-        convolution and norm, over RMS of the baseline's.
-    left_to_model: parts that the model computed itself although the bundled kernels were requested,
-    in words.
+    layers: the number of decoder layers that were loaded, of `layer_count` in the model.
+    operator_layers: the number of loaded layers that have an operator.
+    operator_calls: the number of operator calls in one prefill: layers times segments.
+    alone: the layer whose operator was also timed alone.
+    attention, convolution: the model's implementations, in words.
+    alone_us: the device time of that layer's operator, on its inputs in this model.
+    parts: part of the model -> kernel -> microseconds in one profiled prefill.  The kernels with
+        the longest times have names; the others are summed as "others".  The part "mixer" is a
+        mixer without its operator, convolution and gated norm, that is, its projections.  The part
+        "rest" is the embedding, norms, residual sums, language-model head, and everything else.
+    peak_bytes: the GPU memory allocated during the profiled prefill, weights included.
+    logits_rms: the RMS of the difference of the first token's logits to the baseline's with the
+        same convolution and norm, over the RMS of the baseline's.
+    same_token: whether the first token is that of the baseline.
+    left_to_model: the parts, in words, that the model computed itself although the bundled kernels
+        were requested.
     """
 
     kind: Literal["prefill"]
@@ -378,7 +410,7 @@ class Prefill(Record):
 
     @property
     def where(self) -> str:
-        """ "prefill, bundled convolution and norm"."""
+        """The kind of prefill: "prefill, bundled convolution and norm"."""
         return f"prefill, {self.conv_and_norm} convolution and norm"
 
     @property
@@ -388,36 +420,38 @@ class Prefill(Record):
 
     @property
     def part_us(self) -> dict[str, float]:
-        """The GPU's work of each part."""
+        """Part of the model -> the microseconds of its kernels."""
         return {name: math.fsum(kernels.values()) for name, kernels in self.parts.items()}
 
 
 class Case(Record):
-    """One implementation at one precision: on one call of a layer, or in the whole model.
+    """One implementation at one precision, on one call of a layer or in the whole model.
 
-    task: what it computed: a captured call, generated inputs, either token by token, the model's
-        answers, or a prefill of the model.
-    inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
-    kind: a library's refusals fail no run; those of the user's own kernel do.  What a server
-        computed is not timed.
-    named: a library that the user asked for, whose failures and broken laws fail the run; those of
-        a library that only came along do not.
-    version: of a library; module:function of an own kernel.
+    task: what was computed: a captured call, generated inputs, one of these decoded token by token,
+        the model's answers, or a prefill of the model.
+    inputs: the SHA-256 of the prompt's ids, or the words of the draw.  Errors can be compared
+        between cases with equal inputs.
+    kind: the origin of the implementation.  A case that a library refuses does not fail a run; a
+        case that the user's own kernel refuses does.  What a server computed is not timed.
+    named: whether the user asked for this library by name.  Only then do its failures and broken
+        laws fail the run.
+    version: the version of a library, or "module:function" of the user's own kernel.
     variant: which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
-    baseline: the implementation that it is compared with; empty for the baseline itself, whose
-        other precisions are compared with its exact one.
-    reason: why it did not run, or a remark.  plan: the reason for this kernel and configuration.
-    later_fault: an error after the first call, while it was timed; then there is no time.
-    nonfinite: an element of an output that was not compared is not finite.
-    summary: the times, if there are no samples of them.
-    bytes_moved, flops: the least that the call must do: every input read once, every output written
-    once.
-    workspace_bytes: the peak that the call allocates beyond its outputs.
-    chunk_size: the fastest of `trials`; None if the implementation chooses its own.
-    trials: device time of a few replays at each chunk size; None if it did not pass, or was the
-    only one.
-    first_call: at this chunk size; what was compiled for any of them.
-    probes: laws that were tested with this call; empty if they were tested with another one.
+    baseline: the implementation that the case is compared with.  For the baseline's own cases it is
+        empty; its other precisions are compared with its exact one.
+    reason: why the case did not run, or a remark.
+    later_fault: an error after the first call, while the case was timed; it then has no time.
+    nonfinite: whether an output that was not compared has an element that is not finite.
+    plan: the reasons for this kernel and configuration.
+    summary: the times, if the samples are not stored.
+    bytes_moved, flops: the least that any implementation must move and compute, with every input
+        read once and every output written once.
+    workspace_bytes: the peak memory that the call allocates beyond its outputs.
+    chunk_size: the fastest one of `trials`; None if the implementation chooses it itself.
+    trials: chunk size -> the device time of a few replays; None if the case did not pass with this
+        chunk size, or if there was no other one to compare it with.
+    first_call: the first call with `chunk_size`, with all kernels compiled for any chunk size.
+    probes: the laws that were tested with this call; empty if they were tested with another one.
     """
 
     task: Annotated[
@@ -476,17 +510,17 @@ class Case(Record):
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a call of an implementation, with errors and times."""
+        """Whether the case is a call of the operator alone, with errors and times."""
         return isinstance(self.task, LayerCall | Generated)
 
     @property
     def layer(self) -> LayerRef | None:
-        """The layer of a captured call."""
+        """The layer of a captured call; None for generated inputs and for the whole model."""
         return self.inputs_of.layer if isinstance(self.inputs_of, LayerCall) else None
 
     @property
     def call(self) -> CallRef | None:
-        """The call of its layer; None if that call is a whole prompt."""
+        """Which of its layer's calls the case is; None if the call is a whole prompt."""
         return self.task.call if isinstance(self.task, LayerCall) else None
 
     @property
@@ -496,22 +530,22 @@ class Case(Record):
 
     @property
     def clock(self) -> Clock:
-        """The one that verdicts use."""
+        """The clock that verdicts on speed use."""
         return "call" if isinstance(self.task, Prefill) else "device"
 
     # --- names
 
     @property
     def where(self) -> str:
-        """ "layer 3"; "mamba2-2.7b, bf16" of a bench; "answers"; "prefill, bundled convolution and
-        norm".
+        """The place of the task: "layer 3", "mamba2-2.7b, bf16", "answers", "prefill, bundled
+        convolution and norm".
         """
         return self.task.where
 
     @property
     def size(self) -> str:
-        """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other
-        one of its layer.
+        """The size of the call, which differs from that of every other call of its layer:
+        "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens".
         """
         if isinstance(self.inputs_of, Generated):
             return self.inputs_of.tokens
@@ -519,59 +553,65 @@ class Case(Record):
 
     @property
     def case_key(self) -> str:
-        """ "layer 3, 131,072 tokens"."""
+        """The task in words: "layer 3, 131,072 tokens"."""
         return f"{self.where}, {self.size}"
 
     @property
     def name(self) -> str:
-        """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in
-        every report.
+        """The name of the case: "layer 3, 131,072 tokens, fused, exact, fp32 states".
+
+        The same case has the same name in every report.
         """
         return f"{self.case_key}, {self.label}"
 
     @property
     def id(self) -> str:
-        """Six characters that `ssdprof case` takes: the same case has the same ones in every
-        report.
+        """Six characters that identify the case for `ssdprof case`.
+
+        The same case has the same id in every report.
         """
         return sha256(self.name.encode()).hexdigest()[:6]
 
     @property
     def label(self) -> str:
-        """ "fused, exact, fp32 states"."""
+        """The implementation and the precision: "fused, exact, fp32 states"."""
         return f"{self.implementation}, {self.precision}"
 
     @property
     def kernel(self) -> str:
-        """ "fused hopper"; the variant only if it differs from the name."""
-        names = (self.implementation, "" if self.variant == self.implementation else self.variant)
-        return " ".join(filter(None, names))
+        """The implementation, and its variant if that has another name: "fused hopper"."""
+        return " ".join(filter(None, dict.fromkeys((self.implementation, self.variant))))
 
     @property
     def prompt(self) -> str:
-        """The tokens of the prompt that the call belongs to; of all packed sequences together."""
+        """The size of the prompt that the call belongs to, in words.
+
+        Packed sequences count as one prompt.
+        """
         if self.call is None or self.call.kind == "packed":
             return tokens(self.seqlen, self.batch)
         return tokens(self.call.prompt_seqlen, self.call.sequences)
 
     @property
     def calls(self) -> str:
-        """The calls that add up: "decode steps after 512 tokens", "chunks of 8 tokens of 40
-        tokens"; else the size.
+        """The calls that this case is summed with, in words: "decode steps after 512 tokens",
+        "chunks of 8 tokens of 40 tokens", or the size of a whole prompt.
         """
         if self.call and self.call.kind == "decode":
             return f"decode steps after {self.prompt}"
         if self.call and self.call.kind == "chunk":
             return f"chunks of {tokens(self.seqlen, self.batch)} of {self.prompt}"
-        if self.call and self.call.kind == "packed":  # all passes of all ranks
-            whole = self.call.changed(number=1, count=1, rank=None)
-            return call_size(self.seqlen, self.batch, whole)
+        if self.call and self.call.kind == "packed":
+            any_pass = self.call.changed(number=1, count=1, rank=None)  # of any rank, too
+            return call_size(self.seqlen, self.batch, any_pass)
         return self.size
 
     @property
     def kernels(self) -> int | None:
-        """Number of launched Triton kernels; None if none was recorded (`launches` has the planned
-        number).
+        """The number of Triton kernels whose launch was recorded; None if there are none.
+
+        Where no Triton kernel could be inspected, `launches` has the planned one, without
+        registers.
         """
         return sum(launch.registers is not None for launch in self.launches) or None
 
@@ -582,17 +622,20 @@ class Case(Record):
 
     @property
     def error(self) -> Deviation | None:
-        """The deviation of the output from the fp64 oracle."""
-        return out.vs_oracle if (out := self.tensor("out")) else None
+        """The deviation of the output from the fp64 oracle; None if it was not compared."""
+        out = self.tensor("out")
+        return out.vs_oracle if out else None
 
     def match_pct(self, tolerance: float) -> float | None:
-        """The share of the output that matches the baseline's."""
+        """The percentage of the output's elements that match the baseline's; None if there is no
+        baseline.
+        """
         out = self.tensor("out")
         return out.vs_baseline.match_pct(tolerance) if out and out.vs_baseline else None
 
     @property
     def band(self) -> AnswerBand | None:
-        """The comparison of the answers at all positions."""
+        """The comparison of the answers at all positions; None if there is none."""
         bands = self.task.bands if isinstance(self.task, Answers) else ()
         return bands[0] if bands else None
 
@@ -619,8 +662,9 @@ class Case(Record):
 
     @property
     def broken_laws(self) -> tuple[Probe, ...]:
-        """The broken laws that make the case fail.  None of a library that was not requested: its
-        laws are only shown.
+        """The broken laws that make the case fail.
+
+        The laws of a library that the user did not name are reported and fail no case.
         """
         if self.kind == "library" and not self.named:
             return ()
@@ -628,30 +672,32 @@ class Case(Record):
 
     @property
     def outside_budget(self) -> str:
-        """The reasons, and the laws that it breaks; empty if all is well."""
+        """The reasons why errors are outside their budgets, and the broken laws; empty if there are
+        none.
+        """
         reasons = [tensor.reason for tensor in self.accuracy if tensor.reason]
         laws = [f"law '{law.name}': {law.detail}" for law in self.broken_laws]
         return "; ".join([*reasons, *laws])
 
     @property
     def only_outside(self) -> bool:
-        """Whether nothing is wrong with it but an error outside the budget, found before it was
-        timed.
-        """
+        """Whether the only fault of the case is that it is outside its budget or breaks a law."""
         return self.result == "inaccurate" and not self.later_fault
 
     @property
     def tolerated(self) -> bool:
-        """Whether it is timed although it is outside the budget: another library's, close enough to
-        be the operator.
+        """Whether the case may be outside its budget.
+
+        It may if it is of another library, or of a server, and close enough to the oracle to have
+        computed the same operator.
         """
         ratios = [tensor.vs_oracle.rms_ratio for tensor in self.accuracy]
-        close = all(ratio is not None and ratio <= CLOSE for ratio in ratios)
-        return close and self.kind in ("library", "served")
+        is_close = all(ratio is not None and ratio <= CLOSE for ratio in ratios)
+        return is_close and self.kind in ("library", "served")
 
     @property
     def why(self) -> str:
-        """Why it did not pass, or a remark on it; empty if there is nothing to say."""
+        """The reason why the case did not pass, or a remark; empty if there is neither."""
         if self.later_fault:
             return self.later_fault
         if self._nonfinite_answer is not None:
@@ -661,8 +707,10 @@ class Case(Record):
 
     @property
     def is_gated(self) -> bool:
-        """Whether gates apply: not to the baseline, other libraries, what was served, noise, and
-        single layers.
+        """Whether gates apply to the case.
+
+        They do not apply to the baseline, to other libraries, to what a server computed, and to
+        answers that show noise or are of a single layer.
         """
         if isinstance(self.task, Answers):
             return not self.task.change and self.task.alone is None
@@ -672,20 +720,22 @@ class Case(Record):
 
     @property
     def rated_against(self) -> tuple[str, str] | None:
-        """The key and the name of its baseline; None if it is of the baseline itself."""
-        return (
-            None if self.baseline in ("", self.implementation) else (self.case_key, self.baseline)
-        )
+        """The case key and the implementation of the baseline; None if the case is of the baseline
+        itself.
+        """
+        if self.baseline in ("", self.implementation):
+            return None
+        return self.case_key, self.baseline
 
     # --- times
 
-    def _of(self, clock: Clock) -> dict[str, tuple[tuple[float, ...], ...]]:
-        """Microseconds of each recording of each process."""
+    def _recordings(self, clock: Clock) -> dict[str, tuple[tuple[float, ...], ...]]:
+        """Process -> the microseconds of each round of each of its recordings."""
         return {samples.process: samples.us for samples in self.samples if samples.clock == clock}
 
     def by_clock(self, clock: Clock) -> Estimate | None:
-        """The time in microseconds."""
-        if processes := self._of(clock):
+        """The time in microseconds; None if the case was not timed."""
+        if processes := self._recordings(clock):
             return statistics.of_processes([statistics.median(us) for us in processes.values()])
         if self.summary is None:
             return None
@@ -701,25 +751,24 @@ class Case(Record):
 
     @property
     def time_us(self) -> Estimate | None:
-        """The time by the clock that verdicts use: the device's; for a prefill the call's."""
+        """The device time; for a prefill, which has none, the call time."""
         return self.device_us or self.call_us
 
     def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:
-        """How many times as fast it is as `other`; None if one of them was not timed.
+        """The speedup of this case over another one; None if one of them was not timed.
 
-        By the rounds that both were timed in; without those the recorded speedup, or the quotient
-        of the two times.
+        It is computed from the rounds in which both were timed.  Without such rounds it is the
+        stored speedup over the baseline, or else the quotient of the two times.
         """
         time = self.by_clock(clock)
         other_time = other.by_clock(clock) if other else None
         if other is None or other is self or not time or not other_time:
             return None
-        rounds = self._of(clock)
-        other_rounds = other._of(clock)
+        other_recordings = other._recordings(clock)
         ratios = [
-            statistics.ratio(other_rounds[process], us)
-            for process, us in rounds.items()
-            if len(us) == len(other_rounds.get(process, ()))
+            statistics.ratio(other_recordings[process], recordings)
+            for process, recordings in self._recordings(clock).items()
+            if len(recordings) == len(other_recordings.get(process, ()))
         ]
         if ratios:
             return statistics.of_processes(ratios, statistics.SPREAD[clock])
@@ -728,25 +777,32 @@ class Case(Record):
         return statistics.quotient(other_time, time)
 
     def floor_us(self, ceilings: Ceilings | None) -> float | None:
-        """The least time in which this GPU can move the bytes and do the arithmetic."""
+        """The least time, in microseconds, in which the GPU can move the bytes and do the
+        arithmetic; None if it is not known.
+
+        ceilings: of the GPU.
+        """
         if ceilings is None or self.bytes_moved is None or self.flops is None:
             return None
         memory_us = self.bytes_moved / ceilings.copy_gb_per_s / 1e3
         return max(memory_us, self.flops / ceilings.matmul_tflops / 1e6)
 
     def floor_pct(self, ceilings: Ceilings | None) -> float | None:
-        """The floor as a share of the device time."""
+        """`floor_us` as a percentage of the device time."""
         floor = self.floor_us(ceilings)
         return 100 * floor / self.device_us.value if floor and self.device_us else None
 
     def joined(self, later: Case) -> Case:
-        """This case with what a later line says of it: samples, or a fault."""
+        """This case with the samples or the fault that a later line of the report's file adds.
+
+        Raises ValueError if the line is of another case.
+        """
         if self.name != later.name:
             raise ValueError(f"{later.name} is not {self.name}")
         return later if later.accuracy else later.changed(accuracy=self.accuracy)
 
     def sampled(self, again: Case) -> Case:
-        """This case with the samples of another process, or with the fault that it found."""
+        """This case with the samples of another process, or with the fault in that process."""
         if again.result == "passed":
             return self.changed(samples=(*self.samples, *again.samples))
         fields = ("status", "reason", "later_fault", "nonfinite")

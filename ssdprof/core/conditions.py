@@ -1,11 +1,11 @@
-"""Conditions: gates on one report, and changes from a baseline.
+"""Conditions on the cases of reports: gates on one report, and allowed changes from a baseline.
 
     --gate      metric[@where]:limit        speedup@fla:1.3   match@1e-2:99%    rms:2
     --fail-if   metric[@where]:base+N[%]    time:base+3%      match:base-0.1    rms:base+5%
 
-The metric says in which direction: a gate of `speedup` is the least one that is allowed, and a
-change of it is `base-N`.  A change of a measured value is broken only if its whole interval lies
-beyond the limit.
+The metric decides the direction.  The limit of a `speedup` is the smallest one that is allowed, and
+its change is written `base-N`.  A change of a value that was measured with an interval is broken
+only if the whole interval lies beyond the limit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ssdprof.errors import BadInputError, nearest
 OF_SPEED = ("speedup", "time")  # metrics
 KEPT_STEPS = "kept-steps"
 TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
-Measured = Estimate | float
-Speedup = Callable[..., Estimate | None]  # of a case: `Report.speedup`
+Measured = Estimate | float  # a value with an interval, or an exact one
+Speedup = Callable[..., Estimate | None]  # `Report.speedup` of the report of a case
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>.+))?:"
 _NUMBER = r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<percent>%?)"
 _GATE = re.compile(_METRIC + _NUMBER)
@@ -36,10 +36,13 @@ _CHANGE = re.compile(_METRIC + r"base(?P<sign>[+-])" + _NUMBER)
 
 
 class Condition(Record):
-    """A gate: what a case of a report must satisfy.
+    """A gate: a condition that the cases of a report must satisfy.
 
-    metric: of `METRICS`, which say in which direction.  at: a tolerance, clock or implementation,
-    as the metric wants.  limit: in the metric's unit.  text: as the user gave it.
+    metric: a key of `METRICS`.
+    at: what follows @: a tolerance, a clock, an implementation or a format, depending on the
+        metric.
+    limit: in the metric's unit; the smallest allowed value if more is better, else the largest.
+    text: the gate as the user wrote it.
     """
 
     metric: Text
@@ -58,10 +61,10 @@ class Condition(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The largest change from a baseline that is allowed, to the worse.
+    """The largest change for the worse that is allowed from one report to another.
 
-    limit: a part of the baseline's value if relative, else in the metric's unit.  Others: see
-    `Condition`.
+    limit: a fraction of the value in BASE if `relative`, else in the metric's unit.
+    metric, at, text: as in `Condition`.
     """
 
     metric: str
@@ -73,12 +76,15 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A value of a case that conditions are about.
+    """A value of cases on which there can be conditions.
 
-    value: of a case at a tolerance, clock or implementation; None: the case has none.
-    if_missing: the reason, in words.  applies: whether cases of this kind can have it.
-    choices: what may follow @; None: any implementation.  default: if nothing does.
-    gate, change: examples of limits.
+    value: computes the value from a case, from what follows @, and from `Report.speedup`; None if
+        the case has no value.
+    applies: whether a case is of a kind that can have the value.
+    gate, change: examples of limits, for hints.
+    choices: what may follow @; None if any name may.
+    default: what is assumed to follow @ if nothing does.
+    if_missing: why a case that passed has no value, in words.
     """
 
     value: Callable[[Case, str, Speedup], Measured | None]
@@ -92,7 +98,7 @@ class Metric:
     if_missing: str = "no such value"
 
     def has(self, at: str) -> bool:
-        """Whether it may follow @."""
+        """Whether a text may follow @; nothing may always follow."""
         return not at or self.choices is None or at in self.choices
 
     @property
@@ -100,6 +106,7 @@ class Metric:
         return self.unit == "%"
 
     def shown(self, value: float) -> str:
+        """A value with its unit."""
         return f"{value:,}{self.unit}" if isinstance(value, int) else f"{value:.6g}{self.unit}"
 
 
@@ -120,8 +127,9 @@ def _is_decoded(case: Case) -> bool:
 
 
 def _kept_steps(case: Case, state_format: str, _: Speedup) -> int | None:
-    of_format = state_format in ("", states_of(case.precision))
-    return case.task.kept_steps if isinstance(case.task, DecodedStates) and of_format else None
+    """The steps that a format keeps.  state_format: empty: that of the case."""
+    is_of_format = state_format in ("", states_of(case.precision))
+    return case.task.kept_steps if isinstance(case.task, DecodedStates) and is_of_format else None
 
 
 def _speedup(case: Case, over: str, speedup: Speedup) -> Estimate | None:
@@ -139,7 +147,7 @@ def _match(case: Case, tolerance_name: str, _: Speedup) -> float | None:
 
 
 def _rms(case: Case, _at: str, _: Speedup) -> float | None:
-    """Over the floor; infinite if the floor is 0 and the error is not."""
+    """The RMS error over that of the floor; infinite if only the floor is 0."""
     out = case.tensor("out")
     if out is None:
         return None
@@ -149,7 +157,7 @@ def _rms(case: Case, _at: str, _: Speedup) -> float | None:
 
 
 def _of_answers(name: str) -> Callable[[Case, str, Speedup], float | None]:
-    """A value of the answers' whole prompt."""
+    """A metric's `value` for a field of `AnswerBand`, over the whole prompt."""
 
     def value(case: Case, _at: str, _: Speedup) -> float | None:
         return getattr(case.band, name) if case.band else None
@@ -244,7 +252,10 @@ METRICS: dict[str, Metric] = {
 
 
 def parse_gate(text: str) -> Condition:
-    """ "match@1e-2:99%" -> the gate.  Raises BadInputError, which says what to write."""
+    """The gate of a text such as "match@1e-2:99%".
+
+    Raises BadInputError, whose hint says what to write.
+    """
     if re.search(":base[+-]", text):
         raise BadInputError(
             f"The gate {text!r} compares with another report.",
@@ -255,9 +266,11 @@ def parse_gate(text: str) -> Condition:
 
 
 def parse_change(text: str) -> Change:
-    """ "time@call:base+3%" -> the change.  Raises BadInputError, which says what to write.
+    """The allowed change of a text such as "time@call:base+3%".
 
     Changes of a metric in percent are in percentage points: `match:base-0.1`.
+
+    Raises BadInputError, whose hint says what to write.
     """
     at, limit, parts = _parsed("change", text)
     relative = bool(parts["percent"])
@@ -267,13 +280,16 @@ def parse_change(text: str) -> Change:
 
 
 def number(value: Measured) -> float:
+    """A value without its interval."""
     return value.value if isinstance(value, Estimate) else value
 
 
 def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.Match[str]]:
-    """What follows @ or the default, the number, and all parts of the grammar.
+    """Parse a gate or a change.  Returns (what follows @, or the metric's default; the number; the
+    match of the grammar, with all parts of the text).
 
-    Raises BadInputError for an unknown metric, another grammar, and what the metric does not take.
+    Raises BadInputError for an unknown metric, another grammar, and a limit or a word after @ that
+    the metric does not take.
     """
     name = re.split("[@:]", text, maxsplit=1)[0]
     metric = METRICS.get(name)
@@ -292,18 +308,23 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
             f"The {what} {text!r} has an unknown place.",
             f"{name} takes {', '.join(metric.choices or ()) or 'no @'}.",
         )
-    if what == "gate":  # in the metric's unit
-        fits = bool(percent) == metric.is_percent and (limit <= 100 or not percent)
-    else:  # to the worse; in points of a metric in percent
-        worse = parts["sign"] == ("-" if metric.more_is_better else "+")
-        fits = worse and not (percent and metric.is_percent)
+    if what == "gate":
+        has_unit = bool(percent) == metric.is_percent
+        fits = has_unit and (limit <= 100 or not percent)
+    else:
+        sign_of_worse = "-" if metric.more_is_better else "+"
+        is_share_of_percent = percent and metric.is_percent  # these changes are in points
+        fits = parts["sign"] == sign_of_worse and not is_share_of_percent
     if math.isinf(limit) or not fits:
         raise BadInputError(f"The {what} {text!r} has a limit that does not fit {name}.", hint)
     return at, limit, parts
 
 
 def parse_percent(option: str, text: str) -> float:
-    """ "1%" -> 0.01.  option: for messages."""
+    """The fraction of a text such as "1%", which is 0.01.
+
+    option: named in messages.  Raises BadInputError for anything but 0 <= percentage < 100.
+    """
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:

@@ -1,6 +1,7 @@
-"""What a report's cases and conditions come to: verdicts, the outcome, and its line in a list.
+"""The outcome of a report: the verdicts on its conditions, and whether it passed.
 
-The headline of a report and the exit code of every command follow from `Outcome`.
+The headline of a report and the exit code of every command follow from `Outcome`.  `ListedRun` is
+the line of a report in a list.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ GATED = "fused"  # the implementation that the gates of benches and prefills app
 class Verdict(Record):
     """Whether a case meets a condition.
 
-    condition: as the user gave it.  case: its name; empty: the condition applied to no case.
-    holds: None if the case lacks the value.  actual: the value, or why there is none.
+    condition: as the user wrote it.
+    case: the name of the case; empty if the condition applied to no case.
+    holds: None if the case lacks the value, which breaks no condition.
+    actual: the value, or why there is none; empty if the condition holds.
     """
 
     condition: Text
@@ -31,7 +34,7 @@ class Verdict(Record):
 
     @property
     def what(self) -> str:
-        """The case, and its value or why it has none."""
+        """The case, and its value or the reason why it has none."""
         return ": ".join(filter(None, (self.case, self.actual)))
 
     def __str__(self) -> str:
@@ -39,23 +42,27 @@ class Verdict(Record):
 
 
 def gated_cases(report: Report) -> tuple[Case, ...]:
-    """The cases that conditions apply to."""
+    """The cases that conditions apply to.
 
-    def by_name(case: Case) -> bool:
+    In benches and prefills these are only the cases of `GATED`.
+    """
+
+    def is_of_bench_or_prefill(case: Case) -> bool:
         return isinstance(case.task, Prefill) or (report.kind == "bench" and case.is_call)
 
     return tuple(
         case
         for case in report.cases
-        if case.is_gated and (not by_name(case) or case.implementation == GATED)
+        if case.is_gated and (case.implementation == GATED or not is_of_bench_or_prefill(case))
     )
 
 
 def verdicts(report: Report) -> Iterator[Verdict]:
     """A verdict for each condition of the report and each case that it applies to.
 
-    Cases that did not pass get none: they fail a report anyway, except that a requested prefill
-    without a time breaks a speedup.  A condition without any verdict is broken.
+    Cases that did not pass have no verdict, because they fail the report anyway.  The exception is
+    a requested prefill without a time, which breaks a condition on speed.  A condition that no case
+    can satisfy or break is broken.
     """
     for condition in report.conditions:
         of_cases = list(_of(condition, report))
@@ -75,7 +82,7 @@ def broken(report: Report) -> tuple[Verdict, ...]:
 
 
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
-    """The verdicts of one condition: those on cases that passed, then on those without a time."""
+    """The verdicts of one condition: on the cases that passed, then on those without a time."""
     cases = [case for case in gated_cases(report) if METRICS[condition.metric].applies(case)]
     if condition.metric == KEPT_STEPS and condition.at:
         cases = [case for case in cases if states_of(case.precision) == condition.at]
@@ -88,21 +95,25 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
 
 
 def _untimed(cases: Sequence[Case], report: Report) -> Iterator[tuple[str, str]]:
-    """The requested cases without a time, and why: prefills that did not pass, and what was left
-    out.
+    """(name, reason) of the requested cases without a time: prefills that did not pass, and cases
+    that were left out.
     """
     for case in cases:
         if isinstance(case.task, Prefill) and case.result != "passed":
             yield case.name, f"{case.result}: {case.why}"
-    for out in report.left_out:
-        if not out.implementations or GATED in out.implementations:
-            name = f"{out.case_key}, {GATED}" if report.kind == "prefill" else out.case_key
-            yield name, f"left out: {out.reason}"
+    for left_out in report.left_out:
+        if not left_out.implementations or GATED in left_out.implementations:
+            name = left_out.case_key
+            if report.kind == "prefill":
+                name = f"{name}, {GATED}"
+            yield name, f"left out: {left_out.reason}"
 
 
 def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
-    """The verdict on a case that passed.  Without the value it breaks the condition, except
-    that an answer without a next token has no perplexity.
+    """The verdict on a case that passed.
+
+    A case without the value breaks the condition.  The exception is a case of answers, which has no
+    perplexity if no next token is known.
     """
     metric = METRICS[condition.metric]
     value = metric.value(case, condition.at, report.speedup)
@@ -119,29 +130,34 @@ def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
 
 
 class Outcome:
-    """The result of any kind of report.  Refusals do not fail a prefill, nor other libraries a
-    bench.  Libraries fail a run only if the user named them, and never by a refusal.
+    """The outcome of any kind of report.
+
+    A prefill does not fail because an implementation refuses it, and a bench does not fail because
+    of another library.  A run fails because of a library only if the user named the library, and
+    never because the library refuses a case.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-    others: number of cases of other libraries on which nothing depends.
-    compared: number of cases that were compared or failed, without those of other libraries and
-        those of answers.
+    others: the number of cases of other libraries, on which the outcome does not depend.
+    compared: the number of cases that were compared or failed, without answers and without the
+        cases of `others`.
     failed: the cases among them that did not pass.
-    outside: cases of baselines outside their budget: the verdict is on what is compared with them.
-    refused: requested cases that an implementation does not support, except other libraries.
-    missing: number of requested cases that are neither in the report nor left out by name.
-    broken: conditions that do not hold, each with its case.
-    answers: the cases of the model's answers that gates apply to.  answers_failed: those that did
-    not pass, or break a condition.
-    passed: all requested cases were compared and passed, and all conditions hold; False if nothing
-    was compared.
+    outside: the cases of baselines that are outside their budget.  They fail nothing, because the
+        verdict is on the implementations that are compared with them.
+    refused: the requested cases that an implementation does not support, without those of `others`.
+    missing: the number of requested cases that are neither in the report nor left out by name.
+    broken: the verdicts on conditions that do not hold.
+    answers: the cases of the model's answers that gates apply to.
+    answers_failed: the answers that did not pass or break a condition.
+    faulty: the cases that failed or were refused, and the answers that failed.
+    passed: whether all requested cases were compared and passed, and all conditions hold; False if
+        nothing was compared.
     """
 
     def __init__(self, report: Report) -> None:
-        """Sort the report's cases."""
+        """Sort the cases of a report."""
         baselines = {case.rated_against for case in report.cases}
         counted: list[Case] = []
-        calls: list[Case] = []
+        not_answers: list[Case] = []
         self.outside: list[Case] = []
         for case in report.cases:
             is_baseline = (case.case_key, case.implementation) in baselines
@@ -151,13 +167,14 @@ class Outcome:
                 continue
             counted.append(case)
             # a baseline that is only outside its budget is neither compared nor a failure
-            if not (is_answers(case) or (is_baseline and case.only_outside)):
-                calls.append(case)
+            is_outside_baseline = is_baseline and case.only_outside
+            if not is_answers(case) and not is_outside_baseline:
+                not_answers.append(case)
         self.others = len(report.cases) - len(counted)
 
-        self.failed = tuple(case for case in calls if case.failed)
-        refused = [case for case in calls if case.result == "refused"]
-        self.compared = len(calls) - len(refused)
+        self.failed = tuple(case for case in not_answers if case.failed)
+        refused = [case for case in not_answers if case.result == "refused"]
+        self.compared = len(not_answers) - len(refused)
         requested = {", ".join(parts) for parts in report.requested}
         self.refused = tuple(
             case
@@ -175,13 +192,13 @@ class Outcome:
         self.ended_early = _ended_early(report)
         self.missing = len(report.missing)
         self.faulty = (*self.failed, *self.refused, *self.answers_failed)
-        unfinished = self.ended_early or self.missing
-        compared = self.compared > 0 or bool(self.answers)
-        self.passed = compared and not (unfinished or self.faulty or self.broken)
+        is_unfinished = self.ended_early or self.missing
+        has_compared = self.compared > 0 or bool(self.answers)
+        self.passed = has_compared and not (is_unfinished or self.faulty or self.broken)
 
     @property
     def word(self) -> str:
-        """ "passed", "failed", "refused" or "incomplete"."""
+        """The outcome in a word: "passed", "failed", "refused" or "incomplete"."""
         if self.passed:
             return "passed"
         if self.failed or self.broken or self.answers_failed:
@@ -197,32 +214,38 @@ def _counts(case: Case, report: Report) -> bool:
 
 
 def exact_answer_is_finite(case: Case) -> bool:
-    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's
-    output can be.
+    """Whether the fp64 oracle, rounded to the output's dtype, is finite.
+
+    If it is not, no kernel can have a finite output.
     """
     return not any(tensor.floor.nonfinite for tensor in case.accuracy)
 
 
 def _ended_early(report: Report) -> str:
+    """Why the report, or the capture that it replayed, did not reach its end; empty if both did."""
     if not report.complete:
         names = {"bench": "this bench", "prefill": "the command", "tune": "the command"}
-        what = names.get(report.kind, "this run")
-        return f"{what} did not reach its end"
+        return f"{names.get(report.kind, 'this run')} did not reach its end"
     if not report.capture_complete:
         return "the replayed capture was interrupted and may lack layers or prompts"
     return ""
 
 
 class ListedRun(Record):
-    """A report's folder.
+    """A report in a list of reports.
 
-    name: of the folder; other commands take it.  model: or the operator of a bench.
-    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition
-        does not hold; "refused": an implementation does not support a case; "incomplete": nothing
-        went wrong, but cases are missing; "unreadable": see `reason`, and all other fields but the
-        name are empty.
-    state: "partial" if it did not reach its end.
-    gpu: None on a machine without one.
+    name: of the report's folder, by which other commands find it.
+    model: the model, or the operator of a bench.
+    layers: the number of layers that were replayed.
+    gates: the number of conditions.
+    gpu: None on a machine without a GPU.
+    verdict: "passed", or one of these words.
+        "failed": a case did not pass or could not finish, or a condition does not hold.
+        "refused": an implementation does not support a case.
+        "incomplete": nothing went wrong, but cases are missing.
+        "unreadable": the report cannot be read; all other fields but `name` and `reason` are empty.
+    state: "partial" if the report did not reach its end; None if it is unreadable.
+    reason: why the report is unreadable.
     """
 
     name: Text
@@ -232,7 +255,7 @@ class ListedRun(Record):
     model: Text = ""
     random_weights: bool = False
     seqlens: tuple[int, ...] = ()  # of the prompts
-    layers: int = 0  # replayed ones
+    layers: int = 0
     cases: int = 0
     gates: int = 0
     gpu: Text | None = None

@@ -1,4 +1,5 @@
-"""Two reports of a kind, case by case: which values can be compared, and how they changed.
+"""The comparison of two reports of the same kind, BASE and NEW, case by case: which values can be
+compared, and how they changed.
 
 Ratios are BASE's time over NEW's, so a ratio above 1 means that NEW is faster.
 """
@@ -23,19 +24,21 @@ TotalOver = Literal["layer", "call", "length"]
 
 
 def target(report: Report) -> str:
-    """A model, or the operator of a bench."""
+    """The model of a report with its revision, or the operator of a bench."""
     return str(report.model) if report.model else f"{report.target} on random inputs"
 
 
 def unfinished(report: Report) -> str:
-    """Why it is incomplete; empty if it is complete."""
+    """Why a report is incomplete; empty if it is complete."""
     outcome = Outcome(report)
     missing = f"{outcome.missing} of the requested cases are missing" if outcome.missing else ""
     return outcome.ended_early or missing
 
 
 def _side(side: tuple[str, Report]) -> dict[Literal["name", "unfinished", "id", "target"], str]:
-    """What the document has of a report, after its name as the user gave it."""
+    """What the JSON document contains of a report: the name that the user gave, and these
+    fields.
+    """
     name, report = side
     return {
         "name": name,
@@ -45,12 +48,13 @@ def _side(side: tuple[str, Report]) -> dict[Literal["name", "unfinished", "id", 
     }
 
 
+# the name of a report as the user gave it, and the report
 Side = Annotated[tuple[str, Report], PlainSerializer(_side)]
 
 
 def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
-    """What the document has of a case: times in us, and the output's errors against the fp64
-    oracle.
+    """What the JSON document contains of a case: its result, its times in microseconds, and the
+    errors of the output against the fp64 oracle.
     """
     if case is None:
         return None
@@ -70,15 +74,17 @@ _Case = Annotated[Case | None, PlainSerializer(_values)]
 
 @dataclass(frozen=True, kw_only=True)
 class CasePair:
-    """A case of both, or of one of them.
+    """The cases of one name in BASE and NEW.
 
+    base, new: None if the report has no such case.
     verdict: "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE" or
-    "only in NEW".
-    time, call: changes of device and call times, both of the call time for a prefill; None if the
-        times cannot be compared or do not exist.
-    over_baseline: the speedup of NEW over its baseline, over that of BASE over its own.
-    incomparable: why absolute times cannot be compared.
-    other_inputs: why errors cannot be compared; empty if both had the same inputs.
+        "only in NEW".
+    time: the ratio of the device times; of a prefill, which has none, that of the call times.  None
+        if the times cannot be compared or do not exist.
+    call: the same of the call times.
+    over_baseline: the speedup over the baseline in NEW, divided by that in BASE.
+    incomparable: the reasons why absolute times cannot be compared.
+    other_inputs: why errors cannot be compared; empty if both cases had the same inputs.
     """
 
     name: str
@@ -93,13 +99,14 @@ class CasePair:
 
     @property
     def case(self) -> Case:
+        """The case in NEW, or in BASE if NEW has none."""
         case = self.new or self.base
         assert case is not None
         return case
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """Why neither times nor errors of the two were compared; empty if something was."""
+        """The reasons why neither times nor errors were compared; empty if either was."""
         if self.base is None or self.new is None:
             return (self.verdict,)
         if self.time or self.call or self.over_baseline:
@@ -111,12 +118,15 @@ class CasePair:
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """Cases of one implementation and precision together: the geometric mean of their ratios.
+    """The mean change of several cases of one implementation and precision.
 
-    Its interval assumes that all cases are at the same end of their intervals.
-
-    where: "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype.
-    over: what it is over.
+    where: the size that the cases have in common: "131,072 tokens", "chunks of 8 tokens of 40
+        tokens"; in a bench, their shape and dtype.
+    over: in what the cases differ.
+    cases: their number.
+    by: the ratio that was averaged: of times, or of speedups over the baseline.
+    change: the geometric mean of the ratios.  Its interval assumes that all cases are at the same
+        end of their intervals.
     """
 
     where: str
@@ -134,7 +144,8 @@ class Comparison:
     """Two reports, and their cases in pairs.
 
     machine: the differences between the machines, which prevent a comparison of absolute times.
-    verdicts: the allowed changes, as the user gave them -> the cases that changed more, or none.
+    verdicts: an allowed change, as the user wrote it -> verdicts on the cases that changed by more;
+        empty if there are none.
     """
 
     base: Side
@@ -148,7 +159,7 @@ class Comparison:
     @computed_field  # type: ignore[prop-decorator]
     @property
     def nothing_compared(self) -> str:
-        """The reason why nothing was compared; empty if some case was."""
+        """The reason why no case was compared; empty if one was."""
         if any(not pair.apart for pair in self.pairs):
             return ""
         both = (pair for pair in self.pairs if pair.base and pair.new)
@@ -172,11 +183,11 @@ def compare(
 ) -> Comparison:
     """Compare two reports case by case.
 
-    base, new: the name as the user gave it, and the report.
+    base, new: the name of each report as the user gave it, and the report.
     smallest_difference: the smallest relative difference of two times that counts.
-    allowed: how much cases may change.
+    allowed: the changes that are allowed.
 
-    Raises BadInputError if the two are of different kinds.
+    Raises BadInputError if the two reports are of different kinds.
     """
     base_report = base[1]
     new_report = new[1]
@@ -185,12 +196,14 @@ def compare(
             f"BASE is a {base_report.kind} and NEW is a {new_report.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
-    before = {case.name: case for case in compared(base_report)}
-    after = {case.name: case for case in compared(new_report)}
-    # in the order of NEW; those that are only in BASE come last
+    in_base = {case.name: case for case in compared(base_report)}
+    in_new = {case.name: case for case in compared(new_report)}
+    names = list(in_new | in_base)  # in the order of NEW; cases that are only in BASE come last
     pairs = [
-        _pair(name, before.get(name), after.get(name), base_report, new_report, smallest_difference)
-        for name in after | before
+        _pair(
+            name, in_base.get(name), in_new.get(name), base_report, new_report, smallest_difference
+        )
+        for name in names
     ]
     return Comparison(
         base=base,
@@ -207,46 +220,48 @@ def compare(
 
 
 def compared(report: Report) -> tuple[Case, ...]:
-    """The cases that take part: all but answers without gates."""
+    """The cases of a report that are compared: all but answers that gates do not apply to."""
     return tuple(
         case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
     )
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
-    """What two reports must have in common before their absolute times are compared, by name; empty
-    without a GPU.
+    """What two reports must have in common before their absolute times are compared, by name.
 
-    case: a prefill, which also depends on libraries and the segment length.
+    Empty without a GPU.
+
+    case: if it is a prefill, the libraries and the segment length are among the needs.
     """
     gpu = report.environment.gpu
-    packages = {"Triton": "triton"}
     if gpu is None:
         return {}
     needs = {"GPU": gpu.name, "driver": gpu.driver}
-    if case and isinstance(whole := case.task, Prefill):
+    packages = {"Triton": "triton"}
+    if case and isinstance(case.task, Prefill):
+        prefill = case.task
         packages |= {"PyTorch": "torch", "transformers": "transformers"}
-        needs |= {
-            "attention": whole.attention or "none",
-            "segment length": f"{whole.segment_length:,}",
-        }
-        if whole.conv_and_norm == "model" or whole.left_to_model:
-            needs["convolution"] = whole.convolution
-    return needs | {
-        name: report.environment.packages.get(package, "unknown")
-        for name, package in packages.items()
-    }
+        needs["attention"] = prefill.attention or "none"
+        needs["segment length"] = f"{prefill.segment_length:,}"
+        if prefill.conv_and_norm == "model" or prefill.left_to_model:
+            needs["convolution"] = prefill.convolution
+    for name, package in packages.items():
+        needs[name] = report.environment.packages.get(package, "unknown")
+    return needs
 
 
 def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
-    """ "other driver: 1.2, now 1.3"; nothing if one of the two has no times."""
+    """The differences of two descriptions: "other driver: 1.2, now 1.3".
+
+    Empty if one of them is empty, as without a GPU.
+    """
     if not (base and new):
         return ()
-    # `dict.fromkeys`: each name once, in the order of `base`, then those of `new` alone
+    names = dict.fromkeys((*base, *new))
     return tuple(
-        f"other {what}: {base.get(what, 'none')}, now {new.get(what, 'none')}"
-        for what in dict.fromkeys((*base, *new))
-        if base.get(what) != new.get(what)
+        f"other {name}: {base.get(name, 'none')}, now {new.get(name, 'none')}"
+        for name in names
+        if base.get(name) != new.get(name)
     )
 
 
@@ -258,7 +273,10 @@ def _pair(
     new_report: Report,
     smallest: float,
 ) -> CasePair:
-    """What changed between the two cases, as far as they can be compared."""
+    """The pair of two cases of a name, with the ratios that can be compared.
+
+    smallest: the smallest relative difference of two times that counts.
+    """
     if base is None or new is None:
         only_in = "only in BASE" if base else "only in NEW"
         return CasePair(name=name, base=base, new=new, verdict=only_in)
@@ -274,7 +292,7 @@ def _pair(
         over_baseline = _quotient(new_report.speedup(new), base_report.speedup(base))
     if ratio := time or over_baseline:
         verdict = ratio.verdict(smallest)
-    inputs = sizes or _different(_inputs(base, base_report), _inputs(new, new_report))
+    other_inputs = sizes or _different(_inputs(base, base_report), _inputs(new, new_report))
     return CasePair(
         name=name,
         base=base,
@@ -284,13 +302,14 @@ def _pair(
         call=call,
         over_baseline=over_baseline,
         incomparable=sizes or machines,
-        other_inputs="" if is_prefill else "".join(inputs),
+        other_inputs="" if is_prefill else "".join(other_inputs),
     )
 
 
 def _inputs(case: Case, report: Report) -> dict[str, str]:
-    """The model and the prompt of a captured call; those of a bench are generated from a fixed
-    seed.
+    """The model and the prompt of a captured call, by name.
+
+    Empty for a bench, whose inputs are generated from a fixed seed.
     """
     if isinstance(case.inputs_of, Generated):
         return {}
@@ -298,9 +317,7 @@ def _inputs(case: Case, report: Report) -> dict[str, str]:
 
 
 def _shape(case: Case, report: Report) -> dict[str, str]:
-    """The sizes of the call, and whether its inputs were cast; of the whole model, which model it
-    is.
-    """
+    """The sizes of a call and whether its inputs were cast, by name; of a prefill, the model."""
     if isinstance(case.task, Prefill):
         assert report.model
         model = f"{report.model.repo_id} ({report.model.model_type}), {case.task.sizes}"
@@ -314,9 +331,7 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
 
 
 def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
-    """The totals of each implementation and precision: over layers, over calls, or over lengths of
-    one kind.
-    """
+    """A total for each implementation and precision, over layers, over calls, or over lengths."""
 
     def key(pair: CasePair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
         case = pair.case
@@ -327,8 +342,8 @@ def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
 
     compared = (pair for pair in pairs if pair.time or pair.over_baseline)
     for (where, over, name, precision, by), group in grouped(compared, key).items():
-        ratios = [ratio for pair in group if (ratio := pair.time or pair.over_baseline)]
-        change = statistics.mean(ratios)
+        ratios = filter(None, (pair.time or pair.over_baseline for pair in group))
+        change = statistics.mean(list(ratios))
         yield Total(
             where=where,
             over=over,
@@ -342,7 +357,7 @@ def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
 
 
 def _calls(case: Case) -> tuple[str, TotalOver]:
-    """All calls that add up with the case, in words, and what they are over."""
+    """The cases that share a total with this case, in words, and in what they differ."""
     if case.layer is None:
         return case.where, "length"
     if case.call is None or case.call.kind in ("packed", "verify"):
@@ -356,26 +371,26 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
 def _offenders(
     change: Change, pairs: Sequence[CasePair], base: Report, new: Report
 ) -> Iterator[Verdict]:
-    """The cases that changed by more than is allowed.
+    """The verdicts on cases that changed by more than is allowed.
 
-    An incomplete NEW breaks the condition too, as does a NEW without an implementation of BASE, or
-    without a case to compare.
+    NEW also breaks the condition, without naming a case, if it is incomplete, if it lacks an
+    implementation of BASE, or if no case can be compared.
     """
-    both = [pair for pair in pairs if pair.base and pair.new]
-    faults = {pair.name: _fault(change, pair, base, new) for pair in both}
+    in_both = [pair for pair in pairs if pair.base and pair.new]
+    faults = {pair.name: _fault(change, pair, base, new) for pair in in_both}
     offences = [(name, fault) for name, fault in faults.items() if fault]
-    if both and (lost := _lost(change, pairs, new)):
+    if in_both and (lost := _lost(change, pairs, new)):
         offences.append(("", f"NEW has no case of {', '.join(lost)}"))
-    if incomplete := unfinished(new):
-        offences.append(("", f"NEW is incomplete: {incomplete}"))
+    if reason := unfinished(new):
+        offences.append(("", f"NEW is incomplete: {reason}"))
     elif all(fault is None for fault in faults.values()):
-        offences.append(("", f"no case could be judged: {_why_none(change, both)}"))
+        offences.append(("", f"no case could be judged: {_why_none(change, in_both)}"))
     for name, fault in offences:
         yield Verdict(condition=change.text, case=name, holds=False, actual=fault)
 
 
 def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
-    """The implementations with such values in BASE that have no case in NEW."""
+    """The implementations that have values of the metric in BASE and no case in NEW."""
     applies = METRICS[change.metric].applies
     only_in_base = [pair.case for pair in pairs if pair.new is None]
     present = {case.implementation for case in new.cases}
@@ -387,19 +402,22 @@ def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
     return list(dict.fromkeys(lost))
 
 
-def _why_none(change: Change, both: Sequence[CasePair]) -> str:
-    """Why no pair has two values that can be compared."""
-    timed = change.metric in OF_SPEED
-    reasons = distinct(pair.incomparable if timed else [pair.other_inputs] for pair in both)
+def _why_none(change: Change, pairs: Sequence[CasePair]) -> str:
+    """Why none of the pairs, which are of cases in both reports, has values to compare."""
+    is_of_speed = change.metric in OF_SPEED
+    reasons = distinct(pair.incomparable if is_of_speed else [pair.other_inputs] for pair in pairs)
     if known := "; ".join(filter(None, reasons)):
         return known
-    if not both:
+    if not pairs:
         return "no case is in both"
-    return f"BASE has no {'times' if timed else 'such value'}"
+    return f"BASE has no {'times' if is_of_speed else 'such value'}"
 
 
 def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Report) -> str | None:
-    """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
+    """How a pair breaks a condition; "" if it does not, None if it cannot be judged.
+
+    pair: of a case that is in both reports.
+    """
     base = pair.base
     new = pair.new
     metric = METRICS[change.metric]
@@ -411,23 +429,23 @@ def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Repo
         return f"timed in BASE; {_status(new)} in NEW"
     if not _comparable(change, pair, base_report, new_report):
         return None
-    before = metric.value(base, change.at, base_report.speedup)
-    if before is None:
+    in_base = metric.value(base, change.at, base_report.speedup)
+    if in_base is None:
         return None
-    now = metric.value(new, change.at, new_report.speedup)
-    if now is None:
-        return f"{metric.shown(number(before))} in BASE; {_status(new)} in NEW"
-    if isinstance(before, Estimate) and isinstance(now, Estimate):
-        return _worse_interval(change, before, now, pair)
-    before = number(before)
-    now = number(now)
+    in_new = metric.value(new, change.at, new_report.speedup)
+    if in_new is None:
+        return f"{metric.shown(number(in_base))} in BASE; {_status(new)} in NEW"
+    if isinstance(in_base, Estimate) and isinstance(in_new, Estimate):
+        return _worse_interval(change, in_base, in_new, pair)
+    before = number(in_base)
+    now = number(in_new)
     step = change.limit * before if change.relative else change.limit
-    worsened = now < before - step if metric.more_is_better else now > before + step
-    return f"{metric.shown(before)} in BASE, {metric.shown(now)} in NEW" if worsened else ""
+    is_worse = now < before - step if metric.more_is_better else now > before + step
+    return f"{metric.shown(before)} in BASE, {metric.shown(now)} in NEW" if is_worse else ""
 
 
 def _comparable(change: Change, pair: CasePair, base_report: Report, new_report: Report) -> bool:
-    """Whether the values of a pair depend on the kernels alone: see `CasePair`."""
+    """Whether the values of a pair differ by the kernels alone, so that they can be compared."""
     assert pair.base
     assert pair.new
     if change.metric == "time":
@@ -440,20 +458,21 @@ def _comparable(change: Change, pair: CasePair, base_report: Report, new_report:
 
 
 def _status(new: Case) -> str:
-    """Why NEW has no value."""
+    """Why a case in NEW has no value."""
     return "no such value" if new.result == "passed" else new.result
 
 
 def _worse_interval(change: Change, before: Estimate, now: Estimate, pair: CasePair) -> str:
-    """The ratio of two times or speedups, if the whole interval of the change is above the limit;
-    else "".
+    """How a time or a speedup changed, in words, if the whole interval of the change is beyond the
+    limit; otherwise empty.
     """
     ratio = statistics.quotient(now, before)
     if METRICS[change.metric].more_is_better:
-        worsened = 1 - ratio.high if change.relative else statistics.difference(before, now).low
+        loss = 1 - ratio.high if change.relative else statistics.difference(before, now).low
     else:
-        worsened = ratio.low - 1 if change.relative else statistics.difference(now, before).low
-    by_call = change.at == "call" or pair.case.clock == "call"
-    interval = "" if by_call else f" [{ratio.low:.4g}, {ratio.high:.4g}]"
-    words = f"{ratio.value:.4g} times BASE's {change.metric}{interval}"
-    return words if worsened > change.limit else ""
+        loss = ratio.low - 1 if change.relative else statistics.difference(now, before).low
+    if loss <= change.limit:
+        return ""
+    is_by_call = change.at == "call" or pair.case.clock == "call"
+    interval = "" if is_by_call else f" [{ratio.low:.4g}, {ratio.high:.4g}]"
+    return f"{ratio.value:.4g} times BASE's {change.metric}{interval}"

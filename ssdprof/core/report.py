@@ -1,4 +1,4 @@
-"""A report: its cases, and what belongs to all of them."""
+"""A report: its cases, and everything that belongs to all of them."""
 
 from __future__ import annotations
 
@@ -42,30 +42,38 @@ from ssdprof.core.target import (
     Prompt,
 )
 
-# of options with a value
+# options with a value that a command for a single case does not repeat
 _NOT_AGAIN = ("--out", "--decode-states", "--implementations", "--against", "--budget", "--trace")
 
 
 class LeftOut(Record):
-    """Requested cases that were not begun.  case_key: of the cases, or their common beginning."""
+    """Requested cases that were not begun.
+
+    case_key: the key of the cases, or the common start of their keys.
+    implementations: those that were left out; empty if all were.
+    """
 
     case_key: Text
-    implementations: tuple[Text, ...] = ()  # empty: all
+    implementations: tuple[Text, ...] = ()
     reason: Text
 
 
 class ProcessLine(Record):
-    """What belongs to a process of a report, and not to a case: the last line of each process
-    counts.
+    """The results of a process that belong to no case.
 
-    captured: layers whose inputs were taken.  notes: for the reader, in sentences.
-    gates: of each layer's first call, by its index: the heads that forget within each of
-    `MEMORIES`, and hardly at all.
-    doubts: a sentence on inputs that no model has -> the indices of their layers.
-    peak_bytes: GPU memory while the model ran and layers were replayed.
-    seconds: wall clock.  steps: that of each step of the command, compilation included.
-    ended: why it stopped early, in a sentence; empty while it runs, and at its end.
-    complete: it reached its end.
+    A process writes such a line whenever one of them changes; its last line counts.
+
+    process: the name of the process in its samples.
+    captured: the layers whose inputs were captured.
+    gates: index of a layer -> in its first call, the numbers of heads that forget within each of
+        `MEMORIES`, and of those that hardly forget at all.
+    doubts: a sentence on inputs that no model has -> the indices of the layers with such inputs.
+    peak_bytes: the GPU memory allocated while the model ran and layers were replayed.
+    seconds: wall-clock time.
+    steps: step of the command -> its wall-clock time in seconds, compilation included.
+    notes: sentences for the reader.
+    complete: whether the process reached its end.
+    ended: why the process stopped early, in a sentence; empty while it runs and after its end.
     """
 
     process: Text = ""
@@ -83,30 +91,38 @@ class ProcessLine(Record):
     ended: Text = ""
 
 
-# a case's key, implementation and precision: joined by ", " its name
+# The case key, implementation and precision of a case.  Joined by ", " they are the case's name.
 Requested = tuple[Text, Text, Text]
 
 
 class Report(Record):
-    """The result of run, bench, prefill, answers or tune.
+    """The result of `ssdprof run`, `bench`, `prefill`, `answers` or `tune`.
 
-    id: name of the run's folder; of another report its kind and time.  created: ISO 8601, UTC.
-    command: as typed, without tokens.
-    commit: of the repository in the working directory, "-dirty" after it if files differ; empty
-    without one.
-    target: the model's repo, or the operator of a bench.  model: None for a bench.
+    id: the name of the report's folder, or the kind and the time of a report without one.
+    created: ISO 8601, UTC.
+    command: as typed, without access tokens.
+    commit: of the repository in the working directory, followed by "-dirty" if files differ; empty
+        without a repository.
+    target: the repository of the model, or the operator of a bench.
+    model: None for a bench.
     requested: the cases, known before the first one runs.
-    cast: the inputs' dtype in the model, and that in which they were replayed, if it is another
-    one.
-    baseline: that others are compared with; decode steps have their own, which their cases name.
-    matched_with: the implementation whose output others are matched with.
-    laws: which ones were tested.
-    tensor_parallel: number of ranks; the first one's share of the heads was replayed.
-    ranks: processes that shared the cases, each on a GPU of its own.
-    samplers: processes that sampled every case, one after another.
-    kernels: hash of the machine code of the bundled kernels, of a bench.
+    baseline: the implementation that the others are compared with.  Decode steps have a baseline of
+        their own, which their cases name.
+    matched_with: the implementation whose output the others' outputs are matched with.
+    smallest_difference: the smallest relative difference of two times that counts.
+    segment_length: tokens per forward call of the model.
+    cast: the dtype of the inputs in the model, and the dtype in which they were replayed; None if
+        they are equal.
+    laws: which laws were tested.
+    tensor_parallel: the number of ranks in a server.  The heads of the first one were replayed.
+    ranks: the number of processes that shared the cases, each on its own GPU.
+    samplers: the number of processes that sampled every case, one after another.
+    capture_complete: False if the replayed capture was interrupted.
+    placement: of the model's weights; None for stored captures.
+    kernels: the hash of the machine code of the bundled kernels; only in a bench.
     absent: a sentence for each requested implementation that is unavailable.
-    processes: one line for each rank, then for each further sampler.
+    notes: sentences for the reader.
+    processes: a line for each rank, then a line for each further sampler.
     """
 
     version: Literal[4]  # `base.VERSION`
@@ -131,18 +147,18 @@ class Report(Record):
     tensor_parallel: Processes = 1
     ranks: Processes = 1
     samplers: Processes = 1
-    capture_complete: bool = True  # False: the replayed capture was interrupted
-    placement: Placement | None = None  # of the weights; None for stored captures
+    capture_complete: bool = True
+    placement: Placement | None = None
     kernels: Text = ""
     absent: tuple[Text, ...] = ()
-    notes: tuple[Text, ...] = ()  # for the reader, in sentences
+    notes: tuple[Text, ...] = ()
     cases: tuple[Case, ...] = ()
     processes: tuple[ProcessLine, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Report:
-        """Check that no name occurs twice, that errors along the positions of one length have equal
-        slices, and that each call that ran has its errors.
+        """Check that no name occurs twice, that errors along the positions of equally long prompts
+        have equally many slices, and that each call that ran has errors.
         """
         check_unique("a case", [case.name for case in self.cases])
         check_unique("a requested case", self.requested)
@@ -153,20 +169,23 @@ class Report(Record):
         for case in self.cases:
             of_out = case.tensor("out")
             seqlen = case.dims.seqlen if case.dims else 0
-            for error in (of_out.vs_oracle, of_out.floor) if of_out else ():
-                if error.along and slices.setdefault(seqlen, len(error.along)) != len(error.along):
+            if of_out is None:
+                if case.status == "ran" and case.is_call:
+                    raise ValueError(f"{case.name} ran, and nothing says what it computed")
+                continue
+            for error in (of_out.vs_oracle, of_out.floor):
+                count = len(error.along)
+                if count and slices.setdefault(seqlen, count) != count:
                     raise ValueError(
                         f"{case.name} has errors along the positions in another number of slices"
                     )
-            if case.status == "ran" and case.is_call and not case.tensor("out"):
-                raise ValueError(f"{case.name} ran, and nothing says what it computed")
         return self
 
     # --- of all processes
 
     @property
     def files(self) -> int:
-        """The number of processes, each with a file of its own."""
+        """The number of processes, each of which writes a file."""
         return self.ranks + self.samplers - 1
 
     @property
@@ -201,12 +220,12 @@ class Report(Record):
 
     @property
     def cast_words(self) -> str:
-        """ "cast from bf16 to fp16", or ""."""
+        """The cast of the inputs: "cast from bf16 to fp16"; empty if there was none."""
         return "cast from {} to {}".format(*self.cast) if self.cast else ""
 
     @property
     def doubts(self) -> dict[str, int]:
-        """A sentence on inputs that no model has -> the number of their layers."""
+        """A sentence on inputs that no model has -> the number of layers with such inputs."""
         layers: dict[str, set[int]] = {}
         for line in self.processes:
             for text, indices in line.doubts.items():
@@ -222,12 +241,12 @@ class Report(Record):
 
     @property
     def of_calls(self) -> tuple[Case, ...]:
-        """Cases of captured calls or generated inputs."""
+        """The cases of captured calls or of generated inputs."""
         return tuple(case for case in self.cases if case.is_call)
 
     @property
     def of_states(self) -> tuple[Case, ...]:
-        """Cases of states of decoded tokens."""
+        """The cases of states of decoded tokens."""
         return tuple(case for case in self.cases if isinstance(case.task, DecodedStates))
 
     @property
@@ -239,78 +258,81 @@ class Report(Record):
         return grouped(self.cases, lambda case: (case.case_key, case.implementation))
 
     def baseline_of(self, case: Case, implementation: str = "") -> Case | None:
-        """The case's baseline, or another implementation, with the same key: at exact intermediates
-        and equal states if there is such a case, else its first one.  None if that is the case
-        itself.
+        """The case that a case is compared with; None if there is none.
 
-        In a bench it is the fastest case of the other implementation; other libraries have no
-        baseline there.
+        It is of the case's baseline and has the same key.  In a bench it is the fastest such case;
+        cases of libraries have no baseline there.  In other reports it is the one with exact
+        intermediates and equal states, or else the first one, unless that is the case itself.
+
+        implementation: another implementation, in place of the baseline.
         """
         name = implementation or case.baseline
-        there = self._by_key.get((case.case_key, name), []) if name else []
+        candidates = self._by_key.get((case.case_key, name), []) if name else []
         if isinstance(case.task, Generated):
             if case.kind == "library" or name == case.implementation:
                 return None
-            return min(filter(device_time, there), key=device_time, default=None)
+            return min(filter(device_time, candidates), key=device_time, default=None)
         exact = exact_precision(case.precision)
-        nearest = min(there, key=lambda other: other.precision != exact, default=None)
+        nearest = min(candidates, key=lambda other: other.precision != exact, default=None)
         return None if nearest is case else nearest
 
     def speedup(self, case: Case, clock: Clock | None = None, over: str = "") -> Estimate | None:
-        """Over the case's baseline, or over another implementation.  clock: None: the one that
-        verdicts use.
+        """The speedup of a case over its baseline; None if there is none or a time is missing.
+
+        clock: None for the clock that verdicts use.
+        over: another implementation, in place of the baseline.
         """
         return case.over(self.baseline_of(case, over), clock or case.clock)
 
     def faster(self, case: Case, clock: Clock | None = None) -> Faster | None:
-        """The verdict of `speedup`."""
+        """The verdict on the speedup of a case over its baseline; None without a speedup."""
         speedup = self.speedup(case, clock)
         return speedup.verdict(self.smallest_difference) if speedup else None
 
     def predicted(self, case: Case) -> float | None:
-        """The speedup of a prefill over its baseline by Amdahl's law: from the share of the
-        operator in the baseline's time and its own speedup, both from device times of one layer
-        alone.  None if that layer was not timed.
+        """The speedup of a prefill over its baseline that Amdahl's law predicts.
 
-        With f = part / whole and s = part / faster this is 1 / (1 - f + f / s).
+        It follows from the device times of the operator in one layer alone.  If these calls take
+        the share f of the baseline's prefill, and the operator has the speedup s, then the
+        prediction is 1 / (1 - f + f / s).  None if a time is missing.
         """
         base = self.baseline_of(case)
         if not (base and base.call_us and isinstance(case.task, Prefill)):
             return None
         assert isinstance(base.task, Prefill)
-        part = base.task.alone_us
-        faster = case.task.alone_us
-        if part is None or faster is None:
+        base_operator_us = base.task.alone_us
+        operator_us = case.task.alone_us
+        if base_operator_us is None or operator_us is None:
             return None
-        whole = base.call_us.value
-        left = whole - case.task.operator_calls * (part - faster)
-        return whole / left if left > 0 else None
+        base_us = base.call_us.value
+        predicted_us = base_us - case.task.operator_calls * (base_operator_us - operator_us)
+        return base_us / predicted_us if predicted_us > 0 else None
 
     def again(self, case: Case) -> tuple[str, ...]:
-        """The words of a command that runs just this case, and its baseline; empty if no command
-        made the report.
+        """The words of a command that runs this case and its baseline, and nothing else.
+
+        Empty if no command made the report.
         """
         if len(self.command) < 3:
             return ()
         options = self._options_of(case)
-        again = []
+        command = []
         words = iter(self.command)
         for word in words:
             if word.partition("=")[0] not in options:
-                again.append(word)
+                command.append(word)
             elif "=" not in word:
                 next(words, None)  # skip the option's value
         for option, value in options.items():
             if value is not None:
-                again += [option, value]
-        return tuple(again)
+                command += [option, value]
+        return tuple(command)
 
     def _options_of(self, case: Case) -> dict[str, str | None]:
-        """The options, each with a value, that a command for this case alone does not share with
-        the report's command; None: it has none.
+        """The options in which a command for this case alone differs from the report's command.
 
-        {"--out": None, ..., "--impl": "fused", "--dtypes": "exact", "--states": "fp32",
-        "--layers": "3"}
+        A value of None removes the option: {"--out": None, ..., "--impl": "fused", "--dtypes":
+        "exact", "--states": "fp32", "--layers": "3"}.
         """
         command = " ".join(self.command)
         as_typed = [
@@ -326,7 +348,8 @@ class Report(Record):
             options["--impl"] = as_typed[0] if as_typed else case.implementation
             options["--dtypes"] = intermediates_of(case.precision)
             options["--states"] = states_of(case.precision)
-        if isinstance(generated := case.inputs_of, Generated):
+        generated = case.inputs_of
+        if isinstance(generated, Generated):
             options |= {"--shape": generated.shape, "--dtype": generated.dims.dtype}
             if not generated.packed:
                 options |= {"--cells": None, "--packed": None}
@@ -346,20 +369,22 @@ class Report(Record):
 
     @cached_property
     def missing(self) -> tuple[Requested, ...]:
-        """Requested cases that are neither there nor left out."""
-        there = {case.name for case in self.cases}
-        left = self.left_out
+        """The requested cases that are neither in the report nor left out."""
+        present = {case.name for case in self.cases}
+        left_out = self.left_out
 
-        def is_left_out(case_key: str, name: str) -> bool:
+        def is_left_out(case_key: str, implementation: str) -> bool:
             return any(
-                case_key.startswith(out.case_key) and name in (out.implementations or (name,))
-                for out in left
+                case_key.startswith(cases.case_key)
+                and (not cases.implementations or implementation in cases.implementations)
+                for cases in left_out
             )
 
         return tuple(
-            parts
-            for parts in self.requested
-            if ", ".join(parts) not in there and not is_left_out(*parts[:2])
+            (case_key, implementation, precision)
+            for case_key, implementation, precision in self.requested
+            if f"{case_key}, {implementation}, {precision}" not in present
+            and not is_left_out(case_key, implementation)
         )
 
     @property
@@ -373,8 +398,11 @@ class Report(Record):
         precisions: Container[PrecisionName] | None = None,
         implementations: Container[str] | None = None,
     ) -> Report:
-        """The report as if only these precisions or implementations had been requested, and no
-        answers.  Baselines stay.
+        """The report as if only some precisions or implementations had been requested.
+
+        Cases of baselines stay.  Answers are removed.
+
+        precisions, implementations: None for all.
         """
         baselines = {case.baseline for case in self.cases}
 

@@ -1,6 +1,6 @@
-"""The records of stalls, stored as JSON in a run's folder.  Imports no torch.
+"""The records of a stall report, which is stored as JSON in a run's folder.  Imports no torch.
 
-Numbers that ncu did not collect are None and their names are in `not_collected`: never 0.
+A number that ncu did not collect is None, never 0, and its name is in `not_collected`.
 """
 
 from collections.abc import Mapping
@@ -15,26 +15,24 @@ from ssdprof.core.target import Dims, Environment, LayerRef
 STALLS_VERSION: Final = 4
 Number = TypeVar("Number", int, float)
 
-StallSamples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
-CheckResult = tuple[Literal["ok", "failed", "not checked"], Text]  # and details
-SelfChecks = dict[Text, CheckResult]  # a condition for valid tables -> whether it holds
+StallSamples = dict[Text, int]  # stall reason -> samples of warps, the most frequent first
+CheckResult = tuple[Literal["ok", "failed", "not checked"], Text]  # whether it holds, and details
+SelfChecks = dict[Text, CheckResult]  # a condition for valid tables, in words -> its result
 
 
 def most_first(samples: Mapping[str, Number]) -> dict[str, Number]:
-    """The samples of each stall reason, the most frequent one first, without those that have
-    none.
-    """
+    """Stall reason -> samples, the most frequent reason first, without reasons that have none."""
     by_count = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
     return {reason: count for reason, count in by_count if count}
 
 
 class Launched(Record):
-    """The launches of one call of an implementation."""
+    """The kernels that one call of an implementation launched."""
 
     implementation: Text
     variant: Text
     precision: PrecisionName  # at which it ran
-    launch_count: int  # of Triton kernels
+    launch_count: int  # launches of Triton kernels, several of one kernel counted separately
     launches: tuple[Launch, ...]  # each kernel once, with the resources that Triton reports
 
 
@@ -42,7 +40,7 @@ class Line(Record):
     """A source line of a kernel with its samples."""
 
     file: Text  # without folders
-    line: int
+    line: int  # 0 if the samples belong to no line
     function: Text  # "" if unknown
     stage: Text
     text: Text  # as recorded with the report; "" if it was not
@@ -54,8 +52,9 @@ class Line(Record):
 
 
 class KernelStalls(Record):
-    """One launch of one kernel, alone on the GPU with cold caches: not comparable with the times of
-    a run.
+    """One launch of one kernel, as ncu profiled it: alone on the GPU and with cold caches.
+
+    Its duration cannot be compared with the times of a run.
     """
 
     kernel: Text
@@ -67,10 +66,11 @@ class KernelStalls(Record):
     shared_bytes: int | None = None  # per block
     waves: float | None = None  # of blocks per SM
     occupancy_pct: float | None = None  # achieved: active warps of those that an SM can hold
-    occupancy_limit_pct: float | None = None  # theoretical
-    limited_by: tuple[Text, ...] = ()  # the resources with the fewest blocks per SM
+    occupancy_limit_pct: float | None = None  # the most that the kernel's resources allow
+    limited_by: tuple[Text, ...] = ()  # the resources that allow the fewest blocks per SM
     duration_us: float | None = None
-    compute_pct: float | None = None  # of the speed of light
+    # percentages of the GPU's peak rates, which ncu calls the speed of light
+    compute_pct: float | None = None
     memory_pct: float | None = None
     dram_pct: float | None = None
     l2_pct: float | None = None
@@ -87,24 +87,26 @@ class KernelStalls(Record):
     tensor_peak_tflops: float | None = None
     sample_count: int | None = None  # None: no warp was sampled
     samples: StallSamples = Field(default_factory=dict)
-    # without samples: reason -> waiting warps per issuing one
+    # stall reason -> waiting warps per issuing warp; only if ncu took no samples
     average: dict[Text, float] = Field(default_factory=dict)
-    # by the algorithm's order; "stage" or "stage.part"
+    # "stage" or "stage.part" -> its samples, in the order of the algorithm
     stages: dict[Text, StallSamples] = Field(default_factory=dict)
-    idle: tuple[Text, ...] = ()  # stages whose warps are idle, which costs no time
-    lines: tuple[Line, ...] = ()  # hottest first; idle warps included
-    # samples on lines without a stage (libraries, helpers, the compiler's own)
+    idle: tuple[Text, ...] = ()  # stages whose warps wait for others, which costs no time
+    lines: tuple[Line, ...] = ()  # the hottest first, those of idle stages included
+    # samples on lines without a stage (in libraries, helpers, or the compiler's own code), which
+    # were given to the stage of a neighbouring line
     from_neighbours: int = 0
-    unlabelled: tuple[Text, ...] = ()  # files without known stages: their functions are the stages
+    # source files whose stages are not known; the functions in them are taken as stages
+    unlabelled: tuple[Text, ...] = ()
     not_collected: tuple[Text, ...] = ()
     checks: SelfChecks = Field(default_factory=dict)
-    # evidence and advice -> percent of the busy samples that it is about; None: about the whole
-    # kernel
+    # evidence and advice in words -> the percentage of the busy samples that it is about; None: it
+    # is about the whole kernel
     hints: dict[Text, float | None] = Field(default_factory=dict)
 
     @property
     def busy_samples(self) -> int:
-        """All samples except those of idle warps."""
+        """The number of samples in stages that are not idle."""
         return sum(
             sum(samples.values())
             for stage, samples in self.stages.items()
@@ -113,9 +115,10 @@ class KernelStalls(Record):
 
 
 class StallReport(Record):
-    """The contents of one or more ncu reports, on which alone its kernels depend.
+    """The contents of one or more ncu reports.
 
-    The fields below `checks` are set if ssdprof profiled.
+    The fields up to `checks` depend on the ncu reports alone.  The fields below are set if ssdprof
+    itself profiled.
     """
 
     stalls_version: Literal[4] = STALLS_VERSION
@@ -123,7 +126,7 @@ class StallReport(Record):
     sources: dict[Text, Text]  # ncu report's file name -> sha256
     gpu: Text  # "" if unknown
     kernels: tuple[KernelStalls, ...]
-    # of a part of a stage: "chunk_scan.current" -> plain words
+    # part of a stage, such as "chunk_scan.current" -> its name in words
     words: dict[Text, Text] = Field(default_factory=dict)
     checks: SelfChecks = Field(default_factory=dict)
     model: Text = ""  # repository or folder, and whether its weights are random
@@ -136,5 +139,5 @@ class StallReport(Record):
     command: tuple[Text, ...] = ()  # as typed, without tokens
     environment: Environment | None = None
     ncu: Text = ""  # version; "" if it could not run
-    # why there are no stalls; then `launched` has the resources that Triton reports
+    # why there are no stalls, in which case `launched` has the resources that Triton reports
     missing: Text = ""

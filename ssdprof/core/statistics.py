@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# microseconds: (rounds) of each recording
+# (rounds,) microseconds of each recording
 RecordedTimes = Sequence[Sequence[float]] | Sequence[NDArray[np.float64]]
 Faster = Literal["faster", "slower", "no difference"]
 
@@ -44,12 +44,14 @@ _T = (
     2.093,
     2.086,
 )
-# Standard deviation of the logarithm of a ratio of times between processes: five benches of two
-# shapes at 4K and 16K tokens on an H100.  The variances of these four differ as if 8 degrees of
-# freedom were behind each; half of them count, since other machines differ more.
+# By clock, the standard deviation between processes of the logarithm of a ratio of times.  It was
+# measured in five benches of two shapes at 4K and 16K tokens on an H100.  The variances of these
+# four sizes differ as if each had 8 degrees of freedom.  Half as many are assumed, because other
+# machines differ more.
 SPREAD: dict[str, float] = {"device": 0.0041, "call": 0.029}
 _SPREAD_FREEDOM = 4
-# times the expected variance: more than three processes find in 1 of 40 cases by chance
+# The expected variance is not used if the measured one is this many times as large, which happens
+# by chance to three processes in 1 of 40 cases.
 _BEYOND_EXPECTED = 3.7
 
 
@@ -61,7 +63,7 @@ class Estimate(NamedTuple):
     high: float
 
     def verdict(self, smallest_difference: float) -> Faster:
-        """The verdict for a ratio of times, baseline over own.
+        """The verdict on an implementation, for the ratio of the baseline's time to its time.
 
         A difference counts if the whole interval lies beyond it.  If A is faster than B, then B is
         slower than A.
@@ -72,6 +74,7 @@ class Estimate(NamedTuple):
 
     @property
     def inverse(self) -> Estimate:
+        """The estimate of 1 / value."""
         return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
 
 
@@ -89,21 +92,23 @@ def ratio(baseline: RecordedTimes, other: RecordedTimes) -> Estimate:
     return _estimate(_medians(baseline) / _medians(other))
 
 
-def of_processes(several: Sequence[Estimate], spread: float | None = None) -> Estimate:
-    """What one process found, or the geometric mean of several, with Student's t over them.
+def of_processes(estimates: Sequence[Estimate], spread: float | None = None) -> Estimate:
+    """The geometric mean of the estimates of several processes, with Student's t interval over
+    processes.  A single estimate is returned as it is.
 
-    spread: the standard deviation of logarithms that is expected; it counts as `_SPREAD_FREEDOM`
-        more degrees of freedom (moderated t: Smyth 2004, doi:10.2202/1544-6115.1027), unless they
-        differ by far more.
+    spread: the standard deviation of logarithms that is expected between processes; None if it is
+        not known.  It counts as `_SPREAD_FREEDOM` more degrees of freedom (moderated t: Smyth 2004,
+        doi:10.2202/1544-6115.1027), unless the processes differ by far more.
     """
-    if len(several) == 1:
-        return several[0]
-    return _estimate(np.array([estimate.value for estimate in several]), spread)
+    if len(estimates) == 1:
+        return estimates[0]
+    return _estimate(np.array([estimate.value for estimate in estimates]), spread)
 
 
 def quotient(above: Estimate, below: Estimate) -> Estimate:
-    """above / below, of two independent measurements: the squares of the half-widths in the
-    logarithm add up.
+    """above / below, for two independent measurements.
+
+    The squares of the half-widths of their logarithms add up.
     """
     width = math.hypot(_width(above), _width(below))
     log = math.log(above.value / below.value)
@@ -111,7 +116,10 @@ def quotient(above: Estimate, below: Estimate) -> Estimate:
 
 
 def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
-    """minuend - subtrahend, two independent measurements: the squares of the half-widths add up."""
+    """minuend - subtrahend, for two independent measurements.
+
+    The squares of the half-widths on each side of the value add up.
+    """
     value = minuend.value - subtrahend.value
     below = math.hypot(minuend.value - minuend.low, subtrahend.high - subtrahend.value)
     above = math.hypot(minuend.high - minuend.value, subtrahend.value - subtrahend.low)
@@ -119,15 +127,17 @@ def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
 
 
 def mean(ratios: Sequence[Estimate]) -> Estimate:
-    """The geometric mean.  Its bounds are the means of the bounds of all ratios."""
+    """The geometric mean of ratios.  Its bounds are the geometric means of their bounds."""
     log = fmean(math.log(ratio.value) for ratio in ratios)
     width = fmean(map(_width, ratios))
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
 
 
 def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
-    """p of values that grow as steps^p: the slope of log value over log step by least squares,
-    with Student's t interval of its residuals.  None for fewer than three points.
+    """The exponent p of values that grow as steps^p; None for fewer than three points.
+
+    It is the slope of log(value) over log(step) by least squares, with Student's t interval from
+    the residuals.
     """
     if len(steps) < 3:
         return None
@@ -141,8 +151,11 @@ def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
 
 
 def settled(samples: Iterable[RecordedTimes], smallest_difference: float) -> bool:
-    """Whether more recordings would hardly change the verdict on any pair: see `_decided`."""
-    medians = [_medians(values) for values in samples]
+    """Whether more recordings would hardly change the verdict on any pair of implementations.
+
+    samples: of each implementation.  See `_decided`.
+    """
+    medians = [_medians(recordings) for recordings in samples]
     ratios = [first / second for first, second in combinations(medians, 2)]
     return all(
         _decided(math.log(_mean(values)), _half_width(values), smallest_difference)
@@ -153,31 +166,37 @@ def settled(samples: Iterable[RecordedTimes], smallest_difference: float) -> boo
 def _decided(log_ratio: float, half_width: float, smallest_difference: float) -> bool:
     """Whether the interval of a ratio is as narrow as its verdict needs.
 
-    Below: all of it is within twice the smallest difference of 1, so that a larger difference is
-    ruled out.
-    Beyond: all of it is a difference that counts, and would be if it were half as wide again; known
-        to within three times the smallest.
-    Otherwise, since the ratio is near the smallest difference: known to within half of it.
+    log_ratio, half_width: the logarithm of the ratio, and half the width of its 95 % interval.
 
-    Repeated checks until an interval is beyond by chance would give false verdicts for equal times.
-    The margin of one half makes them rare.
+    One of three conditions is enough.
+    Below: the whole interval is within twice the smallest difference of 1, which rules out a larger
+        difference.
+    Beyond: the whole interval is a difference that counts, even if it were half as wide again, and
+        the ratio is known to within three times the smallest difference.
+    Narrow: the ratio, which is then near the smallest difference, is known to within half of it.
+
+    The interval is checked after each recording.  Without the margin of one half, equal times would
+    sooner or later have an interval beyond the difference by chance, and a false verdict.
     """
-    off = abs(log_ratio)
-    below = off + half_width <= 2 * smallest_difference
-    beyond = (
-        off - 1.5 * half_width > math.log1p(smallest_difference)
+    distance = abs(log_ratio)
+    is_below = distance + half_width <= 2 * smallest_difference
+    is_beyond = (
+        distance - 1.5 * half_width > math.log1p(smallest_difference)
         and half_width <= 3 * smallest_difference
     )
-    return below or beyond or half_width <= smallest_difference / 2
+    is_narrow = half_width <= smallest_difference / 2
+    return is_below or is_beyond or is_narrow
 
 
 def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) -> bool:
-    """Whether a recording has enough rounds: the error of every ratio's median is below the
+    """Whether a recording has enough rounds.
+
+    It has if the error of the median of the ratio of any two implementations is at most the
     smallest difference.
 
-    rounds: microseconds of each implementation, element j of all from the same round, so a change
-        of the clock that affects all of them is not noise.  A single implementation is compared
-        with its own median.
+    rounds: (rounds,) microseconds of each implementation.  Element j of every array is from the
+        same round, so a change of the clock that affects all implementations is not noise.  A
+        single implementation is compared with its own median.
     """
     logs = [np.log(times) for times in rounds]
     ratios = [first - second for first, second in combinations(logs, 2)]
@@ -187,33 +206,40 @@ def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) ->
 
 
 def median_error(values: NDArray[np.float64]) -> float:
-    """Standard error of the median of normally distributed values.
+    """The standard error of the median of normally distributed values.
 
-    From the median absolute deviation, which is robust to a few interrupted samples.
+    It is computed from the median absolute deviation, on which a few interrupted samples have
+    little influence.
     """
+    # a standard deviation is 1.4826 median absolute deviations
     sigma = 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    # the standard error of a median is sqrt(pi / 2) = 1.2533 times that of a mean
     return 1.2533 * sigma / math.sqrt(len(values))
 
 
 def _medians(samples: RecordedTimes) -> NDArray[np.float64]:
-    """(recordings): the median time of each."""
+    """(recordings,) microseconds: the median time of each recording."""
     return np.array([float(np.median(rounds)) for rounds in samples])
 
 
 def _mean(values: NDArray[np.float64]) -> float:
-    """The geometric mean; exactly the value if all are equal."""
+    """The geometric mean.  If all values are equal, it is exactly their value."""
     first = float(values[0])
     return first * math.exp(float(np.mean(np.log(values / first))))
 
 
 def _estimate(values: NDArray[np.float64], spread: float | None = None) -> Estimate:
+    """The geometric mean of values with its interval.  spread: see `of_processes`."""
     factor = math.exp(_half_width(values, spread))
     value = _mean(values)
     return Estimate(value, value / factor, value * factor)
 
 
 def _half_width(values: NDArray[np.float64], spread: float | None = None) -> float:
-    """Half the width of the 95 % interval of the mean logarithm; (recordings,), at least two."""
+    """Half the width of the 95 % interval of the mean logarithm.
+
+    values: (recordings,), or a value for each process; at least two.  spread: see `of_processes`.
+    """
     freedom = len(values) - 1
     variance = float(np.var(np.log(values), ddof=1))
     if spread is not None and variance < _BEYOND_EXPECTED * spread**2:
@@ -223,4 +249,5 @@ def _half_width(values: NDArray[np.float64], spread: float | None = None) -> flo
 
 
 def _width(estimate: Estimate) -> float:
+    """Half the width of the interval of the logarithm."""
     return math.log(estimate.high / estimate.low) / 2

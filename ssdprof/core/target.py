@@ -1,5 +1,6 @@
-"""Records of the target of a report: its model, layers, calls, prompts, and the machine that it
-ran on.
+"""Records of what a report measures: the model, its layers, calls and prompts, and the machine.
+
+The records of stored captures and of dry runs are here, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ssdprof.core.base import (
     check_unique,
 )
 
-# Quantisations whose weights transformers decodes to 16 bit on loading.
+# quantisations whose weights transformers decodes to 16 bit on loading
 DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
 
@@ -41,10 +42,10 @@ class LayerRef(Record):
 class Dims(Record):
     """The sizes of one call.
 
-    sizes: by the operator's own names, such as "nheads".  words: the same for people, "80 heads x
-    64, state 128".
     chunk_size: positions per chunk of the model's algorithm; None if it has no chunks.
-    dtype: of the inputs with a position axis.
+    dtype: of the inputs that have an axis of positions.
+    sizes: the operator's name of a size, such as "nheads" -> the size.
+    words: the sizes for people: "80 heads x 64, state 128".
     """
 
     operator: Text
@@ -61,18 +62,19 @@ class Dims(Record):
 
 
 class CallRef(Record):
-    """One call of a layer's operator, if a prompt makes several calls or several sequences share
-    one.
+    """One of several calls of a layer's operator on a prompt, or a call that several sequences
+    share.
 
-    kind: "packed": packed sequences; of several forward passes, if a server recorded them; and then
-        side by side if they are equally many drafted tokens.
+    kind: one of these words.
+        "packed": sequences that are packed one after another.  A server's recording has a call for
+            each forward pass; sequences of equally many drafted tokens are then a batch.
         "chunk": a piece of a chunked prefill, which begins with the states of the previous piece.
-        "decode": one token of each sequence, after the prompt.  "verify": the last tokens of the
-        prompt, as if they had been drafted.
-    number: of the call among the `count` calls of its kind, from 1.
-    prompt_seqlen: tokens of each sequence's prompt; of all sequences together if packed.
-    sequences: independent sequences in the call.
-    rank: of the server's process that made the call; None if it is not known.
+        "decode": one token of each sequence, after the prompt.
+        "verify": the last tokens of the prompt, as if they had been drafted.
+    number: the number of the call among the `count` calls of its kind, from 1.
+    prompt_seqlen: the tokens of each sequence's prompt; if packed, of all sequences together.
+    sequences: the number of independent sequences in the call.
+    rank: the rank of the server's process that made the call; None if it is not known.
     """
 
     kind: Literal["packed", "chunk", "decode", "verify"]
@@ -90,13 +92,16 @@ class CallRef(Record):
 
     @property
     def of_server(self) -> str:
-        """ ", pass 2 of 5, rank 1", as far as it is known."""
-        among = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
-        return among if self.rank is None else f"{among}, rank {self.rank}"
+        """The forward pass and the rank of a recorded call: ", pass 2 of 5, rank 1".
+
+        Each is left out if it is not known or there is only one.
+        """
+        forward_pass = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
+        return forward_pass if self.rank is None else f"{forward_pass}, rank {self.rank}"
 
     def __str__(self) -> str:
-        """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed
-        sequences".
+        """The call in words: "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in
+        3 packed sequences".
         """
         if self.kind == "packed":
             noun = "sequence" if self.sequences == 1 else "sequences"
@@ -110,12 +115,15 @@ class CallRef(Record):
 
 
 class Serving(Record):
-    """How the model runs prompts.  The default: all of a prompt in one call of every operator, and
-    no decoding.
+    """How the model runs prompts.
 
-    packed: lengths of sequences that are packed into one call; empty: a batch of equal lengths.
-    chunk: tokens per call of a chunked prefill; None: no chunked prefill.
-    decode: tokens that the model generates after the prompt, one call of every operator for each.
+    By default every operator is called once on a whole prompt, and nothing is decoded.
+
+    packed: the lengths of sequences that are packed into one call; empty for a batch of equally
+        long sequences.
+    chunk: the tokens per call of a chunked prefill; None if the prefill is not chunked.
+    decode: the number of tokens that the model generates after the prompt.  Each takes one call of
+        every operator.
     """
 
     packed: tuple[Length, ...] = ()
@@ -123,8 +131,9 @@ class Serving(Record):
     decode: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
 
     def calls(self, seqlen: int, batch: int = 1) -> tuple[CallRef | None, ...]:
-        """Every call of one layer's operator on a prompt of `seqlen` tokens; None: the whole prompt
-        in one call.
+        """The calls of one layer's operator on a prompt of `seqlen` tokens.
+
+        None stands for a call on the whole prompt.
         """
 
         def numbered(
@@ -151,16 +160,16 @@ def drafted_call(seqlen: int, batch: int) -> CallRef:
 
 
 def tokens(seqlen: int, batch: int = 1) -> str:
-    """ "131,072 tokens", "32 x 1,024 tokens", as in the tables of a report."""
+    """The size of a prompt in words: "131,072 tokens", "32 x 1,024 tokens"."""
     noun = "token" if seqlen == 1 else "tokens"
     return f"{seqlen:,} {noun}" if batch == 1 else f"{batch} x {seqlen:,} {noun}"
 
 
 def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
-    """Start and stop of each segment.
+    """(start, stop) of each segment of a prompt.
 
-    A last segment of a single token joins the one before it, because models call a different
-    function for one token.
+    If the last segment would have a single token, that token joins the segment before it, because
+    models call a different function for one token.
     """
     starts = list(range(0, seqlen, segment_length))
     if len(starts) > 1 and seqlen - starts[-1] == 1:
@@ -184,8 +193,9 @@ class Gpu(Record):
 
 
 class Environment(Record):
-    """The machine and the versions behind a number.  Holds no host name, user name, path or
-    token.
+    """The machine and the versions behind a number.
+
+    It contains no name of a host or a user, no path, and no access token.
     """
 
     gpu: Gpu | None
@@ -196,7 +206,7 @@ class Environment(Record):
 
 
 class Clocks(Record):
-    """Readings of NVML before and after the timed region."""
+    """Readings of NVML before and after the region that was timed."""
 
     sm_mhz: tuple[Count, Count]
     memory_mhz: tuple[Count, Count]
@@ -204,7 +214,7 @@ class Clocks(Record):
     throttle_reasons: tuple[Text, ...]  # empty: not throttled
 
     def until(self, later: Clocks) -> Clocks:
-        """The readings before these and after the later ones."""
+        """The clocks of a region that begins with this one and ends with a later one."""
         names = ("sm_mhz", "memory_mhz", "temperature_c")
         pairs = {name: (getattr(self, name)[0], getattr(later, name)[1]) for name in names}
         return Clocks(
@@ -214,15 +224,17 @@ class Clocks(Record):
 
 
 class Ceilings(Record):
-    """Measured on the same GPU in the same run."""
+    """The ceilings of a roofline, measured on the same GPU in the same run."""
 
     copy_gb_per_s: Annotated[float, Field(gt=0)]  # bytes read + written
     matmul_tflops: Annotated[float, Field(gt=0)]
 
 
 class Allocation(Record):
-    """What a device, or main memory or the disk, holds of a model: decoder layers that begin there,
-    and bytes of all weights.
+    """The part of a model that a GPU, main memory or the disk holds.
+
+    layers: the number of decoder layers whose first weights are there.
+    bytes: of all weights there.
     """
 
     layers: Count
@@ -232,16 +244,16 @@ class Allocation(Record):
 class Placement(Record):
     """Where a model's weights are while it runs.
 
-    device: where the model computes, the first one of several.  allocated: all weights, by device:
-    "cuda:0", "cpu", "disk".
-    predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted
-        before loading, without replaying.  None if the model's code does not run on the meta
-        device.
-    streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each
-        forward call; 0 if none is.
-    bytes_per_s: measured speed of streaming; None if nothing is streamed, or before the download.
-    forward_calls: of the model, for the longest prompt: its segments, packed sequences and decode
-    steps.
+    device: the device on which the model computes; the first one if there are several.
+    allocated: "cuda:0", "cpu" or "disk" -> the part of the model that is there.
+    predicted_peak_bytes: the memory on `device` while the model runs and inputs are captured,
+        without replaying, as predicted before loading.  None if the model's code does not run on
+        the meta device.
+    streamed_layer_bytes: the weights of the largest decoder layer that is copied to `device` for
+        each forward call; 0 if no layer is.
+    bytes_per_s: the measured speed of these copies; None if there are none, or before the download.
+    forward_calls: the number of forward calls for the longest prompt: its segments, packed
+        sequences and decode steps.
     """
 
     kind: PlacementKind
@@ -254,8 +266,8 @@ class Placement(Record):
 
     @property
     def seconds_per_layer(self) -> float | None:
-        """Streaming time of the largest layer in each forward call; None if unknown, or if nothing
-        is streamed.
+        """The time for copying the largest streamed layer in each forward call; None if nothing is
+        streamed, or if the speed is not known.
         """
         return self.streamed_layer_bytes / self.bytes_per_s if self.bytes_per_s else None
 
@@ -286,8 +298,8 @@ class CheckpointRef(Record):
         return self
 
     def __str__(self) -> str:
-        """ "ibm-granite/granite-4.0-h-small@1234567890ab"."""
-        return f"{self.repo_id}{f'@{self.revision[:12]}' if self.revision else ''}"
+        """The repository with its revision: "ibm-granite/granite-4.0-h-small@1234567890ab"."""
+        return f"{self.repo_id}@{self.revision[:12]}" if self.revision else self.repo_id
 
 
 class Prompt(Record):
@@ -321,27 +333,29 @@ class TensorRecord(Record):
     sha256: Text  # of the stored bytes
 
 
-# an infinite one is the string "Infinity" in JSON
+# an infinite limit is the string "Infinity" in JSON
 _Limit = Annotated[float, Field(allow_inf_nan=True), WithJsonSchema({"type": ["number", "string"]})]
 
 
 class LayerCapture(Record):
     """The stored inputs of one call of a layer's operator.
 
-    call: which one; None: the whole of a prompt.
+    seqlen: the length of the call.
+    call: which of the layer's calls; None if the layer's only call is the whole prompt.
+    file: the safetensors file, in the folder of the manifest.
     remark: a sentence for the report if the inputs differ from the model's call or its config.
-    scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit, ...
-    scalars_sha256: of their JSON, in the order of names.
+    scalars: the arguments that are not tensors: chunk_size, dt_softplus, dt_limit, ...
+    scalars_sha256: see `scalars_hash`.
     served: the output that a server recorded, in the same file as "served.out" and
-    "served.final_states".
-    slots: of the sequences, in the server's pool of states; empty if they are not known.
+        "served.final_states".
+    slots: the slots of the sequences in the server's pool of states; empty if they are not known.
     gap: whether calls of the layer may be missing before this one.
     """
 
     layer: LayerRef
-    seqlen: Length  # of the call
+    seqlen: Length
     call: CallRef | None = None
-    file: Text  # safetensors file in the manifest's folder
+    file: Text
     tensors: dict[Text, TensorRecord]
     remark: Text = ""
     scalars: dict[Text, int | float | bool | Text | tuple[_Limit, ...] | None]
@@ -352,12 +366,12 @@ class LayerCapture(Record):
 
     @property
     def whole(self) -> bool:
-        """Whether it is of whole sequences: no chunk, and no decode step."""
+        """Whether the call is of whole sequences, neither a chunk nor a decode step."""
         return self.call is None or self.call.kind == "packed"
 
 
 class CaptureManifest(Record):
-    """What a folder of captures holds."""
+    """The contents of a folder of captures."""
 
     version: Literal[4] = VERSION
     checkpoint: CheckpointRef
@@ -377,7 +391,10 @@ class CaptureManifest(Record):
 
 
 def scalars_hash(scalars: Mapping[str, object]) -> str:
-    """SHA-256 of names, types and values, in the order of names: 1, 1.0 and true differ."""
+    """The SHA-256 of the scalars' names, types and values, so that 1, 1.0 and true differ.
+
+    The order of the scalars does not matter.
+    """
     return hashlib.sha256(json.dumps(dict(scalars), sort_keys=True).encode()).hexdigest()
 
 
@@ -389,15 +406,17 @@ class PlannedFile(Record):
 
     name: Text
     size_bytes: int
-    cached: bool  # it need not be downloaded
+    cached: bool  # whether it is in the cache, so that it need not be downloaded
 
 
 class DryRun(Record):
     """What a run would download and load.
 
-    weight_bytes: once loaded.  free_bytes: memory of `device` now.
+    batch, serving: of each prompt.
+    tensor_parallel: as in `Report`.
+    weight_bytes: of the loaded model.
+    free_bytes: the free memory of `device` at present.
     placement: None for stored captures, and if no placement fits.
-    batch, serving: of each prompt.  tensor_parallel: as in a report.
     """
 
     checkpoint: CheckpointRef

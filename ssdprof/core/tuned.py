@@ -1,4 +1,4 @@
-"""Records of `ssdprof tune`: configurations of kernels that were searched for and found."""
+"""The records that `ssdprof tune` stores: configurations of kernels that a search found."""
 
 from typing import Final, Literal
 
@@ -8,16 +8,18 @@ from ssdprof.core.target import Environment
 
 TUNED_VERSION: Final = 4
 Setting = int | float | bool | Text
-# operator, kernel and intermediates of calls, and their sizes by the operator's names
+# The calls of a search: "operator", "kernel", "intermediates", and sizes by the operator's names.
 TunedCalls = dict[Text, Setting]
 
 
 class TunedConfig(Record):
-    """A configuration that passed, and was faster than the committed one on one GPU.
+    """A configuration of a kernel that passed its tests and was faster than the committed one.
 
-    calls: those to which it applies.  settings: field by field, without the reason.
-    device_ratio: the committed one's time over this one's, with its interval; over several lengths
-    a geometric mean.
+    calls: the calls for which it was searched, and to which it applies.
+    settings: the fields of the configuration, without its reason.
+    device_ratio: the device time with the committed configuration over that with this one; for
+        several lengths their geometric mean.
+    device_interval: its 95 % interval.
     created: ISO 8601, UTC.
     """
 
@@ -33,14 +35,16 @@ class TunedConfig(Record):
 
     @property
     def reason(self) -> str:
-        """The reason shown in reports that use it."""
+        """The reason for the configuration, as reports that use it show it."""
         return f"tuned on this GPU, {self.created[:10]}"
 
 
 class TunedConfigs(Record):
-    """The cached configurations of one GPU.
+    """The cached configurations for one model of GPU.
 
-    kernels: the hash of each operator's machine code; configurations are valid only for it.
+    kernels: operator -> the hash of its kernels.  The configurations are valid only for kernels of
+        this hash.
+    environment: the machine on which the last search ran.
     """
 
     version: Literal[4] = TUNED_VERSION

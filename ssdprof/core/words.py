@@ -1,4 +1,7 @@
-"""Numbers and records in words, as messages and reports show them.  A missing value is "-"."""
+"""Numbers and records in words, as messages and reports show them.
+
+A missing number is shown as `MISSING`.
+"""
 
 import math
 from collections.abc import Iterable
@@ -12,9 +15,7 @@ MISSING = "-"
 
 
 def duration(us: float | None) -> str:
-    """Microseconds with three digits, in the unit that fits: "9.87 µs", "187 µs", "1.93 ms", "2.10
-    s".
-    """
+    """Microseconds with three digits in a suitable unit: "9.87 µs", "187 µs", "1.93 ms"."""
     return _in_unit(us, 1e3, "µs", "ms", "s")
 
 
@@ -48,8 +49,10 @@ def ratio(value: float | None) -> str:
 
 
 def speedup(estimate: Estimate | None, *, by_call: bool = False) -> str:
-    """A ratio and its interval: "1.52x [1.49, 1.55]".  by_call: without it, because another
-    process's may not overlap with it.
+    """A ratio and its interval: "1.52x [1.49, 1.55]".
+
+    by_call: whether the ratio is of call times of one process.  The interval is then left out,
+        because the interval of another process might not overlap with it.
     """
     if estimate is None:
         return MISSING
@@ -59,17 +62,16 @@ def speedup(estimate: Estimate | None, *, by_call: bool = False) -> str:
 
 def counts(smallest_difference: float) -> str:
     """A sentence that says which ratios are called faster or slower."""
-    much = (
-        f"differs from 1 by more than {100 * smallest_difference:g}%"
-        if smallest_difference
-        else "excludes 1"
-    )
-    return f"Faster or slower: the whole interval {much}."
+    condition = "excludes 1"
+    if smallest_difference:
+        condition = f"differs from 1 by more than {100 * smallest_difference:g}%"
+    return f"Faster or slower: the whole interval {condition}."
 
 
 def percent(value: float | None, decimals: int = 3) -> str:
-    """Rounded towards zero, so that 100 % means all and 0 % means none: a share above zero is at
-    least "<0.001%".
+    """A percentage, rounded towards zero, so that 100 % means all and 0 % means none.
+
+    A value above zero that would be rounded to zero is "<0.001%".
     """
     if value is None:
         return MISSING
@@ -83,7 +85,7 @@ def percent(value: float | None, decimals: int = 3) -> str:
 
 
 def share(value: float | None, decimals: int = 0) -> str:
-    """Percent of a whole, rounded to the nearest, so that parts add up: "16.8%", "<0.1%"."""
+    """A percentage, rounded to the nearest value, so that parts add up: "16.8%", "<0.1%"."""
     if value is None:
         return MISSING
     rounded = f"{value:.{decimals}f}"
@@ -93,7 +95,9 @@ def share(value: float | None, decimals: int = 0) -> str:
 
 
 def small(value: float | None) -> str:
-    """Three digits, with an exponent where that is shorter: "2.13e-3", "0.125", "0", "NaN"."""
+    """A number with three digits, with an exponent where that is shorter: "2.13e-3", "0.125", "0",
+    "NaN".
+    """
     if value is None:
         return MISSING
     if math.isnan(value):
@@ -114,29 +118,30 @@ def tolerance(value: float) -> str:
 
 
 def count(value: int | None) -> str:
-    """ "131,072"."""
+    """An integer with separators: "131,072"."""
     return MISSING if value is None else f"{value:,}"
 
 
 def indices(values: Iterable[int]) -> str:
-    """Layer numbers, runs of them shortened: "0-3, 9"."""
+    """Indices of layers, with consecutive ones as a range: "0-3, 9"."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and value == runs[-1][1] + 1:
             runs[-1][1] = value
         else:
             runs.append([value, value])
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs) or MISSING
+    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in runs]
+    return ", ".join(texts) or MISSING
 
 
-def words(items: Iterable[str], last: str = "and") -> str:
-    """ "a, b and c"."""
-    *first, end = list(items)
-    return f"{', '.join(first)} {last} {end}" if first else end
+def words(items: Iterable[str], conjunction: str = "and") -> str:
+    """At least one item as a list in a sentence: "a, b and c"."""
+    *others, last = list(items)
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
 def plural(number: int, noun: str) -> str:
-    """ "1 layer", "4 layers"."""
+    """A number with its noun: "1 layer", "4 layers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -147,7 +152,9 @@ def _ratio(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """ "12.3", "0.00123"; larger numbers keep all digits before the point: "12345"."""
+    """A number with three significant digits: "12.3", "0.00123".  Larger numbers keep all digits
+    before the decimal point: "12345".
+    """
     if value == 0:
         return "0"
     digits = 2 - math.floor(math.log10(abs(value)))
@@ -160,29 +167,29 @@ def three_digits(value: float) -> str:
 
 
 def placement_words(placement: Placement) -> str:
-    """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
+    """Where the weights are, and what that costs: "disk-offload: 3 layers (4.8 GiB) on cuda:0,
+    7 layers (11.2 GiB) on the disk; ...".
+    """
     names = {"cpu": "in main memory", "disk": "on the disk"}
-    by_place = ", ".join(
+    by_device = ", ".join(
         f"{plural(part.layers, 'layer')} ({size_words(part.bytes)}) "
         f"{names.get(device, f'on {device}')}"
         for device, part in placement.allocated.items()
     )
-    no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
-    words = [by_place if no_gpu else f"{placement.kind}: {by_place}"]
+    is_without_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
+    words = [by_device if is_without_gpu else f"{placement.kind}: {by_device}"]
     if placement.kind == "all-gpus" and len(placement.allocated) == 1:
         words.append("all of it fits there, so that the other GPUs hold nothing")
     if placement.streamed_layer_bytes:
-        often = (
-            f"for each of {placement.forward_calls} forward calls"
-            if placement.forward_calls > 1
-            else "once"
-        )
+        times = "once"
+        if placement.forward_calls > 1:
+            times = f"for each of {placement.forward_calls} forward calls"
         cost = "at a speed that is measured after the download"
         if placement.bytes_per_s and placement.seconds_per_layer is not None:
             speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
             cost = f"in {placement.seconds_per_layer:.2g} s at the measured {speed}"
         words.append(
-            f"a layer of {size_words(placement.streamed_layer_bytes)} is read {often}, {cost}"
+            f"a layer of {size_words(placement.streamed_layer_bytes)} is read {times}, {cost}"
         )
     if placement.predicted_peak_bytes is not None:
         words.append(
@@ -193,15 +200,16 @@ def placement_words(placement: Placement) -> str:
 
 
 def serving_words(serving: Serving, *, batch: int = 1, tensor_parallel: int = 1) -> str:
-    """ "8 prompts side by side; 4 decode steps"; empty for a single prompt in one call on one
-    GPU.
+    """How prompts were run: "8 prompts side by side; 4 decode steps".
+
+    Empty for a single prompt in one call on one GPU.
     """
     words = []
     if batch > 1:
         words.append(f"{batch} prompts side by side")
     if lengths := serving.packed:
-        of = f"{min(lengths):,} to {max(lengths):,} tokens"
-        words.append(f"{len(lengths)} packed sequences of {of}, run one by one and concatenated")
+        sizes = f"{min(lengths):,} to {max(lengths):,} tokens"
+        words.append(f"{len(lengths)} packed sequences of {sizes}, run one by one and concatenated")
     if serving.chunk is not None:
         words.append(f"chunked prefill, {serving.chunk:,} tokens a call")
     if serving.decode:

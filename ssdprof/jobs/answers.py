@@ -70,9 +70,10 @@ def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[
 
 
 def check(request: AnswersOptions, target: Target) -> list[Implementation]:
-    """The implementations that are compared.  Loads nothing; `--dry-run` calls it too.
+    """The implementations that are compared.  Loads no model; `--dry-run` calls it too.
 
-    Raises the reason if this machine cannot compare them.
+    Raises MissingCapabilityError if this machine cannot run them, and BadInputError for an unknown
+    name.
     """
     resolve_here = resolver(limits.device())
     limits.check_replay(target.seqlens)
@@ -87,7 +88,7 @@ def compare_answers(
 ) -> None:
     """Compare the answers on every prompt of a whole model.
 
-    Raises the errors of the reference; errors of a case are recorded in the case.
+    An error of the reference is raised; an error of a case is recorded in the case.
     """
     with limits.memory_errors():
         for run, prompt in zip(loaded.prompt_runs(), loaded.prompts, strict=True):
@@ -98,17 +99,18 @@ def compare_answers(
             comparison.run(variants, writer)
 
 
-# a case, and what computes the operators of which layers; the reference computes the others
+# A case to compare; the function that computes its operators; the indices of the layers in which it
+# does so.  The reference computes the operators of all other layers.
 AnswersVariant = tuple[Case, Compute, frozenset[int]]
 
 
 def _variants(
     prompt: PromptRun, dtype: DType, request: AnswersOptions, inputs: str
 ) -> Iterator[AnswersVariant]:
-    """What is compared with the reference: first noise, then all layers together, then each layer
-    alone.
+    """The variants that are compared with the reference: first noise, then each implementation in
+    all layers together, then each implementation in one layer at a time.
 
-    dtype: of the model.  inputs: of the cases.
+    dtype: dtype of the model.  inputs: hash of the prompt's tokens, which names the cases' inputs.
     """
     mixers = prompt.mixers
     layers = frozenset(prompt.wanted)
@@ -118,7 +120,8 @@ def _variants(
     ) -> AnswersVariant:
         """The variant of an implementation, or of noise.
 
-        change: what noise changes, in words.  alone: the only layer that is computed.
+        change: what the noise changes, in words; empty for an implementation.  alone: index of the
+        only layer that `compute` replaces; None: it replaces all layers.
         """
         task = Answers(
             kind="answers",
@@ -167,7 +170,7 @@ def _variants(
 class _AnswersComparison:
     """Compares a model's answers on one prompt with those of a reference, which runs first.
 
-    whole: the model with its head.
+    whole: the model with its language-model head.
     """
 
     def __init__(
@@ -185,13 +188,15 @@ class _AnswersComparison:
         self._watcher = watcher
         self._began = time.monotonic()
         forget_peak(prompt.ids.device)
-        # with the reference: its own runs, and for each case the share of the layers that are left
-        # to it
-        count = len({mixer.layer_index for mixer in prompt.mixers})
-        left = sum(1 - len(layers) / count for *_, layers in variants)
+        # The reference runs once for the logits, once more to generate tokens, and in each variant
+        # for the fraction of the layers that the variant does not replace.
+        layer_count = len({mixer.layer_index for mixer in prompt.mixers})
+        reference_runs = 2.0 if request.generate else 1.0
+        for *_, layers in variants:
+            reference_runs += 1 - len(layers) / layer_count
         with watcher.step("Running the reference"):
             self._reference, self._name, self._remark = choose_reference(
-                request.reference, prompt, 1 + bool(request.generate) + left
+                request.reference, prompt, reference_runs
             )
             self._exact = hidden_states(prompt, self._reference)
             _check_finite(whole, self._exact)
@@ -210,7 +215,7 @@ class _AnswersComparison:
                 advance(1)
 
     def _compared(self, variant: AnswersVariant) -> Case:
-        """The case with its answers, or with its fault."""
+        """The variant's case with its answers, or with its fault."""
         case, compute, layers = variant
         assert isinstance(case.task, Answers)
         answers = case.task.changed(reference=self._name, remark=self._remark)
@@ -230,30 +235,35 @@ class _AnswersComparison:
     def _differences(
         self, compute: Compute, layers: frozenset[int], answers: Answers
     ) -> dict[str, object]:
-        """The fields of `answers` that compare logits with the reference's, a block of positions at
-        a time.
+        """The fields of `answers` that hold the comparison with the reference.
+
+        Logits are computed and compared for a block of positions at a time.
         """
         prompt = self._prompt
         whole = self._whole
         hidden = hidden_states(prompt, self._handler(compute, layers))
+        next_tokens = prompt.ids[0, 1:]
         blocks = []
-        for rows in _blocks(whole, hidden):
-            high, low = (logits(whole, states[:, rows])[0] for states in (self._exact, hidden))
-            blocks.append(compare_logits(high, low, prompt.ids[0, 1:][rows]))
+        for positions in _blocks(whole, hidden):
+            exact_logits = logits(whole, self._exact[:, positions])[0]
+            other_logits = logits(whole, hidden[:, positions])[0]
+            blocks.append(compare_logits(exact_logits, other_logits, next_tokens[positions]))
         divergence = joined(blocks)
-        if (position := first_nonfinite(divergence)) is not None:
+        position = first_nonfinite(divergence)
+        if position is not None:
             return {"nonfinite": position}
         fields: dict[str, object] = {"bands": bands(divergence)}
         if self._request.generate and answers.alone is None:
             tokens = self._generated(compute, layers)
-            pairs = enumerate(zip(self._tokens, tokens, strict=True))
-            differing = (number for number, (exact, token) in pairs if exact != token)
-            fields |= {"generated": len(tokens), "first_difference": next(differing, None)}
+            fields["generated"] = len(tokens)
+            fields["first_difference"] = _first_difference(self._tokens, tokens)
         return fields
 
     def _generated(self, compute: Compute, layers: frozenset[int] | None = None) -> Sequence[int]:
-        """Greedy tokens.  The operator computes the prompt; the model's own step computes each
-        token after it.
+        """The ids of the greedy tokens after the prompt; none unless --generate is given.
+
+        `compute` computes the operators on the prompt.  For each later token, the model runs its
+        own step function.
         """
         if not self._request.generate:
             return ()
@@ -262,38 +272,49 @@ class _AnswersComparison:
             return greedy(self._whole, prompt.ids, self._request.generate, prompt.segment_length)
 
     def _handler(self, compute: Compute, layers: frozenset[int] | None) -> Compute:
+        """`compute` in `layers`, or in all layers if that is None; the reference in the others."""
         return by_layer(self._prompt.mixers, compute, layers=layers, elsewhere=self._reference)
 
 
+def _first_difference(exact: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """The index of the first token that differs; None if all are equal."""
+    for number, (exact_token, token) in enumerate(zip(exact, tokens, strict=True)):
+        if exact_token != token:
+            return number
+    return None
+
+
 def _blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> Iterator[slice]:
-    """Positions of hidden states, (batch, seqlen, width), whose logits are compared at once."""
+    """The positions of `hidden`, (batch, seqlen, width), in blocks whose logits fit in memory."""
     length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
     for start in range(0, hidden.shape[1], length):
         yield slice(start, start + length)
 
 
 def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
-    """BadInputError if the model's head gives NaN or infinity on the reference's own hidden states,
-    (batch, seqlen, width): then no implementation can be told from another.
+    """BadInputError if the logits of the reference have NaN or infinity: no implementation could
+    be compared with them.
+
+    hidden: the reference's hidden states, (batch, seqlen, width).
     """
-    for rows in _blocks(whole, hidden):
-        block = hidden[:, rows]
-        finite = logits(whole, block)[0].isfinite().all(-1)
+    for positions in _blocks(whole, hidden):
+        block = hidden[:, positions]
+        finite = logits(whole, block)[0].isfinite().all(-1)  # (positions of the block)
         if not bool(finite.all()):
-            part = "head, lm_head," if bool(block.isfinite().all()) else "layers"
+            source = "head, lm_head," if bool(block.isfinite().all()) else "layers"
+            position = positions.start + int((~finite).int().argmax())
             raise BadInputError(
-                f"The model's {part} give NaN or infinity at position "
-                f"{rows.start + int((~finite).int().argmax()):,} with the reference itself: it is "
-                "not the implementations.",
+                f"The model's {source} give NaN or infinity at position "
+                f"{position:,} with the reference itself: it is not the implementations.",
                 "Weights of the checkpoint hold NaN or infinity, or overflow; fetch it again.",
             )
 
 
 # --- the reference, and noise
 
-LONGEST_S = 300.0  # limit of the oracle's time for all runs of a prompt, estimated from a piece
-PIECE = 2048  # tokens from which the estimate is made
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+LONGEST_S = 300.0  # seconds that all runs of the fp64 oracle on one prompt may take
+PIECE = 2048  # tokens of the piece from which the oracle's time is estimated
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 def oracle_compute(call: OperatorCall) -> Result:
@@ -304,23 +325,25 @@ def oracle_compute(call: OperatorCall) -> Result:
 def choose_reference(
     wanted: Literal["auto", "oracle", "unfused"], prompt: PromptRun, runs: float
 ) -> tuple[Compute, str, str]:
-    """The oracle, or the exact baseline if requested or if the oracle would take longer than
-    `LONGEST_S`.
+    """The function that computes the reference, its name, and a remark.
 
-    runs: number of runs of the model on the reference; a run with it in some layers counts as a
-    fraction.  With its name, and the reason of the choice in a sentence, which is empty for the
-    oracle.
+    The reference is the oracle.  If "unfused" is requested, or if the oracle would take longer than
+    `LONGEST_S`, it is the exact baseline, and the remark is a sentence with the reason.  The remark
+    is empty for the oracle.
+
+    runs: number of runs of the model with the reference; a run with the reference in some of the
+    layers counts as that fraction.
     """
-    remark = "--reference names it." if wanted == "unfused" else ""
-    if (
-        wanted == "auto"
-        and prompt.ids.shape[1] > 2 * PIECE
-        and (seconds := runs * _oracle_seconds(prompt)) > LONGEST_S
-    ):
-        remark = (
-            f"The fp64 oracle would take about {seconds / 60:.0f} min, estimated from {PIECE:,} "
-            "tokens; --reference oracle uses it anyway."
-        )
+    remark = ""
+    if wanted == "unfused":
+        remark = "--reference names it."
+    elif wanted == "auto" and prompt.ids.shape[1] > 2 * PIECE:
+        seconds = runs * _oracle_seconds(prompt)
+        if seconds > LONGEST_S:
+            remark = (
+                f"The fp64 oracle would take about {seconds / 60:.0f} min, estimated from "
+                f"{PIECE:,} tokens; --reference oracle uses it anyway."
+            )
     if not remark:
         return oracle_compute, "fp64 oracle", ""
     name = operators.get(prompt.mixers[0].operator).baseline
@@ -328,11 +351,9 @@ def choose_reference(
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:
-    """Seconds of a run of the model on the oracle, from a piece of the prompt.  The first run is a
-    warm-up.
-    """
+    """Seconds of one run of the model with the oracle, estimated from the first `PIECE` tokens."""
     piece = replace(prompt, ids=prompt.ids[:, :PIECE], segment_length=PIECE)
-    for _ in range(2):
+    for _ in range(2):  # the first run warms up, and the second one counts
         began = time.monotonic()
         hidden_states(piece, oracle_compute).cpu()  # waits for the device
         seconds = time.monotonic() - began
@@ -342,10 +363,10 @@ def _oracle_seconds(prompt: PromptRun) -> float:
 def with_moved_bits(compute: Compute) -> Compute:
     """`compute` on inputs with the last bit of each element flipped.
 
-    This changes the tensors that a model writes into one tensor (x, B and C of SSD, q, k and v of
-    GDN).  Half of the numbers become larger and the others smaller, by half to one unit in the last
-    place, as after a different rounding before the operator.  Zeros are not changed, because their
-    last bit is a number of another magnitude.
+    This changes the inputs that are views of one tensor of the model: x, B and C of SSD; q, k and v
+    of GDN.  Half of the numbers become larger and the others smaller, by half to one unit in the
+    last place, as after a different rounding before the operator.  Zeros are not changed: a zero
+    with its last bit set is the smallest subnormal number.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:

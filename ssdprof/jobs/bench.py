@@ -48,12 +48,12 @@ from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import Writer, load, opened
 from ssdprof.store.tuned import use_saved
 
-BY_TOKEN = "recurrent"  # runs if sequences have only a few tokens
-CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
-SECONDS_PER_CELL = 1.5  # of sampling, at most
-LEAST_SECONDS = 0.1
-MAX_ROUNDS = 32  # of a recording
-PROCESSES = 3  # that take samples
+BY_TOKEN = "recurrent"  # always compared if sequences have only a few tokens
+CHECKED_SEQLEN = 4096  # tokens of the sequence that `--check short` compares
+SECONDS_PER_CELL = 1.5  # the most that one cell is sampled
+LEAST_SECONDS = 0.1  # the least that one cell is sampled
+MAX_ROUNDS = 32  # rounds of one recording
+PROCESSES = 3  # number of processes that take samples, unless --processes says otherwise
 NEEDS_GPU = (
     "A bench needs",
     (
@@ -70,7 +70,11 @@ def find_and_bench(
     ranks: Ranks | None,
     watcher: Watcher,
 ) -> tuple[Path, Report]:
-    """Resolve the implementations, as `resolved`, then `bench`; or decode states."""
+    """Run the requested kind of bench: times of the implementations, or errors of decoded states.
+
+    names, too_large: see `resolved`.  ranks: see `bench`.  Returns the report's folder and the
+    report.
+    """
     if asked.decode_states:
         return decode_cells(asked, operators.get(asked.operator), watcher, ranks)
     request = resolved(asked, names, too_large, watcher)
@@ -94,7 +98,7 @@ def bench(
     for cell in request.measured:
         for implementation, precision in compared(request, operator, cell):
             requested.append((_case_key(cell), implementation.name, str(precision)))
-    began = time.monotonic()
+    began = time.monotonic()  # before the report is opened, which may take part of the budget
     with opened(
         request.out,
         watcher,
@@ -114,7 +118,7 @@ def bench(
         absent=tuple(known.absent for known in request.compared if known.absent),
         samplers=request.processes or (1 if ranks else PROCESSES),
     ) as writer:
-        before = writer.report.first.seconds
+        earlier_seconds = writer.report.first.seconds  # of the interrupted bench that goes on
         ceilings = writer.report.ceilings or measure_ceilings(device)
         writer.update(ceilings=ceilings, clocks=read_clocks())
         cells = ranks.share(request.measured) if ranks else request.measured
@@ -123,10 +127,9 @@ def bench(
         with watcher.step("Measuring", len(cells), unit="cells") as advance:
             for done, cell in enumerate(cells):
                 if request.sampler or not cell_bench.is_done(cell):
-                    cell_bench.measure(
-                        cell, sampling_seconds(end - time.monotonic(), len(cells) - done)
-                    )
-                    seconds = before + time.monotonic() - began
+                    left = end - time.monotonic()
+                    cell_bench.measure(cell, sampling_seconds(left, len(cells) - done))
+                    seconds = earlier_seconds + time.monotonic() - began
                     writer.update(clocks=read_clocks(), seconds=seconds)
                 advance(1)
     return load(writer.folder)
@@ -170,11 +173,13 @@ def decode_cells(
 def resolved(
     asked: BenchOptions, names: Sequence[str], too_large: Iterable[Tokens], watcher: Watcher
 ) -> BenchOptions:
-    """The request with its implementations.  names: of all.  too_large: left out, which the watcher
-    is told.
+    """The request with its implementations.
 
-    Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a
-    baseline that is unavailable.
+    names: names of all implementations to compare.  too_large: cells that --max-tokens leaves out;
+    the watcher shows a sentence on each.
+
+    Raises BadInputError for an unknown name, MissingCapabilityError without a GPU and for an
+    unavailable baseline.
     """
     operator = operators.get(asked.operator)
     resolve = resolver(torch.device("cuda"))
@@ -207,25 +212,24 @@ def resolved(
 def compared(
     request: BenchOptions, operator: Operator, cell: Cell
 ) -> list[tuple[Implementation, Precision]]:
-    """The implementations and precisions of a cell: other libraries first.  Each has its own
-    precisions, or the requested ones.
+    """The implementations and precisions of a cell: other libraries first.
 
-    The baseline of the operator runs with exact intermediates only, and with the wanted state
-    dtypes.  Alternative forms run once, with exact intermediates and fp32 states.  So do
-    implementations that go token by token; if the cell's sequences have a few tokens, they take
-    part even if they are not named.
+    - Libraries and the user's kernels run at the precisions that they declare, else at the
+      requested ones.
+    - The operator's baseline runs with exact intermediates only, and with the requested state
+      dtypes.
+    - Alternative forms, and `BY_TOKEN`, run once, with exact intermediates and fp32 states.
+      `BY_TOKEN` is added if the cell's sequences have only a few tokens.
     """
     wanted = requested_precisions(cell.dtype, request.intermediates, request.states)
     exact = tuple(dict.fromkeys(replace(each, intermediates="exact") for each in wanted))
     once = {BY_TOKEN, *operator.generated.alternatives}
-    everyone = sorted(
-        (known for known in request.compared if not known.absent),
-        key=lambda known: known.kind != "library",
-    )
+    present = [known for known in request.compared if not known.absent]
+    everyone = sorted(present, key=lambda known: known.kind != "library")
     if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
     if cell.tokens.pool and cell.tokens.steps:
-        # others than bundled kernels have pools of their own
+        # libraries and the user's kernels address a pool themselves
         everyone = [in_pool(known) if known.kind == "bundled" else known for known in everyone]
     cases: list[tuple[Implementation, Precision]] = []
     for known in {known.name: known for known in everyone}.values():
@@ -242,8 +246,8 @@ def compared(
 def sizes(
     request: BenchOptions, operator: Operator, implementation: Implementation
 ) -> Sequence[int | None]:
-    """The chunk sizes from which the implementation takes the fastest; (None,) if it chooses its
-    own.
+    """The chunk sizes that are tried, of which the fastest is reported; (None,) if the
+    implementation chooses its own chunk size.
     """
     chunks_itself = operator.generated.chunks_itself
     fixed = (
@@ -253,14 +257,16 @@ def sizes(
 
 
 def sampling_seconds(left: float, cells_left: int) -> float:
-    """A third of the next cell's share of the remaining time: the cell is also compiled and
-    compared.
+    """Seconds of sampling for the next cell.  left: seconds until the end of the budget.
+
+    Sampling gets a third of the cell's share of that time, because the cell is also compiled and
+    compared with the oracle.
     """
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
 class CellBench:
-    """Measures one cell after the other.  end: of the budget, by time.monotonic."""
+    """Measures one cell after the other.  end: the end of the budget, by `time.monotonic`."""
 
     def __init__(
         self,
@@ -271,14 +277,14 @@ class CellBench:
         watcher: Watcher,
         end: float,
     ) -> None:
-        """GPU work: `CudaTimer` allocates."""
+        """Allocates memory on the GPU, for `CudaTimer`."""
         isolated = IsolatedFirstCall(min(request.first_call_s, FIRST_CALL_S))
         self._request = request
         self._operator = operator
         self._writer = writer
         self._device = device
         self._prober = Prober(isolated, only=TURNING_KEYS)
-        self._verdicts: dict[Cell, Verdicts] = {}  # of short checks
+        self._verdicts: dict[Cell, Verdicts] = {}  # by the shorter cell that was compared
         self._comparer = Comparer(
             timer=CudaTimer(device),
             ceilings=writer.report.ceilings,
@@ -292,14 +298,15 @@ class CellBench:
         )
 
     def is_done(self, cell: Cell) -> bool:
-        """Whether an interrupted bench that goes on has measured it."""
-        names = (
-            ", ".join(case) for case in self._writer.report.requested if case[0] == _case_key(cell)
-        )
-        return all(name in self._writer.earlier for name in names)
+        """Whether an interrupted bench, which goes on now, has measured every case of the cell."""
+        of_cell = [case for case in self._writer.report.requested if case[0] == _case_key(cell)]
+        return all(", ".join(case) in self._writer.earlier for case in of_cell)
 
     def measure(self, cell: Cell, seconds: float) -> None:
-        """Write the cases of a cell, or why it is left out.  seconds: of sampling."""
+        """Write the cases of a cell, or the reason why it is left out.
+
+        seconds: how long the cell is sampled.
+        """
         request = self._request
         comparer = replace(
             self._comparer,
@@ -325,9 +332,10 @@ class CellBench:
         self._writer.leave_out(_case_key(cell), reason)
 
     def measured(self, cell: Cell, comparer: Comparer) -> Iterable[Case]:
-        """The cases of a cell: a cell that is left out has none, also if some were verified before.
+        """The final cases of a cell.
 
-        Raises TimeIsUp, also half-way.
+        Raises TimeIsUp at the end of the budget, after which the cell has no case, even if some
+        were verified.
         """
         if time.monotonic() >= comparer.until:
             raise TimeIsUp
@@ -340,16 +348,16 @@ class CellBench:
             verdicts = self._short_verdicts(checked, comparer)
         entries = self._entries(cell, checked.tokens.seqlen if verdicts else None)
         cases = {case.name: case for case in comparer.compare(entries, str(cell), verdicts)}
-        if verdicts:  # later cells find all kernels compiled
+        if (
+            verdicts
+        ):  # the first call of `checked` is in this cell's report; later cells have theirs
             self._verdicts[checked] = {
                 key: case.changed(first_call=None) for key, case in verdicts.items()
             }
         return cases.values()
 
     def _short_verdicts(self, checked: Cell, comparer: Comparer) -> Verdicts:
-        """The verdicts of a shorter cell, which stand for those of a cell that is too long to be
-        compared.
-        """
+        """The verdicts on `checked`, a shorter cell that is compared in place of a long one."""
         if checked not in self._verdicts:
             entries = self._entries(checked)
             compared = replace(comparer, timer=None).compare(entries, str(checked))
@@ -362,14 +370,15 @@ class CellBench:
     def _entries(self, cell: Cell, checked: int | None = None) -> list[Entry]:
         """The entries of a cell, which are timed together.
 
-        checked: how many tokens have a cell whose outputs are compared in place of this one's;
+        checked: tokens of the shorter cell whose outputs are compared in place of this one's;
         None: this cell's outputs are compared.
         """
         request = self._request
         operator = self._operator
         inputs = operator.generated.draw(cell, self._device)
         sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
-        inputs = sized[min(sized)] if sized else inputs
+        if sized:
+            inputs = sized[min(sized)]
         dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {
             "task": generated_task(cell, checked, dims),
@@ -401,7 +410,9 @@ class CellBench:
 
 
 def generated_task(cell: Cell, checked: int | None, dims: Dims) -> Generated:
-    """The task of the cell's cases."""
+    """The task of the cell's cases.  checked: tokens of the cell that was compared in its place;
+    None: the cell itself is compared.
+    """
     return Generated(
         kind="generated",
         dims=dims,
@@ -417,13 +428,15 @@ def generated_task(cell: Cell, checked: int | None, dims: Dims) -> Generated:
 
 
 def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:
-    """The entry of the implementation `name` that is most like `entry`: with exact intermediates,
-    the same states, the same chunk size, in this order.  None if that is `entry` itself, or if
-    there is none.
+    """The entry of the implementation `name` with which `entry` is compared.
+
+    Entries with exact intermediates come first, then those with the same dtype of states, then
+    those with the same chunk size.  None if the implementation has no entry, or if `entry` itself
+    is chosen.
     """
 
     def likeness(other: Entry) -> tuple[bool, bool, bool]:
-        """How well a baseline fits the entry: precision first, then chunk size."""
+        """How well another entry fits `entry`; larger is better."""
         precision = other.call.precision
         return (
             precision.exact,
@@ -438,5 +451,7 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
 
 def _case_key(cell: Cell) -> str:
     """The `Case.case_key` of the cell's cases."""
-    layout = () if cell.layout == "contiguous" else (cell.layout,)
-    return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.ways, str(cell.tokens)))
+    words = [cell.shape.name, cell.dtype]
+    if cell.layout != "contiguous":
+        words.append(cell.layout)
+    return ", ".join([*words, *cell.ways, str(cell.tokens)])

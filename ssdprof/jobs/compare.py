@@ -1,10 +1,10 @@
 """The engine of run, bench, prefill and tune: verifies implementations on one call, then times in
 turns those that are right.
 
-    first_run -> verify, against the fp64 oracle -> the fastest chunk size -> sample, with a check
-    of what they compute
+    first run -> compare with the fp64 oracle -> test laws -> choose the fastest chunk size
+    -> sample in turns
 
-Only what passed is timed, and what it computes while it is timed is checked again.
+Only implementations that passed are timed, and their outputs are checked again after the samples.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.operators.operator import Output
 from ssdprof.progress import Watcher
 
-Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
+Verdicts = Mapping[Hashable, Case]  # by `Entry.key`: verified cases of the same entries
 Baselines = set[tuple[str, str] | None]  # see `Case.rated_against`
-# stands in a case until it is timed: an end of any kind leaves it
+# The reason in a verified case until its samples replace it.  It stays if the process ends before.
 NOT_TIMED = "interrupted before it was timed"
+# how the chunk sizes of one implementation are timed to find the fastest
 TRIALS = SamplingPlan(
     min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf
 )
@@ -52,13 +53,13 @@ TRIALS = SamplingPlan(
 class Entry:
     """One implementation at one precision and chunk size, on one call.
 
-    case: what is known before it runs.  baseline: whose output it is also compared with; None:
-    nobody's.
-    turns: entries with equal ones are timed together.
-    probes: `interpreted` -> the laws that it obeys, tested after it was found correct.  None: none
-    is tested.
-    bits: the fingerprint of its first output.
-    interpreted: whether Triton's interpreter ran a kernel of its latest first run.
+    case: the fields that are known before the call.
+    baseline: the entry with whose output this one's is also compared; None: there is none.
+    turns: entries with equal values are timed together.
+    probes: tests laws, after the output was found correct, and returns the results.  Its argument
+        is `interpreted`.  None: no law is tested.
+    bits: the fingerprint of the first output.
+    interpreted: whether Triton's interpreter ran a kernel in the latest first run.
     """
 
     case: Case
@@ -80,7 +81,9 @@ class Entry:
         label: str = "",
         **case: Any,
     ) -> Entry:
-        """The entry of an implementation.  label: for display; by default its name and precision.
+        """The entry of an implementation.
+
+        label: shown for the call; by default the implementation's name and precision.
         case: the fields of the case that do not follow from the implementation.
         """
         call = Call(
@@ -102,11 +105,11 @@ class Entry:
 
     @property
     def key(self) -> Hashable:
-        """Equal for the same entry on other inputs."""
+        """Names the entry among those of one call; equal for the same entry on other inputs."""
         return self.case.implementation, self.case.precision, self.case.chunk_size
 
     def candidate(self, output: Output, baseline: Entry | None = None) -> Candidate:
-        """An output of the call, for the comparison with the oracle and with its baseline's."""
+        """An output of the call, to be compared with the oracle's and with that of `baseline`."""
         return Candidate(
             output=output,
             precision=self.call.precision,
@@ -116,7 +119,8 @@ class Entry:
         )
 
 
-# the entry, the law that it broke, the inputs, the output
+# Arguments: the entry; the law that it broke, empty if the call itself failed; the inputs; the
+# output, None if there is none.
 OnFault: TypeAlias = "Callable[[Entry, str, Inputs, Output | None], object]"
 
 
@@ -124,13 +128,17 @@ OnFault: TypeAlias = "Callable[[Entry, str, Inputs, Output | None], object]"
 class Comparer:
     """Compares entries of one call after another.
 
-    timer: None: nothing is timed.  process: the name of this one in the samples.
-    ceilings: of this GPU, by which no time is too short.
-    isolated: makes first calls of users' kernels and of named libraries, which then get copies of
-        the inputs; None: they run as others do.
-    first_call_s: seconds for each first call.  until: the end of the bench, by time.monotonic.
-    on_fault: gets the inputs and the output of an entry that failed, or of a law that it broke.
-    oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
+    timer: None: nothing is timed.
+    ceilings: measured limits of this GPU, which give the shortest time that is possible; None: any
+        time is accepted.
+    process: the name of this process in the samples.
+    first_call_s: limit in seconds for each first call.
+    until: the end of the bench, by `time.monotonic`.
+    isolated: makes first calls of users' kernels and of named libraries in another process, and
+        gives them copies of the inputs; None: they are called as bundled kernels are.
+    oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit in memory; else the
+        cases say so.
+    on_fault: called with each entry that failed, and for each law that an entry broke.
     """
 
     timer: CudaTimer | None = None
@@ -149,9 +157,10 @@ class Comparer:
     ) -> Iterator[Case]:
         """Every case as soon as it is verified, and again with its samples or with a fault.
 
-        entries: of inputs that differ in their chunk size only.  label: of the call, for the
-        progress.
-        verdicts: outputs are not compared, and have these; an output that is not finite fails.
+        entries: their inputs differ in the chunk size only.
+        label: names the call in the progress display.
+        verdicts: the verdicts of the entries, whose outputs are then not compared; None: outputs
+            are compared.  In both cases an output that is not finite fails.
         Raises TimeIsUp after `until`, and MissingCapabilityError if a fault made the GPU unusable.
         """
         self._guard(entries)
@@ -161,15 +170,15 @@ class Comparer:
             cases[entry] = case
             if self.timer is None:
                 yield case
-            elif case.chunk_size is None:  # else it is one of several trials
+            elif case.chunk_size is None:  # with a chunk size it is one of several trials
                 yield _until_timed(case, baselines)
         if self.timer is None:
             return
 
         timed: dict[Entry, Case] = {}
-        forms = grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision))
-        for sizes in forms.values():
-            entry, case = self._fastest({entry: cases[entry] for entry in sizes}, self.timer)
+        by_form = grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision))
+        for trials in by_form.values():  # entries that differ in their chunk size
+            entry, case = self._fastest({entry: cases[entry] for entry in trials}, self.timer)
             if case.trials:
                 yield _until_timed(case, baselines)
             if _is_timed(case, baselines):
@@ -182,7 +191,11 @@ class Comparer:
     def sample_again(
         self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]
     ) -> Iterable[Case]:
-        """The samples of this process, for entries that another one has verified and timed."""
+        """The cases with samples of this process, for entries that another process has verified
+        and timed.
+
+        earlier: the other process's cases, by name.  Entries without samples there are left out.
+        """
         timed: list[Entry] = []
         verdicts: dict[Hashable, Case] = {}
         for entry in entries:
@@ -201,7 +214,9 @@ class Comparer:
     # --- accuracy
 
     def _guard(self, entries: Sequence[Entry]) -> None:
-        """Give calls that might do harm copies of the inputs, one for each implementation."""
+        """Give a copy of the inputs to each implementation that is not trusted to leave them alone
+        (`Implementation.isolated`).
+        """
         copies: dict[str, GuardedInputs] = {}
         for entry in entries:
             if self.isolated and entry.call.implementation.isolated:
@@ -213,8 +228,9 @@ class Comparer:
     def _verified_once(
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
     ) -> Iterator[tuple[Entry, Case]]:
-        """Each entry with its verified case, batch by batch: a baseline runs in every batch that
-        needs it.
+        """Each entry, once, with its verified case.
+
+        A baseline runs in each batch (`_batches`) whose entries are compared with it.
         """
         seen: set[Entry] = set()
         for batch in _batches(entries):
@@ -226,8 +242,9 @@ class Comparer:
     def _verified(
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
     ) -> dict[Entry, Case]:
-        """Run the entries, whose outputs fit in memory together, and compare them with the oracle
-        in one pass; then test their laws.
+        """Run the entries, compare their outputs with the oracle in one pass, and test their laws.
+
+        The outputs of all these entries are in memory together.
         """
         outputs: dict[Entry, Output] = {}
         fields: dict[Entry, Fields] = {}
@@ -246,10 +263,10 @@ class Comparer:
             }
         for entry, output in outputs.items():
             entry.bits = entry.bits or fingerprint(*output)
-        cases = {
-            entry: entry.case.changed(**(fields[entry] | verified.get(entry, {})))
-            for entry in entries
-        }
+        cases: dict[Entry, Case] = {}
+        for entry in entries:
+            fields[entry].update(verified.get(entry, {}))
+            cases[entry] = entry.case.changed(**fields[entry])
         for entry, case in cases.items():
             if self.on_fault and case.result in ("inaccurate", "nonfinite", "failed"):
                 self.on_fault(entry, "", entry.call.inputs, outputs.get(entry))
@@ -258,7 +275,7 @@ class Comparer:
         return cases
 
     def _test_laws(self, cases: dict[Entry, Case], label: str) -> None:
-        """Add their probes to the cases that passed."""
+        """Test the laws of the cases that passed, and add the results to these cases."""
         with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
             for entry, case in cases.items():
                 with while_it_runs(case):
@@ -268,16 +285,17 @@ class Comparer:
                 advance(1)
 
     def _first_run(self, entry: Entry) -> tuple[Output | None, Fields]:
-        """Make the first call, within the time for it: the output, if it ran, and the fields of its
-        case.  Raises TimeIsUp at the end of the bench.
+        """Make the first call.  Returns the output, None unless it ran, and the fields of the case.
+
+        A call that takes longer than `first_call_s` fails.  Raises TimeIsUp at the end of the
+        bench.
         """
         call = entry.call
-        interpreter_builder.grid_idx = None  # of the program that runs
+        interpreter_builder.grid_idx = None  # Triton's interpreter sets it when it runs a program
+        limit_s = min(self.first_call_s, self.until - time.monotonic())
         try:
             with while_it_runs(entry.case):
-                output, fields = call.first_run(
-                    max(0.0, min(self.first_call_s, self.until - time.monotonic()))
-                )
+                output, fields = call.first_run(max(0.0, limit_s))
         except TimeIsUp:
             if time.monotonic() >= self.until:
                 raise TimeIsUp(f" in the first call of {call.label}") from None
@@ -285,8 +303,8 @@ class Comparer:
             return None, {"status": "failed", "reason": reason}
         first_call = fields.pop("first_call", None)
         if output is not None and entry.case.kind == "library":
-            # a library that tunes itself has launches and allocations of its own, and may leave any
-            # values behind
+            # In its first call a library may tune itself, which launches other kernels, allocates
+            # more memory and may leave other values in the output.
             output, fields = call.first_run()
         if call.device.type == "cuda":
             launches = tuple(
@@ -299,17 +317,18 @@ class Comparer:
     def _accuracies(
         self, outputs: Mapping[Entry, Output], label: str
     ) -> dict[Entry, dict[str, object]]:
-        """The fields of each entry's case that come from comparing its output."""
+        """For each entry, the fields of its case that hold the comparison of its output."""
         if not outputs:
             return {}
-        # more chunks round 16-bit states more often, and the budget must cover the entry with the
-        # most
-        inputs = min(outputs, key=lambda entry: entry.case.chunk_size or math.inf).call.inputs
+        # Shorter chunks round 16-bit states more often.  The budget must cover the entry with the
+        # shortest chunks.
+        shortest = min(outputs, key=lambda entry: entry.case.chunk_size or math.inf)
+        inputs = shortest.call.inputs
         candidates = {
             entry: entry.candidate(output, entry.baseline if entry.baseline in outputs else None)
             for entry, output in outputs.items()
         }
-        case = next(iter(outputs)).case
+        case = shortest.case
         try:
             with self.watcher.step(
                 f"{label}: comparing with the fp64 oracle", case.batch * case.seqlen, unit="tokens"
@@ -328,8 +347,11 @@ class Comparer:
     # --- speed
 
     def _fastest(self, cases: Mapping[Entry, Case], timer: CudaTimer) -> tuple[Entry, Case]:
-        """The fastest chunk size that passed, by a few replays in turns; else the first entry,
-        which says why.
+        """The entry with the fastest chunk size that passed, by a few replays in turns; if none
+        passed, the first entry.
+
+        cases: entries of one implementation and precision, one for each chunk size.  The returned
+        case has the times of all chunk sizes (`trials`), and what their kernels took to compile.
         """
         passed = [entry for entry, case in cases.items() if case.result == "passed"]
         times = _trial_times(passed, timer) if len(passed) > 1 else {}
@@ -350,10 +372,11 @@ class Comparer:
         return best, case.changed(trials=trials, first_call=first_call)
 
     def _sampled(self, group: Mapping[Entry, Case], timer: CudaTimer) -> Iterator[Case]:
-        """Time verified entries in turns, and check what they compute then."""
+        """Time verified entries in turns, and check their outputs afterwards."""
         calls = [entry.call for entry in group]
-        risky = next((case for case in group.values() if case.kind == "own" or case.named), None)
-        with while_it_runs(risky), _changeable(calls) as scale:
+        # the case to blame if the process ends: a user's kernel, or a library that the user named
+        risky = [case for case in group.values() if case.kind == "own" or case.named]
+        with while_it_runs(risky[0] if risky else None), _changeable(calls) as scale:
             timed = _Timed(
                 entries={entry.call.label: entry for entry in group},
                 cases={entry.call.label: case for entry, case in group.items()},
@@ -375,9 +398,10 @@ class Comparer:
 
 @dataclass(kw_only=True)
 class _Timed:
-    """Checks what verified entries compute while they are timed.
+    """Checks the outputs of verified entries after their samples.
 
-    entries, cases: by label; a case gets a remark.  scale: see `_changeable`.
+    entries, cases: by the label of the call.  A remark of a check becomes the case's reason.
+    scale: see `_changeable`.
     """
 
     entries: Mapping[str, Entry]
@@ -385,7 +409,10 @@ class _Timed:
     scale: Callable[[float], None] | None
 
     def check(self, name: str, run: Run) -> str:
-        """Why an output is wrong now; empty if it is right, also with other numbers."""
+        """The reason why the output of `run` is wrong now; empty if it is right.
+
+        The inputs are the verified ones; then, as a second test, these times a factor.
+        """
         entry = self.entries[name]
         call = entry.call
         _poison(run(), call.inputs)
@@ -394,20 +421,27 @@ class _Timed:
             return call.as_fp32(run())
 
         output, late = completed(run_once, call.device)
-        if why := late or call.out_of_bounds():
-            return why
+        if fault := late or call.out_of_bounds():
+            return fault
         if fingerprint(*output) != entry.bits:
-            if why := self._outside(name, output):
-                return why
+            if fault := self._outside(name, output):
+                return fault
             self._remark(name, "repeated calls differ in their bits, within the budget")
         with suppress(torch.OutOfMemoryError):
             if self.scale:
-                return self._follows(name, run, output, self.scale)
+                return self._scaled_fault(name, run, output, self.scale)
         self._remark(name, "not tried with other numbers at the inputs' addresses: out of memory")
         return ""
 
-    def _follows(self, name: str, run: Run, output: Output, scale: Callable[[float], None]) -> str:
-        """Why the output is wrong with other numbers at the addresses of the inputs."""
+    def _scaled_fault(
+        self, name: str, run: Run, output: Output, scale: Callable[[float], None]
+    ) -> str:
+        """The reason why the output is wrong with other numbers at the addresses of the inputs;
+        empty if it is right.
+
+        The linear inputs are multiplied by a power of two, so that a right output is `output` times
+        the same power, bit by bit or within its budget.
+        """
         call = self.entries[name].call
         factor = 0.5 if _has_fp16(call) else 2.0
         expected = [tensor * factor for tensor in output]
@@ -415,15 +449,15 @@ class _Timed:
         try:
             scale(factor)
             output = call.as_fp32(run())
-            why = "" if all(map(torch.equal, output, expected)) else self._outside(name, output)
+            fault = "" if all(map(torch.equal, output, expected)) else self._outside(name, output)
         finally:
             scale(1.0)
-        if not why:
+        if not fault:
             return ""
-        return f"with other numbers at the same addresses of the inputs, {why}"
+        return f"with other numbers at the same addresses of the inputs, {fault}"
 
     def _outside(self, name: str, output: Output) -> str:
-        """Why an output is worse than the one that was verified."""
+        """The reason why an output is worse than the verified one; empty if it is not worse."""
         entry = self.entries[name]
         known = self.cases[name]
         (accuracy,) = compare_with_oracle(
@@ -437,15 +471,17 @@ class _Timed:
 
 
 def _is_timed(case: Case, baselines: Baselines) -> bool:
-    """Whether a verified case is to be timed: not what a server computed; also a baseline outside
-    its budget, because the verdict is on the others.
+    """Whether a verified case is to be timed.
+
+    A baseline is timed even if it is outside its budget, because the verdicts are on the others.
+    An output that a server has recorded cannot be timed.
     """
     tolerated = case.only_outside and (case.case_key, case.implementation) in baselines
     return case.kind != "served" and (case.result == "passed" or tolerated)
 
 
 def _until_timed(case: Case, baselines: Baselines) -> Case:
-    """The case as it stands until it is timed."""
+    """The case to store until it is timed; see `NOT_TIMED`."""
     return case.changed(reason=NOT_TIMED) if _is_timed(case, baselines) else case
 
 
@@ -456,25 +492,28 @@ def _trial_times(entries: Sequence[Entry], timer: CudaTimer) -> dict[Entry, floa
     times: dict[Entry, float] = {}
     for number, fields in timed.items():
         if "samples" in fields:
-            (of_device,) = fields["samples"]
-            times[entries[int(number)]] = statistics.median(of_device.us).value
+            (device_samples,) = fields["samples"]
+            times[entries[int(number)]] = statistics.median(device_samples.us).value
     return times
 
 
 def _poison(output: Output, inputs: Inputs) -> None:
-    """Fill an output with NaN, unless it lies in memory of the inputs: what a later run leaves
-    there is its own.
+    """Fill an output with NaN, so that a later run that reuses its memory must write all of it.
+
+    A tensor in memory of the inputs keeps its values, which a later run reads.
     """
-    of_inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors.values()}
+    input_storages = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors.values()}
     for tensor in output:
-        if tensor.untyped_storage().data_ptr() not in of_inputs:
+        if tensor.untyped_storage().data_ptr() not in input_storages:
             tensor.fill_(math.nan)
 
 
 @contextmanager
 def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | None]:
-    """Writes the linear inputs, times a number, to their addresses, restored at the end.  None: no
-    memory for it.
+    """The context's value is a function that multiplies the original linear inputs by a number, at
+    the addresses of the inputs; None if there is no memory for copies of them.
+
+    At the end the inputs are restored.
     """
     by_address: dict[int, torch.Tensor] = {}
     for call in calls:
@@ -499,11 +538,11 @@ def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | Non
 
 
 def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callable[[bool], None]:
-    """A function that scales the inputs anew, so that no implementation can reuse an earlier
-    result.
+    """A function that scales the inputs by another factor before each sample, so that no
+    implementation can reuse an earlier result.
 
-    The timer calls it with True before each sample, and with False at the end, which restores the
-    inputs.
+    The timer calls it with True before each sample.  A call with False, at the end, restores the
+    inputs.  scale: see `_changeable`.  fp16: a call computes with fp16 numbers.
     """
     numbers = itertools.count(1)
 
@@ -514,7 +553,8 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
             return
         factor = 1.0
         if sampling:
-            # 128 mantissas, exact in bf16; times 8 powers of two, where fp16 does not overflow
+            # the 128 mantissas of bf16, times 8 powers of two; with fp16 one power, because larger
+            # factors might overflow
             exponents, mantissa = divmod(next(numbers), 128)
             exponent = 0 if fp16 else exponents % 8
             factor = (1 + mantissa / 128) * 2.0**exponent / 2
@@ -524,14 +564,16 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
 
 
 def _has_fp16(call: Call) -> bool:
-    """Whether doubled numbers might overflow."""
+    """Whether the call has inputs or states in fp16, which might overflow if they were doubled."""
     tensors = (*call.inputs.tensors.values(), *call.implementation.copies(call.inputs))
     return torch.float16 in (call.precision.state_dtype, *(tensor.dtype for tensor in tensors))
 
 
 def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
-    """The fields that fail a case whose device time is below the least that its work takes on this
-    GPU: then the timer missed some of the work.
+    """The fields that fail a case whose device time is shorter than its work can take on this GPU;
+    empty for any other case.
+
+    Such a time says that the timer missed some of the work.
     """
     share = case.floor_pct(ceilings)
     time = case.device_us
@@ -545,8 +587,10 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
 
 
 def _borrowed(verdict: Case, fields: Mapping[str, Any], output: Output) -> dict[str, object]:
-    """Fields as of the same entry on other inputs; the slower first call counts, as the other found
-    its kernels.
+    """The fields of a case whose output is not compared: those of the same entry's verdict.
+
+    fields, output: from this entry's first run.  The slower of the two first calls is reported: it
+    is the one that compiled the kernels.
     """
     if verdict.status != "ran":
         return {"status": verdict.status, "reason": verdict.reason}
@@ -559,17 +603,19 @@ def _borrowed(verdict: Case, fields: Mapping[str, Any], output: Output) -> dict[
 
 
 def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Entries whose outputs are in memory together, each with its baseline; without, if two outputs
-    do not fit.
+    """The entries in lists whose outputs fit in memory together.
+
+    Every list has the baselines of its entries, so that a baseline may be in several lists.  If
+    memory has no room for two outputs, each entry is alone, without its baseline.
     """
     capacity = entries[0].call.outputs_that_fit if entries else 0
     if capacity < 2:
         return [[entry] for entry in entries]
-    groups: dict[Entry, list[Entry]] = {}
+    groups: dict[Entry, list[Entry]] = {}  # by baseline; the baseline itself comes first
     for entry in entries:
-        first = entry.baseline or entry
-        group = groups.setdefault(first, [first])
-        if entry is not first:
+        baseline = entry.baseline or entry
+        group = groups.setdefault(baseline, [baseline])
+        if entry is not baseline:
             group.append(entry)
     batches: list[list[Entry]] = []
     current: list[Entry] = []

@@ -37,21 +37,23 @@ from ssdprof.environment.toolchain import (
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
-# Triton versions that overwrite registers which matrix products of a chunk scan still read, on
-# Hopper: 3.6 in all 8 configurations of mamba_ssm that use WGMMA; 3.7 and 3.8 in a kernel of ours;
-# 3.9 does not
+# Versions of Triton that, on Hopper, overwrite registers which the matrix products of a chunk scan
+# still read.  3.6 does so in all 8 configurations of mamba_ssm that use WGMMA, 3.7 and 3.8 in a
+# kernel of ssdprof; 3.9 does not.
 _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
-# torch -> Triton versions with which the tests ran (Makefile: test-oldest, test, test-newest)
+# torch version -> Triton versions with which the tests ran (Makefile: test-oldest, test,
+# test-newest)
 _TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}
-_ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
+_ROOMY_BYTES = 20 << 30  # enough for a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 _PCI = Path("/sys/bus/pci/devices")
-_NVIDIA = "0x10de"  # as a vendor of PCI devices
+_NVIDIA = "0x10de"  # NVIDIA's vendor id on the PCI bus
 
 
 def _check(
     name: str, status: Literal["ok", "warn", "missing"], detail: str, hint: str = ""
 ) -> Check:
+    """A check.  hint: what the user can do; empty if nothing is to be done."""
     return Check(name=name, status=status, detail=detail, hint=hint)
 
 
@@ -64,7 +66,7 @@ def doctor() -> tuple[Check, ...]:
 
 
 def _packages() -> Iterator[Check]:
-    """The packages that ssdprof's metadata requires."""
+    """A check of each package that ssdprof's metadata requires."""
     try:
         wanted = requires("ssdprof") or ()
     except PackageNotFoundError:
@@ -77,7 +79,7 @@ def _packages() -> Iterator[Check]:
     for text in wanted:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
+            continue  # required by an extra, or on other platforms
         name = requirement.name
         version = installed_version(name)
         hint = f"pip install '{requirement}'"
@@ -89,10 +91,10 @@ def _packages() -> Iterator[Check]:
             yield _check(name, "ok", version)
 
 
-def _pair(of_torch: str, of_triton: str) -> Check:
+def _pair(torch_version: str, triton_version: str) -> Check:
     """Whether the tests ran with these versions."""
-    minor_torch = ".".join(of_torch.split(".")[:2])
-    minor_triton = ".".join(of_triton.split(".")[:2])
+    minor_torch = ".".join(torch_version.split(".")[:2])
+    minor_triton = ".".join(triton_version.split(".")[:2])
     name = "torch and triton"
     pair = f"{minor_torch} with {minor_triton}"
     if minor_triton in _TESTED.get(minor_torch, ()):
@@ -102,7 +104,9 @@ def _pair(of_torch: str, of_triton: str) -> Check:
 
 
 def _gpu() -> Iterator[Check]:
-    """The GPU, its memory and other users, the tools that compile for it, and its clocks."""
+    """Checks of the GPU, its free memory, other processes on it, the tools that compile for it, and
+    its clocks.
+    """
     device = gpu()
     if device is None:
         yield _absent_gpu()
@@ -131,13 +135,15 @@ def _gpu() -> Iterator[Check]:
 
 
 def _has_nvidia_device() -> bool:
-    """Whether an NVIDIA GPU is in this machine, with a driver or without one."""
+    """Whether an NVIDIA device is on the PCI bus, with or without a driver."""
     vendors = _PCI.glob("*/vendor")
     return any(vendor.read_text().strip() == _NVIDIA for vendor in vendors)
 
 
 def _absent_gpu() -> Check:
-    """Why there is no GPU to use.  A driver is proposed only where it would find one."""
+    """Why torch has no GPU to use.  The hint names a driver only if the machine has an NVIDIA
+    device.
+    """
     if hint := unusable_gpu():
         return _check("gpu", "missing", "torch cannot use the NVIDIA GPU", hint)
     if not _has_nvidia_device():
@@ -172,12 +178,13 @@ def _sharing(gpu_name: str) -> Iterator[Check]:
 
 def _kernels() -> Check:
     """How the bundled kernels run: compiled, in Triton's interpreter, or not at all."""
-    usable = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     if INTERPRETED:
-        slow = "Results are correct but slow to compute; nothing is timed."
-        hint = "Unset TRITON_INTERPRET to use the GPU." if usable else slow
+        hint = "Results are correct but slow to compute; nothing is timed."
+        if has_gpu:
+            hint = "Unset TRITON_INTERPRET to use the GPU."
         return _check("kernels", "warn", "run in Triton's interpreter", hint)
-    if usable:
+    if has_gpu:
         compiler = f"Triton {triton.__version__} with ptxas {knobs.nvidia.ptxas.version}"
         if triton.__version__.startswith(_RACY_TRITON):
             compiler += (
@@ -189,6 +196,7 @@ def _kernels() -> Check:
     return _check("kernels", "missing", "compiled by Triton for a GPU that torch cannot use", hint)
 
 
+# libraries that have kernels of these operators, but no name for --impl, with the reasons
 WITHOUT_NAMES = (
     "without a name: attn_gym (not seen to be right: its fused kernels need a GPU and "
     "cutlass-dsl), kernels of the Hub (not tried: each is a download that runs its own code)"
@@ -196,36 +204,36 @@ WITHOUT_NAMES = (
 
 
 def _libraries() -> Check:
-    """The packages of the libraries that --impl knows: those that are here, and how to install the
-    others.
-    """
-    names: dict[str, list[str]] = {}  # of implementations, by package
+    """The installed packages of the libraries that --impl knows, and how to install the others."""
+    names_of: dict[str, list[str]] = {}  # package -> names of implementations
     for operator in operators.records():
         for name, library in operator.libraries.items():
             if library.package:
-                names.setdefault(library.package, []).append(name)
-    installed = []
+                names_of.setdefault(library.package, []).append(name)
+    details = []
     absent = []
-    for package, of_package in names.items():
-        known = ", ".join(dict.fromkeys(of_package))
-        # a repository's address ends with the package's name
-        if version := installed_version(package.rpartition("/")[2]):
-            installed.append(f"{known} ({package} {version})")
+    for package, names in names_of.items():
+        implementations = ", ".join(dict.fromkeys(names))
+        distribution = package.rpartition("/")[2]  # `package` may be the address of a repository
+        if version := installed_version(distribution):
+            details.append(f"{implementations} ({package} {version})")
         else:
-            absent.append(f"{known} (pip install {package})")
-    missing = [f"not installed: {'; '.join(absent)}"] if absent else []
-    return _check("other libraries", "ok", "; ".join([*installed, *missing, WITHOUT_NAMES]))
+            absent.append(f"{implementations} (pip install {package})")
+    if absent:
+        details.append(f"not installed: {'; '.join(absent)}")
+    return _check("other libraries", "ok", "; ".join([*details, WITHOUT_NAMES]))
 
 
 def _served() -> Iterator[Check]:
     """What servers run for each operator, on a GPU of compute capability 9.0."""
-    this = gpu()
-    if this is not None and this.compute_capability == "9.0":
+    device = gpu()
+    if device is not None and device.compute_capability == "9.0":
         for operator in operators.records():
             yield _check(f"servers, {operator.title}", "ok", operator.served)
 
 
 def _ncu() -> Check:
+    """Whether NVIDIA Nsight Compute (ncu) is installed, and its version."""
     path = find_ncu()
     if path is None:
         hint = f"It shows warp stalls.  Run: {installs('ncu')}"
@@ -239,7 +247,7 @@ def _ncu() -> Check:
 
 
 def _counters(parameters: Path) -> Check:
-    """Whether the driver lets this user read hardware counters."""
+    """Whether the driver lets this user read hardware counters.  parameters: the driver's file."""
     name = "hardware counters"
     if not parameters.exists():
         hint = "Warp stalls need an NVIDIA GPU and its driver."
@@ -257,7 +265,8 @@ def _counters(parameters: Path) -> Check:
 
 
 def _hub() -> Check:
-    # BadInputError for an environment variable that the client cannot read
+    """The hub's address, and whether downloads are allowed.  The hub is not contacted."""
+    # raises BadInputError for an environment variable that the hub's client cannot read
     import_module("ssdprof.checkpoint.hub")
     from huggingface_hub import constants, is_offline_mode
 

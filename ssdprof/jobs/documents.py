@@ -1,5 +1,6 @@
-"""Reports, and the stall reports that belong to them, as the text of files in any format.  Imports
-no torch.
+"""Reports, and the stall reports that belong to them, as files in every format.
+
+Imports no torch.
 """
 
 from collections.abc import Container, Mapping
@@ -28,13 +29,14 @@ OF_SUFFIX = {
 
 
 def format_of(file: Path, formats: Container[str] = OF_SUFFIX.values()) -> str:
-    """The format of the file's suffix, one of `formats`; Markdown without a suffix.  Raises
-    BadInputError for any other suffix.
+    """The format that the file's suffix names; Markdown for a file without a suffix.
+
+    Raises BadInputError if the suffix names none of `formats`.
     """
     format = OF_SUFFIX.get(file.suffix.lower(), "" if file.suffix else "markdown")
     if format in formats:
         return format
-    suffixes = ", ".join(suffix for suffix, named in OF_SUFFIX.items() if named in formats)
+    suffixes = ", ".join(suffix for suffix, known in OF_SUFFIX.items() if known in formats)
     raise BadInputError(
         f"{file}: no format has the suffix {file.suffix}.",
         f"End the name with one of {suffixes}, or name the format.",
@@ -42,8 +44,11 @@ def format_of(file: Path, formats: Container[str] = OF_SUFFIX.values()) -> str:
 
 
 def exported(format: str, folder: Path | None, report: Report, target: Path | None = None) -> str:
-    """The text of a report.  Markdown and HTML have the stalls of a run, with pictures next to the
-    target.
+    """The text of a report in this format.
+
+    folder: the report's folder, which may hold stalls; Markdown and HTML show them.
+    target: the Markdown file for which the text is meant.  The pictures of the stalls are written
+    next to it; None: the text has no pictures.
     """
     profiled = stalls_of_run(folder) if folder else None
     if format == "html":
@@ -54,24 +59,23 @@ def exported(format: str, folder: Path | None, report: Report, target: Path | No
             return text
         figures = write_pictures(target, profiled) if target else {}
         return f"{text}\n{stalls_as_markdown(profiled, figures)}"
-    known = {
+    renderers = {
         "json": reports.dump,
         "baseline": exports.baseline,
         "junit": exports.junit,
         "csv": exports.csv,
     }
-    if format not in known:
-        raise BadInputError(
-            f"There is no format {format!r}.", nearest(format, ("html", "markdown", *known))
-        )
-    return known[format](report)
+    if format not in renderers:
+        known = ("html", "markdown", *renderers)
+        raise BadInputError(f"There is no format {format!r}.", nearest(format, known))
+    return renderers[format](report)
 
 
 # --- stall reports
 
 
 def dump_stalls(report: StallReport) -> str:
-    """One JSON document: the same bytes for the same ncu reports, on every machine."""
+    """The report as JSON: the same bytes for the same ncu reports, on every machine."""
     return report.model_dump_json(indent=1)
 
 
@@ -89,21 +93,25 @@ def stalls_of_run(folder: Path) -> StallReport | None:
 
 
 def stalls_as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
-    """The report as Markdown.  figures: title -> file name of a picture in the Markdown's folder,
-    from `write_pictures`.
+    """The report as Markdown.
+
+    figures: title -> file name of a picture in the folder of the Markdown file, from
+    `write_pictures`.
     """
     return markdown.render(stalls.compose(report), figures)
 
 
 def write_stalls(folder: Path, report: StallReport) -> None:
-    """Write all files into an existing folder, and replace older ones."""
+    """Write the report as JSON and as Markdown with pictures into an existing folder.  Replaces
+    older files.
+    """
     files.write_text(folder / STALLS_RECORD, dump_stalls(report) + "\n")
     write_stalls_markdown(folder / STALLS_DOCUMENT, report)
 
 
 def write_stalls_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
-    """Write a Markdown file, and next to it FILE-roofline.svg and FILE-<design>.svg for each
-    design.
+    """Write a Markdown file, and its pictures next to it: FILE-roofline.svg, and FILE-<design>.svg
+    for each design.
 
     Raises what `files.write_text` raises.
     """
@@ -123,7 +131,7 @@ def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
-    """Part of a file's name -> (title, SVG)."""
+    """The end of a picture's file name -> its title, and the picture as SVG."""
     shown = {}
     for name, (title, drawing) in plots.of_stalls(report).items():
         svg, _ = drawing

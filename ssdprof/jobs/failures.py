@@ -1,7 +1,8 @@
-"""Keeps calls that failed, so that `ssdprof case ID --save DIR` hands them over without the model.
+"""Stores calls that failed, so that `ssdprof case ID --save DIR` can copy them without the model.
 
-A report's folder gets a file for the first call of each implementation that failed, and one for
-each law that it broke first: the inputs, the output of the fp64 oracle, and the implementation's.
+For each implementation, a report's folder gets a file for the first call that failed, and a file
+for the first call that broke each law.  A file has the inputs, the output of the fp64 oracle, and
+the implementation's output.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ from ssdprof.operators.implementations import resolve
 from ssdprof.operators.operator import Output
 from ssdprof.store.reports import FAILURES
 
-MOST_BYTES = 1 << 30  # of the inputs in a file
+MOST_BYTES = 1 << 30  # the largest inputs that are stored
 
 
 def keeping(folder: Path) -> OnFault:
-    """Keeps calls in the folder of a report: one that failed, and one for each broken law, of each
-    implementation.
+    """A function that stores calls in the folder of a report.
+
+    For each implementation, it stores the first call that failed, and the first that broke each
+    law.  It ignores inputs above `MOST_BYTES`, and implementations that no file can name.
     """
-    kept: set[tuple[str, str]] = set()
+    stored: set[tuple[str, str]] = set()  # names of the implementation and of the law
 
     def keep(entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
         implementation = entry.call.implementation
         key = implementation.name, law
         size = sum(tensor.nbytes for tensor in inputs.tensors.values())
-        if key in kept or not implementation.word or size > MOST_BYTES:
+        if key in stored or not implementation.word or size > MOST_BYTES:
             return
-        kept.add(key)
+        stored.add(key)
         with suppress(torch.OutOfMemoryError):  # the failure itself is in the report
             _write(folder / FAILURES, entry, law, inputs, output)
 
@@ -50,15 +53,16 @@ def keeping(folder: Path) -> OnFault:
 
 
 def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
-    """Write a call with all of its tensors, each with the strides that it had.  law: that it broke;
-    empty: it failed.
+    """Write a call with its tensors and their strides.
+
+    law: the law that the call broke; empty: the call failed.
     """
     tensors = {f"inputs.{name}": tensor for name, tensor in inputs.tensors.items()}
     outputs = {"expected": oracle_output(inputs)}
     if output is not None:
         outputs["actual"] = output
-    for which, (out, final_states) in outputs.items():
-        tensors |= {f"{which}.out": out, f"{which}.final_states": final_states}
+    for group, (out, final_states) in outputs.items():
+        tensors |= {f"{group}.out": out, f"{group}.final_states": final_states}
     call = {
         "operator": inputs.operator,
         "word": entry.call.implementation.word,
@@ -67,16 +71,20 @@ def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output 
         "strides": {name: tensor.stride() for name, tensor in tensors.items()},
     }
     folder.mkdir(exist_ok=True)
-    file = folder / f"{entry.case.id}{f'-{safe_name(law)}' if law else ''}.safetensors"
+    suffix = f"-{safe_name(law)}" if law else ""
     stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(stored, file, metadata={"call": json.dumps(call)})
+    save_file(
+        stored, folder / f"{entry.case.id}{suffix}.safetensors", metadata={"call": json.dumps(call)}
+    )
 
 
 class SavedCall(NamedTuple):
     """A call that failed.
 
-    expected: of the fp64 oracle.  actual: what the implementation computed; None if nothing.
-    word: the implementation, as it was named.
+    expected: the output of the fp64 oracle.
+    actual: the output of the implementation; None if there was none.
+    word: the implementation, as --impl names it.
+    precision: the precision that the implementation declared for the call.
     """
 
     inputs: Inputs
@@ -92,7 +100,7 @@ class SavedCall(NamedTuple):
 
 
 def load_call(file: str | os.PathLike[str]) -> SavedCall:
-    """A file of `ssdprof case ID --save DIR`, on the GPU if there is one."""
+    """The call in a file of `ssdprof case ID --save DIR`, on the GPU if there is one."""
     groups: dict[str, dict[str, torch.Tensor]] = {"inputs": {}, "expected": {}, "actual": {}}
     with safe_open(file, framework="pt", device=str(limits.device())) as stored:
         call = json.loads(stored.metadata()["call"])
@@ -109,7 +117,11 @@ def load_call(file: str | os.PathLike[str]) -> SavedCall:
 
 
 def _restored(tensor: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """With the strides of the call; elements that share memory get memory of their own."""
+    """The tensor with the strides that it had in the call.
+
+    A tensor that was expanded (a stride is 0) stays contiguous: its elements cannot be written one
+    by one.
+    """
     if 0 in strides:
         return tensor
     return torch.empty_strided(

@@ -14,34 +14,32 @@ from ssdprof.measure.first_run import first_line
 
 DEFAULT_SEQLEN_GPU = 16384
 DEFAULT_SEQLEN_CPU = 512
-# tokens; Triton's interpreter runs one program after the other, in NumPy
+# tokens of one call: Triton's interpreter is slow, because it runs one program after the other
 LONGEST_INTERPRETED = 2048
 
 
 def device() -> torch.device:
     """The device of the model: the current GPU, else the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def free_bytes() -> int:
-    """Memory that can still be allocated on `device()`."""
+    """Bytes that can still be allocated on `device()`."""
     return free_memory(device())
 
 
 def default_seqlens() -> tuple[int, ...]:
-    """Prompt lengths when the user names none."""
+    """Prompt lengths in tokens, if the user gives none."""
     return (DEFAULT_SEQLEN_GPU if device().type == "cuda" else DEFAULT_SEQLEN_CPU,)
 
 
 def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
-    """Raises MissingCapabilityError for prompts that are too long to be replayed without a GPU.
+    """Raises MissingCapabilityError if this machine cannot replay prompts of these lengths: without
+    a GPU they are too long, or Triton cannot compile kernels for the GPU.
 
-    Also if Triton cannot compile kernels for the GPU.  Called before anything is downloaded or
-    loaded.
+    batch: number of prompts side by side.
     """
     longest = batch * max(seqlens)
     if not INTERPRETED:
@@ -64,8 +62,8 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
 
 
 def check_capture() -> None:
-    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU, which compute a
-    model's operators.
+    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU, where a model's
+    operators need them.
     """
     if not INTERPRETED and device().type == "cuda":
         require_toolchain()
@@ -73,9 +71,10 @@ def check_capture() -> None:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turn out-of-memory errors of the GPU into errors with a hint.
+    """Turn out-of-memory errors in the block into MissingCapabilityError with a hint.
 
-    NumPy would warn about masked lanes in Triton's interpreter: outputs are checked for NaN.
+    Also silences NumPy's warnings about NaN and overflow, which Triton's interpreter causes in
+    masked lanes.  Outputs are checked for NaN elsewhere.
     """
     try:
         with np.errstate(invalid="ignore", over="ignore"):

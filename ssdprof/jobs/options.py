@@ -1,10 +1,11 @@
-"""The options of every command, which are also the requests of the jobs: a class each, whose
-docstring is the help.
+"""The options of every command: one class for each, whose docstring is the command's help.  The
+jobs get objects of these classes as their requests.
 
 A field is declared by `option`, `words`, `flag` or `argument`, or its type is annotated with
-`info`; those of `derived` are no options.  `target.read` turns what was typed as words into
-values.
-Imports nothing that takes time: the shell's completion and --help read all of it.
+`info`.  A field that is declared by `derived` is no option of the command.  A field that is
+declared by `words` is a string until `target.read` parses it.
+
+This module imports nothing that takes long, because --help and the shell's completion import it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     from ssdprof.operators.generate import Cell, Tokens
 
 Kind = TypeVar("Kind")
-COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
-# importing them takes time
+COMPARED = ("unfused", "fused")  # implementations compared by default; the first is the baseline
+# Types in annotations whose import takes long.  They annotate only `words` and `derived` fields,
+# whose types Typer does not need.
 _LATER = dict.fromkeys(
     ("Cell", "Condition", "DType", "Implementation", "StateFormat", "Tokens"), Any
 )
@@ -47,12 +49,13 @@ _LATER = dict.fromkeys(
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(kind: type[Kind]) -> type[Kind]:
+    """A class decorator: the class becomes a frozen dataclass with keyword-only fields."""
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def path(text: str) -> Path:
-    """An option parser that refuses an empty string, such as an unset variable, which Path would
-    read as ".".
+    """An option parser for a path.  Refuses an empty string, such as an unset shell variable, which
+    Path would take for ".".
     """
     if not text.strip():
         raise typer.BadParameter("the path is empty")
@@ -60,7 +63,7 @@ def path(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    """An option parser for a file that is read later."""
+    """An option parser for a file that can be read.  Raises BadInputError if it cannot."""
     file = path(text)
     try:
         with regular(file, math.inf).open("rb"):
@@ -70,37 +73,46 @@ def existing_file(text: str) -> Path:
 
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
-    """The names among a command's options that are, or may be, the user's functions."""
-    words: dict[str, None] = {}
-    for name in ("implementations", "impl", "baseline", "match_with", "decode_states"):
-        text = given.get(name) or ""
-        words |= dict.fromkeys(word.strip() for word in text.split(","))
+    """The names of implementations and state formats that are, or may be, the user's functions.
+
+    given: option name -> value, as parsed by Typer.
+    """
+    names: dict[str, None] = {}
+    for option_name in ("implementations", "impl", "baseline", "match_with", "decode_states"):
+        text = given.get(option_name) or ""
+        names |= dict.fromkeys(name.strip() for name in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
-    return tuple(word for word in words if ":" in word or word in registered)
+    return tuple(name for name in names if ":" in name or name in registered)
 
 
 def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:
-    """Annotates a type.  shown: the default in words; False: none.  more: arguments of
-    `typer.Option`.
+    """An annotation of a type, which declares an option.
+
+    metavar: the placeholder for the value in the help.  names: flags; by default one with the
+    field's name.  shown: the default as the help shows it; False: the help shows none.  more: other
+    arguments of `typer.Option`.
     """
     return typer.Option(*names, metavar=metavar or None, help=help, show_default=shown, **more)
 
 
 def option(default: Any, metavar: str, help: str, *names: str, **more: Any) -> Any:
-    """A field.  The other arguments: see `info`."""
+    """A field that is an option with a default.  The other arguments: see `info`."""
     return field(default=default, metadata={"typer": info(metavar, help, *names, **more)})
 
 
 def words(
     metavar: str, help: str, *names: str, default: Any = None, typed: str | None = None, **more: Any
 ) -> Any:
-    """A field whose value is read from what was typed.  typed: what says the default."""
+    """A field that is an option, whose text `target.read` parses.
+
+    default: the parsed default.  typed: the text of the default; None: the option has none.
+    """
     declared = info(metavar, help, *names, **more)
     return field(default=default, metadata={"typer": declared, "typed": typed})
 
 
 def derived(default: Any) -> Any:
-    """A field that is no option of the command."""
+    """A field that is no option of the command: jobs set it."""
     return field(default=default, metadata={"derived": True})
 
 
@@ -117,14 +129,14 @@ def argument(
 
 
 def parameters(kind: type) -> Iterator[Parameter]:
-    """The options of a class as parameters of a command, those of its base classes first."""
+    """The options of a class as parameters of a function, those of its base classes first."""
     types = get_type_hints(kind, localns=_LATER, include_extras=True)
     for declaration in fields(kind):
         if "derived" in declaration.metadata:
             continue
         type_ = types[declaration.name]
         default = Parameter.empty if declaration.default is MISSING else declaration.default
-        if "typed" in declaration.metadata:
+        if "typed" in declaration.metadata:  # Typer passes the text on
             default = declaration.metadata["typed"]
             type_ = str | None if default is None else str
         declared = declaration.metadata.get("typer")
@@ -135,8 +147,9 @@ def parameters(kind: type) -> Iterator[Parameter]:
 
 
 def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the parameters of a class of options, for Typer, which reads its signature
-    and annotations.
+    """The function, after its signature and annotations have become those of a class of options.
+
+    Typer reads both to build the command.
     """
     declared = list(parameters(kind))
     function.__signature__ = Signature(declared)  # type: ignore[attr-defined]
@@ -145,7 +158,7 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
-    """The options of a class: as a Python name, as it is typed, and as a parameter."""
+    """The options of a class: the Python name, the flag as it is typed, and the parameter."""
     declared = {parameter.name: parameter for parameter in parameters(kind)}
     for option in _single_command(kind, lambda **_: None).params:
         for word in option.opts:
@@ -155,7 +168,7 @@ def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
 
 
 def command_name(kind: type) -> str:
-    """ "run" of `RunOptions`."""
+    """The command's name: "run" for `RunOptions`."""
     return kind.__name__.removesuffix("Options").lower()
 
 
@@ -171,7 +184,7 @@ def parsed(kind: type[Kind], line: list[str]) -> Kind:
 
 
 def _single_command(kind: type, function: Callable[..., Any]) -> Any:
-    """A click command with the options of a class, which is part of no program."""
+    """A click command that calls `function` with the options of a class."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(as_command(kind, function))
     return typer.main.get_command(app)
@@ -321,7 +334,7 @@ class ModelOptions:
 
 @options
 class ServedModelOptions(ModelOptions):
-    """And where the weights are, and how a server would run the prompt."""
+    """The model, where its weights are, and how a server would run the prompt."""
 
     placement: PlacementOption = None
     batch: int = option(1, "N", "Run N different prompts side by side.", min=1, max=65536)
@@ -345,7 +358,7 @@ class ServedModelOptions(ModelOptions):
 
 @options
 class TimingOptions:
-    """What is compared, at which speed, and what must hold."""
+    """The implementations, how they are timed, and the conditions that must hold."""
 
     implementations: tuple[str, ...] = _implementations()
     smallest_difference: float = words(
@@ -414,7 +427,7 @@ class RunOptions(TimingOptions, ServedModelOptions):
     processes: int = _processes()
     dry_run: DryRunOption = False
     full: bool = flag("--full", "Print every table instead of one screen.")
-    sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
+    sampler: int = derived(0)  # number of this process if it adds samples to the report in `out`
 
 
 @options
@@ -466,10 +479,7 @@ class RecordOptions:
         2, "N", "Calls of the layer to store before the one that went wrong.", min=0, max=1000
     )
     max_gb: float = option(
-        20,
-        "G",
-        "Stop recording in a process after so many gigabytes, and keep no more in its memory.",
-        min=0.001,
+        20, "G", "Stop recording in a process after so many gigabytes.", min=0.001
     )
     max_calls: int = option(10_000, "N", "Stop recording in a process after N calls.", min=1)
     max_delay: float = option(
@@ -700,7 +710,7 @@ class StallsOptions:
     force: bool = flag("--force", "Replace existing results.")
     no_tuned: NoTuned = False
     json: Json = False
-    tuned: Path | None = derived(None)  # a file with configurations for the kernels
+    tuned: Path | None = derived(None)  # file with tuned configurations of the kernels
     command: tuple[str, ...] = derived(())
 
 
@@ -778,10 +788,11 @@ class BenchOptions(TimingOptions):
         None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path
     )
     measured: tuple[Cell, ...] = derived(())
-    # those that are unavailable are left out, and the report says so
+    # with unavailable ones, which are not measured, but which the report names
     compared: tuple[Implementation, ...] = derived(())
-    sizes: tuple[int, ...] = derived(())  # of chunks, for those that take it from the inputs
-    sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
+    # chunk sizes to try, for implementations that take the size from the inputs
+    sizes: tuple[int, ...] = derived(())
+    sampler: int = derived(0)  # number of this process if it adds samples to the report in `out`
 
 
 @options

@@ -1,8 +1,7 @@
-"""What follows from a request before layers run: where weights go, what a dry run tells, the loaded
-model, the notes.
+"""The plan of a job that runs a model: where the weights go, the dry run, and the loaded model.
 
-The placement of the weights and its cost are predicted from shapes, before anything is downloaded
-or loaded.
+The placement of the weights and the memory that it needs are predicted from shapes, before anything
+is downloaded or loaded.
 """
 
 from __future__ import annotations
@@ -73,24 +72,27 @@ if TYPE_CHECKING:
 
 # the fastest first
 KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")
+# hints for models that do not fit: all layers are needed; not one fits; another placement may fit
 _WHOLE = (
     "Take a smaller model.  Without --decode and --answers, a run loads no layer after the "
     "deepest wanted one."
 )
 _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
-MOST_BYTES = 10 * 10**9  # of a download that needs --yes
-_LEAST_LENGTH = 1024  # tokens of the shortest prompt that is proposed
+MOST_BYTES = 10 * 10**9  # the largest download that does not need --yes
+_LEAST_LENGTH = 1024  # tokens of the shortest prompt that a hint proposes
 _LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenPlacement:
-    """A placement, with the arguments for loading.
+    """A placement, with the arguments for loading the model.
 
-    device_map: None: all of the model is on one device.
+    record: the placement as reports store it.
+    device_map: the device of each module; None: the whole model is on one device.
     segment_lengths: tokens per forward call, for each prompt.
-    rewritten_bytes: weights that transformers converts on loading and writes to a temporary folder.
+    rewritten_bytes: bytes of the weights that transformers converts on loading and writes to a
+        temporary folder.
     remark: see `Chooser`.
     """
 
@@ -101,8 +103,8 @@ class ChosenPlacement:
     remark: str = ""
 
     def check_disk(self) -> None:
-        """MissingCapabilityError unless the temporary folder has room for what compilers and
-        transformers write, the latter for each rank.
+        """MissingCapabilityError unless the temporary folder has room for the files of compilers,
+        and for the weights that transformers converts in each rank.
         """
         free = shutil.disk_usage(tempfile.gettempdir()).free
         if free < _LEAST_TEMPORARY_BYTES:
@@ -120,19 +122,22 @@ class ChosenPlacement:
             )
 
     def priced(self, weights: Path | None) -> Placement:
-        """The placement with the measured speed of streaming its weights.  weights: a file of them,
-        if there is one.
+        """The placement with the measured speed at which its weights are streamed, in bytes per
+        second; without a speed if nothing is streamed or the disk cannot be measured.
+
+        weights: a file of the weights on this machine, to measure the disk; None: there is none.
         """
         record = self.record
-        seconds_per_byte = 0.0
         if not record.streamed_layer_bytes:
             return record
+        seconds_per_byte = 0.0
         if "disk" in record.allocated:
             speed = read_bytes_per_s(weights) if weights else None
             if speed is None:
                 return record
             seconds_per_byte += 1 / speed
-        if (device := torch.device(record.device)).type == "cuda":
+        device = torch.device(record.device)
+        if device.type == "cuda":
             seconds_per_byte += 1 / copy_bytes_per_s(device, record.streamed_layer_bytes)
         return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
 
@@ -141,19 +146,22 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads
     nothing.
 
-    copies: of each prompt, side by side.  MissingCapabilityError if none fits, BadInputError for a
-    checkpoint that does not support the requested one.
+    copies: number of copies of each prompt, side by side in a batch.
+
+    Raises MissingCapabilityError if no placement fits, and BadInputError if the checkpoint does not
+    support the requested one.
     """
     wanted = target.request.placement
-    only_whole = ""
+    method = target.ref.quantization
+    one_gpu_reason = ""  # why the model cannot be divided between devices
     if target.located.original:
-        only_whole = "its weights are not in transformers' format"
-    elif (method := target.ref.quantization) not in (None, *DECODED_ON_LOAD):
-        only_whole = f"its weights stay quantised ({method}) once loaded"
-    if only_whole:
+        one_gpu_reason = "its weights are not in transformers' format"
+    elif method not in (None, *DECODED_ON_LOAD):
+        one_gpu_reason = f"its weights stay quantised ({method}) once loaded"
+    if one_gpu_reason:
         if wanted not in (None, "one-gpu"):
             raise BadInputError(
-                f"{target.ref.repo_id} supports only --placement one-gpu: {only_whole}.",
+                f"{target.ref.repo_id} supports only --placement one-gpu: {one_gpu_reason}.",
                 "Leave it out.",
             )
         wanted = "one-gpu"
@@ -168,7 +176,7 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
         chosen = chooser.choice(kind)
         if chosen is not None:
             return chosen
-    # a user who names the length of the segments may try it with less memory than is predicted
+    # A user who gives the length of the segments may try it with less memory than is predicted.
     if wanted in (None, "one-gpu") and chooser.fixed and target.weight_bytes <= limits.free_bytes():
         return chooser.at("one-gpu", {"": chooser.main}, chooser.fixed, 0)
     raise chooser.too_large(wanted or "disk-offload")
@@ -177,11 +185,15 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
 class Chooser:
     """Chooses a placement, with the memory that is free now.
 
-    remark: why the memory of the computation is not known, and counted as 0; empty if it is.
+    main: the device of the first layers: the index of the current GPU, or "cpu".
+    fixed: tokens per forward call as the user gave them; None: the chooser takes the longest
+        segments that fit.
+    remark: a sentence that says why the memory of the computation is not known, and counted as 0;
+        empty if it is known.
     """
 
     def __init__(self, target: Target, copies: int = 1) -> None:
-        """Builds the model on the meta device, whose shapes say what each placement takes."""
+        """Builds the model on the meta device, whose shapes say how much memory it takes."""
         self._target = target
         self._batch = target.batch * copies
         self.remark = ""
@@ -191,16 +203,18 @@ class Chooser:
         self._seqlen = max(target.seqlens)
         self.main: Device = limits.device().index if limits.device().type == "cuda" else "cpu"
         self.fixed = target.serving.chunk or target.request.segment_length
+        # (seqlen, segment length) -> bytes without and with replaying; see `_predicted`
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def least_beside(self, seqlen: int | None = None) -> int:
-        """Bytes that must be free in addition to the weights, with the longest or shortest allowed
-        segments.
+        """The least bytes that must be free in addition to the weights.
+
+        seqlen: tokens of the prompt; None: the longest prompt.  The longest and the shortest of
+        the allowed segments are tried.
         """
-        lengths = self._lengths(seqlen or self._seqlen)
-        return min(
-            self._beside(seqlen or self._seqlen, length) for length in (lengths[0], lengths[-1])
-        )
+        seqlen = seqlen or self._seqlen
+        lengths = self._lengths(seqlen)
+        return min(self._beside(seqlen, length) for length in (lengths[0], lengths[-1]))
 
     def lacks(self, kind: PlacementKind) -> str:
         """What this machine lacks for `kind`; empty if it has its devices."""
@@ -209,8 +223,10 @@ class Chooser:
         return "an NVIDIA GPU" if kind == "cpu-offload" and self.main == "cpu" else ""
 
     def choice(self, kind: PlacementKind) -> ChosenPlacement | None:
-        """The placement with the longest segments that leave room for the weights, which each
-        segment streams.
+        """The placement of this kind with the longest segments that leave room for the weights;
+        None if it does not fit.
+
+        Long segments are better, because every segment streams the weights again.
         """
         free = limits.free_bytes() - self._target.weight_bytes
         for length in self._lengths(self._seqlen):
@@ -224,23 +240,28 @@ class Chooser:
         return None
 
     def at(self, kind: PlacementKind, mapped: DeviceMap, length: int, free: int) -> ChosenPlacement:
-        """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
-        of the others.
+        """A placement of this kind.
+
+        mapped: the device of each module.  length: tokens per segment of the longest prompt.
+        free: bytes that the computation of shorter prompts may take.
         """
-        several = kind != "one-gpu"
+        divided = kind != "one-gpu"
+        segment_lengths = [
+            self._segment_length(seqlen, length, free) for seqlen in self._target.seqlens
+        ]
         return ChosenPlacement(
             record=self._record(kind, mapped, length),
-            device_map=mapped if several else None,
-            segment_lengths=tuple(
-                self._longest(seqlen, length, free) for seqlen in self._target.seqlens
-            ),
-            rewritten_bytes=self._rewritten(mapped) if several else 0,
+            device_map=mapped if divided else None,
+            segment_lengths=tuple(segment_lengths),
+            rewritten_bytes=self._rewritten(mapped) if divided else 0,
             remark=self.remark,
         )
 
     def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
-        """The error for a device that has no room for all weights at once, or for one layer and the
-        token embedding at a time; else for this kind.
+        """The error for a model that does not fit with a placement of this kind.
+
+        If even a placement that streams the weights layer by layer has no room, the message says
+        so, and the hint names shorter prompts, fewer layers and smaller models that fit.
         """
         target = self._target
         free = limits.free_bytes()
@@ -252,14 +273,14 @@ class Chooser:
             least = target.weight_bytes
             how = ""
         elif layer + embedding + computed <= free:
-            room = (
-                f"{size_words(size)} on {_device_name(at)}"
-                for at, size in self._room(kind, 0)
-                if at != "disk"
-            )
+            rooms = [
+                f"{size_words(size)} on {_device_name(device)}"
+                for device, size in self._room(kind, 0)
+                if device != "disk"
+            ]
             return MissingCapabilityError(
                 f"{target.ref.repo_id} does not fit with --placement {kind}: {weights}, {takes}, "
-                f"and there is room for {' and '.join(room)}.",
+                f"and there is room for {' and '.join(rooms)}.",
                 _FITTING,
             )
         else:
@@ -280,19 +301,21 @@ class Chooser:
 
     def _streamed_parts(self) -> tuple[int, int]:
         """Bytes of the largest decoder layer, and of the token embedding."""
-        of_layers: Counter[int | None] = Counter()
+        layer_bytes: Counter[int | None] = Counter()  # by layer; None: outside of layers
         for name, parameter in self._model.named_parameters():
-            of_layers[layer_index(name)] += parameter.nbytes
-        layer = max(size for index, size in of_layers.items() if index is not None)
-        return layer, self._model.get_input_embeddings().weight.nbytes
+            layer_bytes[layer_index(name)] += parameter.nbytes
+        largest = max(size for index, size in layer_bytes.items() if index is not None)
+        return largest, self._model.get_input_embeddings().weight.nbytes
 
     def _what_fits(self, weights: int, computed: int, free: int) -> Iterator[str]:
-        """Options and models for this memory: "--seq 8192", "--layers first:3", "org/smaller".
+        """Options and models that fit in `free` bytes: "--seq 8192", "--layers first:3",
+        "org/smaller".
 
-        weights: bytes that must be there at once.  computed: bytes for the longest prompt.
+        weights: bytes of weights that must be in memory at once.  computed: bytes that the
+        computation of the longest prompt takes.
         """
         target = self._target
-        length = 1 << (self._seqlen - 1).bit_length() >> 1  # the next shorter power of two
+        length = (1 << (self._seqlen - 1).bit_length()) // 2  # the next shorter power of two
         while length >= _LEAST_LENGTH and not target.serving.packed:
             if weights + self.least_beside(length) <= free:
                 yield f"--seq {length}"
@@ -309,15 +332,15 @@ class Chooser:
         yield from (known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed))
 
     def _lengths(self, seqlen: int) -> tuple[int, ...]:
-        """Allowed lengths of segments, the longest first."""
+        """Allowed tokens per segment for a prompt of `seqlen` tokens, the most first."""
         longest = min(seqlen, max(self._target.serving.packed, default=seqlen))
         if self.fixed:
             return (min(self.fixed, longest),)
         return (longest, *(length for length in memory.SEGMENT_LENGTHS if length < longest))
 
-    def _longest(self, seqlen: int, at_most: int, free: int) -> int:
-        """The longest segments of a prompt that fit into `free` bytes, else those of the longest
-        prompt.
+    def _segment_length(self, seqlen: int, at_most: int, free: int) -> int:
+        """Tokens per segment of a prompt: as many as fit in `free` bytes, else at most `at_most`,
+        the number for the longest prompt.
         """
         lengths = self._lengths(seqlen)
         if seqlen != self._seqlen:
@@ -327,14 +350,18 @@ class Chooser:
         return min(at_most, lengths[0])
 
     def _beside(self, seqlen: int, length: int) -> int:
-        """Bytes that must be free in addition to the weights, with replaying; 0 if unknown."""
+        """Bytes that must be free in addition to the weights to run a prompt of `seqlen` tokens in
+        segments of `length`, and to replay its calls; 0 if unknown.
+        """
         _, with_replaying = self._predicted(seqlen, length) or (0, 0)
         return with_replaying
 
     def _predicted(self, seqlen: int, length: int) -> tuple[int, int] | None:
         """Bytes needed in addition to the weights with segments of this length: without and with
-        replaying.  None if they cannot be predicted: the first error is the `remark`, and after it
-        no other prediction is tried.
+        replaying the calls.
+
+        None if they cannot be predicted.  The first error becomes the `remark`, and after it no
+        other prediction is tried.
         """
         if (seqlen, length) not in self._known and not self.remark:
             try:
@@ -350,52 +377,64 @@ class Chooser:
                     )
             # the model's code may raise any error; a real run reports it
             except Exception as error:
-                why = library_message(error)
                 self.remark = (
                     "The memory that is needed besides the weights is not known, "
-                    f"because of an error: {why}."
+                    f"because of an error: {library_message(error)}."
                 )
         return self._known.get((seqlen, length))
 
     @cached_property
     def gpus(self) -> Mapping[int, int]:
-        """Free bytes of the GPUs of this process, the computing one first; only that one if there
-        are other ranks.
+        """The free bytes of each GPU that this process may use, `main` first.
 
-        A GPU that CUDA cannot start, because another process has it exclusively, is left out.
+        With other ranks, each uses its own GPU only.  A GPU that CUDA cannot start, because another
+        process has it exclusively, is left out.
         """
         if self.main == "cpu":
             return {}
         free = {int(self.main): limits.free_bytes()}
-        for index in range(torch.cuda.device_count()) if started() == 1 else ():
+        if started() > 1:
+            return free
+        for index in range(torch.cuda.device_count()):
             if index != self.main:
                 with suppress(MissingCapabilityError):
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
     def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Device, int]]:
-        """Bytes available for weights on each device, after activations."""
+        """Each device, and the bytes that it has for weights.
+
+        beside: bytes that the computation takes on each of them.
+        """
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
         for index, free in self.gpus.items():
-            if index == self.main or free > beside:  # others may be filled by other processes
+            # another GPU may be full, with the memory of other processes
+            if index == self.main or free > beside:
                 yield index, free - beside
         if kind == "cpu-offload":
-            # Segments, but not chunks, collect inputs in main memory, which may be half of what is
-            # left then.
-            wanted = {layer.index for layer in self._target.layers}
-            mixers = (
-                mixer
-                for mixer in find_mixers(self._model.base_model)
-                if mixer.layer_index in wanted
-            )
-            layer = self._batch * self._seqlen * max(map(capture_bytes_per_token, mixers))
-            yield "cpu", host_memory() - (0 if self._target.serving.chunk else 2 * layer)
+            yield "cpu", host_memory() - self._collected_bytes()
         if kind == "disk-offload":
             yield "disk", 0
 
+    def _collected_bytes(self) -> int:
+        """Bytes of main memory to leave free for the inputs of a layer: twice their size.
+
+        The segments of a prompt are collected there until they are complete.  Chunks are replayed
+        one by one.
+        """
+        if self._target.serving.chunk:
+            return 0
+        wanted = {layer.index for layer in self._target.layers}
+        mixers = find_mixers(self._model.base_model)
+        per_token = max(capture_bytes_per_token(m) for m in mixers if m.layer_index in wanted)
+        return 2 * self._batch * self._seqlen * per_token
+
     def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
-        """The placement as reports store it.  length: of the longest prompt's segments."""
+        """The placement as reports store it.
+
+        mapped: the device of each module.  length: tokens per segment of the longest prompt.
+        """
         serving = self._target.serving
         by_device = weights_by_device(self._model, mapped)
         layer, module = largest_streamed(self._model, mapped, self.main)
@@ -411,29 +450,31 @@ class Chooser:
         return Placement(
             kind=kind,
             device=_device_name(self.main),
-            allocated={_device_name(device): part for device, part in by_device.items()},
+            allocated={_device_name(device): weights for device, weights in by_device.items()},
             predicted_peak_bytes=peak,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )
 
     def _rewritten(self, mapped: DeviceMap) -> int:
-        """Bytes that transformers writes to a temporary folder: streamed weights that it assembles
-        or decodes.
+        """Bytes of the weights on the disk that transformers writes to a temporary folder, because
+        it decodes them or assembles them from stored tensors of other shapes.
         """
         located = self._target.located
         weights = located.part(self._target.deepest_layer, head=self._target.head)
-        stored = {tuple(tensor.shape) for tensor in weights.tensors.values()}
+        stored_shapes = {tuple(tensor.shape) for tensor in weights.tensors.values()}
         decoded = self._target.ref.quantization in DECODED_ON_LOAD
-        return sum(
-            parameter.nbytes
-            for name, parameter in self._model.named_parameters()
-            if device_of(name, mapped) == "disk"
-            and (decoded or tuple(parameter.shape) not in stored)
-        )
+        rewritten = 0
+        for name, parameter in self._model.named_parameters():
+            if device_of(name, mapped) != "disk":
+                continue
+            if decoded or tuple(parameter.shape) not in stored_shapes:
+                rewritten += parameter.nbytes
+        return rewritten
 
 
 def _device_name(device: Device) -> str:
+    """The device as torch names it: "cuda:0", or "cpu", or "disk"."""
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
@@ -443,10 +484,12 @@ def _device_name(device: Device) -> str:
 def plan(found: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
     """The plan of `run` or `capture`: downloads and memory.
 
-    tensor_parallel: ranks among which a run divides the heads.
-    BadInputError for a config that transformers cannot use, and for a missing file of a capture.
+    tensor_parallel: number of ranks among which a run divides the heads.
+
+    Raises BadInputError for a config that transformers cannot use, and for a missing file of a
+    capture.
     """
-    of = partial(
+    planned = partial(
         DryRun,
         checkpoint=found.ref,
         layers=found.layers,
@@ -459,7 +502,7 @@ def plan(found: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
     )
     if isinstance(found, Stored):
         sizes = {capture.file: _size(found.folder / capture.file) for capture in found.chosen}
-        return of(
+        return planned(
             dims=stored_dims(found.chosen[0]).words,
             files=tuple(
                 PlannedFile(name=name, size_bytes=size, cached=True) for name, size in sizes.items()
@@ -469,7 +512,7 @@ def plan(found: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
         )
     files = found.located.files(found.deepest_layer, head=found.whole)
     placement, remark = _placement(found)
-    return of(
+    return planned(
         dims=found.located.size_words(found.layers[0]),
         files=files,
         weight_bytes=found.weight_bytes,
@@ -479,8 +522,9 @@ def plan(found: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
 
 
 def check_start(planned: DryRun, found: Target | Stored) -> None:
-    """Raise if it would not run: no placement fits, a prompt cannot be built, the weights cannot be
-    fetched, their headers do not fit the config, or stored captures are damaged.
+    """Raise the error that a run of the plan would raise: no placement fits, a prompt cannot be
+    built, the weights cannot be fetched, their headers do not fit the config, or stored captures
+    are damaged.
     """
     if isinstance(found, Stored):
         store.check(found.folder, found.manifest, found.chosen)
@@ -492,8 +536,10 @@ def check_start(planned: DryRun, found: Target | Stored) -> None:
 
 
 def _placement(target: Target) -> tuple[Placement | None, str]:
-    """The placement, with a remark; None if none fits, and then `check_start` raises after the plan
-    is shown.
+    """The placement, and the remark of `Chooser`.
+
+    None if no placement fits.  Then the dry run shows the rest of the plan, and `check_start`
+    raises the error.
     """
     try:
         chosen = choose(target)
@@ -504,14 +550,16 @@ def _placement(target: Target) -> tuple[Placement | None, str]:
 
 
 def _weights_file(target: Target) -> Path | None:
-    """A file of the weights that is on this machine, if there is one."""
-    located = target.located
-    weights = located.part(target.deepest_layer, head=target.head)
-    name = next(filter(located.source.cached, weights.files), None)
-    return located.source.path(name) if name else None
+    """A file of the needed weights that is on this machine; None if all must be downloaded."""
+    source = target.located.source
+    for name in target.located.part(target.deepest_layer, head=target.head).files:
+        if source.cached(name):
+            return source.path(name)
+    return None
 
 
 def _size(file: Path) -> int:
+    """The size in bytes of a file of a capture.  BadInputError if it cannot be read."""
     try:
         return file.stat().st_size
     except OSError as error:
@@ -519,7 +567,10 @@ def _size(file: Path) -> int:
 
 
 def stored_dims(capture: LayerCapture) -> Dims:
-    """The sizes from the operator's cost, on meta tensors.  BadInputError for an invalid record."""
+    """The sizes of a captured call, from the shapes in its record.
+
+    BadInputError if the operator cannot have inputs of these shapes and dtypes.
+    """
     operator = operators.get(capture.layer.operator)
     try:
         tensors = {
@@ -529,9 +580,9 @@ def stored_dims(capture: LayerCapture) -> Dims:
         inputs = operator.inputs(**tensors, **capture.scalars)
         return operator.oracle.dims(inputs)
     except (TypeError, ValueError, RuntimeError) as error:
-        why_not = library_message(error)
+        message = library_message(error)
         raise BadInputError(
-            f"The stored {capture.layer.name} cannot be replayed: {why_not}.", AGAIN
+            f"The stored {capture.layer.name} cannot be replayed: {message}.", AGAIN
         ) from error
 
 
@@ -543,11 +594,14 @@ class Loaded:
     """A model on its device, and its prompts.
 
     target: the layers to capture, and how.
-    model: the base model.  whole: the model with its language-model head; None if only the base
-    model was requested.
-    ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.  files: of weights on the disk, which go with this
-    object.
+    model: the base model, without the language-model head.
+    whole: the model with its language-model head; None if only the base model was requested.
+    ids: the token ids of each prompt, (b, l) int64.
+    prompts: the record of each prompt.
+    segment_lengths: tokens per forward call, for each prompt.
+    placement: where the model's weights are.
+    files: the checkpoint in a temporary folder, which exists as long as this object does; streamed
+        weights are read from it.
     """
 
     target: Target
@@ -577,12 +631,14 @@ class Loaded:
         }
 
     def shared(self, ranks: Ranks) -> Loaded:
-        """With the layers of this rank."""
+        """The same model, with this rank's share of the layers as its target."""
         layers = ranks.share(self.target.layers)
         return replace(self, target=replace(self.target, layers=layers))
 
     def prompt_runs(self) -> Iterator[PromptRun]:
-        """The prompts, in the order of `prompts`, for the model."""
+        """What `capture.forward` needs to run the model on each prompt, in the order of
+        `prompts`.
+        """
         target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
             yield PromptRun(
@@ -601,6 +657,7 @@ class Loaded:
             capture_layers(prompt, on_layer)
 
     def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
+        """A writer that stores captures of this model in `folder`."""
         return store.CaptureWriter(
             folder,
             checkpoint=self.target.ref,
@@ -611,12 +668,13 @@ class Loaded:
 
 
 def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
-    """Build the prompts, download the weights, then load the model: a wrong prompt is found before
-    the download.
+    """Build the prompts, download the weights, then load the model.
 
-    copies: of each prompt, side by side, for which memory is needed.
+    A wrong prompt is found before the download.
+
+    copies: number of copies of each prompt, side by side, for which the placement leaves memory.
     """
-    # no warnings of fallbacks that capture replaces
+    # transformers warns about slow fallbacks of functions that capture replaces
     transformers.logging.set_verbosity_error()
     getLogger("accelerate").setLevel(ERROR)
     chosen = choose(target, copies)
@@ -645,7 +703,7 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         )
     return Loaded(
         target=target,
-        model=loaded.base_model,  # the model itself, if it has no head
+        model=loaded.base_model,  # is `loaded` itself if that has no head
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=chosen.segment_lengths,
@@ -655,9 +713,11 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
     )
 
 
-def sources(found: Target | Stored, several: Iterable[Implementation]) -> list[Path]:
-    """The files of a local checkpoint or of captures, and of the user's kernels."""
-    files = source_files(several)
+def sources(found: Target | Stored, implementations: Iterable[Implementation]) -> list[Path]:
+    """Files on this machine on which a report depends: those of a local checkpoint or of captures,
+    and those of the user's kernels.
+    """
+    files = source_files(implementations)
     if isinstance(found, Stored):
         folder = found.folder
     elif found.ref.source == "local":
@@ -680,11 +740,13 @@ def refuse_large_download(target: Target) -> None:
 
 
 def build_prompts(target: Target) -> list[tuple[torch.Tensor, Prompt]]:
-    """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what
-    `build_prompt` raises.
+    """The token ids, (b, l) int64, and the record of each prompt.
+
+    Downloads the tokenizer.  Raises what `build_prompt` raises, and BadInputError for ids that the
+    model does not have.
     """
     tokenizer = fetch_tokenizer(target.located)
-    vocabulary = target.located.vocab_size
+    vocab_size = target.located.vocab_size
     request = target.request
     built = []
     for seqlen in target.seqlens:
@@ -693,15 +755,15 @@ def build_prompts(target: Target) -> list[tuple[torch.Tensor, Prompt]]:
             seqlen,
             kind="file" if request.prompt_file else request.prompt,
             file=request.prompt_file,
-            vocab_size=vocabulary,
+            vocab_size=vocab_size,
             batch=target.batch,
             packed=target.serving.packed,
             unread=target.located.source.unread_tokenizer(),
         )
-        if vocabulary is not None:
-            check_ids(vocabulary, ids)
-        words = f"{tokenizer.label}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
-        built.append(
-            (ids, prompt.model_copy(update={"tokenizer": words, "serving": target.serving}))
-        )
+        if vocab_size is not None:
+            check_ids(vocab_size, ids)
+        changes: dict[str, object] = {"serving": target.serving}
+        if tokenizer:
+            changes["tokenizer"] = f"{tokenizer.label}: {prompt.tokenizer}"
+        built.append((ids, prompt.model_copy(update=changes)))
     return built

@@ -1,14 +1,14 @@
-"""Times the whole model's prefill, first token included, with each implementation of its operators.
+"""Times a whole model's prefill, up to the first token, with each implementation of its operators.
 
-locate -> fetch -> build prompts -> load with the head -> for each length, and each origin of
-convolution and norm: operators alone -> a profiled prefill of each implementation -> all of them in
-turns
+locate -> fetch -> build prompts -> load with the head.  Then, for each prompt, with the model's own
+convolution and norm and perhaps with the bundled ones: time the operators alone -> profile one
+prefill of each implementation -> time the prefills of all implementations in turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -55,16 +55,14 @@ NEEDS_GPU = (
 
 
 def find(request: ModelOptions) -> Target:
-    """The model, with its head and all of its layers, or those up to the last one that was
-    chosen.
-    """
+    """The model with its head, and with its layers up to the last one that --layers names."""
     target = find_layers(request, whole=request.layers == "all", head=True)
     refuse_large(target.ref, target.sizes)
     return target
 
 
 def prefill(request: PrefillOptions, watcher: Watcher) -> tuple[Path, Report]:
-    """Find the model, and time its prefills: see `time_prefills`."""
+    """Find the model, and time its prefills; see `time_prefills`."""
     require_gpu(*NEEDS_GPU)
     target = find(request)
     if not request.no_tuned:
@@ -73,21 +71,21 @@ def prefill(request: PrefillOptions, watcher: Watcher) -> tuple[Path, Report]:
 
 
 def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
-    """Time every length with the first origin of convolution and norm, the shortest first, then
-    with the next.
+    """Time every prompt, the shortest first; first with the model's own convolution and norm, then
+    with the bundled ones if they are requested.
 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
     names = dict.fromkeys(layer.operator for layer in target.layers)
     resolved = resolve_implementations(request, tuple(names))
-    # Otherwise moving weights or activations would be part of the time.
+    # With other placements, moving weights or activations would be part of the time.
     on_gpu = replace(target, request=replace(target.request, placement="one-gpu"))
-    steps: dict[str, float] = {}
+    steps: dict[str, float] = {}  # the seconds that each step of the command took
 
-    def on_step(what: str, seconds: float) -> None:
-        watcher.say(f"{what}: {seconds:.1f} s")
-        steps[what] = seconds
+    def on_step(name: str, seconds: float) -> None:
+        watcher.say(f"{name}: {seconds:.1f} s")
+        steps[name] = seconds
 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
@@ -133,18 +131,20 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
 def _lengths(
     request: PrefillOptions, loaded: Loaded, resolved: Resolved, device: torch.device
 ) -> list[_Length]:
-    """Every prompt with every origin of convolution and norm, with its cases."""
+    """Every prompt, in the order in which they are timed, with its cases: first all prompts with
+    the model's own convolution and norm, then all with the bundled ones if they are requested.
+    """
     target = loaded.target
     mixers = find_mixers(loaded.whole)
-    origins: list[ConvAndNorm | None] = [None]
+    conv_and_norms: list[ConvAndNorm | None] = [None]  # None: the model's own
     if request.conv_and_norm != "model":
-        origins.append(ConvAndNorm(mixers))
+        conv_and_norms.append(ConvAndNorm(mixers))
     timer = CudaTimer(device)
     isolated = IsolatedFirstCall(request.first_call_s)
     prompts = list(zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True))
     prompts.sort(key=lambda prompt: prompt[1].seqlen)
     lengths: list[_Length] = []
-    for bundled, (ids, prompt, segment_length) in product(origins, prompts):
+    for bundled, (ids, prompt, segment_length) in product(conv_and_norms, prompts):
         length = _Length(
             request=request,
             resolve=resolved.resolve,
@@ -165,15 +165,17 @@ def _lengths(
 
 
 def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) -> Iterator[Case]:
-    """The baseline's case first; other libraries, except a baseline, only with the model's own
-    convolution and norm.
+    """The cases of a prompt, the baseline's first.
+
+    With bundled convolution and norm, libraries have no case, unless one is the baseline.
     """
-    model = length.model
     config = length.model.config.get_text_config()
-    dtype = dtype_name(model.get_input_embeddings().weight.dtype)
+    dtype = dtype_name(length.model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
     wanted = resolved.precisions(dtype)
-    convolution = installed_version("causal-conv1d")
+    convolution = "torch's depthwise convolution, because causal-conv1d is not installed"
+    if version := installed_version("causal-conv1d"):
+        convolution = f"causal-conv1d {version}"
     prefill = Prefill(
         kind="prefill",
         conv_and_norm="bundled" if length.bundled else "model",
@@ -184,9 +186,7 @@ def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) 
         segment_length=min(length.segment_length, seqlen),
         alone=length.layer,
         attention=getattr(config, "_attn_implementation", None) or "",
-        convolution=f"causal-conv1d {convolution}"
-        if convolution
-        else "torch's depthwise convolution, because causal-conv1d is not installed",
+        convolution=convolution,
         left_to_model=length.bundled.left_to_model if length.bundled else (),
     )
     for name in dict.fromkeys((resolved.baseline, *resolved.present)):
@@ -209,16 +209,22 @@ def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) 
 
 @dataclass(kw_only=True)
 class _Length:
-    """Runs the whole model on one prompt with each implementation: compares operators, profiles,
-    then times.
+    """Runs the whole model on one prompt with each implementation: times the operators alone,
+    profiles one prefill, then times prefills.
 
-    model: a causal language model in eval mode.  ids: (b, l) int64 on its device.
-    mixers: those of the model.  layer: the one whose operator is timed alone.
-    bundled: the convolution and norm of the model that run; None: its own.
-    comparer: of the operators.
-    resolve: gives the implementations.  cases: by implementation.  seen: those whose prefill has
-    begun.
-    logits: (b, vocabulary), fp32, on the CPU: the baseline's.
+    resolve: gives an implementation of an operator by its name.
+    model: a causal language model in eval mode.
+    ids: the token ids, (b, l) int64, on the model's device.
+    segment_length: tokens per forward call.
+    mixers: all modules of the model that call an operator.
+    layer: the layer whose operator is timed alone.
+    bundled: the convolution and norm that replace the model's own; None: the model's own run.
+    comparer: times the operators alone.
+    profile: runs a function under torch's profiler, and returns the trace.
+    cases: the cases by implementation, the baseline's first.
+    seen: the implementations whose prefill has begun.
+    logits: the baseline's logits of the first token, (b, vocabulary), fp32, on the CPU; None until
+        its prefill has run.
     """
 
     request: PrefillOptions
@@ -246,19 +252,28 @@ class _Length:
 
     @property
     def what(self) -> str:
-        """ "1,024 tokens, bundled convolution and norm"."""
+        """The prompt in words: "1,024 tokens, bundled convolution and norm"."""
         first = next(iter(self.cases.values()))
         return f"{first.size}, {first.where.removeprefix('prefill, ')}"
 
     def is_done(self, earlier: Mapping[str, Case]) -> bool:
-        """Whether an interrupted command that goes on has timed all."""
-        known = [earlier.get(case.name) for case in self.cases.values()]
-        return all(
-            case and (case.samples or case.reason or case.result != "passed") for case in known
-        )
+        """Whether an interrupted command, which goes on now, has timed all cases.
+
+        earlier: the cases that it has written, by name.
+        """
+        for case in self.cases.values():
+            known = earlier.get(case.name)
+            if known is None:
+                return False
+            if known.result == "passed" and not (known.samples or known.reason):
+                return False
+        return True
 
     def leave_out_unseen(self, writer: Writer, begun: bool) -> None:
-        """Note what the budget left no time for.  begun: whether anything of this length ran."""
+        """Note in the report the cases for which the budget had no time.
+
+        begun: whether anything ran on this prompt.
+        """
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
             case_key = next(iter(self.cases.values())).case_key
@@ -266,8 +281,10 @@ class _Length:
             writer.leave_out(case_key, reason, unseen if begun else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:
-        """A step begins only if the budget is not spent.  BadInputError if the model bypasses its
-        operator.
+        """Run all steps on this prompt, and write the cases.
+
+        A step begins only if the budget is not spent.  Raises BadInputError if the model bypasses
+        its operator.
         """
         with clock.step(f"{self.what}, one layer's operator alone"):
             self._compare_operators()
@@ -283,17 +300,18 @@ class _Length:
             self._sample(writer, clock)
 
     def first_token_logits(self) -> torch.Tensor:
-        """The logits of the first generated token: (b, vocabulary)."""
+        """The logits of the first generated token, (b, vocabulary)."""
         return model_prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
-        """The timed work: the first token of each row, (b)."""
+        """The timed work: the id of the first generated token of each row, (b)."""
         return self.first_token_logits().argmax(-1)
 
     @contextmanager
     def running(self, compute: Compute, *, marks: bool = False) -> Iterator[CallCount]:
-        """The model runs with `compute` as its operator.  marks: its parts are marked for a
-        profile.
+        """While the context is open, `compute` replaces the model's operators.
+
+        marks: also mark the parts of the model for a profile.
         """
         with ExitStack() as stack:
             if self.bundled:
@@ -305,17 +323,18 @@ class _Length:
             )
 
     def _compute(self, name: str) -> Compute:
+        """The implementation `name`, at the precision of its case, as a model's operator."""
         precision = Precision.named(self.cases[name].precision)
         return lambda call: self.resolve(call.mixer.operator, name).run(call.inputs, precision)
 
     @contextmanager
     def _judging(self, *names: str) -> Iterator[None]:
-        """Errors of the implementation become its status.  Passes BadInputError and
-        MissingCapabilityError on.
+        """An error in the block becomes the status of these implementations' cases.
+
+        Passes BadInputError on, and raises MissingCapabilityError if the GPU has become unusable.
         """
-        users = (self.cases[name] for name in names if self.cases[name].kind == "own")
         try:
-            with while_it_runs(next(users, None)):
+            with self._blaming_user(names):
                 yield
         except BadInputError:
             raise
@@ -324,21 +343,27 @@ class _Length:
             for name in names:
                 self._change(name, status=status, reason=reason)
 
+    def _blaming_user(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """If the process ends in the block, the first user's kernel among `names` is named."""
+        users = [self.cases[name] for name in names if self.cases[name].kind == "own"]
+        return while_it_runs(users[0] if users else None)
+
     def _change(self, name: str, **fields: object) -> None:
+        """Change these fields of the implementation's case."""
         self.cases[name] = self.cases[name].changed(**fields)
 
     def _change_task(self, name: str, **fields: object) -> None:
-        """Change these fields of the case's `Prefill`."""
+        """Change these fields of the task, a `Prefill`, of the implementation's case."""
         self._change(name, task=self.cases[name].task.changed(**fields))
 
     def _compare_operators(self) -> None:
-        """On the model's own tensors while it waits in `layer`: kernels are compiled and tuned, and
-        timed alone.
+        """Time the operators alone, on the model's own tensors, when the model calls its operator
+        in `layer` for the first time.
 
-        Their outputs are not judged: `ssdprof run` does that.
+        This also compiles the kernels and tunes libraries.  Outputs are not compared with the
+        oracle: `ssdprof run` does that.
         """
-
-        compared: list[str] = []
+        compared: list[str] = []  # the mixer, once its operator was timed
 
         def compute(call: OperatorCall) -> Result:
             if call.mixer.layer_index == self.layer.index and not compared:
@@ -346,11 +371,12 @@ class _Length:
                 self._compare_on(call)
             return call.replacement()
 
-        with self._judging(), self.running(compute):  # errors of the model itself come again
+        # Errors of the model itself are dropped here: its next prefill raises them again.
+        with self._judging(), self.running(compute):
             self.first_token_logits()
 
     def _compare_on(self, call: OperatorCall) -> None:
-        """Time all implementations on this call; what fails is noted in their cases."""
+        """Time all implementations on this call; faults become the status of their cases."""
         entries: list[Entry] = []
         for name, case in self.cases.items():
             bound = Call(
@@ -376,7 +402,9 @@ class _Length:
                 self._change_task(name, alone_us=case.device_us.value)
 
     def _whole_prefill(self, name: str) -> None:
-        """One prefill under the profiler: its answer, the parts of its time, and its memory."""
+        """Run one prefill under the profiler.  Add its memory, the times of the model's parts, and
+        the comparison of its logits with the baseline's to the case.
+        """
         device = self.timer.device
         latest = list[torch.Tensor]()
 
@@ -385,7 +413,7 @@ class _Length:
             latest[0].argmax(-1)
 
         with self._judging(name):
-            if self.segments > 1:  # keep launches of a tuner out of the profile
+            if self.segments > 1:  # a warm-up: launches of a tuner must not be in the profile
                 with self.running(self._compute(name)) as count:
                     run()
                 self._check(count)
@@ -393,22 +421,30 @@ class _Length:
             with self.running(self._compute(name), marks=True) as count:
                 trace = self.profile(run)
             self._check(count)
-            logits = latest[0].float().cpu()
             peak = peak_bytes(device) or None
             self._change_task(name, parts=part_times(work(trace)), peak_bytes=peak)
-            if not torch.isfinite(logits).all():
-                reason = "the first token's logits have NaN or Inf"
-                self._change(name, nonfinite=True, reason=reason)
-                return
-            if not self.cases[name].baseline:
-                self.logits = logits
-            if self.logits is not None:
-                difference = float((logits - self.logits).norm() / self.logits.norm())
-                same = bool((logits.argmax(-1) == self.logits.argmax(-1)).all())
-                self._change_task(name, logits_rms=difference, same_token=same)
+            self._compare_logits(name, latest[0].float().cpu())
+
+    def _compare_logits(self, name: str, logits: torch.Tensor) -> None:
+        """Add the difference from the baseline's logits to the case; logits: (b, vocabulary), fp32,
+        on the CPU.
+        """
+        if not torch.isfinite(logits).all():
+            reason = "the first token's logits have NaN or Inf"
+            self._change(name, nonfinite=True, reason=reason)
+            return
+        if not self.cases[name].baseline:  # it is the baseline
+            self.logits = logits
+        if self.logits is not None:
+            difference = float((logits - self.logits).norm() / self.logits.norm())
+            same = bool((logits.argmax(-1) == self.logits.argmax(-1)).all())
+            self._change_task(name, logits_rms=difference, same_token=same)
 
     def _check(self, count: CallCount) -> None:
-        """Raises BadInputError if one whole prefill bypassed its operator."""
+        """Raises BadInputError if the model bypassed its operator in one prefill.
+
+        count: the calls of operators in it, and of the functions for single tokens ("steps").
+        """
         if count["steps"] or count["calls"] != self.operator_calls:
             raise BadInputError(
                 f"This model made {count['calls']} operator calls where {self.operator_calls} were "
@@ -418,15 +454,14 @@ class _Length:
             )
 
     def _sample(self, writer: Writer, clock: StepClock) -> None:
-        """Time whole prefills in turns, if the budget is large enough."""
-        passed = [self.cases[name] for name in self.seen if self.cases[name].result == "passed"]
+        """Time whole prefills of all implementations that passed in turns, if the budget is large
+        enough.
+        """
+        passed = [name for name in self.seen if self.cases[name].result == "passed"]
         if not passed:
             return
-        runs = {
-            case.implementation: partial(self._timed, self._compute(case.implementation))
-            for case in passed
-        }
-        with while_it_runs(next((case for case in passed if case.kind == "own"), None)):
+        runs = {name: partial(self._timed, self._compute(name)) for name in passed}
+        with self._blaming_user(passed):
             round_s = self._round_s(runs, clock)
             left = clock.left()
             plan = sampling_plan(
@@ -446,12 +481,15 @@ class _Length:
             writer.case(self.cases[name])
 
     def _timed(self, compute: Compute) -> Any:
+        """The work that is timed; Any, because the timer is typed for outputs of operators."""
         with self.running(compute):
             return self.first_token()
 
     def _round_s(self, runs: Mapping[str, Callable[[], Any]], clock: StepClock) -> float:
-        """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that
-        work is long.
+        """Estimated seconds of one round: one prefill of every implementation.
+
+        If the GPU's work by the profiles is so long that samples will have no warm-up, it is the
+        estimate.  Otherwise one round is run, which also shows the time of the host.
         """
         busy_s = 0.0
         for name in runs:
@@ -468,10 +506,11 @@ class _Length:
 
 
 def sampling_plan(round_s: float, seconds: float, smallest_difference: float) -> SamplingPlan:
-    """How to sample rounds that take about `round_s` seconds in about `seconds`.
+    """How to sample rounds that take about `round_s` seconds in about `seconds` seconds.
 
-    Five or more recordings at new addresses, each with a warm-up, if the time allows; else the
-    fewest that give an interval, with one round each, in the same memory and without a warm-up.
+    If the time allows, five or more recordings are made, each in new memory and with a warm-up.
+    Else three or more are made, the fewest that give an interval, each with one round, in the same
+    memory and without a warm-up.
     """
     short = SamplingPlan(
         smallest_difference=smallest_difference,

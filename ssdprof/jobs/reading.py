@@ -1,4 +1,4 @@
-"""Reads what was typed as words, without knowledge of models and machines."""
+"""Parses the text of options into values, without knowledge of models and machines."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -23,16 +23,20 @@ from ssdprof.operators.generate import (
 from ssdprof.operators.operator import Operator
 
 K = TypeVar("K")
-STEPS = ("unfused_step", "recurrent")  # of decode steps; always exact with fp32 states
+# implementations of decode steps, the baseline first; they are exact, with fp32 states
+STEPS = ("unfused_step", "recurrent")
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
 
 
-def both(one: str, other: str, why: str = "", hint: str = "Give one of them.") -> BadInputError:
-    """The error for two options of which a user may give one."""
-    return BadInputError(f"{one} and {other} cannot be combined{why and f': {why}'}.", hint)
+def both(
+    first: str, second: str, reason: str = "", hint: str = "Give one of them."
+) -> BadInputError:
+    """The error for two options that cannot be given together."""
+    because = f": {reason}" if reason else ""
+    return BadInputError(f"{first} and {second} cannot be combined{because}.", hint)
 
 
 def parse_seq(seq: str) -> int:
@@ -57,35 +61,35 @@ def parse_seqs(seqs: str) -> tuple[int, ...]:
 
 def parse_packed(word: str) -> Tokens:
     """Packed sequences of random lengths: "64x1k-4k".  Raises BadInputError."""
-    match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
-    tokens = match and Tokens(
-        sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2])
+    if match := re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word):
+        shortest = parse_seq(match[2])
+        longest = parse_seq(match[3])
+        if shortest <= longest:
+            return Tokens(sequences=int(match[1]), seqlen=longest, shortest=shortest)
+    raise BadInputError(
+        f"{word!r} does not describe packed sequences.",
+        "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k.",
     )
-    if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
-        raise BadInputError(
-            f"{word!r} does not describe packed sequences.",
-            "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k.",
-        )
-    return tokens
 
 
 def parse_states(states: str) -> tuple[DType, ...]:
-    """ "fp32,bf16" -> ("fp32", "bf16"); "all" is every one."""
+    """ "fp32,bf16" -> ("fp32", "bf16"); "all" -> all dtypes.  Raises BadInputError."""
     if states == "all":
         return STATE_DTYPES
     return _known("--states", states, STATE_DTYPES, ", separated by commas, or all")
 
 
 def parse_state_formats(words: str) -> tuple[StateFormat, ...]:
-    """ "fp32,int8" -> formats, each once.  Raises BadInputError."""
+    """ "fp32,int8" -> the formats of these names, without duplicates.  Raises BadInputError."""
     names = dict.fromkeys(word.strip() for word in words.split(","))
     return tuple(map(parse_state_format, names))
 
 
 def parse_implementations(option: str, words: str) -> tuple[str, ...]:
-    """ "fused,unfused" -> names without duplicates.  option: for messages.
+    """ "fused,unfused" -> names without duplicates.  Raises BadInputError for an empty name.
 
-    Whether they exist depends on the operator, and is not checked here.
+    option: the option's name, for messages.  Whether the implementations exist depends on the
+    operator, and is not checked here.
     """
     names = tuple(dict.fromkeys(_words(words)))
     if not names or "" in names:
@@ -101,19 +105,22 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
 def parse_tokens(
     seqs: str, batches: str, extra: str, packed: str, *, max_tokens: int
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
-    """The layouts of tokens to measure, and those left out because they have more than `max_tokens`
-    tokens.
+    """The layouts of tokens to measure, and those that are left out because they have more than
+    `max_tokens` tokens.
 
-    seqs, batches: lists like "1k,...,256k" and "1,8"; every pair with at most `max_tokens` is
-    measured
-    extra: pairs like "8x4k,32x1k", measured at any size; "" for none
-    packed: sequences of random lengths like "64x1k-4k"; "" for none
+    seqs, batches: lists like "1k,...,256k" and "1,8", of which every pair with at most `max_tokens`
+        tokens is measured.
+    extra: pairs like "8x4k,32x1k", measured at any size; "": none.
+    packed: sequences of random lengths like "64x1k-4k"; "": none.
     """
-    pairs = [Tokens(sequences=b, seqlen=l) for b, l in product(_batches(batches), lengths(seqs))]
+    pairs = [
+        Tokens(sequences=batch, seqlen=seqlen)
+        for batch, seqlen in product(_batches(batches), lengths(seqs))
+    ]
     fitting = [pair for pair in pairs if pair.sequences * pair.seqlen <= max_tokens]
-    wanted = dict.fromkeys(
-        [*fitting, *map(_pair, _words(extra)), *map(parse_packed, _words(packed))]
-    )
+    wanted = dict.fromkeys(fitting)
+    wanted |= dict.fromkeys(map(_pair, _words(extra)))
+    wanted |= dict.fromkeys(map(parse_packed, _words(packed)))
     if not wanted:
         raise BadInputError(
             f"Every cell has more than {max_tokens:,} tokens.",
@@ -125,10 +132,11 @@ def parse_tokens(
 def parse_kept(
     verify: str, every: str, batches: str, tokens: tuple[Tokens, ...]
 ) -> tuple[Tokens, ...]:
-    """Sequences whose states on the way are kept: "4,8" drafted tokens, after each; or `tokens`,
-    after every "64,1k".
+    """Layouts of tokens for calls that also return states inside of the sequences.
 
-    Raises BadInputError.
+    verify: numbers of drafted tokens, "4,8", whose states are returned after each token; "": none.
+    every: distances, "64,1k": the states of `tokens` are returned after every so many tokens.
+    batches: see `parse_tokens`.  Raises BadInputError.
     """
     if not verify:
         pairs = product(tokens, lengths(every))
@@ -140,12 +148,16 @@ def parse_kept(
             "Give 2 to 8 tokens, or --seq and --state-every.",
         )
     return tuple(
-        Tokens(sequences=b, seqlen=l, state_every=1) for b, l in product(_batches(batches), drafted)
+        Tokens(sequences=batch, seqlen=seqlen, state_every=1)
+        for batch, seqlen in product(_batches(batches), drafted)
     )
 
 
 def in_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
-    """Sequences that begin with slots of a pool.  Raises BadInputError for too few slots."""
+    """The same layouts, whose sequences begin with slots of a pool.
+
+    Raises BadInputError for fewer slots than sequences.
+    """
     needed = max(cell.sequences for cell in tokens)
     if slots < needed:
         raise BadInputError(
@@ -156,23 +168,26 @@ def in_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
 
 
 def lengths(words: str) -> tuple[int, ...]:
-    """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192)."""
-    known: list[int] = []
-    rest = iter(_words(words))
-    for word in rest:
+    """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192).
+
+    Raises BadInputError.
+    """
+    parsed: list[int] = []
+    remaining = iter(_words(words))
+    for word in remaining:
         if word != "...":
-            known.append(parse_seq(word))
+            parsed.append(parse_seq(word))
             continue
-        last = parse_seq(next(rest, ""))
-        if not known or last <= known[-1]:
+        last = parse_seq(next(remaining, ""))
+        if not parsed or last <= parsed[-1]:
             raise BadInputError(
                 f"In {words!r}, '...' does not lead to a longer length.",
                 "Write it between two lengths: 1k,...,256k.",
             )
-        while 2 * known[-1] < last:
-            known.append(2 * known[-1])
-        known.append(last)
-    return tuple(dict.fromkeys(known))
+        while 2 * parsed[-1] < last:
+            parsed.append(2 * parsed[-1])
+        parsed.append(last)
+    return tuple(dict.fromkeys(parsed))
 
 
 def expand(
@@ -182,7 +197,11 @@ def expand(
     layout: Layout,
     ways: tuple[str, ...] = (),
 ) -> tuple[Cell, ...]:
-    """Shape by shape; in each, dtype by dtype, so that neighbours share compiled kernels."""
+    """The cells of all shapes, dtypes and layouts of tokens, in an order in which neighbours share
+    compiled kernels.
+
+    ways: words of --draw, which say how inputs are generated.
+    """
     return tuple(
         Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out, ways=ways)
         for shape, dtype, laid_out in product(shapes, dtypes, tokens)
@@ -195,24 +214,28 @@ def parse_dtypes(words: str) -> tuple[InputDType, ...]:
 
 
 def parse_chunk_sizes(words: str) -> tuple[int, ...]:
-    """ "64,128" -> (64, 128); "best" -> (): those of the operator.  Raises BadInputError."""
+    """ "64,128" -> (64, 128); "best" -> (), which means the operator's.  Raises BadInputError."""
     return () if words == "best" else _known("--chunk-size", words, CHUNK_SIZES)
 
 
 def _known(option: str, words: str, known: Sequence[K], more: str = "") -> tuple[K, ...]:
-    """The values that the words name, each once."""
-    named = {str(value): value for value in known}
-    asked = _words(words)
-    for word in asked or [words]:
-        if word not in named:
+    """The values that the words name, without duplicates.  Raises BadInputError for other words.
+
+    option, more: the option's name, and the end of the hint, for messages.
+    """
+    by_word = {str(value): value for value in known}
+    listed = _words(words)
+    for word in listed or [words]:
+        if word not in by_word:
             raise BadInputError(
                 f"{option} does not know {word!r}.",
-                f"Give one or more of {', '.join(named)}{more}.",
+                f"Give one or more of {', '.join(by_word)}{more}.",
             )
-    return tuple(dict.fromkeys(named[word] for word in asked))
+    return tuple(dict.fromkeys(by_word[word] for word in listed))
 
 
 def _batches(words: str) -> Iterable[int]:
+    """ "1,8" -> 1, 8.  Raises BadInputError."""
     for word in _words(words):
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
             raise BadInputError(
@@ -222,6 +245,7 @@ def _batches(words: str) -> Iterable[int]:
 
 
 def _pair(word: str) -> Tokens:
+    """ "8x4k" -> 8 sequences of 4,096 tokens.  Raises BadInputError."""
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", word)
     if match is None:
         raise BadInputError(
@@ -231,12 +255,15 @@ def _pair(word: str) -> Tokens:
 
 
 def _words(text: str) -> list[str]:
+    """The words between commas; none in an empty text."""
     return [word.strip() for word in text.split(",")] if text else []
 
 
 def parse_shapes(known: InputGenerator, words: str | None) -> tuple[Shape, ...]:
-    """ "mamba2-2.7b,80x64x128x1" -> shapes, each once; "all" is every model, None the first.
-    Raises BadInputError.
+    """ "mamba2-2.7b,80x64x128x1" -> shapes without duplicates.  Raises BadInputError.
+
+    known: the operator's generator, which has the shapes of models.  words: "all" means all models,
+    and None the first one.
     """
     if words is None:
         words = next(iter(known.shapes))
@@ -245,6 +272,7 @@ def parse_shapes(known: InputGenerator, words: str | None) -> tuple[Shape, ...]:
 
 
 def _shape(known: InputGenerator, name: str) -> Shape:
+    """The shape of a model, or of the sizes in `name`.  Raises BadInputError."""
     shape = known.shapes.get(name) or known.parse(name)
     if shape is None:
         raise BadInputError(
@@ -255,8 +283,9 @@ def _shape(known: InputGenerator, name: str) -> Shape:
 
 
 def parse_ways(operator: Operator, words: str) -> tuple[str, ...]:
-    """ "normalised,quarter-ungated" -> the words, each once, in the operator's order.  Raises
-    BadInputError.
+    """ "normalised,quarter-ungated" -> the words, without duplicates, in the operator's order.
+
+    Raises BadInputError for words that the operator's generator does not know.
     """
     known = operator.generated.ways
     wanted = {*filter(None, _words(words))}

@@ -1,7 +1,7 @@
-"""Runs a program, with `ssdprof.record` in each of its Python processes.  Imports no torch: the
-program starts at once.
+"""Runs a program, with `ssdprof.record` in each of its Python processes.
 
-The terminal sends Ctrl-C to the program, too; other signals to this process are passed on.
+Imports no torch, so that the program starts at once.  Signals to this process are passed on to the
+program, except those that the terminal sends to both, such as Ctrl-C.
 """
 
 import os
@@ -19,7 +19,7 @@ from ssdprof.jobs.options import RecordOptions
 from ssdprof.record.places import PLACES
 from ssdprof.record.settings import GIGABYTE, RecordSettings
 
-CALLS = "calls"  # the folder of those that are not yet in the capture
+CALLS = "calls"  # the folder in which the processes store calls, until a capture is made of them
 _PASSED_ON = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -29,11 +29,14 @@ _PASSED_ON = (
     signal.SIGUSR2,
 )
 _BY_KERNEL = 0x80  # si_code of a signal that the terminal sent to all of its foreground processes
+_POLL_S = 0.05  # how often to look whether the program has ended
 
 
 def record(options: RecordOptions) -> tuple[RecordOptions, int]:
-    """Run the program, whose processes store calls in the folder `CALLS` of the options' folder.
-    Returns its exit code; negative: the signal that ended it.
+    """Run the program, whose processes store calls in the folder `CALLS` in `options.out`.
+
+    Returns the options, and the program's exit code; if a signal ended it, minus the signal's
+    number.
 
     Raises BadInputError for a program that cannot be started, and MissingCapabilityError for a
     folder that cannot be written.
@@ -43,7 +46,12 @@ def record(options: RecordOptions) -> tuple[RecordOptions, int]:
 
 
 def _prepared(options: RecordOptions) -> RecordSettings:
-    """The settings of the program's processes.  Makes their folder, for this user alone."""
+    """The settings of the program's processes.  Creates the folder of their calls, which only this
+    user can read.
+
+    Raises BadInputError for an unknown operator, and for a folder that holds a complete capture
+    unless --force is given.
+    """
     wanted = tuple(word.strip() for word in options.operators.split(","))
     for name in wanted:
         operators.get(name)
@@ -72,15 +80,17 @@ def _prepared(options: RecordOptions) -> RecordSettings:
 
 
 def _ended(program: list[str], environment: dict[str, str]) -> int:
-    """Run the program to its end.  Signals wait, from before its start, until they are passed on;
-    the program itself begins with the mask that this process had.
+    """Run the program to its end, and pass signals on to it.  Returns its exit code.
+
+    Signals are blocked before the program starts, so that none is lost: each stays pending until it
+    is passed on.  The program itself starts with the signal mask that this process had.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    original_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, original_mask)
     try:
         process = _started(program, environment, unblock)
         while process.poll() is None:
-            received = signal.sigtimedwait(_PASSED_ON, 0.05)
+            received = signal.sigtimedwait(_PASSED_ON, _POLL_S)
             if received and received.si_code != _BY_KERNEL:
                 process.send_signal(received.si_signo)
     finally:
@@ -89,11 +99,14 @@ def _ended(program: list[str], environment: dict[str, str]) -> int:
 
 
 def _started(
-    program: list[str], environment: dict[str, str], begin: Callable[[], object]
+    program: list[str], environment: dict[str, str], unblock: Callable[[], object]
 ) -> subprocess.Popen[bytes]:
-    """The program, which calls `begin` first.  BadInputError if it cannot be started."""
+    """Start the program; its process calls `unblock` before it executes the program.
+
+    Raises BadInputError if it cannot be started.
+    """
     try:
-        return subprocess.Popen(program, env=environment, preexec_fn=begin)
+        return subprocess.Popen(program, env=environment, preexec_fn=unblock)
     except OSError as error:
         raise BadInputError(
             f"{program[0]} cannot be started: {error.strerror}.", "Give the command after --."

@@ -1,7 +1,8 @@
 """Replays captured calls, for `run` and `ssdprof.compare`.
 
-a captured call -> the first rank's share, cast and cut as the options say -> an entry for each
-implementation and precision -> compared by `jobs.compare`, unless an interrupted run did that
+A captured call is cut to the first rank's share, cast to another dtype, or cut to drafted tokens,
+as the options say.  Then each implementation and precision gets an entry, and `jobs.compare`
+compares them, unless an interrupted run did that before.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ from ssdprof.operators.tensors import dtype_named, requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
-# an implementation at a precision; the precision of the baseline that it is compared with
+# an implementation, its precision, and the precision of the baseline that it is compared with
 Planned = tuple[Implementation, Precision, Precision]
-Precisions = Callable[[DType], tuple[Precision, ...]]
-# what is compared on a call of an operator; baselines first
+Precisions = Callable[[DType], tuple[Precision, ...]]  # the argument is the dtype of the inputs
+# (operator, dtype of the inputs, call) -> the cases of the call, baselines first.  The call is None
+# if the whole prompt is one call.
 Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
 
 
@@ -59,12 +61,15 @@ Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The implementations of a job, by name.
+    """The implementations of a job.
 
-    names, baseline_name: as they were typed.
-    requested: of each operator, in the requested order.  baselines: of each operator.
-    precisions: of those that have none of their own, by the dtype of the inputs.
-    decode: whether there are decode steps, for which alone kernels that work in place are then.
+    resolve: gives an implementation of an operator by its name.
+    names, baseline_name: the names of the implementations as they were typed.
+    precisions: the requested precisions, for implementations that declare none of their own.
+    requested: the named implementations of each operator, in the requested order.
+    baselines: the baseline of each operator.
+    decode: whether there are decode steps; then users' kernels that work in place run on these
+        only.
     """
 
     resolve: Resolve
@@ -77,6 +82,7 @@ class Resolved:
 
     @property
     def all(self) -> tuple[Implementation, ...]:
+        """The requested implementations and the baselines."""
         return (*self.requested, *self.baselines)
 
     @property
@@ -95,16 +101,18 @@ class Resolved:
         return tuple(dict.fromkeys(known.name for known in self.requested if not known.absent))
 
     def plan(self, operator: Operator, dtype: DType, call: CallRef | None) -> list[Planned]:
-        """`planned` for a call of an operator: decode steps have implementations of their own."""
+        """The cases of a call of an operator; see `planned`.
+
+        dtype: dtype of the inputs.  call: None if the whole prompt is one call.
+
+        Decode steps are computed by `STEPS` and by users' kernels that work in place, exactly and
+        with fp32 states, whatever the precisions of the prompt.
+        """
         names = self.names
         baseline = self.baseline_name
         wanted = self.precisions(dtype)
         resolve = partial(self.resolve, operator.name)
-        by_name = {name: resolve(name) for name in names}
-        in_place = [
-            name for name, kernel in by_name.items() if kernel.kind != "bundled" and kernel.in_place
-        ]
-        # computed in fp32, whatever the precision of the prompt
+        in_place = [name for name in names if _works_in_place(resolve(name))]
         if call is not None and call.kind == "decode":
             names = (*STEPS, *in_place)
             baseline = STEPS[0]
@@ -119,26 +127,35 @@ class Resolved:
         return planned(compared, resolve(baseline), wanted, dtype)
 
 
+def _works_in_place(kernel: Implementation) -> bool:
+    """Whether it is a user's kernel or a library that writes new states over the old ones."""
+    return kernel.kind != "bundled" and bool(kernel.in_place)
+
+
 def planned(
     compared: Sequence[Implementation],
     baseline: Implementation,
     wanted: Sequence[Precision],
     dtype: DType,
 ) -> list[Planned]:
-    """Every case of a call, baselines first: at each precision of the baseline, the baseline,
-    compared or not, and what is compared with it.  With `unfused` as the baseline of `fused` in
-    "relaxed" and "exact":
+    """Every case of a call.
+
+    The cases are grouped by the precision of the baseline.  Each group begins with the baseline
+    itself, whether or not it is in `compared`.  With `unfused` as the baseline of `fused` at
+    "relaxed" and "exact", the cases are
 
         (unfused, exact, exact), (fused, relaxed, exact), (fused, exact, exact)
 
-    wanted: precisions of those that have none of their own.  dtype: of the inputs.
+    wanted: the precisions of implementations that declare none of their own.
+    dtype: dtype of the inputs.
     """
-    # by the precision of the baseline; in a group by the name and the precision
+    # precision of the baseline -> (name, precision) -> implementation
     groups: dict[Precision, dict[tuple[str, Precision], Implementation]] = {}
 
     def group_of(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
-        """The baseline runs at exact intermediates and equal states; if its own precisions lack
-        these, at the first of them.
+        """The group of the baseline with which an implementation at `precision` is compared: with
+        exact intermediates and the same states.  If the baseline does not run at that precision, it
+        is the first one at which it does.
         """
         exact = replace(precision, intermediates="exact")
         available = own_precisions(baseline, dtype, (exact,))
@@ -162,10 +179,13 @@ def planned(
 def resolve_implementations(
     options: RunOptions | PrefillOptions, names: Sequence[str], *, decode: bool = False
 ) -> Resolved:
-    """Resolve the names of the options for the operators of these names.  decode: see `Resolved`.
+    """Resolve the implementations that the options name.
 
-    Raises BadInputError for an unknown name and an own kernel that cannot be imported,
-    MissingCapabilityError if the baseline is unavailable, or all that would be compared with it.
+    names: the names of the operators.  decode: see `Resolved`.
+
+    Raises BadInputError for an unknown name and for a user's kernel that cannot be imported.
+    Raises MissingCapabilityError if the baseline is unavailable, or if all implementations that
+    would be compared with it are.
     """
     resolve = resolver(limits.device())
     requested: list[Implementation] = []
@@ -173,11 +193,11 @@ def resolve_implementations(
         requested += [resolve(operator, name) for name in options.implementations]
     baselines = [resolve(operator, options.baseline) for operator in names]
     others = [known for known in requested if known.name != baselines[0].name]
-    for known in baselines:
-        required(known)
+    needed = list(baselines)
     if all(known.absent for known in others):
-        for known in others:
-            required(known)
+        needed += others
+    for known in needed:
+        required(known)
     return Resolved(
         resolve=resolve,
         names=options.implementations,
@@ -205,8 +225,10 @@ class Replay:
         cast_to: DType | None,
         watcher: Watcher,
     ) -> None:
-        """planner: which precisions and laws a call gets.  cast_to: the dtype that inputs are cast
-        to; None: as captured.  Without a GPU outputs are compared, and nothing is timed.
+        """planner: gives the cases of a call.  cast_to: the dtype to which inputs are cast; None:
+        they stay as captured.
+
+        Without a GPU, and in Triton's interpreter, outputs are compared and nothing is timed.
         """
         self._writer = writer
         self._options = options
@@ -220,16 +242,19 @@ class Replay:
                 ceilings = writer.report.ceilings or measure_ceilings(self._device)
             writer.update(ceilings=ceilings, clocks=read_clocks())
             forget_peak(self._device)
-        # that of a run that goes on exists
+        # The file to which the first call is traced; None once it is written.  An interrupted run,
+        # which goes on now, may have written it.
         self._untraced = options.trace if options.trace and not options.trace.is_file() else None
-        prompts = writer.report.prompts
-        several = any(p.serving.chunk or p.serving.decode or p.kind == "recorded" for p in prompts)
-        named = all(prompt.kind != "recorded" for prompt in prompts)
-        # processes that sample again read the same calls
-        follows = several and not options.sampler
-        self._provenance = Provenance(rows_are_sequences=named) if follows else None
+        # `Provenance` checks the states between calls.  A prompt in one call has none.  Processes
+        # that only add samples read calls that were checked before.
+        recorded = [prompt.kind == "recorded" for prompt in writer.report.prompts]
+        servings = [prompt.serving for prompt in writer.report.prompts]
+        has_states = any(recorded) or any(serving.chunk or serving.decode for serving in servings)
+        self._provenance: Provenance | None = None
+        if has_states and not options.sampler:
+            self._provenance = Provenance(rows_are_sequences=not any(recorded))
         isolated = IsolatedFirstCall(options.first_call_s)
-        # tensors of `ssdprof.compare` come from no model, and its report is stored nowhere
+        # The tensors of `ssdprof.compare` come from no model, and its report is in no folder.
         self._keep = keeping(writer.folder) if options.model else None
         self._prober = Prober(isolated, laws=options.laws)
         self._comparer = Comparer(
@@ -244,9 +269,10 @@ class Replay:
 
     @contextmanager
     def calls(self, count: int, store: CaptureWriter | None = None) -> Iterator[OnLayer]:
-        """The context's value compares implementations on a captured call.
+        """The context's value is a function that compares implementations on a captured call.
 
-        count: expected number.  store: where captures are stored too.
+        count: expected number of calls.  store: also stores the captures; None: they are not
+        stored.
         """
         with (
             limits.memory_errors(),
@@ -262,16 +288,18 @@ class Replay:
             yield on_layer
 
     def _compare_on(self, captured: CapturedLayer) -> None:
-        """Compare the implementations on a captured call."""
+        """Compare the implementations on a captured call, or decode its states, and write the
+        cases.
+        """
         layer = captured.layer
         writer = self._writer
         operator = operators.get(layer.operator)
         call, inputs = self._prepared(operator, captured)
         if self._options.decode_states:
             dims = operator.oracle.dims(inputs)
-            of = LayerCall(kind="layer", layer=layer, dims=dims)
-            prompt = self._hash_of(dims.seqlen, dims.batch)
-            decode(operator, inputs, of, self._options, writer, self._watcher, prompt)
+            task = LayerCall(kind="layer", layer=layer, dims=dims)
+            prompt_hash = self._hash_of(dims.seqlen, dims.batch)
+            decode(operator, inputs, task, self._options, writer, self._watcher, prompt_hash)
             writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
             return
         entries = self._entries(operator, captured, call, inputs)
@@ -281,7 +309,7 @@ class Replay:
             return
         if self._is_done(entries):
             writer.captured(layer)
-            for entry in entries:  # laws that were tested are not tested again
+            for entry in entries:  # so that later layers of the kind do not test their laws again
                 if writer.earlier[entry.case.name].probes:
                     self._prober.probed(entry.call.implementation, inputs)
         else:
@@ -291,13 +319,18 @@ class Replay:
     def _prepared(
         self, operator: Operator, captured: CapturedLayer
     ) -> tuple[CallRef | None, Inputs]:
-        """The call and its inputs as the options want them; remarks go to the report."""
+        """The call and its inputs as they are replayed: the first rank's share, cast, or the
+        drafted tokens alone, as the options say.
+
+        Remarks and doubts about the inputs go to the report.
+        """
         call = captured.call
         verify = self._options.verify
         inputs = first_rank(operator, captured.inputs, self._options.tensor_parallel)
         inputs, lost = cast_inputs(operator, inputs, self._cast_to)
         if verify:
-            call = drafted_call(*inputs.values.shape[1::-1])
+            batch, seqlen = inputs.values.shape[:2]
+            call = drafted_call(seqlen, batch)
             inputs = token_major(drafted(inputs, operator.binding, verify))
         self._writer.note(captured.remark)
         if lost:
@@ -312,24 +345,27 @@ class Replay:
     def _entries(
         self, operator: Operator, captured: CapturedLayer, call: CallRef | None, inputs: Inputs
     ) -> list[Entry]:
-        """An entry for each implementation and precision of the call, also for what a server
-        computed on these inputs.
+        """An entry for each implementation and precision of the call, and for the output that a
+        server recorded, if there is one.
         """
         dims, work = operator.oracle.cost(inputs)
         planned = list(self._planner(operator, dims.dtype, call))
-        if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
+        unchanged = inputs is captured.inputs  # neither cast nor a rank's share
+        if captured.served and unchanged:
             model = self._writer.report.model
-            by = model.model_type if model else ""
-            _, precision, _ = planned[0]
-            planned.append((*served(captured, by), precision))
-        prompt = (dims.seqlen, dims.batch)
+            _, baseline_precision, _ = planned[0]
+            implementation, precision = served(captured, model.model_type if model else "")
+            planned.append((implementation, precision, baseline_precision))
+        prompt_seqlen = dims.seqlen
+        prompt_batch = dims.batch
         if call is not None:
-            prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
+            prompt_seqlen = call.prompt_seqlen
+            prompt_batch = 1 if call.kind == "packed" else call.sequences
         fields = {
             "task": LayerCall(kind="layer", layer=captured.layer, call=call, dims=dims),
             "batch": dims.batch,
             "seqlen": dims.seqlen,
-            "inputs": self._hash_of(*prompt),
+            "inputs": self._hash_of(prompt_seqlen, prompt_batch),
             **work,
         }
         return self._by_baseline(inputs, planned, fields)
@@ -337,16 +373,19 @@ class Replay:
     def _by_baseline(
         self, inputs: Inputs, planned: Sequence[Planned], fields: Mapping[str, Any]
     ) -> list[Entry]:
-        """An entry for each; those with one baseline are timed together.  fields: of all cases."""
-        implementation, *_ = planned[0]
-        baseline = implementation.name
+        """An entry for each planned case.  Entries with the same baseline are timed together.
+
+        fields: the fields that all cases share.
+        """
+        first_implementation, *_ = planned[0]
+        name = first_implementation.name  # of the baseline
         entries: dict[tuple[str, Precision], Entry] = {}
         for implementation, precision, baseline_precision in planned:
-            first = entries.get((baseline, baseline_precision))
+            baseline = entries.get((name, baseline_precision))  # None: this is the baseline
             entry = Entry.of(
-                implementation, inputs, precision, baseline=baseline if first else "", **fields
+                implementation, inputs, precision, baseline=name if baseline else "", **fields
             )
-            entry.baseline = first
+            entry.baseline = baseline
             entry.turns = baseline_precision
             if implementation.kind in self._prober.kinds:
                 probe = partial(self._prober.probe, implementation, inputs, precision)
@@ -356,19 +395,20 @@ class Replay:
         return list(entries.values())
 
     def _hash_of(self, seqlen: int, batch: int) -> str:
-        """The hash of the prompt of this size; empty if there is none."""
+        """The hash of the tokens of the prompt of this size; empty if there is no such prompt."""
         prompts = self._writer.report.prompts
         hashes = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
         return hashes.get((seqlen, batch), "")
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
-        """Whether an interrupted run that goes on has compared all of the call."""
+        """Whether an interrupted run, which goes on now, has compared all entries of the call."""
         earlier = [self._writer.earlier.get(entry.case.name) for entry in entries]
         return all(case and case.reason != NOT_TIMED for case in earlier)
 
     def _compare(self, entries: Sequence[Entry], layer: LayerRef) -> None:
-        """Compare, and write each case at once.  Traces the first call, and notes clocks and peak
-        memory.
+        """Compare the entries, and write each case as soon as it is known.
+
+        Also traces the first call, if requested, and notes clocks and peak memory in the report.
         """
         for case in self._comparer.compare(entries, layer.name):
             self._writer.case(case)
@@ -389,7 +429,7 @@ class Replay:
         self._watcher.say(f"Wrote {file}: {len(calls)} cases of {case_key}, one call of each.")
 
     def _run_once(self, entry: Entry) -> None:
-        """Run an entry for the trace.  A call that fails there fails its case."""
+        """Run an entry for the trace.  If the call fails here, its case fails."""
         try:
             with while_it_runs(entry.case):
                 entry.call.run()
@@ -398,9 +438,11 @@ class Replay:
             self._writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
 
 
-def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]:
-    """What a server computed, as an implementation that returns it, and its precision: that of its
-    states.
+def served(captured: CapturedLayer, server: str) -> tuple[Implementation, Precision]:
+    """An implementation that returns the output that a server recorded, and its precision, which
+    says the dtype of its states.
+
+    server: the name of the server, which reports show as the version.
     """
     assert captured.served
     out, final_states = captured.served
@@ -409,13 +451,13 @@ def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]
         return kernels.Output(out.clone(), final_states.clone())
 
     def plan(_inputs: object, _precision: object) -> Plan:
-        return Plan(variant="served", launches=0, reason=by)
+        return Plan(variant="served", launches=0, reason=server)
 
     implementation = Implementation(
         operator=captured.layer.operator,
         name="served",
         kind="served",
-        version=by,
+        version=server,
         run=run,
         plan=plan,
         keeps=lambda _inputs: True,
@@ -433,12 +475,11 @@ def first_rank(operator: Operator, inputs: Inputs, ranks: int) -> Inputs:
 
 
 def cast_inputs(operator: Operator, inputs: Inputs, to: DType | None) -> tuple[Inputs, str]:
-    """The inputs with the model's activations (`CallBinding.activations`) in dtype `to`, in the
-    layout of such a model.
+    """The inputs with the model's activations (`CallBinding.activations`) cast to dtype `to`, and
+    a sentence for the report on elements that `to` cannot represent; it is empty if there are none.
 
-    The second value is a sentence for the report on elements that `to` cannot represent; empty if
-    there are none.
-    to: None changes nothing.
+    The tensors get the layout that they would have in a model of that dtype.  to: None changes
+    nothing.
     """
     if to is None:
         return inputs, ""
@@ -451,10 +492,10 @@ def cast_inputs(operator: Operator, inputs: Inputs, to: DType | None) -> tuple[I
     return token_major(replace(inputs, **changed)), remark
 
 
-def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
-    """A phrase on numbers that became infinite or 0."""
-    infinite = int((before.isfinite() & ~after.isfinite()).sum())
-    zero = int(((before != 0) & (after == 0)).sum())
+def _lost(name: str, original: torch.Tensor, cast: torch.Tensor) -> Iterator[str]:
+    """Phrases on the elements of the tensor `name` that the cast made infinite or 0."""
+    infinite = int((original.isfinite() & ~cast.isfinite()).sum())
+    zero = int(((original != 0) & (cast == 0)).sum())
     if infinite:
         yield f"{infinite:,} of {name} became infinite"
     if zero:
@@ -462,8 +503,8 @@ def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]
 
 
 def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
-    """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
-    never.
+    """Numbers of heads by the length of their memory: element i counts the heads for which
+    `head_memories` is i, from 0 to `len(MEMORIES)`.
     """
     memories = head_memories(operator, inputs)
     return tuple(map(memories.count, range(len(MEMORIES) + 1)))

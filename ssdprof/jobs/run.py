@@ -24,6 +24,7 @@ from ssdprof.core.target import (
     CallRef,
     CaptureManifest,
     CheckpointRef,
+    LayerRef,
     Prompt,
     Serving,
     drafted_call,
@@ -49,11 +50,11 @@ from ssdprof.store.tuned import use_saved
 
 
 def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> Resolved:
-    """Resolve the implementations.  Raises if this machine cannot replay the target; `--dry-run`
-    calls it too.
+    """Resolve the implementations, and raise an error if this machine cannot replay the target.
+
+    Loads nothing; `--dry-run` calls it too.  `plan.choose` decides whether a model's weights fit.
 
     ranks: processes that share the layers.
-    Loads nothing.  `plan.choose` decides whether a model's weights fit.
     """
     if ranks is not None and ranks.count > len(target.layers):
         raise BadInputError(
@@ -66,9 +67,8 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
             raise BadInputError(
                 f"Decode steps of {name} cannot be replayed.", "Leave out --decode."
             )
-    one_call_each = target.serving == Serving() and (
-        isinstance(target, Target) or target.manifest.prompts[0].kind != "recorded"
-    )
+    is_recorded = isinstance(target, Stored) and target.prompts[0].kind == "recorded"
+    one_call_each = target.serving == Serving() and not is_recorded
     if options.verify and not (one_call_each and options.verify < min(target.seqlens)):
         raise BadInputError(
             f"--verify {options.verify} needs prompts of more tokens, each in one call.",
@@ -94,23 +94,25 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
 
 
 def refuse_sharding(ref: CheckpointRef, sizes_of_layers: Sizes, ranks: int) -> None:
-    """BadInputError for a layer whose heads a server could not divide among `ranks`."""
+    """BadInputError for a layer whose heads a server could not divide among `ranks`.
+
+    The hint lists the numbers of ranks that would fit.
+    """
     for layer, sizes in sizes_of_layers:
         operator = operators.get(layer.operator)
         refusal = operator.refusal
-        fitting: list[int] = []
+        hint = "Leave out --tensor-parallel."
         if refusal is None:
-            why = f"{operator.layers} layers cannot be divided here"
-        elif why := refusal(sizes, ranks):
-            fitting = [
-                number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)
-            ]
-        if why:
+            reason = f"{operator.layers} layers cannot be divided here"
+        else:
+            reason = refusal(sizes, ranks)
+            possible = range(2, max(sizes.values()) + 1)
+            fitting = [str(number) for number in possible if not refusal(sizes, number)]
+            if fitting:
+                hint = f"Give {words(fitting, 'or')}."
+        if reason:
             raise BadInputError(
-                f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
-                f"Give {words(map(str, fitting), 'or')}."
-                if fitting
-                else "Leave out --tensor-parallel.",
+                f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {reason}.", hint
             )
 
 
@@ -118,10 +120,9 @@ def run(
     options: RunOptions, target: Target | Stored, ranks: Ranks | None, watcher: Watcher
 ) -> tuple[Path, Report]:
     """Capture a model's layers on each prompt, or open stored captures, and compare implementations
-    on them.
+    on them.  Returns the run's folder and its report.
 
     ranks: processes that share the layers.  The first one returns the report of all.
-    Returns the run's folder and its report.
     """
     options = _for_this_machine(options, watcher)
     resolved = check(options, target, ranks)
@@ -129,7 +130,7 @@ def run(
         use_saved(watcher.say)
     source = target if isinstance(target, Stored) else load(target, watcher)
     dtype = source.dtype if isinstance(source, Loaded) else stored_dims(source.chosen[0]).dtype
-    cast = None if options.dtype == dtype else options.dtype
+    cast = None if options.dtype == dtype else options.dtype  # None: inputs stay in their dtype
     requested = _requested(target, source.prompts, resolved, cast or dtype, options)
     with opened(
         options.out,
@@ -164,19 +165,20 @@ def run(
             with storing as store, replay.calls(source.target.calls, store) as on_layer:
                 source.run(on_layer)
         if options.answers and isinstance(source, Loaded):
-            compared = (known.name for known in resolved.requested if known.kind != "library")
-            asked = AnswersOptions(
+            compared = [known.name for known in resolved.requested if known.kind != "library"]
+            answers = AnswersOptions(
                 model=options.model,
                 implementations=tuple(dict.fromkeys(compared)),
                 intermediates=options.intermediates,
                 states=options.states,
                 weights="own",
             )
-            compare_answers(source, asked, watcher, writer)
+            compare_answers(source, answers, watcher, writer)
     return load_report(writer.folder)
 
 
 def _replay_stored(source: Stored, replay: Replay) -> None:
+    """Read each chosen capture, and compare implementations on it."""
     _, read = captures.load(source.folder)
     with replay.calls(len(source.chosen)) as on_layer:
         for capture in source.chosen:
@@ -184,9 +186,12 @@ def _replay_stored(source: Stored, replay: Replay) -> None:
 
 
 def _for_this_machine(options: RunOptions, watcher: Watcher) -> RunOptions:
-    """The options without gates on speed where there is no GPU.  Says what is missing."""
-    if why := unusable_gpu():
-        watcher.say(f"This run uses the CPU.  {why}")
+    """The options, without gates on speed if there is no GPU, where nothing is timed.
+
+    The watcher shows why a GPU of this machine cannot be used.
+    """
+    if reason := unusable_gpu():
+        watcher.say(f"This run uses the CPU.  {reason}")
     if torch.cuda.is_available():
         return options
     conditions = settings.without_speed(
@@ -202,36 +207,46 @@ def _requested(
     dtype: DType,
     options: RunOptions,
 ) -> Iterator[Requested]:
-    """Every implementation and precision in every call of every layer, or every format of states;
-    what a server recorded is told there.
+    """The cases that the run is to measure: for every call of every layer, each implementation and
+    precision, or each format of decoded states.
+
+    Cases of a server's recorded outputs are not among them: they exist if the server stored one.
     """
-    verify = options.verify
     for prompt in prompts:
         for layer in target.layers:
             if options.decode_states:
                 size = call_size(prompt.seqlen, prompt.batch, None)
                 yield from states.requested(f"layer {layer.index}", size, options)
                 continue
-            calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
-            if verify:
-                calls = (drafted_call(prompt.seqlen, prompt.batch),)
-            sizes = [(verify or _seqlen(prompt, call), prompt.batch, call) for call in calls]
-            if prompt.kind == "recorded" and isinstance(target, Stored):
-                sizes = [
-                    (capture.seqlen, prompt.seqlen // capture.seqlen, call)
-                    for capture in target.chosen
-                    if (call := capture.call)
-                    and (capture.layer, call.prompt_seqlen) == (layer, prompt.seqlen)
-                ]
-            for seqlen, batch, call in sizes:
+            operator = operators.get(layer.operator)
+            for seqlen, batch, call in _calls(target, prompt, layer, options.verify):
                 case_key = f"layer {layer.index}, {call_size(seqlen, batch, call)}"
-                operator = operators.get(layer.operator)
                 for implementation, precision, _ in resolved.plan(operator, dtype, call):
                     yield case_key, implementation.name, str(precision)
 
 
+def _calls(
+    target: Target | Stored, prompt: Prompt, layer: LayerRef, verify: int
+) -> Iterator[tuple[int, int, CallRef | None]]:
+    """The calls of a layer on a prompt: tokens of a sequence, number of sequences, and the call;
+    None if the whole prompt is one call.
+
+    verify: number of drafted tokens; 0: none.
+    """
+    if prompt.kind == "recorded" and isinstance(target, Stored):
+        for capture in target.chosen:
+            call = capture.call
+            if call and capture.layer == layer and call.prompt_seqlen == prompt.seqlen:
+                yield capture.seqlen, prompt.seqlen // capture.seqlen, call
+    elif verify:
+        yield verify, prompt.batch, drafted_call(prompt.seqlen, prompt.batch)
+    else:
+        for served_call in prompt.serving.calls(prompt.seqlen, prompt.batch):
+            yield _seqlen(prompt, served_call), prompt.batch, served_call
+
+
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
-    """Tokens of each sequence in the call; of all packed sequences together."""
+    """Tokens of each sequence in the call; of packed sequences, the tokens of all together."""
     if call is None or call.kind == "packed":
         return prompt.seqlen
     if call.kind == "decode":
@@ -245,7 +260,9 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
 
 
 def check_capture(out: Path | None, *, overwrite: bool) -> None:
-    """Raise if `capture` would refuse the folder or this machine; `--dry-run` calls it too."""
+    """Raise the error of `capture` for a folder or a machine that it refuses; `--dry-run` calls it
+    too.
+    """
     captures.check_folder(out, overwrite=overwrite)
     limits.check_capture()
 
@@ -253,9 +270,10 @@ def check_capture(out: Path | None, *, overwrite: bool) -> None:
 def capture_recording(
     options: CaptureOptions, watcher: Watcher, name: str = ""
 ) -> tuple[Path, CaptureManifest]:
-    """Store what a server recorded.  Returns the folder and manifest of the capture.
+    """Store the calls that a server recorded.  Returns the folder and manifest of the capture.
 
-    --dry-run reads everything and stores nothing.  name: of the recording; by default its folder's.
+    With --dry-run, everything is read and nothing is stored.  name: the name of the recording; by
+    default that of its folder.
     """
     assert options.recorded
     captures.check_folder(options.out, overwrite=options.force)
@@ -292,10 +310,14 @@ def capture_recording(
 def capture(
     target: Target, out: Path | None, *, overwrite: bool, watcher: Watcher
 ) -> tuple[Path, CaptureManifest]:
-    """Store the inputs of a model's layers.  Returns their folder and manifest."""
+    """Store the inputs of a model's layers.  Returns the folder and manifest of the capture.
+
+    out: the folder; None: one in the cache.  overwrite: replace a complete capture in it.
+    An interrupted capture keeps the calls that are complete, if that is any.
+    """
     check_capture(out, overwrite=overwrite)
-    if why := unusable_gpu():
-        watcher.say(f"This capture uses the CPU.  {why}")
+    if reason := unusable_gpu():
+        watcher.say(f"This capture uses the CPU.  {reason}")
     loaded = load(target, watcher)
     folder = out or captures.default_folder(target.ref, loaded.prompts, target.layers)
     writer = loaded.stored_in(folder, overwrite=overwrite)
@@ -314,7 +336,8 @@ def capture(
     except KeyboardInterrupt:
         if writer.kept or not writer.manifest.layers:
             raise
-        where = f"What was captured is kept in {folder}, marked as incomplete"
         done = f"{len(writer.manifest.layers):,} of {plural(target.calls, 'call')}"
-        raise KeyboardInterrupt(f"{where}: {done}.") from None
+        raise KeyboardInterrupt(
+            f"What was captured is kept in {folder}, marked as incomplete: {done}."
+        ) from None
     return folder, writer.manifest

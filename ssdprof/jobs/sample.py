@@ -1,7 +1,8 @@
-"""`python -m ssdprof.jobs.sample FOLDER NUMBER`: a fresh process, which measures the cases of a
-report again, and adds their samples to it as process NUMBER.
+"""`python -m ssdprof.jobs.sample FOLDER NUMBER`: measures the cases of a report again, in a fresh
+process, and adds their samples to the report as process NUMBER.
 
-Clocks, temperature and addresses differ between processes; intervals of call times need several.
+Clocks, temperature and memory addresses differ between processes, so that the interval of a call
+time needs samples of several.
 """
 
 import sys
@@ -17,9 +18,12 @@ from ssdprof.store import reports
 
 
 def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> None:
-    """Measure the cases of a report again.  options: those of the report in the folder.
+    """Measure the cases of a report again, and add their samples to it.
 
-    Imports torch: a process with it must not be forked.
+    options: the options of the command that wrote the report.  folder: the report's folder.
+    number: the number of this process.
+
+    Imports torch, after which the process must not be forked.
     """
     from ssdprof.jobs import bench as bench_job
     from ssdprof.jobs import run as run_job
@@ -28,26 +32,28 @@ def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> Non
         sampler = replace(options, out=folder, sampler=number)
         bench_job.find_and_bench(*target.bench(sampler), Watcher())
     else:
-        of_calls = replace(options, answers=False, prefill=False, stalls=False, trace=None)
-        run_job.run(*target.run(replace(of_calls, out=folder, sampler=number)), Watcher())
+        times_only = replace(options, answers=False, prefill=False, stalls=False, trace=None)
+        run_job.run(*target.run(replace(times_only, out=folder, sampler=number)), Watcher())
 
 
 def main() -> None:
-    """Sample in a child process if the options name kernels of the user, as a command does."""
+    """Sample in this process, or, if the options name kernels of the user, in a child process,
+    whose crash is noted in the report.
+    """
     folder = Path(sys.argv[1])
     number = int(sys.argv[2])
     _, report = reports.load(folder)
     words = list(report.command[2:])
-    of_bench = report.kind == "bench"
-    options = parsed(BenchOptions, words) if of_bench else parsed(RunOptions, words)
+    is_bench = report.kind == "bench"
+    options = parsed(BenchOptions, words) if is_bench else parsed(RunOptions, words)
     ended = child.fork() if own_kernels(vars(options)) else None
-    if ended is None:
+    if ended is None:  # this is the process that samples
         try:
             sample(options, folder, number)
         except SsdprofError as error:
             print(f"error: {error.message}", file=sys.stderr)
         child.finish(0)
-    elif ended.last("exit") is None:
+    elif ended.last("exit") is None:  # the child process ended before it told its exit code
         reports.close(folder, number, ended.last("case") or "", f"Process {number} {ended.ending}")
 
 

@@ -1,7 +1,7 @@
-"""`ssdprof stalls`: captured tensors -> ncu -> records -> files in the run's folder.
+"""`ssdprof stalls`: profiles one captured layer with ncu, and writes a report into a run's folder.
 
-locate or capture one layer -> launch it once, without ncu -> profile each implementation -> read ->
-analyse
+locate or capture the layer -> launch each implementation once, without ncu -> profile each with ncu
+-> read ncu's reports -> analyse them
 """
 
 import tempfile
@@ -46,7 +46,7 @@ NEEDS_GPU = (
 def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport]:
     """Collect stalls for one layer.  Returns the folder with ncu's reports, and the stall report.
 
-    The tensors are those that a run read or stored, else newly captured ones.
+    The tensors are those that the run read or stored, else newly captured ones.
     If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
     Raises MissingCapabilityError without a GPU.
     """
@@ -54,38 +54,39 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
     if not request.no_tuned:
         request = replace(request, tuned=use_saved(watcher.say))
     where = request.where
-    wanted: Callable[[], ModelOptions]  # of what is captured if no folder holds captures
+    to_capture: Callable[[], ModelOptions]  # called if no folder holds captures
     if where is None or any((path / HEADER).is_file() for path in (Path(where), RUNS / where)):
         run, report = load(where, "run")
         _refuse_changed(report)
         request = _of_run(report, request)
-        asked = parsed(RunOptions, list(report.command[2:]))
-        folders = [Path(asked.model).expanduser(), run / CAPTURES]
-        wanted = partial(_captured_again, asked, report, request)
+        run_options = parsed(RunOptions, list(report.command[2:]))
+        folders = [Path(run_options.model).expanduser(), run / CAPTURES]
+        to_capture = partial(_captured_again, run_options, report, request)
         out = request.out or run
     else:  # a model or captures
         folders = [Path(where).expanduser()]
-        wanted = partial(_of_model, request)
+        to_capture = partial(_of_model, request)
         out = request.out or new_folder(where)
     with _new_folder(out / documents.STALLS_FOLDER, overwrite=request.force) as folder:
-        return folder, _profile(folders, wanted, request, folder, watcher)
+        return folder, _profile(folders, to_capture, request, folder, watcher)
 
 
 def _profile(
     folders: Sequence[Path],
-    wanted: Callable[[], ModelOptions],
+    to_capture: Callable[[], ModelOptions],
     request: StallsOptions,
     folder: Path,
     watcher: Watcher,
 ) -> StallReport:
-    """Launch, profile, read, write into `folder`.  folders: that may hold captures of what is
-    `wanted`.
+    """Launch and profile each implementation, and write the reports into `folder`.
+
+    folders, to_capture: see `_captured`.
     """
-    with _captured(folders, wanted, request, watcher) as (captures, layer):
-        torch.cuda.empty_cache()
+    with _captured(folders, to_capture, request, watcher) as (captures, layer):
+        torch.cuda.empty_cache()  # for the processes that ncu profiles
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        missing = ""
-        version = ""
+        missing = ""  # the reason why there is no report of ncu
+        version = ""  # of ncu
         with (
             tempfile.TemporaryDirectory(prefix="ssdprof-") as cache,
             watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,
@@ -102,15 +103,16 @@ def _profile(
                     advance(1)
                 version = newest
             except MissingCapabilityError as error:
-                missing = " ".join(part for part in (error.message, error.hint) if part)
+                missing = f"{error.message} {error.hint}".rstrip()
         checkpoint = read_manifest(captures).checkpoint
+        model = checkpoint.repo_id
+        if checkpoint.random_weights:
+            model += ", random weights"
         stall_report = analyse(
             [] if missing else [read(report) for report in reports],
             tuple(launched.values()),
             missing=missing,
-            model=f"{checkpoint.repo_id}, random weights"
-            if checkpoint.random_weights
-            else checkpoint.repo_id,
+            model=model,
             layer=layer.layer,
             dims=stored_dims(layer),
             precision=_precision(request),
@@ -132,7 +134,15 @@ def _launch(
     watcher: Watcher,
     advance: Advance,
 ) -> tuple[dict[ncu.Job, Launched], tuple[str, ...]]:
-    """Each implementation's launches, and a sentence for each library that cannot be profiled."""
+    """Launch each implementation once.  Returns their launches, and a sentence for each library
+    that cannot be profiled.
+
+    captures, layer: the folder of the captures, and the one that is replayed.  cache: a folder for
+    compiled kernels, which the launches share with ncu's processes.
+
+    Raises the error if a bundled kernel or a user's kernel cannot be profiled, or if no library
+    can.
+    """
     launched: dict[ncu.Job, Launched] = {}
     left_out: list[str] = []
     for name in request.implementations:
@@ -154,18 +164,17 @@ def _launch(
             launched[job] = launch
         except SsdprofError as error:
             kind = kind_of(operators.get(layer.layer.operator), name)
-            if kind == "own":  # a crash or a timeout of the user's kernel counts as a failed gate
-                code = (
-                    ExitCode.GATE_FAILED
-                    if isinstance(error, MissingCapabilityError)
-                    else error.exit_code
-                )
+            if kind == "own":
+                code = error.exit_code
+                if isinstance(error, MissingCapabilityError):
+                    code = ExitCode.GATE_FAILED  # for a crash or a timeout of the user's kernel
                 raise SsdprofError(
                     f"{name} cannot be profiled.  {error.message}",
                     "'ssdprof run' shows what is wrong with it.",
                     code,
                 ) from error
-            if kind == "bundled" or (name == request.implementations[-1] and not launched):
+            is_last_hope = name == request.implementations[-1] and not launched
+            if kind == "bundled" or is_last_hope:
                 raise
             left_out.append(f"{name} is left out: {error.message}")
             watcher.say(left_out[-1])
@@ -174,6 +183,7 @@ def _launch(
 
 
 def _precision(request: StallsOptions) -> PrecisionName:
+    """The precision at which all implementations are profiled: "exact, fp32 states"."""
     return f"{request.intermediates}, {request.state_dtype} states"
 
 
@@ -183,55 +193,68 @@ def _precision(request: StallsOptions) -> PrecisionName:
 @contextmanager
 def _captured(
     folders: Sequence[Path],
-    wanted: Callable[[], ModelOptions],
+    to_capture: Callable[[], ModelOptions],
     request: StallsOptions,
     watcher: Watcher,
 ) -> Iterator[tuple[Path, LayerCapture]]:
-    """A folder of captures and one layer in it: stored, else captured anew, which exists while the
-    context is open.
+    """A folder of captures, and the capture in it that is profiled.
+
+    folders: the first of them that holds captures is taken.  If none does, `to_capture` gives the
+    options of a new capture, which exists while the context is open.
     """
-    stored = next((place for place in folders if is_capture(place)), None)
-    if stored is not None:
-        yield stored, _choose(stored, request)
-        return
+    for folder in folders:
+        if is_capture(folder):
+            yield folder, _choose(folder, request)
+            return
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
         try:
-            target = find(wanted())
+            target = find(to_capture())
             folder, _ = capture(
                 target, Path(temporary) / "captures", overwrite=False, watcher=watcher
             )
         except KeyboardInterrupt:
-            raise KeyboardInterrupt from None  # what it kept goes with the folder
+            # without the message of `capture`: the folder that it names is deleted here
+            raise KeyboardInterrupt from None
         yield folder, _choose(folder, request)
 
 
 def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
-    """The requested layer, or the middle one; the requested length, or the longest."""
-    layers = read_manifest(folder).layers
+    """The capture of the requested layer and length; by default of the middle layer, and of the
+    longest prompt.
+
+    Raises BadInputError if the folder has none of a whole prompt, or if an implementation does not
+    know the operators.
+    """
+    captures = read_manifest(folder).layers
     fitting = [
-        stored
-        for stored in layers
-        if stored.whole
-        and all(
-            knows(operators.get(stored.layer.operator), word) for word in request.implementations
-        )
-        and request.layer in (None, stored.layer.index)
-        and request.seqlen in (None, stored.seqlen)
+        capture
+        for capture in captures
+        if capture.whole
+        and request.layer in (None, capture.layer.index)
+        and request.seqlen in (None, capture.seqlen)
+        and _all_know(request.implementations, capture.layer.operator)
     ]
     if not fitting:
-        pairs = sorted({(stored.layer.index, stored.seqlen) for stored in layers})
+        pairs = sorted({(capture.layer.index, capture.seqlen) for capture in captures})
         raise BadInputError(
             f"{folder} holds no such layer with a whole prompt that "
             f"{' and '.join(request.implementations)} could run.",
             f"It holds (layer, tokens): {', '.join(map(str, pairs)) or 'none'}.",
         )
-    most = max(stored.seqlen for stored in fitting)
-    longest = [stored for stored in fitting if stored.seqlen == most]
+    most = max(capture.seqlen for capture in fitting)
+    longest = [capture for capture in fitting if capture.seqlen == most]
     return longest[len(longest) // 2]
 
 
+def _all_know(implementations: Sequence[str], operator: str) -> bool:
+    """Whether the operator has implementations of all these names."""
+    return all(knows(operators.get(operator), name) for name in implementations)
+
+
 def _refuse_changed(report: Report) -> None:
-    """Raises BadInputError for a run whose inputs are not those of the model."""
+    """Raises BadInputError for a run that replayed the inputs in another dtype, or with a share of
+    the heads.
+    """
     hint = "Name the model or its captures instead of the run."
     if report.cast:
         raise BadInputError(
@@ -248,42 +271,51 @@ def _refuse_changed(report: Report) -> None:
 
 
 def _of_run(report: Report, request: StallsOptions) -> StallsOptions:
-    """The request with its layer, which is the middle one of the run unless it names another."""
+    """The request with its layer; by default the middle one of the run.
+
+    Raises BadInputError if the run has no such layer or no prompt of the requested length.
+    """
     lengths = [prompt.seqlen for prompt in report.prompts]
     layers = [layer.index for layer in report.captured if request.layer in (None, layer.index)]
     if not layers or request.seqlen not in (None, *lengths):
-        there = ", ".join(str(layer.index) for layer in report.captured)
+        indices = ", ".join(str(layer.index) for layer in report.captured)
         raise BadInputError(
             "The run has no such layer or prompt.",
-            f"Its prompts have {', '.join(map(str, lengths))} tokens, its layers are {there}.",
+            f"Its prompts have {', '.join(map(str, lengths))} tokens, its layers are {indices}.",
         )
     return replace(request, layer=layers[len(layers) // 2])
 
 
-def _captured_again(asked: RunOptions, report: Report, request: StallsOptions) -> ModelOptions:
-    """The options of a run for the layer and one prompt, the longest unless the request names
-    another: as one call of every operator, without decode steps.
+def _captured_again(
+    run_options: RunOptions, report: Report, request: StallsOptions
+) -> ModelOptions:
+    """The options that capture the layer of a run again, on one of its prompts, as one call.
+
+    The prompt is the longest one, unless the request names a length.
+    Raises BadInputError if the file of the prompt has changed since the run.
     """
     assert report.model
-    changed = asked.prompt_file and asked.prompt_file.stat().st_mtime
-    if changed and changed > datetime.fromisoformat(report.created).timestamp():
+    prompt_file = run_options.prompt_file
+    created = datetime.fromisoformat(report.created).timestamp()
+    if prompt_file and prompt_file.stat().st_mtime > created:
         raise BadInputError(
-            f"{asked.prompt_file} has changed since the run.", "Run it again, or name the model."
+            f"{prompt_file} has changed since the run.", "Run it again, or name the model."
         )
     longest = max(prompt.seqlen for prompt in report.prompts)
-    typed = read_options(asked)
+    options = read_options(run_options)
     return replace(
-        typed,
+        options,
         revision=report.model.revision,
         layers=str(request.layer),
-        # a pack is generated with the same lengths
-        seqlens=None if typed.packed else (request.seqlen or longest,),
+        # packed sequences get the lengths that they had in the run
+        seqlens=None if options.packed else (request.seqlen or longest,),
         chunk=None,
         decode=0,
     )
 
 
 def _of_model(request: StallsOptions) -> ModelOptions:
+    """The options that capture a layer of a model; by default its first one."""
     return ServedModelOptions(
         model=request.where or "",
         seqlens=None if request.seqlen is None else (request.seqlen,),
@@ -293,7 +325,11 @@ def _of_model(request: StallsOptions) -> ModelOptions:
 
 @contextmanager
 def _new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A new folder in one that may be new; both are removed if nothing was written into them."""
+    """Create a folder, and its parent if that does not exist.
+
+    At the end of the context, both are removed if nothing was written into them.
+    Raises BadInputError if the folder has stalls already, unless `overwrite` is set.
+    """
     if (folder / documents.STALLS_RECORD).exists() and not overwrite:
         raise BadInputError(
             f"{folder} holds stalls already.", "Give --force to replace them, or --out."

@@ -1,5 +1,5 @@
-"""Decodes inputs token by token with states in a server's formats, and compares outputs and states
-with fp64, head by head.
+"""Decodes inputs token by token with states in a server's formats, and compares the outputs and
+states of each head with those of the fp64 oracle.
 """
 
 import math
@@ -26,43 +26,53 @@ from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
-_DIGITS = 4  # of stored errors
+_DIGITS = 4  # significant digits of stored errors
 
 
 def marks_of(length: int, step: int) -> tuple[int, ...]:
-    """Tokens after 1, 2, 4, ... steps, and after all of them."""
-    powers = (step << power for power in range(length.bit_length()))
-    return (*(mark for mark in powers if mark < length), length)
+    """The numbers of tokens after which errors are measured: after 1, 2, 4, ... steps, and at the
+    end of `length` tokens.
+
+    step: tokens after which states are rounded.
+    """
+    marks = []
+    mark = step
+    while mark < length:
+        marks.append(mark)
+        mark *= 2
+    return (*marks, length)
 
 
 def decode(
     operator: Operator,
     inputs: Inputs,
-    of: LayerCall | Generated,
+    call: LayerCall | Generated,
     options: RunOptions | BenchOptions,
     writer: Writer,
     watcher: Watcher,
     prompt_hash: str = "",
 ) -> None:
-    """Write a case for each requested format that an interrupted report does not have.
+    """Write a case for each requested format, except those that an interrupted run or bench, which
+    goes on now, has written.
 
-    of: the call whose inputs these are.
+    inputs, call: the inputs that are decoded, and the call that they come from.
+    prompt_hash: hash of the prompt's tokens; empty: there is no prompt.
     """
     task = DecodedStates(
         kind="states",
-        of=of,
+        of=call,
         step=options.decode_step,
-        marks=marks_of(of.dims.seqlen, options.decode_step),
+        marks=marks_of(call.dims.seqlen, options.decode_step),
         memories=head_memories(operator, inputs),
     )
-    exact: list[Output] = []
+    exact: list[Output] = []  # computed for the first case
     formats = options.decode_states or ()
-    with watcher.step(f"{of.where}: decoding", len(formats), unit="formats") as advance:
+    with watcher.step(f"{call.where}: decoding", len(formats), unit="formats") as advance:
         for state_format in formats:
             case = Case(
                 task=task,
-                batch=of.dims.batch,
-                seqlen=of.dims.seqlen,
+                batch=call.dims.batch,
+                seqlen=call.dims.seqlen,
                 inputs=prompt_hash,
                 implementation=DECODER,
                 precision=precision_of(state_format),
@@ -76,8 +86,9 @@ def decode(
 
 
 def requested(where: str, size: str, options: RunOptions | BenchOptions) -> Iterator[Requested]:
-    """The requested cases of every format on the inputs of a layer or a cell.  where, size: as
-    those of a case.
+    """The requested cases, one for each format, on the inputs of a layer or a cell.
+
+    where, size: the layer or cell and its size, as they are in the names of cases.
     """
     for state_format in options.decode_states or ():
         case_key = f"{where}, {decoded_words(options.decode_step)}, {size}"
@@ -85,7 +96,7 @@ def requested(where: str, size: str, options: RunOptions | BenchOptions) -> Iter
 
 
 def precision_of(state_format: StateFormat) -> str:
-    """ "exact, int8 states"."""
+    """The precision of the cases with states in this format: "exact, int8 states"."""
     return f"exact, {state_format.name} states"
 
 
@@ -96,10 +107,11 @@ def _decoded(
     task: DecodedStates,
     exact: Sequence[Output],
 ) -> Case:
-    """The case with its errors, or with the reason why the format failed.  exact: up to each
-    mark.
+    """The case with its errors, or with the reason why the format failed.
+
+    exact: the fp64 output from each mark to the next, and the states at the latter.
     """
-    steps = [-(-mark // task.step) for mark in task.marks]
+    steps = [-(-mark // task.step) for mark in task.marks]  # rounded up
     try:
         out, states = stepped_states(inputs, state_format, task.step, steps)
     except BadInputError as error:  # the user's function returned no states
@@ -107,53 +119,59 @@ def _decoded(
     except Exception as error:
         status, reason = status_of(error, inputs.device, state_format.name)
         return case.changed(status=status, reason=reason)
-    parts = (out[:, start:stop] for start, stop in pairwise((0, *task.marks)))
-    pairs = list(zip(parts, states, exact, strict=True))
+    out_errors = []
+    state_errors = []
+    ranges = pairwise((0, *task.marks))
+    for (start, stop), state, expected in zip(ranges, states, exact, strict=True):
+        out_errors.append(errors_of_heads(out[:, start:stop], expected.out, 2))
+        state_errors.append(errors_of_heads(state, expected.final_states, 1))
     value_dim = inputs.values.shape[-1]
     key_dim = math.prod(inputs.states_shape[2:]) // value_dim
-    bytes_of_head = state_format.state_bytes(key_dim, value_dim)
+    bytes_of_head = state_format.state_bytes(key_dim, value_dim)  # None: not known
     measured = task.changed(
-        out_errors=[errors_of_heads(part, right.out, 2) for part, _, right in pairs],
-        state_errors=[errors_of_heads(state, right.final_states, 1) for _, state, right in pairs],
+        out_errors=out_errors,
+        state_errors=state_errors,
         slot_bytes=bytes_of_head and bytes_of_head * len(task.memories),
     )
     return case.changed(task=measured)
 
 
 def _exact(operator: Operator, inputs: Inputs, marks: Sequence[int]) -> Iterator[Output]:
-    """The output up to each mark from the one before, and the states there, in fp64."""
-    given = operator.binding.positional(inputs)
+    """For each mark, the fp64 output of the tokens from the mark before, and the fp64 states."""
+    tensors = operator.binding.positional(inputs)
     states = inputs.initial
     block = block_length(operator.oracle, inputs, inputs.device)
     for start, stop in pairwise((0, *marks)):
-        part = {name: tensor[:, start:stop] for name, tensor in given.items()}
-        piece = replace(inputs, **part).after(states)
+        tokens = {name: tensor[:, start:stop] for name, tensor in tensors.items()}
+        piece = replace(inputs, **tokens).after(states)
         blocks = operator.oracle.blocks(piece, block)
         out, states = joined(piece, blocks, torch.float64, torch.float64)
         yield Output(out, states)
 
 
 def errors_of_heads(actual: Tensor, exact: Tensor, heads: int) -> tuple[float | None, ...]:
-    """RMS of the difference over RMS of `exact`, of each head; None: not finite, or nothing is
-    exact.  heads: the dimension.
+    """For each head, the RMS of the difference over the RMS of `exact`, to `_DIGITS` digits.
+
+    None for a head whose error is not finite, or whose exact values are all 0 while its actual ones
+    are not.  heads: the dimension of the heads.
     """
-    others = [dim for dim in range(exact.ndim) if dim != heads]
-    squares = (actual.double() - exact).square().sum(others)
-    ratios = torch.where(squares == 0, 0.0, squares / exact.square().sum(others)).sqrt()
+    other_dims = [dim for dim in range(exact.ndim) if dim != heads]
+    squares = (actual.double() - exact).square().sum(other_dims)
+    ratios = torch.where(squares == 0, 0.0, squares / exact.square().sum(other_dims)).sqrt()
     return tuple(
         float(f"{ratio:.{_DIGITS}g}") if math.isfinite(ratio) else None for ratio in ratios.tolist()
     )
 
 
 def head_memories(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
-    """Within how many of `MEMORIES` tokens each head's mean decay leaves more than 1/1000 of the
-    state.
+    """For each head, after how many of the `MEMORIES` lengths its mean decay leaves more than
+    1/1000 of the state: from 0 to `len(MEMORIES)`.
     """
     spans = [span for span in spans_of(inputs) if span.length]
-    decays = torch.stack(
-        [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
-    ).sum(0)
-    mean_log = decays / sum(span.length for span in spans)  # of one token's decay, of each head
+    # the logarithm of each head's decay over each sequence, (sequences, heads)
+    log_decays = [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
+    tokens = sum(span.length for span in spans)
+    mean_log = torch.stack(log_decays).sum(0) / tokens  # of one token, (heads)
     lengths = torch.tensor(MEMORIES, device=mean_log.device)
     remembers = mean_log[:, None] * lengths > math.log(1e-3)  # (heads, lengths)
     return tuple(remembers.sum(1).tolist())

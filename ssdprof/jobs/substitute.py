@@ -21,21 +21,22 @@ from ssdprof.operators.implementations import required, resolve
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_SHOWN = 3  # kernels of a part
+_SHOWN = 3  # the kernels of a part whose times are listed one by one
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
-# out, and final states in fp32, or None if the call does not need them
+# Computes a call of an operator in place of the model.  The result is `out`, and the final states
+# in fp32, or None if the call does not need them.
 Compute = Callable[[OperatorCall], Result]
 
 
-def implemented(name: str, precision: Precision, sites: Sequence[Mixer]) -> Compute:
-    """The implementation `name` at `precision`, for the operators that `sites` call.
+def implemented(name: str, precision: Precision, mixers: Sequence[Mixer]) -> Compute:
+    """The implementation `name` at `precision`, for the operators that `mixers` call.
 
-    Raises what `resolve` and `required` raise.  The result raises UnsupportedError for calls that
-    the implementation does not support.
+    Raises what `resolve` and `required` raise.  The returned function raises UnsupportedError for
+    calls that the implementation does not support.
     """
     runs = {
         operator: required(resolve(operators.get(operator), name)).run
-        for operator in {site.operator for site in sites}
+        for operator in {mixer.operator for mixer in mixers}
     }
 
     def compute(call: OperatorCall) -> Result:
@@ -47,13 +48,15 @@ def implemented(name: str, precision: Precision, sites: Sequence[Mixer]) -> Comp
 
 
 def decoded(state_format: StateFormat) -> Compute:
-    """Every operator token by token, with its states in a format of a pool.  The random numbers of
-    a stochastic one differ from layer to layer; segments of a prompt have the same.
+    """Computes every operator token by token, and stores the states in a format of a server's pool.
+
+    Random numbers of a stochastic format differ from layer to layer, but are the same in every
+    segment of a prompt.
     """
 
     def compute(call: OperatorCall) -> Result:
         child.alive()
-        marks = [call.inputs.length]  # the final states alone
+        marks = [call.inputs.length]  # only the final states are needed
         seed = call.mixer.layer_index
         out, (final_states,) = stepped_states(call.inputs, state_format, 1, marks, seed)
         return out.to(call.inputs.values.dtype), final_states
@@ -62,7 +65,7 @@ def decoded(state_format: StateFormat) -> Compute:
 
 
 def by_layer(
-    sites: Sequence[Mixer],
+    mixers: Sequence[Mixer],
     compute: Compute,
     *,
     layers: Collection[int] | None = None,
@@ -70,13 +73,14 @@ def by_layer(
 ) -> Compute:
     """A handler for `intercept` that calls `compute` in `layers`, and `elsewhere` in the others.
 
-    sites: all that the model has, from `find_mixers`.
-    layers: indices of decoder layers; None: all.  elsewhere: by default the model's own function.
+    mixers: all mixers of the model, from `find_mixers`.
+    layers: indices of decoder layers; None: all layers.
+    elsewhere: by default the model's own function.
     """
-    chosen = {
-        site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere
-        for site in sites
-    }
+    chosen: dict[int, Compute] = {}
+    for mixer in mixers:
+        is_replaced = layers is None or mixer.layer_index in layers
+        chosen[mixer.layer_index] = compute if is_replaced else elsewhere
 
     def compute_in_layer(call: OperatorCall) -> Result:
         return chosen[call.mixer.layer_index](call)
@@ -88,7 +92,7 @@ def by_layer(
 
 
 def marking(part: str, function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, whose launches are marked as those of a part."""
+    """A function that calls `function`, and marks its kernel launches as those of a part."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with marked(part):
@@ -98,16 +102,19 @@ def marking(part: str, function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
-    """While the context is open, all parts of the model except the operator are marked.
+def parts_marked(model: nn.Module, mixers: Sequence[Mixer]) -> Iterator[None]:
+    """While the context is open, the launches of all parts of the model except the operator are
+    marked.
 
     Open it inside of the context that replaces the convolution, so that the replacement is marked.
     """
     with ExitStack() as restore:
-        for part, modules in _modules(model, sites).items():
+        for part, modules in _modules(model, mixers).items():
             for module in modules:
                 _mark(module, part, restore)
-        for namespace in {id(site.namespace): site.namespace for site in sites}.values():
+        # each modeling file once; dictionaries cannot be hashed
+        namespaces = {id(mixer.namespace): mixer.namespace for mixer in mixers}
+        for namespace in namespaces.values():
             if CONVOLUTION in namespace:
                 restore.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
                 namespace[CONVOLUTION] = marking("convolution", namespace[CONVOLUTION])
@@ -115,8 +122,9 @@ def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
 
 
 def part_times(work: Sequence[GpuWork]) -> dict[PartName, dict[str, float]]:
-    """Microseconds of the kernels of every part: see `Prefill.parts`; the sum is the time of all
-    work.
+    """Microseconds of the kernels of every part, as in `Prefill.parts`.
+
+    Work outside of all parts is in the part "rest", so that the sum is the time of all work.
     """
     names: tuple[PartName, ...] = get_args(PartName)
     by_part = grouped(work, lambda kernel: kernel[0] if kernel[0] in names else "rest")
@@ -124,7 +132,9 @@ def part_times(work: Sequence[GpuWork]) -> dict[PartName, dict[str, float]]:
 
 
 def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
-    """Microseconds of each kernel by name: the longest `_SHOWN`, and the sum of the others."""
+    """Microseconds by the name of the kernel: of the `_SHOWN` longest ones, and of all others
+    together.
+    """
     kernels = {
         name: sum(us for *_, us in launches)
         for name, launches in grouped(work, lambda kernel: kernel[1]).items()
@@ -136,27 +146,29 @@ def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
     return times
 
 
-def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:
+def _modules(model: nn.Module, mixers: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:
     """The modules of each part of the model, each module once."""
-    mixers = [site.module for site in sites]
+    mixer_modules = [mixer.module for mixer in mixers]
     attention = [module for module in model.modules() if is_attention(module)]
     norms: dict[nn.Module, None] = {}
-    for site in sites:
-        norms |= dict.fromkeys(gated_norms(site))
+    for mixer in mixers:
+        norms |= dict.fromkeys(gated_norms(mixer))
     return {
-        "mixer": list(dict.fromkeys(mixers)),
+        "mixer": list(dict.fromkeys(mixer_modules)),
         "gated norm": list(norms),
         "attention": attention,
-        "MLP": _mlps(model, {*mixers, *attention}),
+        "MLP": _mlps(model, {*mixer_modules, *attention}),
     }
 
 
 def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
-    """The other modules with weight matrices in a decoder layer, outermost ones only, experts and
-    routers included.
+    """The modules of decoder layers that have weight matrices and are neither in `others` nor
+    contain one of them, such as MLPs, experts and routers.
+
+    A module inside of a listed one is not listed.  A single linear layer is not listed either.
     """
     outermost: list[nn.Module] = []
-    taken: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()  # beginnings of the names of modules that belong to a part already
     for name, module in model.named_modules():
         if module in others:
             taken = (*taken, f"{name}.")
@@ -174,7 +186,7 @@ def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
 
 def _mark(module: nn.Module, part: PartName, restore: ExitStack) -> None:
     """Mark the launches of a module's forward as those of a part, until `restore` is closed."""
-    opened: list[AbstractContextManager[object]] = []
+    opened: list[AbstractContextManager[object]] = []  # marks of the calls that have not returned
 
     def enter(*_: object) -> None:
         opened.append(marked(part))

@@ -1,7 +1,8 @@
-"""Options -> what a command is asked to do, and its target.
+"""Checks and parses the options of each command, and finds the model or the captures they name.
 
 Runs before torch is imported, so that wrong options, names and layers are refused at once.  Every
-function raises BadInputError; those that find a model, ModelUnavailableError if it is not there.
+function may raise BadInputError; functions that find a model raise ModelUnavailableError if it is
+not there.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from ssdprof.store.ranks import Ranks, follows, join
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, check_folder
 
 Options = TypeVar("Options")
-# of the operators of layers, by the operators' names for them
-Sizes = Sequence[tuple[LayerRef, Mapping[str, int]]]
-_READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
+Sizes = Sequence[tuple[LayerRef, Mapping[str, int]]]  # layers, and the sizes of their operators
+# name of a field that is declared by `options.words` -> the parser of its text
+_PARSERS: dict[str, Callable[[str], Any]] = {
     "seqlens": reading.parse_seqs,
     "seqlen": reading.parse_seq,
     "segment_length": reading.parse_seq,
@@ -52,8 +53,8 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `optio
     "implementations": partial(reading.parse_implementations, "--impl"),
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
-SEED = 0  # of the lengths of packed sequences
-# options that change nothing where states are decoded
+SEED = 0  # for the random lengths of packed sequences
+# options that have no effect together with --decode-states
 _NOT_DECODED = {
     "implementations",
     "baseline",
@@ -76,7 +77,7 @@ _NOT_DECODED = {
     "trace",
     "processes",
 }
-# of a config's layer_types
+# names in a config's layer_types for layers without an operator that ssdprof measures
 _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")
 
 
@@ -84,11 +85,15 @@ _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", 
 class Target:
     """The target of a request: a checkpoint, its selected layers, and the prompt lengths.
 
-    seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
-    whole: the whole model is needed, with its language-model head; else only the layers up to the
-    last selected one.
-    head: the language-model head is needed; it is, if `whole`.
-    dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
+    request: the options that name the target.
+    located: the checkpoint.
+    layers: the selected layers.
+    seqlens: for each prompt, the tokens of one row; of all sequences together if they are packed.
+    serving: how a server would run each prompt.
+    whole: whether all layers and the language-model head are needed; else only the layers up to the
+        last selected one are.
+    head: whether the language-model head is needed; always if `whole`.
+    dtype: the dtype in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
 
     request: declared.ModelOptions
@@ -110,29 +115,36 @@ class Target:
 
     @property
     def sizes(self) -> Sizes:
+        """The sizes of the selected layers' operators."""
         pairs = zip(self.located.layers, self.located.mixers, strict=True)
         return [(layer, mixer.sizes) for layer, mixer in pairs if layer in self.layers]
 
     @property
     def deepest_layer(self) -> int | None:
+        """The index of the last decoder layer that is needed; None: all layers are."""
         return None if self.whole else max(layer.index for layer in self.layers)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the needed weights, once loaded."""
+        """Bytes of the needed weights in memory."""
         return self.located.weight_bytes(self.deepest_layer, head=self.head, dtype=self.dtype)
 
     @property
     def calls(self) -> int:
-        """Expected number of captures: all layers on all prompts."""
-        return len(self.layers) * sum(
+        """Expected number of captures: of all calls of all selected layers on all prompts."""
+        calls_of_a_layer = sum(
             len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens
         )
+        return len(self.layers) * calls_of_a_layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The target of a request for stored captures: the selected layers of each prompt."""
+    """The target of a request for stored captures.
+
+    request: the options that name the target.  folder, manifest: the stored captures.
+    chosen: the captures of the selected layers, of every prompt.
+    """
 
     request: declared.ModelOptions
     folder: Path
@@ -181,56 +193,69 @@ class Stored:
         }
 
     def shared(self, ranks: Ranks) -> Stored:
-        """With the layers of this rank."""
+        """The same captures, but only those of this rank's share of the layers."""
         layers = ranks.share(self.layers)
         return replace(
             self, chosen=tuple(capture for capture in self.chosen if capture.layer in layers)
         )
 
 
-def captures_of(where: str) -> Path | None:
-    """The folder of stored captures, if it is named, or a run that stored them."""
-    folder = Path(where).expanduser()
-    places = (folder, folder / CAPTURES, RUNS / folder / CAPTURES)
-    return next(filter(is_capture, places), None)
+def captures_of(name: str) -> Path | None:
+    """The folder of stored captures that a name means: the folder itself, or one in a run that
+    stored captures; None if there is none.
+    """
+    folder = Path(name).expanduser()
+    for place in (folder, folder / CAPTURES, RUNS / folder / CAPTURES):
+        if is_capture(place):
+            return place
+    return None
 
 
 def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Target:
-    """Locate the model and select its layers; downloads small files.  whole, head: see
-    `Target`.
+    """Locate the model and select its layers; downloads small files.
+
+    whole, head: see `Target`.
     """
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     kinds = located.config.get("layer_types")
     if isinstance(kinds, list) and {"mamba", "linear_attention"} & set(map(str, kinds)):
-        # a wrong layer is refused before torch is imported
+        # The config names the layers, so that a wrong --layers is refused before torch is imported.
         select_indices(
             request.layers, [i for i, kind in enumerate(kinds) if kind not in _WITHOUT_OPERATOR]
         )
     chosen = select_indices(request.layers, [layer.index for layer in located.layers])
     layers = tuple(layer for layer in located.layers if layer.index in chosen)
-    from ssdprof.jobs import limits  # imports torch, so after all other checks
+    lengths = _packed_lengths(request)
+    if lengths:
+        seqlens: tuple[int, ...] = (sum(lengths),)
+    else:
+        from ssdprof.jobs import limits  # imports torch, so after all other checks
 
-    whole = whole or request.decode > 0  # a model that generates tokens
-    lengths: tuple[int, ...] = ()
-    if request.packed is not None:
-        # drawing a million lengths takes seconds
-        _refuse_too_many(request.packed.sequences * (request.packed.shortest or 0))
-        lengths = tuple(stop - start for start, stop in pairwise(boundaries(request.packed, SEED)))
-    seqlens = (sum(lengths),) if lengths else request.seqlens or limits.default_seqlens()
+        seqlens = request.seqlens or limits.default_seqlens()
     _refuse_too_many(request.batch * max(seqlens))
-    serving = Serving(packed=lengths, chunk=request.chunk, decode=request.decode)
+    whole = whole or request.decode > 0  # a model generates tokens with all layers and its head
     return Target(
         request=request,
         located=located,
         layers=layers,
         seqlens=seqlens,
-        serving=serving,
+        serving=Serving(packed=lengths, chunk=request.chunk, decode=request.decode),
         whole=whole,
         head=whole or head,
     )
 
 
+def _packed_lengths(request: declared.ModelOptions) -> tuple[int, ...]:
+    """The random length of each packed sequence; none without --packed."""
+    if request.packed is None:
+        return ()
+    # checked first, because generating a million lengths takes seconds
+    _refuse_too_many(request.packed.sequences * (request.packed.shortest or 0))
+    return tuple(stop - start for start, stop in pairwise(boundaries(request.packed, SEED)))
+
+
 def _refuse_too_many(tokens: int) -> None:
+    """BadInputError for more tokens than a call may have."""
     if tokens > LONGEST_SEQLEN:
         raise BadInputError(
             f"{tokens:,} tokens are too many for one call.",
@@ -239,10 +264,10 @@ def _refuse_too_many(tokens: int) -> None:
 
 
 def find_to_replay(request: declared.RunOptions) -> Target | Stored:
-    """As `find`, or the wanted layers of stored captures.
+    """The target of `run`: a model, as `find` returns it, or stored captures.
 
-    BadInputError for options that do not apply to stored captures, and for a model whose layers are
-    too large for every implementation.
+    Raises BadInputError for options that do not apply to stored captures, and for a model whose
+    layers are too large for the bundled implementations.
     """
     folder = captures_of(request.model)
     if folder is None:
@@ -273,7 +298,7 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
 
 
 def _model_options(request: declared.ServedModelOptions) -> set[str]:
-    """Names of the options of a model that were given."""
+    """The names of the options of `ServedModelOptions` that differ from their defaults."""
     return {
         option.name
         for option in fields(declared.ServedModelOptions)
@@ -283,7 +308,7 @@ def _model_options(request: declared.ServedModelOptions) -> set[str]:
 
 def refuse_large(ref: CheckpointRef, sizes_of_layers: Sizes) -> None:
     """BadInputError for a layer with a size above the maximum of the bundled implementations
-    (`largest` of the operator's outline).
+    (`InputGenerator.largest`).
     """
     for layer, sizes in sizes_of_layers:
         for name, most in operators.get(layer.operator).generated.largest.items():
@@ -299,22 +324,21 @@ def refuse_large(ref: CheckpointRef, sizes_of_layers: Sizes) -> None:
 
 
 def read(options: Options) -> Options:
-    """The options with the values of what was typed as words, and with their conditions.
+    """The options, with the text of each `words` field parsed, and with their conditions.
 
-    Refuses options of a model that exclude each other.
+    Raises BadInputError for text that cannot be parsed, and for options of a model that exclude
+    each other.
     """
-    known = {each.name: each.metadata for each in fields(options)}  # type: ignore[arg-type]
-    typed = {
-        name: getattr(options, name) for name, metadata in known.items() if "typed" in metadata
-    }
     if isinstance(options, declared.ModelOptions):
         if options.prompt_file is not None and options.prompt == "random":
             raise reading.both("--prompt random", "--prompt-file")
         check_layers(options.layers)
-    values: dict[str, Any] = {
-        name: _READ[name](word) for name, word in typed.items() if isinstance(word, str)
-    }
-    if "conditions" in known:
+    values: dict[str, Any] = {}
+    for option in fields(options):  # type: ignore[arg-type]
+        text = getattr(options, option.name)
+        if "typed" in option.metadata and isinstance(text, str):
+            values[option.name] = _PARSERS[option.name](text)
+    if hasattr(options, "conditions"):
         values["conditions"] = _conditions(options)
     request: Options = replace(options, **values)  # type: ignore[type-var]
     if isinstance(request, declared.ServedModelOptions):
@@ -323,8 +347,8 @@ def read(options: Options) -> Options:
 
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
-    """The conditions on the command line, then those of the settings file, if the command reads
-    it.
+    """The conditions on the command line, and then those of the settings file, if the command reads
+    one.
     """
     gates = tuple(map(parse_gate, getattr(options, "gate", None) or ()))
     if not hasattr(options, "config"):
@@ -335,8 +359,10 @@ def _conditions(options: Any) -> tuple[Condition, ...]:
 
 
 def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
-    """The options of a run or a bench that decodes states: with its own gates alone.  Refuses
-    others that would change nothing.
+    """The options of a run or a bench.  With --decode-states, only gates on decoded states stay.
+
+    Raises BadInputError for options that have no effect with --decode-states, and for --decode-step
+    without it.
     """
     if not options.decode_states:
         if options.decode_step > 1:
@@ -346,14 +372,13 @@ def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
     for _, flag, parameter in declared.flags(type(options)):
         name = parameter.name
         if name in _NOT_DECODED and getattr(options, name) != defaults[name]:
-            why = "it decodes by 'recurrent', and times nothing"
-            raise reading.both("--decode-states", flag, why, f"Leave out {flag}.")
+            reason = "it decodes by 'recurrent', and times nothing"
+            raise reading.both("--decode-states", flag, reason, f"Leave out {flag}.")
     gates = [gate for gate in options.conditions if gate.metric == KEPT_STEPS]
     for text in options.gate or ():
         if text not in [gate.text for gate in gates]:
-            raise reading.both(
-                "--decode-states", f"--gate {text}", "", "Write kept-steps@int8:1000."
-            )
+            hint = "Write kept-steps@int8:1000."
+            raise reading.both("--decode-states", f"--gate {text}", hint=hint)
     return replace(options, conditions=tuple(gates))
 
 
@@ -367,13 +392,9 @@ def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
             ("--decode", options.decode > 0),
         ):
             if is_given:
-                why = "packed sequences are one call of their own lengths"
-                raise reading.both(
-                    "--packed",
-                    option,
-                    why,
-                    f"Leave out {option}, or give --batch instead of --packed.",
-                )
+                reason = "packed sequences are one call of their own lengths"
+                hint = f"Leave out {option}, or give --batch instead of --packed."
+                raise reading.both("--packed", option, reason, hint)
     if options.chunk is not None and options.segment_length is not None:
         raise reading.both(
             "--chunked-prefill", "--segment", "the chunks are the segments", "Leave out --segment."
@@ -387,8 +408,10 @@ def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
 
 
 def refuse_ranks(*what: str) -> None:
-    """BadInputError if torchrun started several processes.  what: the options or command that they
-    cannot share.
+    """BadInputError if torchrun started several processes.
+
+    what: the options, or the command, that several processes cannot share; without any, nothing is
+    checked.
     """
     if what and (count := started()) > 1:
         raise BadInputError(
@@ -401,23 +424,25 @@ def refuse_ranks(*what: str) -> None:
 
 
 def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Stored, Ranks | None]:
-    """The request, what is replayed, and the processes that share it."""
+    """The request, the target to replay, and the processes that share it (None: this one alone)."""
     request = _check_decoded(read(options))
     if request.verify:
         request = _with_drafted_tokens(request)
     parts = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(request, name)]
     _refuse_exclusive(request, parts)
     if request.trace is not None:
-        goes_on = (
-            request.out is not None and (request.out / HEADER).exists()
-        )  # perhaps with its trace
+        # an interrupted run, which goes on now, may have written its trace
+        goes_on = request.out is not None and (request.out / HEADER).exists()
         check_target(request.trace, replace=goes_on, hint="Name another file.")
-    alone = {
-        "--save-captures": request.save_captures,
-        "--processes": request.processes > 1,
-        "--trace": request.trace,
-    }
-    refuse_ranks(*parts, *(name for name, wanted in alone.items() if wanted))
+    # options that are for a single process
+    single = list(parts)
+    if request.save_captures:
+        single.append("--save-captures")
+    if request.processes > 1:
+        single.append("--processes")
+    if request.trace:
+        single.append("--trace")
+    refuse_ranks(*single)
     ranks = join()
     if (ranks is None or ranks.first) and not request.sampler:
         check_folder(request.out)
@@ -425,8 +450,10 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Sto
 
 
 def _with_drafted_tokens(request: declared.RunOptions) -> declared.RunOptions:
-    """The options of --verify: in fp32, as decode steps are computed.  `fused`, which takes single
-    steps, is the baseline of `recurrent` unless implementations are named.
+    """The options that --verify implies: exact intermediates and fp32 states, as for decode steps.
+
+    Unless the user names implementations, `fused`, which computes the drafted tokens step by step,
+    is compared with `recurrent`, and is the baseline.
     """
     step = "fused"
     names = request.implementations
@@ -442,7 +469,7 @@ def _with_drafted_tokens(request: declared.RunOptions) -> declared.RunOptions:
 def _refuse_exclusive(request: declared.RunOptions, parts: Sequence[str]) -> None:
     """BadInputError for options of a run that exclude each other.
 
-    parts: those of "--answers", "--prefill" and "--stalls" that are asked for.
+    parts: the given ones of "--answers", "--prefill" and "--stalls".
     """
     if request.dtype is not None and parts:
         raise reading.both("--dtype", parts[0], "--dtype changes the inputs of the replay alone")
@@ -468,21 +495,21 @@ def _refuse_exclusive(request: declared.RunOptions, parts: Sequence[str]) -> Non
 
 
 def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Target | None]:
-    """The options, and the target of a capture; None if a recording of a server is captured."""
+    """The request, and the model to capture; None if a server's recording is read."""
     refuse_ranks("ssdprof capture")
     request = read(options)
     if request.recorded is None:
         return request, find(request)
-    if refused := _model_options(request) - {"model", "layers"}:
+    if given := _model_options(request) - {"model", "layers"}:
         raise BadInputError(
-            f"A recording has its own model and prompts: {words(sorted(refused))} cannot be given.",
+            f"A recording has its own model and prompts: {words(sorted(given))} cannot be given.",
             "--layers is the only model option that applies to it.",
         )
     return request, None
 
 
 def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Target]:
-    """The request, and the whole model, with its weights in fp32 if they are asked for."""
+    """The request, and the whole model, with its weights in the requested dtype."""
     refuse_ranks("ssdprof answers")
     request = read(options)
     check_folder(request.out)
@@ -500,6 +527,7 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
+    """The request; its model is found by `jobs.prefill`."""
     refuse_ranks("ssdprof prefill")
     request = read(options)
     check_folder(request.out)
@@ -511,22 +539,24 @@ def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
 def bench(
     options: declared.BenchOptions,
 ) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...], Ranks | None]:
-    """The request, the names of all implementations, other libraries first, cells that --max-tokens
-    leaves out, and the processes that share the others.
+    """The request, the names of all implementations with those of --against first, the layouts of
+    tokens that --max-tokens leaves out, and the processes that share the cells (None: this one
+    alone).
     """
     if options.processes and options.processes > 1:
         refuse_ranks("--processes")
     request = _check_decoded(read(options))
     operator = operators.get(options.operator)
     tokens, too_large = _tokens_of_bench(options)
-    if options.verify:  # `fused` takes single steps
+    baseline = operator.baseline
+    if options.verify:  # drafted tokens are compared with `fused`, which computes step by step
+        baseline = "fused"
         request = replace(request, match_with=request.match_with or "fused")
         if request.implementations == declared.COMPARED:
             request = replace(request, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
-    baseline = "fused" if options.verify else operator.baseline
     sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not (options.sampler or follows()):
         check_folder(options.out)
@@ -557,9 +587,10 @@ def _tokens_of_bench(
     )
     if options.verify or options.state_every:
         option = "--verify" if options.verify else "--state-every"
-        others = {"--packed": options.packed, "--cells": options.verify and options.cells}
-        if other := next((name for name, typed in others.items() if typed), ""):
-            raise reading.both(option, other)
+        if options.packed:
+            raise reading.both(option, "--packed")
+        if options.verify and options.cells:
+            raise reading.both(option, "--cells")
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
     if options.pool:
         tokens = reading.in_pool(options.pool, tokens)
@@ -569,7 +600,7 @@ def _tokens_of_bench(
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:
-    """The cells to search for; none to clear what was found."""
+    """The request, and the cells whose configurations are searched; none with --clear."""
     refuse_ranks("ssdprof tune")
     if options.clear:
         return options, ()
@@ -580,7 +611,7 @@ def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cel
 
 
 def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
-    """The request; its model or run is found by `jobs.stalls`."""
+    """The request; the run, the model or the captures are found by `jobs.stalls`."""
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():
         raise BadInputError(

@@ -1,7 +1,8 @@
 """`ssdprof tune`: finds faster configurations of the fused kernels on this GPU.
 
-random inputs, as in a bench -> a search for each layer, one axis after the other ->
-configurations for later runs
+A search takes random inputs, as a bench does.  It starts from the committed configuration, the one
+that is built in, and changes one setting ("axis") after the other.  The result is stored for later
+runs.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.reports import Writer
 
-# a tuned configuration is faster by more than this, with 95 % confidence: times of a GPU vary as
-# much between days
+# A tuned configuration must be faster by more than this share, with 95 % confidence: the times of a
+# GPU vary by as much between days.
 MARGIN = 0.01
 DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
-# the name of this configuration; another one is named by its difference from it
+# the name of the built-in configuration; others are named by their difference from it
 COMMITTED = "committed"
 
 
@@ -55,8 +56,12 @@ COMMITTED = "committed"
 class Problem:
     """The target of one search.
 
-    inputs: of one call, or one for each length that shares the tuned configuration.  cases: of the
-    committed configuration on each.
+    calls: the calls to which the tuned configuration will apply, as it is stored.
+    inputs: the inputs of one call, or of several calls, which share the tuned configuration; the
+        shortest first.
+    cases: for each of these inputs, the case of the committed configuration.
+    precision: the precision of all calls.
+    committed: the committed configuration for these calls.
     """
 
     operator: Operator
@@ -74,12 +79,14 @@ class Problem:
 
 
 def difference(config: Config, committed: Config) -> str:
-    """The difference in words: "segment 43, ring 2"; empty if there is none."""
-    before = asdict(committed)
+    """The settings that differ from the committed ones, in words: "segment 43, ring 2"; empty if
+    there are none.
+    """
+    committed_settings = asdict(committed)
     return ", ".join(
         f"{name} {value}"
         for name, value in asdict(config).items()
-        if name != "reason" and value != before[name]
+        if name != "reason" and value != committed_settings[name]
     )
 
 
@@ -89,10 +96,12 @@ def difference(config: Config, committed: Config) -> str:
 def problems(
     operator: Operator, cells: Sequence[Cell], intermediates: Intermediates, device: torch.device
 ) -> Iterator[Problem]:
-    """The problems of one layer's cells: one for each, or one for all if they share a tuned
-    configuration.
+    """The problems of one layer's cells.
+
+    There is one for each cell, but only one for all cells whose kernel shares a tuned configuration
+    between lengths.
     """
-    waiting: dict[str, list[tuple[Cell, Inputs]]] = {}
+    waiting: dict[str, list[tuple[Cell, Inputs]]] = {}  # kernel -> cells that share a configuration
     for cell in cells:
         inputs = operator.generated.draw(cell, device)
         kernel = operator.tunable.kernel(inputs)
@@ -100,7 +109,7 @@ def problems(
             waiting.setdefault(kernel, []).append((cell, inputs))
         else:
             yield _problem(operator, [(cell, inputs)], kernel, intermediates)
-        del inputs
+        del inputs  # frees its memory before the next cell's inputs are generated
     for kernel, together in waiting.items():
         yield _problem(operator, together, kernel, intermediates)
 
@@ -111,11 +120,11 @@ def _problem(
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
-    """The problem of inputs that share a tuned configuration, the shortest first."""
+    """The problem of cells, with their inputs, that share a tuned configuration."""
     tuning = operator.tunable
     together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
-    largest, longest = together[-1]
-    # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
+    largest, longest = together[-1]  # the cell with the longest sequences, and its inputs
+    # as in a bench: exact intermediates with fp32 states, relaxed ones with the inputs' dtype
     (precision,) = requested_precisions(largest.dtype, intermediates, None)
     cases = []
     for cell, inputs in together:
@@ -158,12 +167,14 @@ def tune(
     watcher: Watcher,
     on_search: Callable[[Report, TunedCalls, TunedConfig | None], object],
 ) -> Report:
-    """Search for every cell.  The report has a case for each candidate on each input, and a note
-    for each search that found nothing.
+    """Search for a faster configuration for every cell.
 
-    on_search: called after each with the report so far, the calls that it was for, and what it
-    found.
-    Searches that do not fit in the GPU's memory or in the budget are left out and named.
+    The report has a case for each candidate on each input, and a note for each search that found
+    nothing.  It names the searches that are left out, because they do not fit in the GPU's memory
+    or in the budget.
+
+    on_search: called after each search with the report so far, the calls that were tuned, and the
+    configuration that was found; None if none was faster.
     """
     began = time.monotonic()
     timer = CudaTimer(device)
@@ -211,16 +222,18 @@ def tune(
 
 
 def search(problem: Problem, timer: CudaTimer) -> tuple[tuple[Case, ...], TunedConfig | str]:
-    """Search one axis after the other, each from the best so far; then time the best against the
-    committed one.
+    """Search one axis after the other, each from the best configuration so far; then time the best
+    against the committed one.
 
-    Returns the cases of all candidates, and what was found, or else the reason in words.
+    Returns the cases of all candidates, and the tuned configuration, or the reason in words why
+    there is none.
     """
     trials = _Trials(problem, timer)
     best = _screened(trials)
     if best is None:
-        faults = (trials.cases[case.name].why for case in problem.cases)
-        outcome: TunedConfig | str = f"of itself: {next(filter(None, faults), '')}"
+        faults = [trials.cases[case.name].why for case in problem.cases]
+        first_fault = next(filter(None, faults), "")
+        outcome: TunedConfig | str = f"of itself: {first_fault}"
     elif best == trials.committed:
         outcome = "no candidate was faster"
     else:
@@ -229,8 +242,8 @@ def search(problem: Problem, timer: CudaTimer) -> tuple[tuple[Case, ...], TunedC
 
 
 def _screened(trials: _Trials) -> Config | None:
-    """The fastest in a few rounds, axis by axis; None if the committed configuration cannot be
-    timed.
+    """The fastest configuration by a few rounds of samples, searched axis by axis; None if the
+    committed configuration cannot be timed.
     """
     problem = trials.problem
     committed = trials.committed
@@ -239,29 +252,34 @@ def _screened(trials: _Trials) -> Config | None:
     tried = set[Config]()
     if not trials.passing([committed]):
         return None
-    # the graphs of all that take turns keep their outputs
+    # Every configuration that is timed keeps its output in a CUDA graph.  Two of the outputs that
+    # fit in memory are those of the committed and the best configuration.
     entry = trials.entry(committed, problem.cases[-1], longest)
     fitting = max(1, entry.call.outputs_that_fit - 2)
     for axis in problem.operator.tunable.axes(committed):
-        options = [config for config in axis(best, longest) if config not in tried]
-        tried |= {committed, *options}
-        for start in range(0, len(options), fitting):
-            some = options[start : start + fitting]
-            timed = trials.time([committed, best, *some], FIRST_LOOK)
+        candidates = [config for config in axis(best, longest) if config not in tried]
+        tried |= {committed, *candidates}
+        for start in range(0, len(candidates), fitting):
+            batch = candidates[start : start + fitting]
+            timed = trials.time([committed, best, *batch], FIRST_LOOK)
             if committed not in timed:
                 return None
             fastest = min(timed, key=lambda config: math.prod(_us(timed[config])))
-            if best not in timed or (
-                fastest != best and _ratio(timed[best], timed[fastest]).verdict(0) == "faster"
-            ):
+            if best not in timed:
+                best = fastest  # the best so far could not be timed again
+            if fastest != best and _ratio(timed[best], timed[fastest]).verdict(0) == "faster":
                 best = fastest
     return best
 
 
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
-    """The tuned configuration, or the reason why the committed configuration stays."""
+    """Time `best` against the committed configuration with many samples.
+
+    Returns the tuned configuration, or the reason why the committed one stays: `best` is not faster
+    by `MARGIN`, is slower at some length, or is wrong on inputs to which it would apply.
+    """
     problem = trials.problem
-    tuning = trials.problem.operator.tunable
+    tuning = problem.operator.tunable
     timed = trials.time([trials.committed, best], DECIDING)
     if len(timed) < 2:
         return "the fastest could not be timed again"
@@ -271,12 +289,12 @@ def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
         return f"the fastest was not {MARGIN:.0%} faster with 95 % confidence"
     slower = [
         f"{case.seqlen:,}"
-        for case, of_length in zip(timed[best], ratios, strict=True)
-        if of_length.verdict(MARGIN) == "slower"
+        for case, ratio_of_case in zip(timed[best], ratios, strict=True)
+        if ratio_of_case.verdict(MARGIN) == "slower"
     ]
     if slower:
         return f"the fastest was slower at {' and '.join(slower)} tokens"
-    # the timed inputs, and others to which a tuned configuration would apply
+    # `also_checked`: other inputs to which the tuned configuration would apply
     for inputs in (*problem.inputs, *tuning.also_checked(best, problem.inputs[-1])):
         (verified,) = trials.verify([best], inputs)
         if verified.result != "passed":
@@ -293,10 +311,12 @@ def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
 
 
 class _Trials:
-    """Verifies and times configurations.
+    """Verifies and times the configurations of one search.
 
-    cases: by name; those of the committed configuration have the samples of all turns, others of
-        their latest.
+    committed: the committed configuration, without its reason, so that it equals a candidate with
+        the same settings.
+    cases: the cases by name.  A case of the committed configuration has the samples of every call
+        of `time`, a case of another one those of the latest call.
     """
 
     def __init__(self, problem: Problem, timer: CudaTimer) -> None:
@@ -306,19 +326,22 @@ class _Trials:
         self.committed = replace(problem.committed, reason="")
         self.cases: dict[str, Case] = {}
         self._comparer = Comparer(timer=timer, oracle_must_fit=True)
-        self._turns = count(1)
-        self._on_short: dict[Config, Case] = {}  # by the configuration for a short input
+        self._turns = count(1)  # a name for the samples of each call of `time`
+        # configuration for the short input -> its verified case on that input
+        self._on_short: dict[Config, Case] = {}
 
     def passing(self, configs: Sequence[Config]) -> list[Config]:
-        """The configurations that pass on a short input; the others' cases say why not."""
-        short = {config: self._for_short(config) for config in configs}
-        new = [config for config in dict.fromkeys(short.values()) if config not in self._on_short]
-        self._on_short.update(
-            zip(new, self.verify(new, self._tuning.short(self._longest)), strict=True)
-        )
+        """The configurations whose outputs are right on a short input.  The cases of the others
+        get the fault.
+        """
+        short_configs = {config: self._for_short(config) for config in configs}
+        unknown = dict.fromkeys(short_configs.values())
+        new = [config for config in unknown if config not in self._on_short]
+        verified_cases = self.verify(new, self._tuning.short(self._longest))
+        self._on_short.update(zip(new, verified_cases, strict=True))
         passed = []
-        for config, as_checked in short.items():
-            verified = self._on_short[as_checked]
+        for config, short_config in short_configs.items():
+            verified = self._on_short[short_config]
             if verified.result == "passed":
                 passed.append(config)
                 continue
@@ -329,18 +352,19 @@ class _Trials:
         return passed
 
     def verify(self, configs: Sequence[Config], inputs: Inputs) -> list[Case]:
-        """Each configuration's case on these inputs, verified and not timed."""
+        """Each configuration's case on these inputs, compared with the oracle but not timed."""
         entries = [self.entry(config, self.problem.cases[-1], inputs) for config in configs]
         return list(replace(self._comparer, timer=None).compare(entries, str(self.problem)))
 
     def time(self, configs: Iterable[Config], plan: SamplingPlan) -> dict[Config, list[Case]]:
-        """The cases, one for each input, of the configurations that are right and could be
-        timed.
+        """Time the configurations in turns on each of the problem's inputs.
+
+        Returns the cases, one for each input, of the configurations that are right and could be
+        timed on all inputs.
         """
         comparer = replace(self._comparer, sampling=plan, process=str(next(self._turns)))
-        timed: dict[Config, list[Case]] = {
-            config: [] for config in self.passing(list(dict.fromkeys(configs)))
-        }
+        right = self.passing(list(dict.fromkeys(configs)))
+        timed: dict[Config, list[Case]] = {config: [] for config in right}
         for committed_case, inputs in zip(self.problem.cases, self.problem.inputs, strict=True):
             entries = {config: self.entry(config, committed_case, inputs) for config in timed}
             verdicts = {
@@ -357,18 +381,21 @@ class _Trials:
         }
 
     def _for_short(self, config: Config) -> Config:
+        """The configuration with which a candidate is verified on the short input."""
         return self._tuning.for_short(config, self._longest)
 
     def keep(self, case: Case) -> None:
+        """Add the case to `cases`, in place of an earlier one of its name."""
         known = self.cases.get(case.name)
         if known and case.samples and case.implementation == COMMITTED:
             case = case.changed(samples=(*known.samples, *case.samples))
         self.cases[case.name] = case
 
     def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
-        """The entry that compares a configuration with the committed one, on these inputs.
+        """The entry of a configuration on these inputs.
 
-        committed_case: that of the committed configuration.
+        committed_case: the committed configuration's case on them, from which the entry's case is
+        made.
         """
         problem = self.problem
         change = difference(config, self.committed)
@@ -393,14 +420,16 @@ class _Trials:
 
 
 def _us(cases: Sequence[Case]) -> list[float]:
+    """The device times in microseconds of the cases that have one."""
     return [case.device_us.value for case in cases if case.device_us]
 
 
 def _ratios(base: Sequence[Case], cases: Sequence[Case]) -> list[Estimate]:
-    """How many times as fast each is."""
+    """How many times as fast as the base's case each case is, by device time."""
     pairs = zip(cases, base, strict=True)
-    return list(filter(None, (case.over(of_base) for case, of_base in pairs)))
+    return list(filter(None, (case.over(base_case) for case, base_case in pairs)))
 
 
 def _ratio(base: Sequence[Case], cases: Sequence[Case]) -> Estimate:
+    """The mean of `_ratios`."""
     return statistics.mean(_ratios(base, cases))

@@ -177,23 +177,18 @@ class Inputs:
                 raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {first}")
 
     @property
-    def _arguments(self) -> dict[str, object]:
-        """The fields that are not None, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
         """The arguments that are tensors, by name, without those that are None."""
-        arguments = self._arguments.items()
-        return {name: value for name, value in arguments if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def scalars(self) -> dict[str, Scalar]:
         """The arguments that are not tensors, without those that are None."""
-        arguments = self._arguments.items()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            name: value for name, value in arguments if isinstance(value, (int, float, str, tuple))
+            name: value
+            for name, value in values.items()
+            if isinstance(value, (int, float, str, tuple))
         }
 
     @property

@@ -689,10 +689,16 @@ def mixed_calls(room: Room) -> None:
     chain.check()
 
 
+def same_tensors(room: Room) -> None:
+    """Calls with the same tensors, whose values change between them, as a server's buffers do."""
+    static = room.call(room.pool(), rows_of(*range(6)))
+    room.run(static)
+    change_values(room, static, lambda: room.pool_run(static.inputs, room.precision)[0], times=3)
+
+
 def replayed_graph(room: Room) -> None:
     """A CUDA graph of a call, replayed with other tokens, slots and numbers of live rows."""
     pool = room.pool()
-    rng = random.Random(REPLAYS)
     graph = torch.cuda.CUDAGraph()
     static = room.call(pool, rows_of(*range(6)))
     before = pool.memory.clone()
@@ -701,19 +707,32 @@ def replayed_graph(room: Room) -> None:
         out, _ = room.pool_run(static.inputs, room.precision)
     pool.memory.copy_(before)
 
-    def replay(inputs: Inputs, _: object) -> Output:
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    change_values(room, static, replay, times=REPLAYS)
+
+
+def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor], *, times: int) -> None:
+    """Check calls whose values are copied to the tensors of `static`, of six rows.  again: makes
+    the call with these tensors, and returns its output.
+    """
+    pool = static.pool
+    rng = random.Random(REPLAYS)
+
+    def call_again(inputs: Inputs, _: object) -> Output:
         tensors = static.inputs.tensors
         for name, tensor in inputs.tensors.items():
             if tensor is not pool.states:
                 tensors[name].copy_(tensor)
-        graph.replay()
-        return Output(out, pool.states)
+        return Output(again(), pool.states)
 
-    for _ in range(REPLAYS):
+    for _ in range(times):
         slots = rng.sample(range(SLOTS), 6)
         live = rng.randint(1, 6)
         slots[live:] = [-1] * (6 - live)
-        room.check(room.call(pool, rows_of(*slots), padding=torch.nan), replay)
+        room.check(room.call(pool, rows_of(*slots), padding=torch.nan), call_again)
 
 
 def beside_another_stream(room: Room) -> None:
@@ -741,6 +760,7 @@ LAWS: dict[str, Callable[[Room], None]] = {
     "states are rounded once": rounded_once,
     "slots beyond 2^31 elements": far_slots,
     f"{CALLS} mixed calls": mixed_calls,
+    "the same tensors with other values": same_tensors,
     "a replayed CUDA graph": replayed_graph,
     "beside another stream": beside_another_stream,
 }

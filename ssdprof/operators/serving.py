@@ -11,10 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ssdprof import kernels, operators
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, keeps_every_state
+from ssdprof import kernels
+from ssdprof.kernels.registry import Implementation, Plan, keeps_every_state
 from ssdprof.operators.late import lazy, packages, torch
-from ssdprof.operators.operator import in_pieces, pieces
 
 if TYPE_CHECKING:
     from ssdprof.kernels import pools
@@ -33,16 +32,37 @@ def pool_run(implementation: Implementation) -> PoolRun | None:
     if implementation.in_place is not None:
         return implementation.in_place
     if implementation.name in GATHERED and implementation.kind == "bundled":
-        return partial(gathered, implementation)
+        return partial(_step_or_gathered, implementation)
     return None
+
+
+def _step_or_gathered(
+    implementation: Implementation, inputs: Inputs, precision: Precision
+) -> kernels.Output:
+    """The call in place of `recurrent` where the implementation runs that kernel, which it does for
+    sequences of few tokens, or keeps no state after every token; else a call on gathered states.
+    """
+    every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
+    variant = implementation.plan(_without_slots(inputs), precision).variant
+    if every_state or variant == "recurrent":
+        recurrent = kernels.get(inputs.operator, "recurrent").in_place
+        assert recurrent is not None
+        return recurrent(inputs, precision)
+    return gathered(implementation, inputs, precision)
+
+
+def _without_slots(inputs: Inputs, states: torch.Tensor | None = None) -> Inputs:
+    """The call that begins with these states, one for each sequence, or with zero."""
+    indices = {"state_indices": None, "write_indices": None, "accepted": None}
+    return replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=0)
 
 
 def gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
     """Copies of the slots that are read, a call that begins with them, and its states to their
-    slots.  The host reads no index.  UnsupportedError for every state of packed sequences, unless
-    the implementation keeps them.
+    slots.  The host reads no index.  UnsupportedError if slots are written after every token, and
+    the implementation keeps no such states.
     """
     pool = getattr(inputs, inputs.LINEAR[1])
     slots = inputs.slots_read
@@ -52,15 +72,8 @@ def gathered(
     states = torch.where(known, pool[slots.clamp(min=0)].float(), 0.0)
     written = slots if inputs.write_indices is None else inputs.write_indices.long()
     every = written.ndim == 2
-    indices = {"state_indices": None, "write_indices": None, "accepted": None}
-    plain = replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=int(every))
-    if every and not implementation.keeps(plain):
-        if plain.cu_seqlens is not None:
-            raise UnsupportedError("it returns final states only, and the host reads no lengths")
-        given = operators.get(inputs.operator).binding.positional(inputs)
-        out, new = in_pieces(implementation, pieces(plain, given), precision)
-    else:
-        out, new = implementation.run(plain, precision)
+    plain = replace(_without_slots(inputs, states), state_every=int(every))
+    out, new = implementation.run(plain, precision)
     positions, exist = pools.token_positions(inputs, written.shape[1] if every else 1)
     rows = positions if every else torch.arange(len(slots), device=pool.device)
     targets = written.flatten()

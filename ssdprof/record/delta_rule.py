@@ -61,6 +61,7 @@ def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | 
         inputs=inputs,
         result=result,
         slots=states.slots_read,
+        copied=frozenset({"initial_state"} if states.gathered else ()),
         weights={name: weight for name, weight in weights.items() if weight is not None},
         activate=_activation(arguments, per_channel),
     )

@@ -17,14 +17,12 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import numpy.ctypeslib  # noqa: F401  # safetensors would import it in the thread: see `Keeper`
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.core.target import CallRef, LayerRef
-from ssdprof.operators.operator import Output
 from ssdprof.record.recorded_call import RecordedCall, rank
 from ssdprof.record.settings import SEEN, RecordSettings, note
 
@@ -35,18 +33,19 @@ _LONGEST_PAUSE_S = 60.0  # after a comparison, which may have compiled kernels
 class Keeper:
     """Keeps calls of this process as the settings say."""
 
-    def __init__(self, settings: RecordSettings) -> None:
+    def __init__(self, settings: RecordSettings, most_bytes: int) -> None:
         """Called in the program's thread.  In the recorder's, nothing is imported: a process that
-        is forked meanwhile would have half a module.
+        is forked meanwhile would have half a module.  most_bytes: of all rings.
         """
         self._settings = settings
+        self.most_bytes = most_bytes
         if settings.when == "wrong":
             self._outside_budget = import_module("ssdprof.record.verdict").outside_budget
-        # by `RecordedCall.of_layer`: the last calls, the number of the last one, and whether a
-        # call went wrong
+        # by `RecordedCall.of_layer`: the last calls, on their device, the number of the last one,
+        # and whether a call went wrong, after which no more calls are wanted
         self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}
         self._last: dict[tuple[str, str], int] = {}
-        self._told: set[tuple[str, str]] = set()
+        self.told: set[tuple[str, str]] = set()
         self._has_seen = False
         self._stored = self._bytes = self._in_rings = 0
         self._provenance = Provenance(rows_are_sequences=False)
@@ -57,38 +56,38 @@ class Keeper:
         """Whether a limit has been reached."""
         return self._stored >= self._settings.max_calls or self._bytes >= self._settings.max_bytes
 
-    def keep(self, call: RecordedCall, device: torch.device, *, is_finite: bool) -> None:
-        """Store the call, and those before it, if they are wanted.  Raises OSError.
-
-        call: in main memory, packed.  device: on which it was, and on which it is computed again.
-        is_finite: whether its output is.
-        """
+    def keep(self, call: RecordedCall) -> None:
+        """Store the call, and those before it, if they are wanted.  Raises OSError."""
         if not self._has_seen:
             (Path(self._settings.folder) / SEEN).touch(mode=0o600)
             self._has_seen = True
         if self._settings.when == "always":
             self._store(call)
         layer = call.of_layer
-        if self._settings.when == "always" or layer in self._told:
+        if self._settings.when == "always" or layer in self.told:
             return
         before = self._last.setdefault(layer, -1)
-        why = "" if is_finite else call.first_nonfinite()
-        if self._settings.when == "wrong" and not why and call.final_states is not None:
-            why = self._wrong(
-                call, (call.out, call.final_states), device, gap=call.number != before + 1
-            )
+        why = "" if call.is_finite() else call.packed().first_nonfinite()
+        if self._settings.when == "wrong" and not why:
+            why = self._wrong(call.packed(), gap=call.number != before + 1)
         self._last[layer] = call.number
         ring = self._rings.setdefault(layer, deque())
         ring.append(call)
         self._in_rings += call.nbytes
         if why:
-            self._told.add(layer)
+            self.told.add(layer)
             note(f"{why}.")
             for stored in ring:
                 self._store(stored, why if stored is call else "")
-        kept = 0 if why else self._settings.keep
-        while ring and (len(ring) > kept or self._in_rings > self._settings.max_bytes):
+        while len(ring) > (0 if why else self._settings.keep):
             self._in_rings -= ring.popleft().nbytes
+        while self._in_rings > self.most_bytes:
+            oldest = min(filter(None, self._rings.values()), key=lambda ring: ring[0].number)
+            self._in_rings -= oldest.popleft().nbytes
+
+    def release(self) -> None:
+        """Let the calls in rings go."""
+        self._rings.clear()
 
     def _store(self, call: RecordedCall, why: str = "") -> None:
         """Write a call to a file of its own, which appears under its name once it is whole.
@@ -96,6 +95,9 @@ class Keeper:
         why: what is wrong with it, for the report of a run.
         """
         if self.is_full:
+            return
+        call = call.on_host().packed()
+        if not call.inputs.length:
             return
         call = call.activated()
         tensors = {name: tensor.contiguous() for name, tensor in call.tensors.items()}
@@ -127,10 +129,13 @@ class Keeper:
         if self.is_full:
             note("Recording has ended: as many calls are stored as the options allow.", once=True)
 
-    def _wrong(self, call: RecordedCall, served: Output, device: torch.device, *, gap: bool) -> str:
-        """What is wrong with a finite call, in a sentence; empty if nothing is, as far as it was
-        tested.  gap: whether calls of the layer may be missing before it.
+    def _wrong(self, call: RecordedCall, *, gap: bool) -> str:
+        """What is wrong with a finite call, a pack, in a sentence; empty if nothing is, as far as
+        it was tested.  gap: whether calls of the layer may be missing before it.
         """
+        if call.final_states is None or not call.inputs.length:
+            return ""
+        served = call.out, call.final_states
         index = list(self._last).index(call.of_layer)
         number = call.number + 1
         captured = CapturedLayer(
@@ -152,7 +157,7 @@ class Keeper:
         if time.monotonic() < self._compares_at:
             return ""
         began = time.monotonic()
-        fault = self._outside_budget(call.activated().inputs, served, device)
+        fault = self._outside_budget(call.activated().inputs, served)
         ended = time.monotonic()
         self._compares_at = ended + min((ended - began) / _SHARE, _LONGEST_PAUSE_S)
         return fault and f"{call.name}: {fault}"

@@ -28,7 +28,7 @@ class FunctionCall:
     inputs: fields of the operator's inputs (`GDNInputs`, ...), on the call's device and without
         waiting for it; gates may be those before their activations, in the same shape.  Initial
         states are those of the call's sequences alone, gathered from the pool if there is one, K
-        before V.  The recorder copies all before the function runs.
+        before V.
     result: what the function returned -> out, in the shape of the values, and the final states of
         the call's sequences as `inputs` has the initial ones, read from the pool if the function
         wrote them there; None if there are none.  In a verification, whose inputs have
@@ -36,7 +36,8 @@ class FunctionCall:
     slots: (sequences) of the pool; -1 is padding, which servers do not compute.  Its states are 0,
         and of steps its out, too.
     layer: its name or index in the model, where the call itself can tell.
-    overwrites: the name of what the function writes over; empty for nothing but states.
+    overwrites: names of inputs that the function may write over.
+    copied: names of inputs that are copies already, such as states gathered from a pool.
     weights: what `activate` takes besides, by name.
     activate: (inputs, weights), or copies of them -> the operator's inputs, with gates after their
         activations.  For copies of calls that are stored or computed again: it costs as much as a
@@ -47,7 +48,8 @@ class FunctionCall:
     result: Callable[[object], tuple[Tensor, Tensor | None]]
     slots: Tensor | None = None
     layer: str | None = None
-    overwrites: str = ""
+    overwrites: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     activate: Activate = unchanged
 

@@ -16,7 +16,8 @@ raw_beta        beta is sigmoid(beta), doubled with `doubled`
 is_kda          which of the two operators that the function serves is called
 out             where the function writes its output, if it does not return it
 pool            FlashInfer's in place of `state`.  second: a second pool
-overwrites      our name of what the function writes over
+overwrites      our names of inputs that the function writes over, besides initial states
+new_states      it writes final states to other memory than that of the initial ones
 chunks, last    vLLM returns the states of all chunks; the last chunk of each sequence
 kept, kept_packed, tracked
                 Mamba-2: the function returns final states; of packed sequences; before others
@@ -100,7 +101,10 @@ def _bind(
     layer = by_parameter.get("layer_id")
     if call is None:
         return None
-    call.overwrites = signature["fixed"].get("overwrites", "")
+    overwrites = signature["fixed"].get("overwrites", "").split()
+    if "new_states" not in signature["fixed"]:
+        overwrites += ["initial_state", "initial_states"]
+    call.overwrites = frozenset(overwrites)
     if layer is not None:
         call.layer = str(layer)
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,9 +44,10 @@ class RecordedCall:
         outputs = {"out": self.out, "final_states": self.final_states, "slots": self.slots}
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        return {**self.inputs.tensors, **self.outputs, **self.weights}
+        """By their names in a file.  Outputs first: programs overwrite them first."""
+        return {**self.outputs, **self.inputs.tensors, **self.weights}
 
     @property
     def nbytes(self) -> int:
@@ -70,16 +72,29 @@ class RecordedCall:
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> RecordedCall:
         """With these tensors in place of its own, by a file's names."""
-        names = self.inputs.tensors.keys()
-        inputs = replace(self.inputs, **{name: tensors[name] for name in names})
+        values = vars(self.inputs)
+        inputs = {name: tensors[name] for name in values.keys() & tensors.keys()}
         return replace(
             self,
-            inputs=inputs,
+            inputs=type(self.inputs).unchecked(**values | inputs),
             out=tensors["out"],
             final_states=tensors.get("final_states"),
             slots=tensors.get("slots"),
             weights={name: tensors[name] for name in self.weights},
         )
+
+    def on_host(self) -> RecordedCall:
+        """The call in main memory, in pinned memory if it was on a GPU.  Waits for the copy."""
+        if self.inputs.device.type != "cuda":
+            return self
+        copies = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            for name, tensor in self.tensors.items()
+        }
+        for name, tensor in self.tensors.items():
+            copies[name].copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return self.with_tensors(copies)
 
     def activated(self) -> RecordedCall:
         """The call with gates after their activations."""
@@ -88,19 +103,22 @@ class RecordedCall:
 
     def packed(self) -> RecordedCall:
         """A batch as a pack; without the sequences that have no slot, and without tokens behind the
-        last sequence.  Reads values: for calls in main memory.
+        last sequence.  Waits for values of the device.
         """
         inputs = self.inputs
         positional = self._binding.positional(self.inputs)
         out = self.out
         bounds = inputs.cu_seqlens
-        if bounds is None:
+        slots = None if self.slots is None else self.slots.cpu()
+        if bounds is not None:
+            bounds = bounds.cpu()
+        else:
             bounds = torch.arange(inputs.sequences + 1, dtype=torch.int32) * inputs.length
             positional = {key: tensor.flatten(0, 1)[None] for key, tensor in positional.items()}
             out = out.flatten(0, 1)[None]
         rows = torch.arange(inputs.sequences)
-        if self.slots is not None:
-            rows = rows[self.slots >= 0]
+        if slots is not None:
+            rows = rows[slots >= 0]
         lengths = bounds.diff()[rows]
         starts = bounds[:-1].tolist()
         spans = [
@@ -111,7 +129,8 @@ class RecordedCall:
         if len(rows) < inputs.sequences or len(tokens) < out.shape[1]:
             positional = {key: tensor[:, tokens] for key, tensor in positional.items()}
             out = out[:, tokens]
-        changed = positional | {"cu_seqlens": torch.cat([bounds[:1] * 0, lengths.cumsum(0).int()])}
+        bounds = torch.cat([bounds[:1] * 0, lengths.cumsum(0).int()])
+        changed = positional | {"cu_seqlens": bounds.to(inputs.device)}
         if inputs.initial is not None:
             changed[inputs.LINEAR[1]] = inputs.initial[rows]
         states = self.final_states
@@ -122,8 +141,16 @@ class RecordedCall:
             inputs=type(inputs).unchecked(**vars(inputs) | changed),  # there may be no token
             out=out,
             final_states=states,
-            slots=None if self.slots is None else self.slots[rows],
+            slots=None if slots is None else slots[rows],
         )
+
+    def is_finite(self) -> bool:
+        """Whether all outputs are, by their sum, which takes one pass over them.  A sum of large
+        numbers may overflow.
+        """
+        outputs = [tensor for tensor in (self.out, self.final_states) if tensor is not None]
+        sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in outputs])
+        return bool(sums.sum().isfinite())
 
     def first_nonfinite(self) -> str:
         """Where the output of a pack is not finite first, and whether the inputs are; empty if it

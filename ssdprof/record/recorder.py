@@ -1,13 +1,18 @@
 """Takes the calls of places in a process of the program, and hands them to a thread.
 
     call -> copies of the inputs -> the function itself -> copies of what it returned -> the queue
-         -> the thread: a copy in main memory, on a stream of its own -> `Keeper`, which stores it
+         -> the thread: `Keeper`, which stores calls, on a stream of the thread's own
 
 The copies are made on the tensors' device before the program goes on, on a GPU in the program's own
 stream: its next statement may overwrite the buffers.  Copies of a large prompt would take a part of
-the call's time.  They are made after the function, on a stream beside the program's, whose next
-kernels run meanwhile; memory that the program frees is not used again before.  No copy is made of a
-call for which the queue has no room, and nothing waits for the device.
+the call's time.  They are made on a stream beside the program's: those of the initial states while
+the function runs, which the program's next kernel waits for, as many programs overwrite them with
+the final ones; all others after the function, outputs first, while the program's next kernels run.
+What the function overwrites is copied before it.  No copy is made of a call for which the queue has
+no room, and nothing but the thread waits for the device.
+
+The queue holds what was copied, too: memory that the program frees is not used again before.  The
+thread lets neither go before all kernels that read them have ended.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,11 +44,14 @@ from ssdprof.record.settings import GIGABYTE, RecordSettings, note
 P = ParamSpec("P")
 T = TypeVar("T")
 _WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, after which no call is added
+_RING_BYTES = 4 * GIGABYTE  # of calls that are kept on their device
+_LOOK_S = 0.1  # between looks at a GPU's free memory, for which the program's launches may wait
+_STATES = frozenset({"initial_state", "initial_states"})
 _FLUSH_S = 60.0  # for what is in the queue when the process ends
 _FRAMES = 16  # of callers, among whom a layer is looked for
 _LARGE_BYTES = 16 << 20  # of a prompt's inputs, from which they are copied beside the program
-# a call, and the event behind it; None on a CPU
-_Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None]"
+# a call, the event behind it, None on a CPU, and what was copied
+_Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None, object]"
 _LAYER_NAMES = ("layer_name", "prefix", "layer_idx", "layer_id", "layer_number")
 _IN_GRAPHS = "inside CUDA graphs"
 _GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
@@ -52,13 +61,17 @@ _GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
 class _Begun:
     """A call before its function runs.
 
-    inputs: copies, but for the tensors of these names in `later`, which are copied afterwards.
+    inputs: copies of these names; what else they have is copied afterwards.
+    beside: the stream of a large prompt's copies.  states: an event on it, after which the copy of
+        initial states is complete; None without one.
     """
 
     call: FunctionCall
     inputs: Inputs
     layer: str
-    later: frozenset[str]
+    copied: frozenset[str]
+    beside: torch.cuda.Stream | None
+    states: torch.cuda.Event | None
 
 
 def call(
@@ -95,9 +108,10 @@ class Recorder:
         self._counts: Counter[tuple[str, str]] = Counter()  # of calls: operator and layer
         self.lost: Counter[str] = Counter()  # calls that were not recorded, by the reason
         self._queue = _Queue()
-        self._keeper = Keeper(self.settings)
+        self._keeper = Keeper(self.settings, _RING_BYTES)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the thread
         self._beside: dict[torch.device, torch.cuda.Stream] = {}  # for copies of large prompts
+        self._looks_at = 0.0
         self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
         self._thread.start()
         # processes of multiprocessing end without atexit, others without its finalizers
@@ -152,61 +166,94 @@ class Recorder:
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
+                layer = str(bound.layer or self._layer())
+                if (place.operator, layer) in self._keeper.told:
+                    return None
                 if not self._queue.wait_for_room(self.settings.max_delay_s):
                     self.lost["because the queue was full"] += 1
                     return None
-                later = _copied_later(place, bound)
-                inputs = operators.get(place.operator).inputs(
-                    **_copies(bound.inputs, bound.inputs.keys() - later)
-                )
-                layer = str(bound.layer or self._layer())
-                return _Begun(call=bound, inputs=inputs, layer=layer, later=later)
+                return self._begun(place, bound, layer)
         except Exception as error:
             self._cannot(place, error)
             return None
 
+    def _begun(self, place: Place, call: FunctionCall, layer: str) -> _Begun:
+        """The call, with copies of what must be copied before its function runs."""
+        beside = self._stream_beside(place, call.inputs)
+        now = frozenset(call.inputs) if beside is None else call.overwrites
+        values = _copies(call.inputs, now - call.copied)
+        meanwhile = _STATES - now - call.copied
+        states = None
+        if beside and any(values.get(name) is not None for name in meanwhile):
+            beside.wait_stream(torch.cuda.current_stream(beside.device))
+            with torch.cuda.stream(beside):
+                values = _copies(values, meanwhile)
+                states = beside.record_event()
+        return _Begun(
+            call=call,
+            inputs=operators.get(place.operator).inputs(**values),
+            layer=layer,
+            copied=now | _STATES,
+            beside=beside,
+            states=states,
+        )
+
+    def _stream_beside(
+        self, place: Place, values: Mapping[str, object]
+    ) -> torch.cuda.Stream | None:
+        """The stream for copies of a large prompt on a GPU; None for those of another call."""
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        if place.phase != "prompt" or not all(tensor.is_cuda for tensor in tensors):
+            return None
+        if sum(tensor.nbytes for tensor in tensors) < _LARGE_BYTES:
+            return None
+        return _stream(self._beside, tensors[0].device)
+
     def after(self, place: Place, begun: _Begun, returned: object) -> None:
         """Queue the call with what it returned."""
-        inputs, layer = begun.inputs, begun.layer
+        inputs, layer, beside = begun.inputs, begun.layer, begun.beside
         device = inputs.device
         try:
             with torch.no_grad():
-                out, final_states = begun.call.result(returned)
-                _check_shape("out", out, inputs.values.shape)
-                if final_states is not None:
-                    _check_shape("final_states", final_states, inputs.final_shape)
-                # after a call that was not recorded, and between replays of graphs, there is a gap
-                number = self._counts[place.operator, layer] + self.lost.total()
-                call = RecordedCall(
-                    place=place,
-                    layer=layer,
-                    number=number,
-                    inputs=inputs,
-                    out=out,
-                    final_states=final_states,
-                    slots=begun.call.slots,
-                    weights=begun.call.weights,
-                    activate=begun.call.activate,
-                )
-                names = begun.later | call.outputs.keys() | call.weights.keys()
-                beside = _stream(self._beside, device) if begun.later else None
+                if begun.states:
+                    torch.cuda.current_stream(device).wait_event(begun.states)
                 if beside:
                     beside.wait_stream(torch.cuda.current_stream(device))
-                    for name in names:
-                        call.tensors[name].record_stream(beside)
                 with torch.cuda.stream(beside):
-                    call = call.with_tensors(_copies(call.tensors, names))
+                    out, final_states = begun.call.result(returned)
+                    _check_shape("out", out, inputs.values.shape)
+                    if final_states is not None:
+                        _check_shape("final_states", final_states, inputs.final_shape)
+                    # after a call that was not recorded, and between replays of graphs, there is a
+                    # gap
+                    number = self._counts[place.operator, layer] + self.lost.total()
+                    call = RecordedCall(
+                        place=place,
+                        layer=layer,
+                        number=number,
+                        inputs=inputs,
+                        out=out,
+                        final_states=final_states,
+                        slots=begun.call.slots,
+                        weights=begun.call.weights,
+                        activate=begun.call.activate,
+                    )
+                    names = call.tensors.keys() - begun.copied
+                    copies = call.with_tensors(_copies(call.tensors, names))
                     done = None
                     if device.type == "cuda":
-                        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                        done.record(torch.cuda.current_stream(device))
+                        done = torch.cuda.current_stream(device).record_event()
         except Exception as error:
             self._cannot(place, error)
             return
         self._counts[place.operator, layer] += 2 if _IN_GRAPHS in self.lost else 1
-        self._queue.put(call, done)
+        self._queue.put((copies, done, (call, begun, returned)))
 
     def _cannot(self, place: Place, error: Exception) -> None:
+        """Count a call that is not recorded for this reason."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self.lost["for which its device had no memory"] += 1
+            return
         self.lost["of a kind that is not recorded"] += 1
         why = " ".join(str(error).split())[:200]
         note(f"Calls of {place.module}.{place.function} are not recorded: {why}.", once=True)
@@ -245,7 +292,7 @@ class Recorder:
         """Keep calls until the queue is closed and empty."""
         while (queued := self._queue.get()) is not None:
             try:
-                self._keep(*queued)
+                self._keep(*queued[:2])
             except OSError as error:
                 note(f"Recording has ended: {error.strerror or error}.  The program goes on.")
                 self._queue.close()
@@ -254,20 +301,34 @@ class Recorder:
             del queued  # before it waits, so that the program may use the memory
             if self._keeper.is_full:
                 self._queue.close()
+        self._keeper.release()
 
     def _keep(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
-        """Copy a call to main memory, and keep it.  What computes, does so on a stream of this
-        thread.
+        """Keep a call, once its copies are complete.  What computes, does so on a stream of this
+        thread, and has ended before the call goes.
         """
-        device = call.inputs.device
-        stream = _stream(self._streams, device) if done else None
+        stream = _stream(self._streams, call.inputs.device) if done else None
         with torch.no_grad(), torch.cuda.stream(stream):
             if stream and done:
                 stream.wait_event(done)
-            is_finite = _is_finite(call)
-            call = _on_host(call).packed()
-            if call.inputs.length:
-                self._keeper.keep(call, device, is_finite=is_finite)
+                self._bound_memory(stream.device)
+            try:
+                self._keeper.keep(call)
+            finally:
+                if stream:
+                    stream.synchronize()
+
+    def _bound_memory(self, device: torch.device) -> None:
+        """Have calls take no more than half of the memory that the program could have on a GPU: the
+        queue, which also holds what it copied, and the rings.
+        """
+        if time.monotonic() < self._looks_at:
+            return
+        self._looks_at = time.monotonic() + _LOOK_S
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        self._queue.most_bytes = min(_WAITING_BYTES, free // 4)
+        self._keeper.most_bytes = min(_RING_BYTES, free)
 
     def flush(self) -> None:
         """When the process ends: store what is in the queue, and say what was lost."""
@@ -286,24 +347,23 @@ class _Queue:
         self._calls: deque[_Queued] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
+        self.most_bytes = _WAITING_BYTES
         self.closed = False
 
     def wait_for_room(self, most_s: float) -> bool:
         """Whether there is room for one more call, or becomes within this time."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self.closed or self._bytes <= _WAITING_BYTES, most_s
+                lambda: self.closed or self._bytes <= self.most_bytes, most_s
             )
 
-    def put(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
-        """Append a call to the queue.  done: an event after which its copies are complete; None:
-        they are.
-        """
+    def put(self, queued: _Queued) -> None:
+        """Append a call to the queue."""
         with self._changed:
             if self.closed:
                 return
-            self._calls.append((call, done))
-            self._bytes += call.nbytes
+            self._calls.append(queued)
+            self._bytes += queued[0].nbytes
             self._changed.notify_all()
 
     def get(self) -> _Queued | None:
@@ -340,18 +400,6 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(shape)}")
 
 
-def _copied_later(place: Place, call: FunctionCall) -> frozenset[str]:
-    """The names of the inputs that are copied after the function, beside the program: those of a
-    large prompt on a GPU, without states, and without what the function overwrites.
-    """
-    tensors = {name: value for name, value in call.inputs.items() if isinstance(value, Tensor)}
-    on_gpu = all(tensor.is_cuda for tensor in tensors.values())
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    if place.phase != "prompt" or not on_gpu or nbytes < _LARGE_BYTES:
-        return frozenset()
-    return frozenset(tensors) - {"initial_state", "initial_states", call.overwrites}
-
-
 def _copies(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The values, with copies in place of the tensors of these names."""
     return {
@@ -367,26 +415,3 @@ def _stream(
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return streams[device]
-
-
-def _on_host(call: RecordedCall) -> RecordedCall:
-    """The call in main memory, in pinned memory if it was on a GPU.  Waits for the copy."""
-    if call.inputs.device.type != "cuda":
-        return call
-    copies = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        for name, tensor in call.tensors.items()
-    }
-    for name, tensor in call.tensors.items():
-        copies[name].copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    return call.with_tensors(copies)
-
-
-def _is_finite(call: RecordedCall) -> bool:
-    """Whether all outputs are, by their sum, which takes one pass over them.  A sum of large
-    numbers may overflow.
-    """
-    outputs = [tensor for tensor in (call.out, call.final_states) if tensor is not None]
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in outputs])
-    return bool(sums.sum().isfinite())

@@ -97,7 +97,12 @@ def _step(arguments: Arguments) -> FunctionCall:
         out = tensors_of(returned)[0] if arguments.get("out") is None else arguments["out"]
         return states.live(out.reshape(values.shape).to(x.dtype)), states.final(None)
 
-    return FunctionCall(inputs=inputs, result=result, slots=states.slots_read)
+    return FunctionCall(
+        inputs=inputs,
+        result=result,
+        slots=states.slots_read,
+        copied=frozenset({"initial_states"} if states.gathered else ()),
+    )
 
 
 def _of_heads(name: str, tensor: Tensor | None, dims: int) -> Tensor | None:

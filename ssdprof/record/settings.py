@@ -28,7 +28,7 @@ class RecordSettings:
 
     folder: of the calls.  operators: names of those that are recorded.
     keep: calls of a layer that are written before the one that went wrong.
-    max_bytes, max_calls: of each process: in its files, and of the ring in its memory.
+    max_bytes, max_calls: of each process: in its files.
     max_delay_s: how long a call may wait for room in the queue.
     modules: those that have places.
     """

@@ -101,6 +101,11 @@ class CallStates:
             slots = slots.gather(1, column.clamp(min=0)[:, None])[:, 0]
         return torch.where(slots <= self.padding, -1, slots)
 
+    @property
+    def gathered(self) -> bool:
+        """Whether `initial` returns a copy."""
+        return self.slots is not None or self.has_initial is not None
+
     def initial(self) -> Tensor | None:
         """The states with which the sequences begin."""
         states = self.state

@@ -19,36 +19,31 @@ for _operator in operators.names():
     kernels.get(_operator, "reference")
 
 
-def outside_budget(inputs: Inputs, served: Output, device: torch.device) -> str:
+def outside_budget(inputs: Inputs, served: Output) -> str:
     """Why what a server computed is outside the budget that `ssdprof run` has for it; empty if it
     is not.
 
-    Computed on the device, on this thread's stream.  Our kernel, which is well inside of the
+    Computed on their device, on this thread's stream.  Our kernel, which is well inside of the
     budget, decides on most calls; the fp64 oracle takes as much time as hundreds of calls.
     """
-    on_device = _moved(inputs, device)
-    ours = operators.get(inputs.operator).binding.replacement(on_device)
+    ours = operators.get(inputs.operator).binding.replacement(inputs)
     distances = [
-        (theirs.to(device).float() - exact.float()).norm() / exact.float().norm()
+        (theirs.float() - exact.float()).norm() / exact.float().norm()
         for theirs, exact in zip(served, ours, strict=True)
     ]
     if all(bool(distance <= CLOSE / 2) for distance in distances):
         return ""
-    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < _ROOM_BYTES:
-        device = torch.device("cpu")
-    on_device = _moved(inputs, device)
-    out, states = (tensor.to(device) for tensor in served)
+    out, states = served
+    if out.is_cuda and torch.cuda.mem_get_info()[0] < _ROOM_BYTES:
+        tensors = {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
+        inputs = replace(inputs, **tensors)
+        out, states = out.cpu(), states.cpu()
     candidate = Candidate(
         output=(out, states.float()), precision=Precision(state_dtype=states.dtype)
     )
-    accuracies = compare(on_device, {"served": candidate})["served"]
+    accuracies = compare(inputs, {"served": candidate})["served"]
     ratios = [accuracy.vs_oracle.rms_ratio for accuracy in accuracies]
     if all(ratio is not None and ratio <= CLOSE for ratio in ratios):
         return ""
-    reasons = [accuracy.reason for accuracy in diagnosed(on_device, candidate, accuracies)]
+    reasons = [accuracy.reason for accuracy in diagnosed(inputs, candidate, accuracies)]
     return next(filter(None, reasons), "")
-
-
-def _moved(inputs: Inputs, device: torch.device) -> Inputs:
-    moved = {name: tensor.to(device) for name, tensor in inputs.tensors.items()}
-    return replace(inputs, **moved)

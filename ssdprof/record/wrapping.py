@@ -17,6 +17,7 @@ from ssdprof.record.place import Place
 from ssdprof.record.places import PLACES
 from ssdprof.record.settings import RecordSettings, note
 
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def _recording(
     A compiler that traces the program, for which `is_compiling` is a constant, sees the library's
     function alone.
     """
-    arguments: Callable[P, dict[str, object]] = functools.partial(_arguments, signature)
+    arguments: Callable[P, dict[str, object]] = functools.partial(_arguments, *_names(signature))
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -90,15 +91,19 @@ def _recording(
     return wrapper
 
 
+def _names(signature: inspect.Signature) -> tuple[list[str], dict[str, object]]:
+    """The parameters that a call may give by position, and the defaults of all."""
+    parameters = signature.parameters.values()
+    return (
+        [each.name for each in parameters if each.kind in _BY_POSITION],
+        {each.name: each.default for each in parameters if each.default is not each.empty},
+    )
+
+
 def _arguments(
-    signature: inspect.Signature, /, *args: object, **kwargs: object
+    names: list[str], defaults: dict[str, object], /, *args: object, **kwargs: object
 ) -> dict[str, object]:
-    """The arguments of a call by name, defaults and those of **kwargs included."""
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments: dict[str, object] = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= bound.arguments[name]
-            del arguments[name]
-    return arguments
+    """The arguments of a call by name, defaults and those of **kwargs included.  The function
+    itself refuses those that it does not take.
+    """
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

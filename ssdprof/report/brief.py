@@ -1,5 +1,5 @@
-"""Screens of a terminal: the report on one screen, as `run` prints it, and the output of `accuracy`
-and `runs`.
+"""What commands print on a terminal: a report on one screen, as after `run`, and the tables of
+`accuracy` and `runs`.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -41,19 +41,19 @@ from ssdprof.report.table import (
     table,
 )
 
-_MOST = {"caveat": 3, "reason": 2, "row": 6}  # of each that is shown
-# columns for which a table with several columns of names has no room
+_MOST = {"caveat": 3, "reason": 2, "row": 6}  # how many of each are shown
+# columns that are left out of a table with several columns of names, which would be too wide
 _DETAILS = ("baseline,\ndevice", "% of\nroofline", "largest\nerror", "largest\nvalue")
 _MORE = "All layers, plots, what ran: ssdprof export -o report.html"
 
 
 def render(report: Report) -> RenderableType:
-    """At most about forty lines of eighty columns."""
+    """A report on one screen: at most about forty lines of eighty columns."""
     return Renderables(*_parts(report))
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
-    """What is shown, from top to bottom: what was compared first, the verdict last."""
+    """The parts of the screen from top to bottom: what was compared first, the verdict last."""
     prompts = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
@@ -75,8 +75,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     ]
     yield from _listed(reasons, "reason")
     yield Text(_MORE, style="dim")
-    # bad news is last
-    yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))
+    bad_news_last = sorted(verdict_lines(report), key=lambda line: not line.good)
+    yield from map(terminal.verdict, bad_news_last)
     if warnings := list(caveats(report)):
         yield Text("What limits this:", style="yellow")
         yield from _listed(warnings, "caveat", len(weaknesses(report)))
@@ -84,17 +84,22 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 
 
 def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[RenderableType]:
-    """The first lines, at least so many of them, and the number of the others."""
-    shown = max(least, _MOST[noun])
-    yield from map(terminal.bullet, lines[:shown])
-    if more := len(lines[shown:]):
-        yield Text(f"  {fmt.plural(more, f'more {noun}')} with --full.")
+    """The first lines as a list, then the number of lines that are not shown.
+
+    noun: the word for a line, a key of `_MOST`.  least: the number of lines to show even if it
+    exceeds `_MOST`.
+    """
+    most = max(least, _MOST[noun])
+    yield from map(terminal.bullet, lines[:most])
+    if len(lines) > most:
+        yield Text(f"  {fmt.plural(len(lines) - most, f'more {noun}')} with --full.")
 
 
 # --- its two tables: one row for each series of a compared implementation
 
 
 def _speed(prompts: Sequence[Group]) -> Table:
+    """The times of each series, without the columns that do not fit on the screen."""
     timed = [series for series in _compared(prompts) if series.timed]
     rows = list(map(calls.speed, timed))
     for row in rows:
@@ -113,7 +118,7 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 
 def _errors(series: Series) -> TableRow:
-    """The output of all calls."""
+    """The errors of the output, pooled over all calls of a series."""
     baseline = series.pooled("vs_baseline")
     oracle = series.pooled("vs_oracle")
     floor = series.pooled("floor")
@@ -130,27 +135,28 @@ def _errors(series: Series) -> TableRow:
 
 
 def _table(title: str, all_series: Sequence[Series], numbers: Sequence[TableRow]) -> Table:
-    """A row of numbers for each series; equal precisions share a row.
+    """A row for each series, with the numbers of the same position.  Precisions with equal numbers
+    share a row.
 
-    Names that are equal in all rows are in the title, and equal numbers in the note.
+    Names that are equal in all rows are in the title instead, and equal numbers in the note.
     """
     if not all_series:
         return table(title, (), ())
-    named = [{"tokens": series.group.size} | calls.names(series) for series in all_series]
-    names, in_title = split_columns(named, keep=(PRECISION,))
+    all_names = [{"tokens": series.group.size} | calls.names(series) for series in all_series]
+    names_of_rows, in_title = split_columns(all_names, keep=(PRECISION,))
     title = ", ".join([title, *in_title.values()])
     layer_counts = {len(series.group.layers) for series in all_series}
     if len(layer_counts) == 1:
         title += f", {fmt.plural(layer_counts.pop(), 'layer')}"
 
-    keys = tuple(names[0])
+    keys = tuple(names_of_rows[0])
     hidden = _DETAILS if len(keys) > 1 else ()
     rows = []
-    for name, row in zip(names, numbers, strict=True):
-        if "tokens" in name:
-            name["tokens"] = name["tokens"].replace(" tokens", "")
+    for names, row in zip(names_of_rows, numbers, strict=True):
+        if "tokens" in names:
+            names["tokens"] = names["tokens"].replace(" tokens", "")
         shown = {heading: cell for heading, cell in row.items() if heading not in hidden}
-        rows.append(name | shown)
+        rows.append(names | shown)
     rows = fold_precisions(rows)
     notes = []
     if len(rows) > 1:
@@ -163,15 +169,19 @@ def _table(title: str, all_series: Sequence[Series], numbers: Sequence[TableRow]
         ]
         if equal:
             notes.append(f"In all rows: {', '.join(equal)}.")
-    if (more := len(rows) - _MOST["row"]) > 0:
-        notes.append(f"{fmt.plural(more, 'more row')}: --full, or the exported report.")
-    return table(title, rows[: _MOST["row"]], keys, keys=len(keys), note="  ".join(notes))
+    most = _MOST["row"]
+    if len(rows) > most:
+        more = fmt.plural(len(rows) - most, "more row")
+        notes.append(f"{more}: --full, or the exported report.")
+    return table(title, rows[:most], keys, keys=len(keys), note="  ".join(notes))
 
 
 def split_columns(
     rows: Sequence[TableRow], keep: Container[str]
 ) -> tuple[list[TableRow], TableRow]:
-    """The columns that vary or are kept, and the cells that all rows share.
+    """The rows without the columns whose cells are all equal, and the cells of those columns.
+
+    keep: headings of columns that stay in the rows even if their cells are equal.
 
     [{"tokens": "8", "name": "fused"}, {"tokens": "9", "name": "fused"}] gives
     [{"tokens": "8"}, {"tokens": "9"}] and {"name": "fused"}.
@@ -193,21 +203,28 @@ def split_columns(
 def accuracy_table(
     report: Report, wanted: Sequence[PrecisionName] = PRECISIONS, *, every_state: bool = False
 ) -> RenderableType:
-    """A recommendation, and the match table of the wanted precisions, under a verdict.
+    """The output of `ssdprof accuracy`: the verdict, a recommendation, and the errors of a run at
+    the wanted precisions.
 
-    Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also
-    if it compared nothing at one of their state dtypes.
+    every_state: whether each state dtype of the wanted precisions is required.
+
+    Raises BadInputError if the run compared nothing at the wanted precisions, or lacks a required
+    state dtype.
     """
-    chosen = _compared_at(report, wanted)
-    present = {states_of(series.precision) for series in _compared(chosen)}
-    absent = [state for state in dict.fromkeys(map(states_of, wanted)) if state not in present]
-    if not chosen or (every_state and absent):
+    compared_groups = _compared_at(report, wanted)
+    present = {states_of(series.precision) for series in _compared(compared_groups)}
+    wanted_states = dict.fromkeys(map(states_of, wanted))
+    absent = [state for state in wanted_states if state not in present]
+    if not compared_groups or (every_state and absent):
         kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
         raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")
-    wrong = shortcomings(Outcome(report.restricted(precisions=wanted)))
-    lines = [VerdictLine(line, False) for line in wrong]
-    lines += advice((group, name) for group in chosen for name in group.compared)
-    tables = chain.from_iterable(map(calls.accuracies, chosen))
+    faults = shortcomings(Outcome(report.restricted(precisions=wanted)))
+    lines = [VerdictLine(fault, False) for fault in faults]
+    for_use = []
+    for group in compared_groups:
+        for_use += [(group, implementation) for implementation in group.compared]
+    lines += advice(for_use)
+    tables = chain.from_iterable(map(calls.accuracies, compared_groups))
     return terminal.render(
         Document(
             title=f"{report.target}, run {report.id}",
@@ -219,21 +236,27 @@ def accuracy_table(
 
 
 def _compared_at(report: Report, precisions: Container[PrecisionName]) -> list[Group]:
-    """The groups with a comparison at these precisions: its cases, and all of the baseline."""
-    compared = []
+    """The groups that have a comparison at these precisions, with only the cases at them and all
+    cases of the baseline.
+    """
+    compared_groups = []
     for group in groups(report):
         cases = [
             case
             for case in group.cases
             if case.precision in precisions or case.implementation == group.baseline
         ]
-        if cases and (chosen := Group(report, cases)).compared:
-            compared.append(chosen)
-    return compared
+        if cases:
+            restricted = Group(report, cases)
+            if restricted.compared:
+                compared_groups.append(restricted)
+    return compared_groups
 
 
 def _nothing_at(report: Report, precisions: str) -> BadInputError:
-    """Why `ssdprof accuracy` has nothing to show at these precisions."""
+    """The error of `ssdprof accuracy` if the run compared nothing at these precisions, which are
+    given in words.
+    """
     compared = {series.precision for series in _compared(groups(report))}
     if compared:
         names = "; ".join(sorted(compared, key=PRECISIONS.index))
@@ -254,7 +277,7 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
 
 
 def runs(listed: Sequence[ListedRun]) -> Table:
-    """A row for each report, readable or not."""
+    """A row for each stored report.  The note has the reasons of those that cannot be read."""
     note = "  ".join(f"{run.name}: {run.reason}" for run in listed if run.reason)
     words = ("run", "kind", "started", "model", "GPU", "verdict")
     return table("Runs", map(_listed_run, listed), words, note=note)
@@ -275,8 +298,9 @@ def _listed_run(run: ListedRun) -> TableRow:
 
 
 def _listed_verdict(run: ListedRun) -> str:
-    """The verdict in a list of runs.  Answers without a limit are "compared": there is nothing that
-    they could pass.
+    """The verdict in a list of runs.
+
+    Answers without a gate are "compared" and not "passed", because no limit was set for them.
     """
     without_limits = run.kind == "answers" and run.verdict == "passed" and not run.gates
     word = "compared" if without_limits else run.verdict
@@ -284,15 +308,20 @@ def _listed_verdict(run: ListedRun) -> str:
 
 
 def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
-    """Tables with the newest run of every commit, oldest first, one for each set of compared
-    cases.
+    """Tables of the newest run of each commit, the oldest commit first.
+
+    Runs that compared the same cases of one model on the same kind of GPU share a table.
+
+    listed: reports with their paths, the newest first, or the error of an unreadable one.
     """
-    readable = [report for _, report in listed if isinstance(report, Report)][::-1]
-    for (target, gpu, names), same in grouped(readable, _compared_cases).items():
-        reports = list({report.commit or report.id: report for report in same}.values())
-        times = [_us(report) for report in reports]
+    readable = [report for _, report in listed if isinstance(report, Report)]
+    oldest_first = reversed(readable)
+    for (target, gpu, names), same in grouped(oldest_first, _compared_cases).items():
+        newest_of_commits = {report.commit or report.id: report for report in same}
         rows = []
-        for report, us, before in zip(reports, times, (None, *times), strict=False):
+        before: float | None = None
+        for report in newest_of_commits.values():
+            us = _us(report)
             rows.append(
                 {
                     "commit": report.commit or fmt.MISSING,
@@ -304,12 +333,13 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                     "largest rms error,\nover the floor": fmt.ratio(_error(report)),
                 }
             )
+            before = us
         title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}"
         yield table(title, rows, ("commit", "newest run", "started", "verdict"))
 
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
-    """The subject, the GPU and the names of the compared cases."""
+    """The model or operator, the GPU, and the names of the compared cases."""
     names = tuple(case.name for case in compared(report))
     return report.target, gpu_name(report.environment), names
 
@@ -319,14 +349,16 @@ def _gated(report: Report) -> list[Case]:
 
 
 def _us(report: Report) -> float | None:
-    """The time of all cases that gates apply to; None if one was not timed."""
+    """The summed time of the cases that gates apply to, in microseconds; None if one of them was
+    not timed, or if there are none.
+    """
     times = [case.time_us for case in _gated(report)]
     known = [time.value for time in times if time]
     return sum(known) if known and len(known) == len(times) else None
 
 
 def _error(report: Report) -> float | None:
-    """The largest rms error of an output, over the floor."""
+    """The largest ratio of an output's RMS error to that of the floor; None if none is known."""
     outputs = (case.tensor("out") for case in _gated(report))
     ratios = (out.over_floor for out in outputs if out)
     return max((ratio for ratio in ratios if ratio is not None), default=None)

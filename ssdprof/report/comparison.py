@@ -1,4 +1,6 @@
-"""The output of `ssdprof compare`: two reports of a kind, the change first."""
+"""The output of `ssdprof compare`: two reports of the same kind, BASE and NEW, and what changed
+between them.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +34,7 @@ READING = (
     "BASE's.  In brackets: 95 % intervals of the spread within each of the two; what differs from "
     "run to run, such as clocks and temperature, is not in them."
 )
-_MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
+_MOST_OFFENDERS = 3  # cases named for each change; stderr and the tables have the others
 _NAMES = ("case", "implementation", PRECISION)
 
 
@@ -76,7 +78,9 @@ def _states(case: Case) -> TableRow:
 
 
 def _resources(case: Case) -> TableRow:
-    """A digest stands for the configurations, which are too long for a table."""
+    """The kernels of a case.  A digest stands for their configurations, which are too long for a
+    table.
+    """
     configuration = " ".join(f"{launch.kernel} {launch.digest}" for launch in case.launches)
     digest = sha256(configuration.encode()).hexdigest()[:6]
     return {
@@ -87,6 +91,7 @@ def _resources(case: Case) -> TableRow:
     }
 
 
+# title of a section -> the cells of a case that its table compares
 _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
     "Accuracy of the output": _errors,
     "Answers of the model": _answers,
@@ -101,7 +106,10 @@ _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
 def compose(
     comparison: Comparison, stalls: Sequence[Table] = (), *, every: bool = False
 ) -> Document:
-    """The document of a comparison.  every: show cases that did not change, too."""
+    """The document of a comparison.
+
+    stalls: the tables of changes by stage.  every: whether to show cases that did not change, too.
+    """
     names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
     return Document(
         title=f"ssdprof compare: BASE {names[0]}, NEW {names[1]}",
@@ -112,38 +120,44 @@ def compose(
 
 
 def _short_names(base: str, new: str) -> tuple[str, str]:
-    """The last parts of two paths that differ: a/x/run and b/y/run are x and y."""
-    pairs = zip(reversed(Path(base).parts), reversed(Path(new).parts), strict=False)
-    return next((pair for pair in pairs if pair[0] != pair[1]), (base, new))
+    """The last parts of two paths that differ: x and y of a/x/run and b/y/run."""
+    parts = zip(reversed(Path(base).parts), reversed(Path(new).parts), strict=False)
+    for base_part, new_part in parts:
+        if base_part != new_part:
+            return base_part, new_part
+    return base, new
 
 
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
-    """The changes that fail, those that hold, and how many cases differ."""
+    """The conditions that fail, those that hold, and how many cases differ."""
+    passed = []
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
             offenders = shortened([verdict.what for verdict in verdicts], _MOST_OFFENDERS)
             yield VerdictLine(f"FAILED: {change}: {offenders}.", False)
-    if kept := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
-        yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.")
-    counted = fmt.plural(len(comparison.pairs), "case")
-    if why := comparison.nothing_compared:
-        yield VerdictLine(f"FAILED: nothing was compared: {why} ({_times(comparison)}).", False)
-    elif changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
-        words = f"Compared {counted}.  Time: {_times(comparison)}.  Accuracy: {changes}."
-        yield VerdictLine(words)
-    else:
-        yield VerdictLine(f"Compared {counted}.  Time: {_times(comparison)}.")
+        else:
+            passed.append(change)
+    if passed:
+        yield VerdictLine(f"PASSED: no case violates {fmt.words(passed, 'or')}.")
+    times = _times(comparison)
+    if reason := comparison.nothing_compared:
+        yield VerdictLine(f"FAILED: nothing was compared: {reason} ({times}).", False)
+        return
+    summary = f"Compared {fmt.plural(len(comparison.pairs), 'case')}.  Time: {times}."
+    if changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
+        summary += f"  Accuracy: {changes}."
+    yield VerdictLine(summary)
 
 
 def _times(comparison: Comparison) -> str:
-    """ "4 no difference within 1.0%, 1 slower"."""
+    """How many pairs have which verdict: "4 no difference within 1.0%, 1 slower"."""
     within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
     verdicts = (pair.verdict for pair in comparison.pairs)
     return _counts(within if verdict == "no difference" else verdict for verdict in verdicts)
 
 
 def _accuracy_change(pair: CasePair) -> str:
-    """How the result and the errors of a case changed; "" if neither has an error."""
+    """How the result and the errors of a case changed; "" if BASE or NEW has no error of it."""
     base = pair.base
     new = pair.new
     if base is None or new is None:
@@ -162,7 +176,9 @@ def _accuracy_change(pair: CasePair) -> str:
 
 
 def _error(case: Case) -> float | None:
-    """The rms error of an output, or of a decoded state; the mean KL of answers."""
+    """What "a larger error" compares: the RMS error of an output, the error of a decoded state, or
+    the mean KL divergence of answers.
+    """
     if isinstance(case.task, DecodedStates):
         return case.task.last(case.task.state_errors)
     if case.band:
@@ -171,12 +187,12 @@ def _error(case: Case) -> float | None:
 
 
 def _counts(words: Iterable[str]) -> str:
-    """ "3 equal, 1 slower", the most frequent first."""
+    """How often each word occurs, the most frequent one first: "3 equal, 1 slower"."""
     return ", ".join(f"{number} {word}" for word, number in Counter(words).most_common())
 
 
 def _caveats(comparison: Comparison) -> Iterator[str]:
-    """Why times or errors cannot be compared, and what is not complete."""
+    """The reasons why times or errors cannot be compared, and why a report is incomplete."""
     still_compared = (pair for pair in comparison.pairs if pair.over_baseline)
     reasons = distinct([comparison.machine, *(pair.incomparable for pair in still_compared)])
     if reasons:
@@ -185,17 +201,17 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
             "Speedups over the baseline, each measured under the same conditions, are."
         )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
-        if why := unfinished(report):
-            yield f"{name} is not complete: {why}."
+        if reason := unfinished(report):
+            yield f"{name} is not complete: {reason}."
     for reason in dict.fromkeys(pair.other_inputs for pair in comparison.pairs):
         if reason:
             yield f"Errors cannot be compared: {reason}."
 
 
 def _sections(comparison: Comparison, stalls: Sequence[Table], every: bool) -> Iterator[Section]:
-    """The sections: speed, then what else differs side by side, then what was not compared.
+    """The sections: the change of speed, then what else differs, then what was not compared.
 
-    every: show cases that did not change, too.
+    every: whether to show cases that did not change, too.
     """
     both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
     shown = ("faster", "slower", "no difference") if every else ("faster", "slower")
@@ -217,7 +233,7 @@ def _sections(comparison: Comparison, stalls: Sequence[Table], every: bool) -> I
 
 
 def _totals(totals: Sequence[Total]) -> Table:
-    """A row for each mean over cases."""
+    """A row for each implementation and precision: the mean change over its cases."""
     rows = [
         {
             "implementation": total.implementation,
@@ -235,7 +251,7 @@ def _totals(totals: Sequence[Total]) -> Table:
 
 
 def _speed(comparison: Comparison, pair: CasePair, base: Case, new: Case) -> TableRow:
-    """The changes, then the times and speedups of both."""
+    """The row of a case: the changes, then the times and speedups in BASE and in NEW."""
     by_call = pair.case.clock == "call"
     return {
         **_names(pair),
@@ -258,10 +274,10 @@ def _speedup(side: Side, case: Case) -> str:
 def _differences(
     title: str, described: Sequence[tuple[TableRow, TableRow, TableRow]], all_cases: bool
 ) -> Table:
-    """The cells of BASE and NEW side by side; without `all_cases` only cases with another cell, and
-    columns that differ.
+    """The cells of BASE and NEW side by side.
 
-    described: of each case its names, and its cells in BASE and in NEW.
+    described: for each case its names, its cells in BASE, and its cells in NEW.
+    all_cases: whether to show cases and columns without a difference, too.
     """
     shown = [
         (names, base, new)
@@ -269,7 +285,8 @@ def _differences(
         if base != new or (all_cases and any(map(is_filled, base.values())))
     ]
     rows: list[TableRow] = [dict(names) for names, _, _ in shown]
-    for heading in shown[0][1] if shown else ():
+    headings = list(shown[0][1]) if shown else []
+    for heading in headings:
         if all_cases or any(base[heading] != new[heading] for _, base, new in shown):
             for row, (_, base, new) in zip(rows, shown, strict=True):
                 row[f"{heading},\nBASE"] = base[heading]
@@ -279,20 +296,23 @@ def _differences(
 
 
 def _unpaired(pairs: Sequence[CasePair]) -> Table:
-    """Cases without a verdict, except those that passed in both and were timed in neither."""
+    """The cases without a verdict on speed.
+
+    Cases that passed in both reports, and were timed in neither, are left out.
+    """
     rows = []
     for pair in pairs:
         sides = {"BASE": pair.base, "NEW": pair.new}
         results = ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
-        passed_untimed = (pair.verdict, results) == ("not timed", "BASE passed, NEW passed")
+        passed_untimed = pair.verdict == "not timed" and results == "BASE passed, NEW passed"
         if pair.verdict.startswith(("only", "not")) and not passed_untimed:
-            more = "; ".join(pair.incomparable) or results
-            rows.append(_names(pair) | {"why": pair.verdict, "more": more})
+            details = "; ".join(pair.incomparable) or results
+            rows.append(_names(pair) | {"why": pair.verdict, "more": details})
     return table("Cases without a verdict on speed", rows, (*_NAMES, "why", "more"), keys=3)
 
 
 def _facts(comparison: Comparison) -> Table:
-    """What both ran, and on which machine."""
+    """What BASE and NEW ran, and on which machine."""
     columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     headers = ("", f"BASE: {comparison.base[0]}", f"NEW: {comparison.new[0]}")

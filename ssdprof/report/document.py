@@ -13,11 +13,11 @@ from ssdprof.report.groups import groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, Table, facts, section, table
 
-# titles of the sections to which a page adds pictures, besides `model.PARTS`
+# titles of the sections to which an HTML page adds pictures, as it does to `model.PARTS`
 SPEED = "Speed"
 ACCURACY = "Accuracy"
 ANSWERS = "Answers"
-_MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
+_MOST_CANDIDATES = 12  # of those that were timed: the fastest ones are shown
 _TUNING_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "
     "configuration's time over the candidate's, sampled in turns, with its 95 % interval.  A "
@@ -27,7 +27,7 @@ _TUNING_READING = (
 
 
 def compose(report: Report) -> Document:
-    """The whole report: the verdict first, then the tables, then every layer."""
+    """The document of a report: the verdict first, then the tables, then every layer."""
     return Document(
         title=heading(report),
         version=report.ssdprof_version,
@@ -39,7 +39,7 @@ def compose(report: Report) -> Document:
 
 
 def heading(report: Report) -> str:
-    """ "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
+    """The title of a report: "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
     gpu = gpu_name(report.environment, "no GPU")
     if report.kind in ("bench", "prefill"):
         return f"ssdprof {report.kind}, {target(report)}, {gpu}"
@@ -47,7 +47,7 @@ def heading(report: Report) -> str:
 
 
 def _tokens(report: Report) -> str:
-    """The lengths of its prompts: "131,072 and 1,024 tokens"."""
+    """The lengths of the report's prompts: "131,072 and 1,024 tokens"; empty without cases."""
     if prompts := groups(report):
         return tokens_of(prompts)
     lengths = dict.fromkeys(case.seqlen for case in report.cases)
@@ -60,29 +60,35 @@ def target(report: Report) -> str:
 
 
 def _sections(report: Report) -> Iterator[Section]:
-    """What is bad comes first, then the numbers, then what a page folds."""
+    """The sections in their order: what is bad, then the numbers, then the details that a page
+    folds.
+    """
     prompts = () if report.kind == "bench" else groups(report)
-    answered = model.prompts(report)
+    answers_of_prompts = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
     yield from states.sections(report)
-    speed: Iterable[Table] = map(calls.total_speed, prompts)
-    accuracy: Iterable[Table] = chain.from_iterable(map(calls.accuracies, prompts))
+    speeds: Iterable[Table]
+    accuracies: Iterable[Table]
     if report.kind == "bench":
-        speed, accuracy = calls.speed_of_bench(report), calls.accuracy_of_bench(report)
-    yield section(SPEED, *speed, reading=calls.SPEED_READING)
-    yield section(ACCURACY, *accuracy, reading=calls.ACCURACY_READING)
+        speeds = calls.speed_of_bench(report)
+        accuracies = calls.accuracy_of_bench(report)
+    else:
+        speeds = map(calls.total_speed, prompts)
+        accuracies = chain.from_iterable(map(calls.accuracies, prompts))
+    yield section(SPEED, *speeds, reading=calls.SPEED_READING)
+    yield section(ACCURACY, *accuracies, reading=calls.ACCURACY_READING)
     yield section("Laws", *calls.laws(report))
-    compared = []
-    for cases in answered:
-        compared += [model.answers(cases), model.answers_by_layer(cases)]
-    yield section(ANSWERS, *compared, reading=model.answers_reading(compared))
+    answers = []
+    for cases in answers_of_prompts:
+        answers += [model.answers(cases), model.answers_by_layer(cases)]
+    yield section(ANSWERS, *answers, reading=model.answers_reading(answers))
     yield from model.prefill_sections(report)
     if report.of_calls:
         yield section("Words", facts("Words", ("word", "meaning"), meanings(report)))
     yield section("What ran", what_ran(report))
     yield section("Run one case again", calls.repeats(report), folded=True)
     yield section("Kernels as they were launched", calls.launches(report), folded=True)
-    for cases in answered:
+    for cases in answers_of_prompts:
         title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
         yield section(title, model.answers_by_position(cases), folded=True)
     for group in prompts:
@@ -96,7 +102,7 @@ def _sections(report: Report) -> Iterator[Section]:
 
 
 def of_tuning(report: Report) -> Document:
-    """What each search of `ssdprof tune` found."""
+    """The document of a report of `ssdprof tune`: a table for each search."""
     searches = grouped(report.cases, lambda case: (case.case_key, case.precision)).values()
     left_out = (f"{cell.case_key}: left out: {cell.reason}." for cell in report.left_out)
     tables = (_search(report, cases) for cases in searches)
@@ -107,14 +113,18 @@ def of_tuning(report: Report) -> Document:
 
 
 def _search(report: Report, cases: Sequence[Case]) -> Table:
-    """The candidates that were timed, the fastest first, then those that failed."""
+    """The fastest candidates and the committed configuration, then the candidates that failed.
+
+    cases: all cases of one search.
+    """
     committed = next(case for case in cases if case.implementation == report.baseline)
     timed = sorted((case for case in cases if case.device_us), key=device_time)
     shown = [
         case for place, case in enumerate(timed) if place < _MOST_CANDIDATES or case is committed
     ]
+    failed = [case for case in cases if not case.device_us]
     rows = []
-    for case in (*shown, *(case for case in cases if not case.device_us)):
+    for case in (*shown, *failed):
         is_compared = case is not committed or not case.device_us
         verdict = (report.faster(case) or case.result) if is_compared else ""
         rows.append(

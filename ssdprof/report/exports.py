@@ -1,7 +1,8 @@
-"""Exports of a report for other programs: CSV, JUnit's XML, GitHub Actions, and
-github-action-benchmark.
+"""Exports of a report for other programs: CSV, a baseline for `compare`, JUnit's XML, and GitHub
+Actions.
 
-No row is folded or left out: each case has its own.
+Unlike the tables of a document, an export merges no rows and leaves none out: each case has a row,
+a line or a test.
 """
 
 import io
@@ -54,30 +55,30 @@ from ssdprof.report.table import Table
 
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
-_MOST_ROWS = 12  # of a summary
-_FORMULA = tuple("=+-@\t\r")  # begin a text that a spreadsheet computes
+_MOST_ROWS = 12  # of the table in a step's summary
+_FORMULA = tuple("=+-@\t\r")  # a spreadsheet computes a text that begins with one of these
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
 
 # --- CSV
 
-CsvRow = dict[str, object]  # header, with its unit -> value
+CsvRow = dict[str, object]  # header, which ends with the unit in brackets -> value
 
-
-_ANY = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
-_EMPTY = Case.model_construct(  # for the headers of a report without cases
-    task=_ANY, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
+# A case without results.  Its row gives the headers, which a report without cases needs, too.
+_EMPTY_CALL = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
+_EMPTY_CASE = Case.model_construct(
+    task=_EMPTY_CALL, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
 )
 
 
 def csv(report: Report) -> str:
-    """A row per case, for a spreadsheet or a data frame; the same columns for every kind of report,
-    named as in the report's tables, with units.
+    """The report as CSV, with a row per case, for a spreadsheet or a data frame.
 
-    Missing values are empty; floats have their stored precision.
+    Every kind of report has the same columns.  Their headers are those of the report's tables, with
+    units.  Missing values are empty, and floating-point numbers have their stored precision.
     """
     text = io.StringIO()
-    writer = DictWriter(text, list(_row(report, _EMPTY)), lineterminator="\n")
+    writer = DictWriter(text, list(_row(report, _EMPTY_CASE)), lineterminator="\n")
     writer.writeheader()
     for row in records(report):
         writer.writerow({name: _without_formula(value) for name, value in row.items()})
@@ -85,17 +86,17 @@ def csv(report: Report) -> str:
 
 
 def _without_formula(value: object) -> object:
-    """A text that a spreadsheet would compute gets an apostrophe."""
+    """The value; a text that a spreadsheet would compute is preceded by an apostrophe."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def records(report: Report) -> list[CsvRow]:
-    """A row per case with numbers, texts and None, for a data frame."""
+    """A row per case, for a data frame.  Values are numbers, texts, or None if missing."""
     return [_row(report, case) for case in compared(report)]
 
 
 def _row(report: Report, case: Case) -> CsvRow:
-    """Every column of a case; None where it has no such value."""
+    """The row of a case.  It has every column, with None where the case has no value."""
     row = _identity(report, case)
     for clock in CLOCKS:
         row |= _times(report, case, clock)
@@ -108,7 +109,9 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 
 def _identity(report: Report, case: Case) -> CsvRow:
-    """The columns of what was computed, by what, and whether it passed."""
+    """The columns that name the call, the implementation and the baseline, and the case's
+    result.
+    """
     generated = case.inputs_of if isinstance(case.inputs_of, Generated) else None
     baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
@@ -134,8 +137,10 @@ def _identity(report: Report, case: Case) -> CsvRow:
 
 
 def _times(report: Report, case: Case, clock: Clock) -> CsvRow:
-    """The columns of a clock.  Call times have an interval only if several processes measured
-    them.
+    """The columns of one clock.
+
+    Call times have an interval only if several processes measured them, because they differ by
+    more from process to process than within one.
     """
     samples: list[float] = []
     for recording in case.samples:
@@ -154,6 +159,7 @@ def _times(report: Report, case: Case, clock: Clock) -> CsvRow:
 
 
 def _estimate(name: str, unit: str, estimate: Estimate | None, has_interval: bool) -> CsvRow:
+    """The columns of an estimate: its value, and the ends of its interval if it has one."""
     value, low, high = estimate or (None, None, None)
     row: CsvRow = {f"{name} [{unit}]": value}
     if has_interval:
@@ -162,6 +168,7 @@ def _estimate(name: str, unit: str, estimate: Estimate | None, has_interval: boo
 
 
 def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
+    """The columns of the errors of one tensor.  name: the tensor, in words."""
     baseline = accuracy.vs_baseline if accuracy else None
     oracle = accuracy.vs_oracle if accuracy else None
     return {
@@ -174,6 +181,7 @@ def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
 
 
 def _matches(error: Deviation | None, name: str) -> CsvRow:
+    """The share of matching elements at each tolerance.  name: the start of the headers."""
     row: CsvRow = {}
     for tolerance in TOLERANCES:
         header = f"{name} @ {fmt.tolerance(tolerance)}"
@@ -184,7 +192,7 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
 
 
 def _of_model(report: Report, case: Case) -> CsvRow:
-    """Columns of prefills, decoded states and answers."""
+    """The columns that only prefills, decoded states or answers have."""
     states = case.task if isinstance(case.task, DecodedStates) else None
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
@@ -217,6 +225,8 @@ def _of_model(report: Report, case: Case) -> CsvRow:
 
 # --- baselines
 
+# What a baseline leaves out, in pydantic's notation: the errors along the positions, the parts of a
+# prefill, and what no comparison reads.
 _ALONG = {"vs_oracle": {"along"}, "vs_baseline": {"along"}, "floor": {"along"}}
 _NOT_SUMMARISED = {
     **dict.fromkeys(("trials", "first_call", "plan", "bytes_moved", "flops"), True),
@@ -226,9 +236,10 @@ _NOT_SUMMARISED = {
 
 
 def baseline(report: Report) -> str:
-    """A JSON document for `compare`, to be kept in a repository: a line per case, with times and
-    their intervals, the output's errors, memory and launches; without samples and what else differs
-    from run to run.
+    """A short JSON document for `compare`, to be kept in a repository.
+
+    Each case is one line with its times and their intervals, the output's errors, memory and
+    launches.  Samples are left out, as is everything else that differs from run to run.
     """
     processes = [
         process.changed(steps={}, notes=(), gates={}, doubts={}, clocks=None)
@@ -241,12 +252,12 @@ def baseline(report: Report) -> str:
 
 
 def _summarised(report: Report, case: Case) -> dict[str, object]:
-    """The fields of a case without its samples, but with what `compare` reads."""
+    """The fields of a case that `compare` reads.  Estimates stand in place of the samples."""
     summary = case.summary
     if case.samples:
         speedups = {clock: report.speedup(case, clock) for clock in CLOCKS}
-        over = {clock: speedup for clock, speedup in speedups.items() if speedup}
-        summary = Summary(call=case.call_us, device=case.device_us, over=over)
+        known = {clock: speedup for clock, speedup in speedups.items() if speedup}
+        summary = Summary(call=case.call_us, device=case.device_us, over=known)
     launches = [
         Launch(kernel=launch.kernel, config={"digest": launch.digest}, registers=launch.registers)
         for launch in case.launches
@@ -265,65 +276,69 @@ def _summarised(report: Report, case: Case) -> dict[str, object]:
 
 
 def _stored(record: Report | Case, without: dict[str, Any] | None = None) -> dict[str, object]:
-    """The fields of a record as stored.  Those that say what a case is, and its times, come
-    first.
+    """The fields of a record as JSON stores them.  A case begins with what identifies it and with
+    its times.
+
+    without: the fields to leave out, in pydantic's notation.
     """
     fields = record.model_dump(mode="json", exclude_defaults=True, exclude=without)
     first = ("implementation", "precision", "task", "seqlen", "status", "summary", "accuracy")
-    order = first if isinstance(record, Case) else ()
-    return {name: fields[name] for name in (*order, *fields) if name in fields}
+    first_fields = first if isinstance(record, Case) else ()
+    return {name: fields[name] for name in (*first_fields, *fields) if name in fields}
 
 
 # --- JUnit
 
 
 def junit(report: Report) -> str:
-    """JUnit's XML, as CI systems show it: a suite with a test per case, and one for the gates and
-    the whole.
+    """The report in JUnit's XML, as CI systems show it.
 
-    Keeps to the schema of Apache Ant's JUnit task (https://github.com/windyroad/JUnit-Schema), the
-    strictest in use.
+    One suite has a test per case.  The other suite has a test per gate, and a test that all
+    requested cases are present.  The document follows the schema of Apache Ant's JUnit task
+    (https://github.com/windyroad/JUnit-Schema), the strictest one in use.
     """
     outcome = Outcome(report)
-    counted = {case.name for case in outcome.faulty}
-    cases = [_of_case(report, case, counts=case.name in counted) for case in compared(report)]
-    # with the time of everything but the calls above; without a GPU these have none
-    whole = _test(report.kind, "all requested cases are present", report.seconds)
-    if why := incomplete(report):
-        _answer(whole, "error", "incomplete", why)
-    gates = _gates(report, outcome)
+    faulty = {case.name for case in outcome.faulty}
+    cases = [_of_case(report, case, fails=case.name in faulty) for case in compared(report)]
+    # its time is that of the whole command, of which the calls above are a small part
+    presence = _test(report.kind, "all requested cases are present", report.seconds)
+    if reason := incomplete(report):
+        _fail(presence, "error", "incomplete", reason)
     root = Element("testsuites")
-    suites = ("cases", cases), (report.kind, [whole, *gates])
-    for place, (name, tests) in enumerate(suites):
-        root.append(_suite(report, place, name, tests))
+    root.append(_suite(report, 0, "cases", cases))
+    root.append(_suite(report, 1, report.kind, [presence, *_gates(report, outcome)]))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
 
 
-def _of_case(report: Report, case: Case, *, counts: bool) -> Element:
-    """The test of a case.  counts: its failure fails the report."""
+def _of_case(report: Report, case: Case, *, fails: bool) -> Element:
+    """The test of a case.  fails: whether the report fails if the case did not pass."""
     seconds = case.call_us.value / 1e6 if case.call_us else 0.0
     test = _test(case.implementation, case.name, seconds)
-    why = case.why or case.result
-    if case.result != "passed" and not counts:
-        SubElement(test, "skipped", message=_clean(why))
+    reason = case.why or case.result
+    if case.result != "passed" and not fails:
+        SubElement(test, "skipped", message=_clean(reason))
     elif case.result != "passed":
-        kind = "failure" if case.result in ("inaccurate", "nonfinite") else "error"
-        _answer(test, kind, case.result, f"{why}{again(report, case)}")
+        tag = "failure" if case.result in ("inaccurate", "nonfinite") else "error"
+        _fail(test, tag, case.result, f"{reason}{again(report, case)}")
     return test
 
 
 def _gates(report: Report, outcome: Outcome) -> Iterator[Element]:
+    """A test for each gate."""
     broken = by_gate(outcome.broken)
     for gate in dict.fromkeys(gate.text for gate in report.conditions):
         test = _test("gates", gate)
         if gate in broken:
-            _answer(test, "failure", "gate", "\n".join(map(str, broken[gate])))
+            _fail(test, "failure", "gate", "\n".join(map(str, broken[gate])))
         yield test
 
 
 def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> Element:
-    """Its counts, properties and tests, then the verdict as its output."""
+    """A suite: its counts as attributes, its properties, its tests, and the verdict as its output.
+
+    number: of the suite in the document, from 0.
+    """
     suite = Element(
         "testsuite",
         id=str(number),
@@ -353,6 +368,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
 
 
 def _count(tests: Sequence[Element], tag: str) -> str:
+    """The number of tests that contain an element of this tag."""
     return str(sum(test.find(tag) is not None for test in tests))
 
 
@@ -362,9 +378,11 @@ def _test(group: str, name: str, seconds: float = 0.0) -> Element:
     )
 
 
-def _answer(test: Element, tag: str, kind: str, text: str) -> None:
-    """The failure of a test.  Its first line is the message, because many readers show only
-    that.
+def _fail(test: Element, tag: str, kind: str, text: str) -> None:
+    """Add a failure to a test.
+
+    tag: "failure" or "error".  kind: the word for the failure, such as a case's result.  text: the
+    reason; its first line is the message, because many programs show only the message.
     """
     SubElement(test, tag, type=kind, message=_clean(text.splitlines()[0])).text = _clean(text)
 
@@ -374,6 +392,7 @@ def _seconds(value: float) -> str:
 
 
 def _clean(text: str) -> str:
+    """The text with a replacement character for each character that XML does not allow."""
     return _ILLEGAL.sub("\ufffd", text)
 
 
@@ -382,7 +401,7 @@ def _clean(text: str) -> str:
 
 
 def step_summary(report: Report) -> str:
-    """One screen of Markdown: the verdict, what limits it, and the first table."""
+    """The summary of a GitHub step in Markdown: the verdict, the caveats, and the first table."""
     document = compose(report)
     for section in document.sections:
         for block in section.blocks:
@@ -394,8 +413,8 @@ def step_summary(report: Report) -> str:
 
 
 def workflow_commands(report: Report) -> Iterator[str]:
-    """Annotations, one line each: errors for the reasons why it did not pass, warnings for its
-    caveats.
+    """The annotations of a GitHub step, one command a line: an error for each reason why the report
+    did not pass, and a warning for each caveat.
     """
     title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
     faulty = (case for case in Outcome(report).faulty if case.why)
@@ -405,20 +424,25 @@ def workflow_commands(report: Report) -> Iterator[str]:
 
 
 def _annotations(kind: str, title: str, lines: Sequence[str]) -> Iterator[str]:
-    """The lines as annotations: at most as many as GitHub shows, of which the last one then counts
-    the others.
+    """The lines as annotations.
+
+    GitHub shows at most `MOST_ANNOTATIONS`.  If there are more lines, the last annotation says how
+    many are left out.
     """
     head = f"::{kind} title={title}::"
     shown = lines if len(lines) <= MOST_ANNOTATIONS else lines[: MOST_ANNOTATIONS - 1]
     for line in shown:
         yield f"{head}{_data(whole_words(line, LONGEST_MESSAGE))}"
-    if rest := len(lines) - len(shown):
-        yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
+    left_out = len(lines) - len(shown)
+    if left_out:
+        yield f"{head}{fmt.plural(left_out, 'line')} more: see the summary of this step."
 
 
 def outputs(report: Report) -> dict[str, str]:
-    """Outputs of the step.  The last three are the worst values of cases that gates judge; empty
-    without such cases.
+    """The outputs of a GitHub step, by name.
+
+    "least-speedup", "least-match" and "largest-rms-ratio" are the worst values of the cases that
+    gates apply to; empty without such a case.
     """
     cases = [
         case
@@ -436,12 +460,15 @@ def outputs(report: Report) -> dict[str, str]:
 
 
 def _worst(metric: Metric, cases: Iterable[Case], report: Report) -> str:
-    """The value that fails a gate first; empty if no case has one."""
+    """The value of a metric in the case with the worst one; empty if no case has a value."""
     values = (metric.value(case, metric.default, report.speedup) for case in cases)
     known = [number(value) for value in values if value is not None]
-    most = min if metric.more_is_better else max
-    return f"{most(known):.6g}" if known else ""
+    if not known:
+        return ""
+    worst = min(known) if metric.more_is_better else max(known)
+    return f"{worst:.6g}"
 
 
 def _data(text: str) -> str:
+    """The text as the data of a workflow command, in which these characters are escaped."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

@@ -1,6 +1,4 @@
-"""What a report says besides its tables: its origin, the meanings of its words, and the table "What
-ran".
-"""
+"""The facts about a report: its origin, the meanings of its words, and the table "What ran"."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +12,9 @@ from ssdprof.core.target import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
 from ssdprof.report.table import Table, facts
 
-Fact = tuple[str, str]  # name and value; those without a value are not shown
+Fact = tuple[str, str]  # name and value; facts with an empty value are not shown
+# words for the kinds of implementations that are not bundled, for the sources of checkpoints, and
+# for the kinds of prompts
 _KINDS = {"library": "another library", "own": "your kernel", "served": "what the server computed"}
 _SOURCES = {"hub": "from the hub", "local": "from a local folder", "demo": "trained, built in"}
 _PROMPTS = {
@@ -39,7 +39,11 @@ _MEANINGS = {
 
 
 def meanings(report: Report) -> tuple[Fact, ...]:
-    """(word, meaning) for the words of the report; the baseline is told where it is explained."""
+    """(word, meaning) for the implementations and intermediates of the report.
+
+    The meaning of the baseline's name says that it is the baseline.  A baseline that has no meaning
+    here, such as a library, is explained first, under the word "baseline".
+    """
     used = {case.implementation for case in report.cases}
     used |= {intermediates_of(case.precision) for case in report.cases}
     words = {word: meaning for word, meaning in _MEANINGS.items() if word in used}
@@ -50,23 +54,27 @@ def meanings(report: Report) -> tuple[Fact, ...]:
 
 
 def origin(report: Report) -> tuple[Fact, ...]:
-    """(label, value) pairs shown before all numbers."""
-    facts = {
+    """The (label, value) pairs that are shown before all numbers."""
+    values = {
         "weights": weights(report.model) if report.model else "",
         "inputs": report.cast_words,
         "GPU": gpu_name(report.environment),
         "when": when(report.created),
         "run": report.id if report.kind in ("run", "answers") else "",
     }
-    return tuple((label, value) for label, value in facts.items() if value)
+    return tuple((label, value) for label, value in values.items() if value)
 
 
 def gpu_name(environment: Environment, none: str = "none") -> str:
+    """The name of the GPU.  none: what stands in its place on a machine without a GPU."""
     return environment.gpu.name if environment.gpu else none
 
 
 def versions_of(report: Report, packages: Iterable[str], missing: str) -> dict[str, str]:
-    """The GPU, its driver, ssdprof and some packages.  missing: the word for what is not there."""
+    """The GPU's name and the versions of its driver, of ssdprof and of some packages.
+
+    missing: the word for a driver or a package that is not installed.
+    """
     gpu = report.environment.gpu
     installed = report.environment.packages
     return {
@@ -78,7 +86,9 @@ def versions_of(report: Report, packages: Iterable[str], missing: str) -> dict[s
 
 
 def weights(ref: CheckpointRef) -> str:
-    """ "random", "from the hub, revision 0123456789ab", "from a local folder, quantised (fp8)"."""
+    """The origin of the weights: "random", "from the hub, revision 0123456789ab", "from a local
+    folder, quantised (fp8)".
+    """
     if ref.random_weights:
         return "random"
     revision = f", revision {ref.revision[:12]}" if ref.revision else ""
@@ -87,7 +97,7 @@ def weights(ref: CheckpointRef) -> str:
 
 
 def when(created: str) -> str:
-    """ISO 8601 -> "2026-01-02 03:04 UTC"; any other text is unchanged."""
+    """A time in ISO 8601 as "2026-01-02 03:04 UTC".  Any other text is returned unchanged."""
     try:
         time = datetime.fromisoformat(created)
     except ValueError:
@@ -99,13 +109,13 @@ def when(created: str) -> str:
 
 
 def what_ran(report: Report) -> Table:
-    """The model, the prompt, the machine and the settings behind every number."""
+    """The table of the model, the prompt, the settings and the machine behind every number."""
     rows = (*_target(report), *_settings(report), *_machine(report))
     return facts("What ran", (report.kind, report.id), rows)
 
 
 def gpu(environment: Environment) -> Iterator[Fact]:
-    """The GPU and its driver."""
+    """The facts about the GPU and its driver."""
     device = environment.gpu
     if device is None:
         yield "GPU", "none"
@@ -117,14 +127,14 @@ def gpu(environment: Environment) -> Iterator[Fact]:
 
 
 def software(environment: Environment, **others: str) -> Fact:
-    """Versions of Python and of packages.  others: first."""
+    """The versions of Python and of the packages.  others: further versions, shown first."""
     versions = {**others, "Python": environment.python, **environment.packages}
     known = (f"{name} {version}" for name, version in versions.items() if version)
     return "versions", ", ".join(known)
 
 
 def _target(report: Report) -> Iterator[Fact]:
-    """The model, its operators and its prompts."""
+    """The facts about what was measured: the model, its operators, and its prompts."""
     if report.model:
         yield from _model(report, report.model)
     yield from _prefill(report)
@@ -150,7 +160,7 @@ def _target(report: Report) -> Iterator[Fact]:
 
 
 def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
-    """The checkpoint, and which of its layers were replayed."""
+    """The facts about the checkpoint, and the layers that were replayed."""
     random = ", random weights" if model.random_weights else ""
     yield "model", f"{model.repo_id} ({model.model_type}, {_SOURCES[model.source]}){random}"
     yield "revision", model.revision or ""
@@ -168,11 +178,14 @@ def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
 
 
 def _prefill(report: Report) -> Iterator[Fact]:
-    """What was loaded for prefills, and how the model was called."""
+    """The facts about prefills: the loaded layers, and how the model was called.
+
+    All prefills of a report share them, except for the length of a segment.
+    """
     prefills = {case.seqlen: case.task for case in report.cases if isinstance(case.task, Prefill)}
     if not prefills:
         return
-    first, *_ = prefills.values()
+    first = next(iter(prefills.values()))
     loaded = f"{first.layers} of {first.layer_count} were loaded and timed"
     yield "layers", f"{loaded}; {first.operator_layers} have the operator"
     segments = (
@@ -184,7 +197,8 @@ def _prefill(report: Report) -> Iterator[Fact]:
 
 
 def _prompts(report: Report) -> Iterator[Fact]:
-    served: dict[str, None] = {}
+    """A fact for each prompt, and one for how the model ran the prompts."""
+    serving: dict[str, None] = {}
     for prompt in report.prompts:
         size = fmt.tokens(prompt.seqlen, prompt.batch)
         kind = _PROMPTS[prompt.kind]
@@ -193,12 +207,14 @@ def _prompts(report: Report) -> Iterator[Fact]:
         words = fmt.serving_words(
             prompt.serving, batch=prompt.batch, tensor_parallel=report.tensor_parallel
         )
-        served[words] = None
-    yield "served", "; ".join(filter(None, served))
+        serving[words] = None
+    yield "served", "; ".join(filter(None, serving))
 
 
 def _settings(report: Report) -> Iterator[Fact]:
-    """What was compared with what."""
+    """The facts about the comparison: precisions, baselines, libraries, answers, and tuned
+    configurations.
+    """
     cases = [case for case in report.cases if not isinstance(case.task, Answers | DecodedStates)]
     precisions = {case.precision for case in cases}
     yield "precisions", "; ".join(sorted(precisions, key=PRECISIONS.index))
@@ -208,15 +224,15 @@ def _settings(report: Report) -> Iterator[Fact]:
         for name in names or (report.baseline,)
     ]
     yield "baseline", fmt.words(baselines)
-    others = (case for case in cases if case.kind in _KINDS)
-    by_version = grouped(others, lambda case: (case.kind, case.implementation, case.version))
-    for (kind, name, version), same in by_version.items():
-        precisions_of_it = "; ".join(dict.fromkeys(case.precision for case in same))
-        yield _KINDS[kind], f"{name}, {version}, at {precisions_of_it}"
-    for seqlen, same in grouped(report.of_answers, lambda case: case.seqlen).items():
-        answers = same[0].task
+    not_bundled = (case for case in cases if case.kind in _KINDS)
+    by_version = grouped(not_bundled, lambda case: (case.kind, case.implementation, case.version))
+    for (kind, name, version), of_version in by_version.items():
+        precisions_of_version = "; ".join(dict.fromkeys(case.precision for case in of_version))
+        yield _KINDS[kind], f"{name}, {version}, at {precisions_of_version}"
+    for seqlen, of_length in grouped(report.of_answers, lambda case: case.seqlen).items():
+        answers = of_length[0].task
         assert isinstance(answers, Answers)
-        compared = f"{answers_words(same)} against {answers.reference}"
+        compared = f"{answers_words(of_length)} against {answers.reference}"
         layers = f"layers {fmt.indices(answers.layers)}"
         ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
         yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
@@ -225,22 +241,27 @@ def _settings(report: Report) -> Iterator[Fact]:
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
-    parts = [(case.implementation, part) for case in cases for part in case.plan.split("; ")]
-    tuned = Counter(f"{name}: {part}" for name, part in parts if part.startswith("tuned "))
-    every = fmt.plural(len(cases), "case")
-    yield "tuned", "; ".join(f"{what} ({count} of {every})" for what, count in tuned.items())
+    tuned: Counter[str] = Counter()
+    for case in cases:
+        for part in case.plan.split("; "):
+            if part.startswith("tuned "):
+                tuned[f"{case.implementation}: {part}"] += 1
+    all_cases = fmt.plural(len(cases), "case")
+    yield "tuned", "; ".join(f"{name} ({count} of {all_cases})" for name, count in tuned.items())
 
 
 def answers_words(cases: Sequence[Case]) -> str:
-    """ "4 cases (and 10 of noise or single layers)": those that gates apply to, and the others."""
-    judged = sum(case.is_gated for case in cases)
-    others = len(cases) - judged
-    words = fmt.plural(judged, "case")
+    """The number of cases that gates apply to, and of the others: "4 cases (and 10 of noise or
+    single layers)".
+    """
+    gated = sum(case.is_gated for case in cases)
+    others = len(cases) - gated
+    words = fmt.plural(gated, "case")
     return f"{words} (and {others} of noise or single layers)" if others else words
 
 
 def _machine(report: Report) -> Iterator[Fact]:
-    """Clocks before and after the timed region, throttling, and versions."""
+    """The facts about the machine: its processes, clocks, ceilings, versions, and the command."""
     environment = report.environment
     yield from gpu(environment)
     if report.ranks > 1:

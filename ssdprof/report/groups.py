@@ -1,5 +1,8 @@
-"""Cases that can be compared and added up, in groups and series; the pooled errors of several
-calls.
+"""Groups and series: the cases of a report that are shown, compared and added up together.
+
+A group holds all cases of equal size, such as the calls of every layer at 16,384 tokens.  A series
+is one implementation at one precision within a group; reports have a row for each series.  Errors
+of the calls of a series are pooled (`Pooled`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One implementation at one precision, over the calls of a group."""
+    """One implementation at one precision, over the calls of a group.
+
+    cases: at least one, by layer.
+    """
 
     group: Group
     implementation: str
@@ -36,27 +42,29 @@ class Series:
 
     @property
     def name(self) -> str:
-        """ "fused hopper", with all variants that ran."""
+        """The implementation, with the variants of its kernels that ran: "fused hopper"."""
         variants = dict.fromkeys(case.variant for case in self.cases)
-        others = [name for name in variants if name not in ("", self.implementation)]
-        return f"{self.implementation} {'/'.join(others)}".rstrip()
+        shown = [variant for variant in variants if variant not in ("", self.implementation)]
+        return f"{self.implementation} {'/'.join(shown)}".rstrip()
 
     @property
     def label(self) -> str:
-        """ "fused, exact, fp32"."""
+        """The implementation and the precision: "fused, exact, fp32"."""
         return f"{self.implementation}, {short_precision(self.precision)}"
 
     @property
     def within_budget(self) -> bool:
-        """Whether every case passed within its budget.  A library that was tolerated outside of it
-        did not.
+        """Whether every case passed and is within its error budget.
+
+        Cases of other libraries may pass although they are outside of it.
         """
         return all(case.result == "passed" and not case.outside_budget for case in self.cases)
 
     @cached_property
     def over(self) -> str:
-        """The implementation that the series is compared with in place of its baseline: `unfused`,
-        if a bench did not time the baseline; else empty.
+        """The implementation that the series is compared with instead of its baseline.
+
+        `unfused` if the report is a bench that did not time the baseline; otherwise empty.
         """
         timed = {case.implementation for case in self.group.cases if case.device_us}
         is_generated = isinstance(self.cases[0].task, Generated)
@@ -64,21 +72,21 @@ class Series:
 
     @cached_property
     def timed(self) -> list[Case]:
-        """The calls with both times."""
+        """The calls with a device time and a call time."""
         return [case for case in self.cases if case.device_us and case.call_us]
 
     def times(self, clock: Clock) -> list[float]:
-        """The time of each timed call, in us."""
+        """The time of each timed call, in microseconds."""
         estimates = (case.by_clock(clock) for case in self.timed)
         return [estimate.value for estimate in estimates if estimate]
 
     def us(self, clock: Clock) -> float:
-        """The summed times of the timed calls."""
+        """The sum of the times of the timed calls, in microseconds."""
         return math.fsum(self.times(clock))
 
     @property
     def workspace_bytes(self) -> int | None:
-        """The largest of the timed calls."""
+        """The largest workspace of a timed call; None if no workspace was measured."""
         sizes = (case.workspace_bytes for case in self.timed)
         return max((size for size in sizes if size is not None), default=None)
 
@@ -87,33 +95,39 @@ class Series:
 
     @cached_property
     def baselines(self) -> tuple[str, ...]:
-        """What the timed calls are compared with: "unfused exact, fp32 states"."""
+        """The implementations and precisions that the timed calls are compared with, each once:
+        "unfused exact, fp32 states".
+        """
         baselines = (self.group.report.baseline_of(case, self.over) for case in self.timed)
         timed = (baseline for baseline in baselines if baseline and baseline.device_us)
         return tuple(dict.fromkeys(f"{case.implementation} {case.precision}" for case in timed))
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of the prompt by the device time of all timed layers."""
+        """Tokens of the prompt per second of device time of all timed layers together."""
         layers = len({layer_of(case) for case in self.timed})
+        # the sum counts each token of the prompt once in each layer
         tokens = sum(case.batch * case.seqlen for case in self.timed)
         return tokens / layers / self.us("device") * 1e6 if layers else None
 
     def _ratios(self, clock: Clock, over: str = "") -> list[Estimate]:
-        """Speedups of the timed calls; none if one of them has none."""
-        over = over or self.over
-        speedups = [self.group.report.speedup(case, clock, over) for case in self.timed]
-        ratios = [speedup for speedup in speedups if speedup]
-        return ratios if len(ratios) == len(speedups) else []
+        """The speedup of each timed call; empty if one of them has no speedup."""
+        speedups = [
+            self.group.report.speedup(case, clock, over or self.over) for case in self.timed
+        ]
+        known = [speedup for speedup in speedups if speedup]
+        return known if len(known) == len(speedups) else []
 
     def speedup(self, clock: Clock = "device", over: str = "") -> Estimate | None:
-        """The sum of the times of the baseline, or of another implementation, over the sum of ours,
-        over the same calls.
+        """The summed time of the baseline divided by the summed time of this series.
 
-        Its interval assumes that all calls are at the same end of their intervals, so it covers at
-        least 95 %.
+        Both sums are over the timed calls.  The interval assumes that all calls are at the same end
+        of their intervals, so it covers at least 95 %.
+
+        over: another implementation, in place of the baseline.
         """
-        # a call's ratio is baseline / own time, so its weight is its own time
+        # A call's speedup is baseline time / series time.  Weighted by the series' time, the
+        # speedups add up to the summed time of the baseline.
         times = self.times(clock)
         total = self.us(clock)
         bounds = zip(*self._ratios(clock, over), strict=True)
@@ -128,7 +142,7 @@ class Series:
 
     @property
     def verdict(self) -> Faster | None:
-        """The verdict by device time that all calls share, or else that of their sum."""
+        """The verdict by device time: that of all calls if they agree, else that of their sum."""
         smallest = self.group.report.smallest_difference
         verdicts = {ratio.verdict(smallest) for ratio in self._ratios("device")}
         if len(verdicts) == 1:
@@ -138,8 +152,10 @@ class Series:
 
     @property
     def floor_pct(self) -> float | None:
-        """The least time for all bytes and arithmetic of the timed calls, as a share of their
-        device time.
+        """The least time in which the GPU could do the timed calls, as a percentage of their device
+        time.
+
+        None if this least time is not known for one of the calls.
         """
         floors = [case.floor_us(self.group.report.ceilings) for case in self.timed]
         known = [floor for floor in floors if floor is not None]
@@ -149,20 +165,22 @@ class Series:
 
 
 class Group:
-    """Cases that can be compared and added up: all of one kind of call on one prompt, of one size;
-    of a bench, those on the same inputs.
+    """Cases that can be compared and added up.
 
-    call: one of these calls; None for calls of a whole prompt.
-    steps: the calls are decode steps, which have their own baseline.
-    noun: what each of a layer's calls is.
-    calls: their number, in all layers.
-    layers: their indices.
-    tokens: "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or
-        decode steps.
-    where: "at 131,072 tokens", "in decode steps after 512 tokens".
-    size: the same without its preposition.
-    implementations: the baseline first, the others in the order in which they ran.
-    compared: the others.
+    In a run these are the cases of one kind of call, on one prompt and of one size, in all layers;
+    in a bench, the cases on the same inputs.
+
+    call: one of the calls; None if the calls are whole prompts.
+    are_steps: whether the calls are decode steps, which have their own baseline.
+    noun: the word for one of several calls of a layer: "chunk" or "step".
+    calls: the number of calls in all layers.
+    layers: the indices of the decoder layers.
+    tokens: the size of the prompt: "131,072 tokens", "32 x 1,024 tokens".
+    size: the size of the calls: "131,072 tokens", "decode steps after 512 tokens".
+    where: the size with its preposition: "at 131,072 tokens", "in decode steps after 512 tokens".
+    baseline: the implementation that the others are compared with.
+    implementations: the baseline, then the others in the order in which they ran.
+    compared: the implementations without the baseline.
     """
 
     def __init__(self, report: Report, cases: Sequence[Case]) -> None:
@@ -173,8 +191,8 @@ class Group:
         self.call = first.call
         self.seqlen = first.seqlen
         self.tokens = first.prompt
-        self.steps = self.call is not None and self.call.kind == "decode"
-        self.noun = "step" if self.steps else "chunk"
+        self.are_steps = self.call is not None and self.call.kind == "decode"
+        self.noun = "step" if self.are_steps else "chunk"
         self.calls = len({(case.layer, case.call) for case in cases})
         self.layers = tuple(sorted({layer_of(case) for case in cases}))
         self.baseline = next(
@@ -184,13 +202,17 @@ class Group:
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
         self.size = first.calls
-        whole = self.call is None or self.call.kind == "packed"
-        self.where = f"{'at' if whole else 'in'} {self.size}"
+        is_whole_prompt = self.call is None or self.call.kind == "packed"
+        self.where = f"{'at' if is_whole_prompt else 'in'} {self.size}"
 
     @property
     def extent(self) -> str:
-        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; "2 of 3 chunks in layer 0" if the
-        last one is shorter; where a run was broken off "11 steps in 3 layers".
+        """The calls and layers of the group in words.
+
+        "layer 3", "3 layers": one call in each layer.
+        "4 steps in each of 3 layers": several calls in each layer.
+        "2 of 3 chunks in layer 0": the prompt has other calls of another length.
+        "11 steps in 3 layers": a run that was interrupted, so that the layers differ.
         """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
@@ -201,15 +223,17 @@ class Group:
         if planned == 1:
             return of_layers
         calls = calls_per_layer.pop()
-        number = fmt.plural(calls, self.noun)
+        calls_in_words = fmt.plural(calls, self.noun)
         if calls < planned:
-            number = f"{calls:,} of {fmt.plural(planned, self.noun)}"
+            calls_in_words = f"{calls:,} of {fmt.plural(planned, self.noun)}"
         in_layers = of_layers if layers == 1 else f"each of {of_layers}"
-        return f"{number} in {in_layers}"
+        return f"{calls_in_words} in {in_layers}"
 
     def series(self, *implementations: str) -> tuple[Series, ...]:
-        """Every series, or those of some implementations: exact before relaxed, wide states before
-        narrow ones.
+        """The series of some implementations, or of all if none is named.
+
+        The series of an implementation are in the order of `PRECISIONS`: exact before relaxed, wide
+        states before narrow ones.
         """
         by_name = grouped(sorted(self.cases, key=layer_of), lambda case: case.implementation)
         series = []
@@ -224,28 +248,33 @@ class Group:
         return self.series(*self.compared) if self.compared else ()
 
     def by_layer(self) -> Iterator[Group]:
-        """A group for each layer."""
+        """A group for each layer, in the order of the layers."""
         for _, cases in sorted(grouped(self.cases, layer_of).items()):
             yield Group(self.report, cases)
 
 
 def groups(report: Report) -> tuple[Group, ...]:
-    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps
-    after it.  For a bench, one for each of its inputs, in their order.
+    """The groups of a report.
+
+    A bench has a group for each of its inputs, in their order.  Other reports have a group for each
+    prompt, kind of call, length and batch: the longest prompt first, and decode steps after the
+    prompt.
     """
 
     def key(case: Case) -> tuple[int, bool, int, int]:
-        prompt = case.call.prompt_seqlen if case.call else case.seqlen
-        return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
+        prompt_seqlen = case.call.prompt_seqlen if case.call else case.seqlen
+        is_step = case.call is not None and case.call.kind == "decode"
+        return prompt_seqlen, not is_step, case.seqlen, case.batch
 
     generated = (case for case in report.cases if isinstance(case.task, Generated))
+    cases_of_groups = list(grouped(generated, lambda case: case.case_key).values())
     captured = grouped((case for case in report.of_calls if case.layer), key)
-    parts = list(grouped(generated, lambda case: case.case_key).values())
-    parts += [captured[size] for size in sorted(captured, reverse=True)]
-    return tuple(Group(report, cases) for cases in parts)
+    cases_of_groups += [captured[size] for size in sorted(captured, reverse=True)]
+    return tuple(Group(report, cases) for cases in cases_of_groups)
 
 
 def layer_of(case: Case) -> int:
+    """The index of the case's decoder layer; -1 if the case is not of a single layer."""
     return case.layer.index if case.layer else -1
 
 
@@ -253,15 +282,18 @@ def layer_of(case: Case) -> int:
 
 
 def deviation(accuracy: Accuracy | None, which: Against) -> Deviation | None:
-    named: Deviation | None = getattr(accuracy, which, None)
-    return named
+    """The tensor's deviation from the oracle or the baseline, or the floor; None if not known."""
+    error: Deviation | None = getattr(accuracy, which, None)
+    return error
 
 
 class Pooled(NamedTuple):
-    """Pooled deviations of several calls: all elements, and the worst maximum.
+    """The deviations of one tensor in several calls, as if the calls were one.
 
-    largest: the deviation that holds the largest error, of `case`.  rms_ratio: of the worst call;
-    inf if infinite.
+    largest: the deviation with the largest error of a single element.
+    case: the case of `largest`.
+    rms_ratio: the relative RMS error of the worst call; infinite if an error is not finite.
+    parts: the deviation in each call.
     """
 
     largest: Deviation
@@ -270,9 +302,12 @@ class Pooled(NamedTuple):
     parts: tuple[Deviation, ...]
 
     def match_pct(self, tolerance: float, *, of_rms: bool = False) -> float | None:
-        """Share of all elements that match; 100 only if all do.
+        """The percentage of elements, of all calls, within the tolerance.
 
-        of_rms: relative to the RMS of the tensor; then None if it is not known of each call.
+        It is 100 only if every element is.
+
+        of_rms: whether the tolerance is relative to the RMS of the tensor.  The result is then None
+            if one of the calls has no such share.
         """
         shares = [
             part.match_rms_pct(tolerance) if of_rms else part.match_pct(tolerance)
@@ -285,28 +320,31 @@ class Pooled(NamedTuple):
             return 100.0
         elements = [part.elements for part in self.parts]
         pooled = math.fsum(map(operator.mul, known, elements)) / sum(elements)
-        return min(pooled, math.nextafter(100.0, 0.0))
+        return min(pooled, math.nextafter(100.0, 0.0))  # rounding must not make it 100
 
 
 def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | None:
-    """The deviations of every case that has one; None if none has."""
+    """The pooled deviations of the cases that have one; None if no case has one."""
     errors = [(case, deviation(case.tensor(tensor), which)) for case in cases]
     known = [(case, error) for case, error in errors if error]
     if not known:
         return None
-    worst, largest = max(known, key=lambda pair: pair[1].max_abs)
+    case_of_largest, largest = max(known, key=lambda pair: pair[1].max_abs)
     parts = tuple(error for _, error in known)
     rms = max(math.inf if part.rms_ratio is None else part.rms_ratio for part in parts)
-    return Pooled(largest, worst, rms, parts)
+    return Pooled(largest, case_of_largest, rms, parts)
 
 
 # --- in words
 
 
 def tokens_of(prompts: Iterable[Group]) -> str:
-    """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there are no prompts."""
+    """The sizes of the prompts in words: "131,072, 16,384 and 1,024 tokens".
+
+    The prompts of decode steps are named only if there are no other groups.
+    """
     groups = list(prompts)
-    shown = [group for group in groups if not group.steps] or groups
+    shown = [group for group in groups if not group.are_steps] or groups
     sizes = list(dict.fromkeys(group.tokens for group in shown))
     if len(sizes) == 1:
         return sizes[0]
@@ -315,17 +353,23 @@ def tokens_of(prompts: Iterable[Group]) -> str:
 
 
 def places(prompts: Iterable[Group]) -> str:
-    """ "at 131,072 and 16,384 tokens", "at 512 tokens and in decode steps after 512 tokens"."""
+    """The groups in words.
+
+    "at 131,072 and 16,384 tokens", "at 512 tokens and in decode steps after 512 tokens".
+    """
     groups = list(prompts)
-    whole = [group for group in groups if group.call is None]
-    of_whole = [f"at {tokens_of(whole)}"] if whole else []
-    return fmt.words([*of_whole, *(group.where for group in groups if group.call is not None)])
+    whole_prompts = [group for group in groups if group.call is None]
+    words = [f"at {tokens_of(whole_prompts)}"] if whole_prompts else []
+    words += [group.where for group in groups if group.call is not None]
+    return fmt.words(words)
 
 
 def layer_words(cases: Iterable[Case]) -> str:
-    """ "layer 9", "layers 9, 18"; of another kind of case its place."""
-    listed = list(cases)
-    indices = {layer_of(case) for case in listed if case.layer}
+    """The layers of the cases: "layer 9", "layers 9, 18".  Without layers, the keys of the
+    cases.
+    """
+    all_cases = list(cases)
+    indices = {layer_of(case) for case in all_cases if case.layer}
     if not indices:
-        return "; ".join(dict.fromkeys(case.case_key for case in listed))
+        return "; ".join(dict.fromkeys(case.case_key for case in all_cases))
     return f"{'layer' if len(indices) == 1 else 'layers'} {fmt.indices(indices)}"

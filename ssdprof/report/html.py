@@ -1,4 +1,4 @@
-"""A report, and its stalls if there are any, as one self-contained HTML file."""
+"""A report as one self-contained HTML file, with the stall report of its run if there is one."""
 
 import re
 from collections import Counter
@@ -19,12 +19,14 @@ from ssdprof.report.facts import when
 from ssdprof.report.groups import groups
 from ssdprof.report.table import Document, Picture, Section, Table, section, tone
 
-_MOST_PICTURES = 3  # of lengths, or of layers; the tables have all
-_UNITS = {
+_MOST_PICTURES = 3  # lengths, or layers, that have a picture; the tables have all of them
+_UNITS = {  # by which cells are sorted, in microseconds or in bytes
     "µs": 1.0, "ms": 1e3, "s": 1e6,
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
 }  # fmt: skip
-# "13.2 ms [13.1, 13.3]" -> its number and its unit
+# CSS pixels for each point of a drawing on a wide page; a telephone has room for about 4/3
+_PIXELS_PER_POINT = 1.7
+# a cell such as "13.2 ms [13.1, 13.3]"; the groups are its number and its unit
 _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
 # a space between a number and its unit, or between the ends of an interval
 _SPACE_IN_VALUE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
@@ -36,13 +38,17 @@ Pictures = dict[str, dict[str, plots.Drawing | None]]
 
 
 def of_document(document: Document, stalls: StallReport | None = None) -> str:
-    """A document as an HTML file.  stalls: the stall report that it is of, for its pictures."""
+    """A document as an HTML file.  stalls: the stall report of which the document was composed; its
+    pictures are added.
+    """
     pictures = _of_stalls(stalls) if stalls else {}
     return _page(document, list(_parts(document, pictures, count(1))))
 
 
 def render(report: Report, stalls: StallReport | None = None) -> str:
-    """One HTML file.  stalls: the stall report in the run's folder."""
+    """A report as an HTML file.  stalls: the stall report in the run's folder, which becomes the
+    last part of the page.
+    """
     document = compose(report)
     numbers = count(1)
     pictures = _of_bench(report) if report.kind == "bench" else _of_prompts(report)
@@ -59,15 +65,18 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
 
 
 def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> Iterator[Section]:
-    """Each section, with its pictures before its tables.  numbers: make their ids unique."""
-    for drawn in document.sections:
-        drawings = pictures.get(drawn.title, {}).items()
+    """The sections of a document with their pictures.
+
+    numbers: one is taken for each picture, so that the ids in the pictures of a page differ.
+    """
+    for part in document.sections:
+        drawings = pictures.get(part.title, {}).items()
         shown: list[Picture] = []
         for title, drawing in drawings:
             if drawing:
                 svg, values = drawing
                 shown.append((title, Markup(inline(svg, f"p{next(numbers)}-", title)), values))
-        yield replace(drawn, pictures=tuple(shown))
+        yield replace(part, pictures=tuple(shown))
 
 
 def _of_stalls(report: StallReport) -> Pictures:
@@ -75,7 +84,7 @@ def _of_stalls(report: StallReport) -> Pictures:
 
 
 def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
-    """Pictures of the layers that lose the most."""
+    """The pictures of the layers in which the formats lose the most heads."""
     layers = sorted(states.by_layer(report).items(), key=lambda layer: -states.losses(layer[1]))
     return {
         f"Error of the {which} by step, {layer}": plots.of_steps(cases, which)
@@ -85,13 +94,13 @@ def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
 
 
 def _of_bench(report: Report) -> Pictures:
-    """Section -> the pictures in it."""
+    """The pictures of a bench, one for each shape."""
     shapes = calls.by_shape(report)
-    return {SPEED: {title: plots.speedups(same) for title, same in shapes.items()}}
+    return {SPEED: {title: plots.speedups(groups) for title, groups in shapes.items()}}
 
 
 def _of_prompts(report: Report) -> Pictures:
-    """Section -> the pictures in it; none where nothing was measured."""
+    """The pictures of every kind of report except a bench."""
     prompts = groups(report)
     prefills = model.by_length(model.prefills(report))
     return {
@@ -115,15 +124,15 @@ def _of_prompts(report: Report) -> Pictures:
 
 
 def _page(document: Document, parts: Sequence[Section]) -> str:
-    """Draws the template.  parts: in the order of the page."""
-    seen: Counter[str] = Counter()
+    """The page of the sections, which are in its order.  Each has an anchor made of its title."""
+    count_of_anchors: Counter[str] = Counter()
     anchored: dict[str, Section] = {}
     for part in parts:
         anchor = re.sub(r"[^a-z0-9]+", "-", part.title.lower()).strip("-")
-        seen[anchor] += 1
+        count_of_anchors[anchor] += 1
         # the stall report may have a section with the same title as the run's report
-        unique = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
-        anchored[unique] = part
+        number = count_of_anchors[anchor]
+        anchored[anchor if number == 1 else f"{anchor}-{number}"] = part
     environment = Environment(
         loader=PackageLoader("ssdprof.report", "templates"),
         undefined=StrictUndefined,
@@ -137,10 +146,13 @@ def _page(document: Document, parts: Sequence[Section]) -> str:
 
 
 def unbroken(cell: str) -> Markup:
-    """The text of a cell that wraps between values, not inside of one: "13.2 ms [13.1, 13.3]" has
-    two parts.  A name may be broken after its underscores; what is between backticks is code.
+    """The text of a cell as HTML, which a browser wraps between values and not inside of one.
+
+    "13.2 ms [13.1, 13.3]" can be wrapped before its bracket only.  A name can be wrapped after its
+    underscores.  Text between backticks is shown as code.
     """
-    text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _SPACE_IN_VALUE.sub("\N{NO-BREAK SPACE}", cell))
+    text = _SPACE_IN_VALUE.sub("\N{NO-BREAK SPACE}", cell)
+    text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", text)
     breakable = re.sub(r"(?<=\w_)(?=\w)", "<wbr>", str(escape(text)))
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", breakable))
 
@@ -149,32 +161,35 @@ def unbroken(cell: str) -> Markup:
 
 
 def inline(svg: str, prefix: str, title: str) -> str:
-    """An <svg> element for the body of a page, with the page's text colour for black.
+    """A drawing as an <svg> element in the body of a page, with the page's text colour for black.
 
-    prefix: of every id, so that pictures on one page share none.  title: for screen readers.
+    svg: the file that matplotlib wrote.  prefix: put before every id, so that no two pictures of a
+    page share an id.  title: read by screen readers.
     """
-    _, tag, rest = svg.partition("<svg")
-    head, _, body = rest.partition(">")
-    head = re.sub(r' (?:width|height|xmlns\S*)="[^"]*"', "", head)
-    width = float(re.findall(r'viewBox="\S+ \S+ (\S+)', head)[0]) * 1.7  # a telephone: 4/3 a point
+    _, tag, after_tag = svg.partition("<svg")
+    attributes, _, body = after_tag.partition(">")
+    attributes = re.sub(r' (?:width|height|xmlns\S*)="[^"]*"', "", attributes)
+    width_points = float(re.findall(r'viewBox="\S+ \S+ (\S+)', attributes)[0])
+    width_pixels = width_points * _PIXELS_PER_POINT
     body = re.sub(r"<metadata>.*?</metadata>|<title>.*?</title>", "", body, flags=re.DOTALL)
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", body)
     body = body.replace("#000000", "currentColor").replace("#ffffff", "none")
-    style = f'role="img" style="max-width: {width:.0f}px"'
-    return f"{tag}{head} {style}><title>{escape(title)}</title>{body.rstrip()}"
+    style = f'role="img" style="max-width: {width_pixels:.0f}px"'
+    return f"{tag}{attributes} {style}><title>{escape(title)}</title>{body.rstrip()}"
 
 
 # --- tables
 
 
 def sortable(table: Table) -> bool:
-    """Whether the page may sort its rows: a cell has a number."""
+    """Whether a reader can sort the table: it has several rows, and a cell begins with a number."""
     return len(table.rows) > 1 and any(map(sort_key, chain.from_iterable(table.rows)))
 
 
 def sort_key(text: str) -> str:
-    """The number at the start of a cell, in its smallest unit, if there is one: "12.4 ms" ->
-    "12400.0".
+    """The number that a cell is sorted by, in the smallest unit: "12.4 ms" -> "12400.0".
+
+    Empty if the cell is not a number, with or without a unit and an interval.
     """
     parts = _NUMBER.fullmatch(text.strip())
     if parts is None:

@@ -1,4 +1,4 @@
-"""The report in GitHub's Markdown, for a file, a comment or a job summary."""
+"""A document in GitHub's Markdown, for a file, a comment or a job summary."""
 
 import html
 import re
@@ -11,10 +11,14 @@ from ssdprof.report.table import Align, Content, Document, Section, Table
 
 def render(document: Document, figures: Mapping[str, str] | None = None) -> str:
     """The whole document.  figures: title -> path of a picture, relative to the document."""
-    named = [(escape(title), file) for title, file in (figures or {}).items()]
-    shown = [f"**{title}**\n\n![{title}]({file})" for title, file in named]
-    last = ["\n### Figures\n\n", "\n\n".join(shown), "\n"] if shown else []
-    return "".join([_head(document), *map(_section, document.sections), *last])
+    parts = [_head(document), *map(_section, document.sections)]
+    if figures:
+        shown = []
+        for title, file in figures.items():
+            text = escape(title)
+            shown.append(f"**{text}**\n\n![{text}]({file})")
+        parts += ["\n### Figures\n\n", "\n\n".join(shown), "\n"]
+    return "".join(parts)
 
 
 def _head(document: Document) -> str:
@@ -48,8 +52,7 @@ def _block(block: Content, section: str) -> str:
 
 
 def draw(table: Table, section: str = "") -> str:
-    """One table, without its title if the section has the same title."""
-
+    """A table, without its title if the section has the same title."""
     rendered = tabulate(
         [[_cell(*cell) for cell in zip(row, table.align, strict=True)] for row in table.rows],
         headers=[escape(header) for header in table.headers],
@@ -63,7 +66,9 @@ def draw(table: Table, section: str = "") -> str:
 
 
 def _cell(text: str, align: Align) -> str:
-    """Keeps a number and its unit on one line; an interval may be on the line below its ratio."""
+    """The text of a cell.  A number and its unit stay on one line; an interval may be below its
+    ratio.
+    """
     cell = escape(text)
     return re.sub(r" (?!\[)", "\u00a0", cell) if align == "right" else cell
 
@@ -72,5 +77,5 @@ def escape(text: str) -> str:
     """Text on one line, escaped for Markdown, HTML and GitHub's mathematics."""
     text = html.escape(" ".join(text.split()), quote=False)
     text = re.sub(r"[\\`*|~$]|\](?=[(\[:])", r"\\\g<0>", text)
-    # GitHub does not interpret it inside a word
+    # an underscore inside a word needs no escape, because GitHub does not interpret it there
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)

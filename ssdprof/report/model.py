@@ -11,7 +11,7 @@ from ssdprof.core.report import Report
 from ssdprof.report.calls import NAMES, untimed
 from ssdprof.report.table import PRECISION, Section, Table, TableRow, section, strings, table
 
-_ANSWERS_WORDS = {  # heading -> what it means
+_ANSWERS_WORDS = {  # heading of a column -> the sentence that explains it
     "KL\nmean": (
         "KL: the divergence of the next token's distribution from the reference's, in nats."
     ),
@@ -38,10 +38,11 @@ _READING = (
 
 # --- answers
 
-_Answer = tuple[Case, Answers]
+_Answer = tuple[Case, Answers]  # a case and its task
 
 
 def _names(case: Case, answers: Answers) -> TableRow:
+    """The first cells of a row.  A case of noise is named by its change."""
     noise = f"noise: {case.implementation}, {answers.change}"
     return {
         "implementation": noise if answers.change else case.implementation,
@@ -50,7 +51,7 @@ def _names(case: Case, answers: Answers) -> TableRow:
 
 
 def _differences(case: Case, band: AnswerBand | None) -> TableRow:
-    """The distances of a band of positions; without one only the case's result."""
+    """The differences in a band of positions.  Without a band, the case's result alone."""
     if band is None:
         return {"KL\nmean": case.result}
     return {
@@ -67,53 +68,62 @@ def _differences(case: Case, band: AnswerBand | None) -> TableRow:
 
 
 def _change(band: AnswerBand) -> str:
-    """ "+0.0123% [-0.001%, +0.024%]"."""
+    """The change of perplexity and its interval: "+0.0123% [-0.001%, +0.024%]"."""
     increase = band.perplexity_increase_pct
     interval = band.perplexity_interval_pct
     if increase is None or interval is None:
         return fmt.MISSING
-    value, low, high = (
-        f"{'+' if percent > 0 else ''}{fmt.small(percent)}%" for percent in (increase, *interval)
-    )
-    return f"{value} [{low}, {high}]"
+    low, high = interval
+    return f"{_signed(increase)} [{_signed(low)}, {_signed(high)}]"
+
+
+def _signed(percent: float) -> str:
+    """ "+0.0123%", "-0.001%", "0%"."""
+    sign = "+" if percent > 0 else ""
+    return f"{sign}{fmt.small(percent)}%"
 
 
 def prompts(report: Report) -> list[list[Case]]:
-    """The cases of answers of each prompt."""
+    """The cases of answers, in a list for each prompt."""
     return list(grouped(report.of_answers, lambda case: (case.seqlen, case.inputs)).values())
 
 
 def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Answer]:
-    """The cases of answers, each with its task.  alone: those in which a single layer was
-    computed.
+    """The cases of answers, each with its task.
+
+    alone: whether to select the cases in which the implementation computed a single layer, or those
+        in which it computed all of them.
     """
     answers = ((case, case.task) for case in cases if isinstance(case.task, Answers))
     return [(case, task) for case, task in answers if (task.alone is not None) == alone]
 
 
 def answers(cases: Sequence[Case]) -> Table:
-    """Every case of a prompt over all positions; without rows if there is none."""
-    answered = _rows(cases)
-    generated = max((task.generated for _, task in answered), default=0)
+    """A row for each case of a prompt, over all its positions.
+
+    cases: all cases of the prompt, at least one; those of single layers are left out.
+    """
+    answers_of_cases = _rows(cases)
+    generated = max((task.generated for _, task in answers_of_cases), default=0)
     rows = []
-    for case, task in answered:
+    for case, task in answers_of_cases:
         row = _names(case, task) | _differences(case, case.band)
         if generated:
             row[f"first of {generated}\nthat differs"] = _first_difference(task)
         rows.append(row)
     title = f"Answers at {fmt.tokens(cases[0].seqlen)}"
     note = _reference(cases)
-    if answered:
-        _, task = answered[0]
-        words = "not in its own dtype: the differences are the operators' own errors"
-        note += (
-            f"  The model ran in {task.weights}, {'its own dtype' if task.own_weights else words}."
-        )
+    if answers_of_cases:
+        _, task = answers_of_cases[0]
+        which = "its own dtype"
+        if not task.own_weights:
+            which = "not in its own dtype: the differences are the operators' own errors"
+        note += f"  The model ran in {task.weights}, {which}."
     return table(title, rows, NAMES, note=note, keys=2).without_empty_columns()
 
 
 def _first_difference(answers: Answers) -> str:
-    """The number of the first generated token that differs from the reference's."""
+    """The number of the first generated token that differs from the reference's, from 1."""
     if not answers.generated:
         return fmt.MISSING
     if answers.first_difference is None:
@@ -122,20 +132,20 @@ def _first_difference(answers: Answers) -> str:
 
 
 def answers_reading(tables: Sequence[Table]) -> str:
-    """The words that the tables use."""
+    """The explanations of the columns and rows that these tables have."""
     headings = set(chain.from_iterable(table.headers for table in tables if table))
     words = [meaning for heading, meaning in _ANSWERS_WORDS.items() if heading in headings]
-    names = chain.from_iterable(chain.from_iterable(table.rows) for table in tables)
-    if any(name.startswith("noise: ") for name in names):
+    rows = chain.from_iterable(table.rows for table in tables)
+    if any(cell.startswith("noise: ") for cell in chain.from_iterable(rows)):
         words.append(_NOISE_WORDS)
     return "  ".join(words)
 
 
 def answers_by_position(cases: Sequence[Case]) -> Table:
-    """Every case in bands of positions; without rows for a prompt with a single band."""
+    """A row for each case and band of positions.  A prompt with a single band has no rows."""
     rows = []
     for case, task in _rows(cases):
-        for band in task.bands[1:]:
+        for band in task.bands[1:]:  # the first band is the whole prompt
             positions = {"positions": f"{band.start:,} to {band.stop - 1:,}"}
             rows.append(_names(case, task) | positions | _differences(case, band))
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
@@ -144,12 +154,14 @@ def answers_by_position(cases: Sequence[Case]) -> Table:
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table:
-    """Each layer alone, the largest divergence first; without rows unless --per-layer was given."""
-    alone = _rows(cases, alone=True)
-    alone.sort(key=_negative_divergence)
+    """A row for each case in which a single layer was computed, the largest divergence first.
+
+    There are such cases only if `--per-layer` was given.
+    """
+    single_layers = sorted(_rows(cases, alone=True), key=_negative_divergence)
     rows = [
         {"layer": str(task.alone)} | _names(case, task) | _differences(case, case.band)
-        for case, task in alone
+        for case, task in single_layers
     ]
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
@@ -163,6 +175,7 @@ def _negative_divergence(answer: _Answer) -> float:
 
 
 def _reference(cases: Sequence[Case]) -> str:
+    """A sentence on the reference of the cases, which have it in common."""
     answers = cases[0].task
     assert isinstance(answers, Answers)
     remark = f"  {answers.remark}" if answers.remark else ""
@@ -171,32 +184,34 @@ def _reference(cases: Sequence[Case]) -> str:
 
 # --- prefills
 
-_TimedPrefill = tuple[Case, Prefill]
+_CaseOfPrefill = tuple[Case, Prefill]  # a case and its task
 
 
 def prefill_sections(report: Report) -> Iterator[Section]:
-    """The time of the whole model, and the share of its parts."""
-    timed = prefills(report)
-    yield section("Prefill time", _times(report, timed), reading=_READING.format(report.baseline))
-    left = []
-    for case, task in timed:
+    """The sections of prefills: their times, and the shares of the model's parts."""
+    all_prefills = prefills(report)
+    times = _times(report, all_prefills)
+    yield section("Prefill time", times, reading=_READING.format(report.baseline))
+    sentences = []
+    for case, task in all_prefills:
         where = f"{_name(case)} at {_size(case)}"
-        left += [f"{where}: the model itself computed {part}." for part in task.left_to_model]
-    yield section("Left to the model", tuple(left))
-    yield section(PARTS, *map(_parts, by_length(timed).values()))
+        sentences += [f"{where}: the model itself computed {part}." for part in task.left_to_model]
+    yield section("Left to the model", tuple(sentences))
+    yield section(PARTS, *map(_parts, by_length(all_prefills).values()))
 
 
-def prefills(report: Report) -> list[_TimedPrefill]:
+def prefills(report: Report) -> list[_CaseOfPrefill]:
+    """The cases that are prefills, each with its task."""
     return [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
 
 
-def by_length(timed: Sequence[_TimedPrefill]) -> dict[str, list[_TimedPrefill]]:
-    """Tokens -> the prefills of so many."""
-    return grouped(timed, lambda row: _size(row[0]))
+def by_length(prefills: Sequence[_CaseOfPrefill]) -> dict[str, list[_CaseOfPrefill]]:
+    """The size of a prompt, in words -> its prefills."""
+    return grouped(prefills, lambda row: _size(row[0]))
 
 
-def _times(report: Report, prefills: Sequence[_TimedPrefill]) -> Table:
-    """One row for each length, convolution and norm, and implementation."""
+def _times(report: Report, prefills: Sequence[_CaseOfPrefill]) -> Table:
+    """A row for each length, convolution and norm, and implementation."""
     rows = []
     for case, task in prefills:
         speedup = report.speedup(case)
@@ -220,16 +235,18 @@ def _times(report: Report, prefills: Sequence[_TimedPrefill]) -> Table:
 
 
 def operators_share(case: Case, task: Prefill) -> float | None:
-    """The share of the operators in the call, in percent, from the device time of one layer
-    alone.
+    """The percentage of the call that the operators of all layers take.
+
+    It is estimated from the device time of one layer's operator alone; None if that or the call was
+    not timed.
     """
     if task.alone_us is None or case.call_us is None:
         return None
     return 100 * task.operator_calls * task.alone_us / case.call_us.value
 
 
-def _parts(prefills: Sequence[_TimedPrefill]) -> Table:
-    """The time of each part of the prefill; a column adds up to its call time."""
+def _parts(prefills: Sequence[_CaseOfPrefill]) -> Table:
+    """A column for each prefill, with the times of its parts, which add up to its call time."""
     columns = parts_of_prefills(prefills)
     headers = ["part"]
     cells = []
@@ -243,8 +260,12 @@ def _parts(prefills: Sequence[_TimedPrefill]) -> Table:
     return strings(title, headers, rows)
 
 
-def parts_of_prefills(prefills: Sequence[_TimedPrefill]) -> dict[str, dict[str, float]]:
-    """The name and the us of each part of every timed prefill, which add up to its call."""
+def parts_of_prefills(prefills: Sequence[_CaseOfPrefill]) -> dict[str, dict[str, float]]:
+    """Prefill -> part -> microseconds.  The parts of a prefill add up to its call time.
+
+    "GPU idle" is the call time minus the other parts.  All prefills have the same parts, with 0 for
+    a part that they lack.  Prefills that were not profiled are left out.
+    """
     names = distinct(task.parts for _, task in prefills)
     columns = {}
     for case, task in prefills:
@@ -256,13 +277,15 @@ def parts_of_prefills(prefills: Sequence[_TimedPrefill]) -> dict[str, dict[str, 
 
 
 def _time_and_share(us: float, whole_us: float) -> str:
-    """ "1.93 ms (12.0%)"; a time may be below zero."""
+    """A time and its share of the whole: "1.93 ms (12.0%)".  GPU idle time may be negative."""
     sign = "-" if us < 0 else ""
     return f"{sign}{fmt.duration(abs(us))} ({100 * us / whole_us:.1f}%)"
 
 
 def _name(case: Case) -> str:
-    """ "fused hopper", "mamba_ssm 2.3"."""
+    """The implementation with its variant, or a library with its version: "fused hopper",
+    "mamba_ssm 2.3".
+    """
     return f"{case.implementation} {case.version}" if case.version else case.kernel
 
 
@@ -271,6 +294,7 @@ def _size(case: Case) -> str:
 
 
 def _layers(prefill: Prefill) -> str:
+    """How much of the model was loaded: "all 32 layers", "only 4 of 32 layers"."""
     if prefill.layers == prefill.layer_count:
         return f"all {fmt.plural(prefill.layers, 'layer')}"
     return f"only {prefill.layers} of {fmt.plural(prefill.layer_count, 'layer')}"

@@ -1,4 +1,7 @@
-"""Plots as SVG, with the same bytes for the same report, each with a table of its numbers."""
+"""The plots of reports as SVG, each with a table of its numbers.
+
+The same report always gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from ssdprof.report.table import Cells, Table, strings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# readable on white and on black, and, as far as nine colours can be, distinct without colour vision
+# Readable on white and on black, and as distinct without colour vision as nine colours can be.
 COLORS = (
     "#4477aa",
     "#ee6677",
@@ -38,31 +41,35 @@ COLORS = (
     "#bbbbbb",
 )
 GREY = "#777777"
-# inches: the width of a page of 360 pixels, on which text has 11 pixels at least
+# Width and height in inches.  On a page of 360 pixels the text then has at least 11 pixels.
 _NARROW = (3.5, 2.9)
-_SETTINGS: dict[Any, Any] = {
+_SETTINGS: dict[Any, Any] = {  # of matplotlib
     "svg.hashsalt": "ssdprof",
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9,
 }
-_BUSY = "percent of the busy warp time"
-_WIDE = 300  # ends of a logarithmic axis, from which on its powers of ten are enough
-_STROKE = 0.01  # of the height of a plot
+_BUSY = "percent of the busy warp time"  # a label of an axis
+_WIDE = 300  # ratio of a logarithmic axis' ends from which its powers of ten are enough ticks
+_STROKE = 0.01  # the width of a line, as a share of the height of a plot
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
-Drawing = tuple[str, Table]  # the SVG, and its numbers
-_Points = dict[str, list[tuple[float, float, str]]]  # of each label, in the legend
+Drawing = tuple[str, Table]  # the SVG, and the plotted numbers
+# label in the legend -> (operations per byte, TFLOP/s, the point's own name or "") of its points
+_Points = dict[str, list[tuple[float, float, str]]]
 
 
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend_columns: int = 2) -> str:
-    """A figure without a window, a date or a random identifier.
+    """A figure as SVG, without a window, a date or a random identifier.
 
-    size: width and height in inches.  legend_columns: of the legend below the axes.
+    paint: draws into the axes.  size: width and height in inches.
+    legend_columns: the number of columns of the legend, which is below the axes.
     """
-    # late: it takes most of a second, and few commands draw
-    os.environ["MPLBACKEND"] = "svg"  # the user's may be unknown here, and no figure has a window
+    # The user may have set a backend that is not installed here.  No figure has a window, so none
+    # of them is needed.
+    os.environ["MPLBACKEND"] = "svg"
+    # imported late: it takes most of a second, and few commands draw
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -81,8 +88,10 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend_columns: int 
 
 
 def speedups(groups: Sequence[Group]) -> Drawing | None:
-    """Speedups by device time, with their intervals: a row for each size, with a point for each
-    series; of one size, a row for each series.  None if nothing was timed.
+    """The speedups by device time, with their intervals.
+
+    Several groups have a row for each size, with a point for each series.  A single group has a row
+    for each series.  None if nothing was timed.
     """
     rows: dict[str, dict[str, Estimate]] = {}
     for group in groups:
@@ -100,8 +109,8 @@ def speedups(groups: Sequence[Group]) -> Drawing | None:
 
 
 def roofline(report: Report, groups: Sequence[Group]) -> Drawing | None:
-    """Under the ceilings measured in the run, a point for each series and length, coloured by its
-    implementation.  None if untimed.
+    """The roofline of a run: a point for each series and length, in the colour of its
+    implementation, and the ceilings that the run measured.  None if nothing was timed.
     """
     points: _Points = {}
     for group in groups:
@@ -122,10 +131,12 @@ def roofline(report: Report, groups: Sequence[Group]) -> Drawing | None:
 
 
 def stall_roofline(report: StallReport) -> Drawing | None:
-    """Arithmetic, on tensor cores and in fp32, per byte of DRAM.  None if no kernel's are known.
+    """The roofline of a stall report, with a point for each kernel.
 
-    The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores'
-    rate for the operand type of the kernel with the most operations.
+    Operations are those on tensor cores and those in fp32; bytes are those of DRAM.  None if they
+    are not known for any kernel.
+    The roofs are those that ncu reports at the GPU's clock: the bandwidth of DRAM, and the rate of
+    the tensor cores for the operand type of the kernel with the most operations.
     """
     points: _Points = {}
     busiest = None
@@ -140,7 +151,8 @@ def stall_roofline(report: StallReport) -> Drawing | None:
             # matplotlib would leave a label with a leading underscore out of the legend
             label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
             points.setdefault(label, []).append((flops / moved, tflops, ""))
-            busiest = max(busiest or kernel, kernel, key=lambda each: each.tensor_flops or 0)
+            if busiest is None or (kernel.tensor_flops or 0) > (busiest.tensor_flops or 0):
+                busiest = kernel
     roof = None
     if busiest and busiest.dram_peak_gb_per_s and busiest.tensor_peak_tflops:
         roof = busiest.dram_peak_gb_per_s, busiest.tensor_peak_tflops
@@ -148,16 +160,17 @@ def stall_roofline(report: StallReport) -> Drawing | None:
 
 
 def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Drawing | None:
-    """The drawing of points under a roofline.
+    """Points under a roofline; None without points.
 
-    points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if known.
+    roof: the bandwidth in GB/s and the rate in TFLOP/s; None if they are not known.
+    per: the end of the label "floating-point operations per ...".
     """
-    cells = list[Cells]()
-    intensities = list[float]()
-    rates = list[float]()
+    cells: list[Cells] = []
+    intensities: list[float] = []
+    rates: list[float] = []
     for label, labelled in points.items():
-        for intensity, rate, which in labelled:
-            name = f"{label}, {which}" if which else label
+        for intensity, rate, point_name in labelled:
+            name = f"{label}, {point_name}" if point_name else label
             cells.append((name, f"{intensity:,.4g}", f"{rate:,.4g}"))
             intensities.append(intensity)
             rates.append(rate)
@@ -199,28 +212,27 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
 
 
 def along_positions(group: Group) -> Drawing | None:
-    """RMS error of the output against fp64 in slices of the positions, the worst layer's in each,
-    with the floor.
+    """The RMS error of the output against fp64 along the positions, with the floor.
 
-    None if no case recorded it, and for decode steps, which have one position.
+    The error of a slice of the positions is that of the layer in which it is largest.
+    None if no case recorded it, and for decode steps, which have a single position.
     """
-    lines = {series.label: _worst(series.cases, "vs_oracle") for series in group.others()}
-    lines = {label: line for label, line in lines.items() if line}
-    if group.steps or not lines:
+    lines: dict[str, list[float]] = {}
+    for series in group.others():
+        if errors := _worst(series.cases, "vs_oracle"):
+            lines[series.label] = errors
+    if group.are_steps or not lines:
         return None
     floor = _worst(group.cases, "floor")
-    distinct: dict[str, list[str]] = {}  # a label -> those whose lines coincide with its line
-    for label, line in lines.items():
-        equal = (first for first in distinct if _coincide(line, lines[first]))
-        distinct.setdefault(next(equal, label), []).append(label)
+    distinct = _distinct_lines(lines)
     slices = len(next(iter(lines.values())))
     middles = [(number + 0.5) * group.seqlen / slices for number in range(slices)]
 
     def paint(axes: Axes) -> None:
         """The lines, then the floor."""
         draw_line = partial(axes.plot, middles, drawstyle="steps-mid")
-        for number, (first, same) in enumerate(distinct.items()):
-            label = first if len(same) == 1 else f"{first}, and {len(same) - 1} equal"
+        for number, (first, equal) in enumerate(distinct.items()):
+            label = f"{first}, and {len(equal)} equal" if equal else first
             draw_line(lines[first], color=_color(number), label=label)
         if floor:
             draw_line(floor, color=GREY, linestyle="--", label="floor")
@@ -234,38 +246,55 @@ def along_positions(group: Group) -> Drawing | None:
     picture = draw(paint, legend_columns=2 if len(distinct) == len(lines) else 1)
     if floor:
         lines["floor"] = floor
-    errors = zip(*lines.values(), strict=True)
+    errors_of_slices = zip(*lines.values(), strict=True)
     cells = [
-        (f"{middle:,.0f}", *map(fmt.small, at_middle))
-        for middle, at_middle in zip(middles, errors, strict=True)
+        (f"{middle:,.0f}", *map(fmt.small, of_slice))
+        for middle, of_slice in zip(middles, errors_of_slices, strict=True)
     ]
     return picture, strings("", ("position", *lines), cells)
 
 
+def _distinct_lines(lines: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
+    """Label of a line to draw -> the labels of the lines that coincide with it."""
+    distinct: dict[str, list[str]] = {}
+    for label, line in lines.items():
+        for first, equal in distinct.items():
+            if _coincide(line, lines[first]):
+                equal.append(label)
+                break
+        else:
+            distinct[label] = []
+    return distinct
+
+
 def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether a reader sees one line: they differ by less than the width of a stroke."""
+    """Whether a reader sees a single line, because the two differ by less than its width."""
     differences = (abs(left - right) for left, right in zip(line, other, strict=True))
     return max(differences) <= _STROKE * max(other)
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:
-    """The largest RMS error among the layers in each slice; empty if none was recorded."""
+    """The largest RMS error of a case in each slice of the positions; empty if no case recorded
+    them.
+    """
     errors = (deviation(case.tensor("out"), which) for case in cases)
     recorded = [error.along for error in errors if error and error.along]
     return [max(rms or 0.0 for rms in slices) for slices in zip(*recorded, strict=True)]
 
 
 def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
-    """The error of a layer's state or output in its worst head, step by step, a line for each
-    format.  None if nothing ran.
+    """The error of the worst head of a layer, step by step, with a line for each format.
+
+    which: "state" or "output".  None if nothing ran.
     """
-    numbers, lines = states.steps(cases, which), states.errors_by_step(cases, which)
+    numbers = states.steps(cases, which)
     if not numbers:
         return None
+    lines = states.errors_by_step(cases, which)
     marks = states.marks(cases)
 
     def paint(axes: Axes) -> None:
-        """Errors of 0 and infinite ones are no points."""
+        """The lines.  Matplotlib leaves out errors that are 0 or infinite."""
         axes.loglog()
         for number, (name, line) in enumerate(lines.items()):
             marker = _MARKERS[number % len(_MARKERS)]
@@ -280,7 +309,9 @@ def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
 
 
 def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
-    """Name -> (title, drawing): a picture of each group that was sampled, and the roofline."""
+    """Name of a picture -> its title and drawing: a picture of each sampled group of kernels, and
+    the roofline.
+    """
     pictures: dict[str, tuple[str, Drawing]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
     reasons = list(most_first(summed(group.all for group in sampled)))
@@ -301,7 +332,7 @@ def _percent(share: float) -> str:
 
 
 def _stage_name(group: KernelGroup, stage: str) -> str:
-    """ "state passing", "state passing: its part"."""
+    """A stage, with its part if it has one: "state passing", "state passing: stores"."""
     name, _, part = stage.partition(".")
     return f"{name}: {group.part(stage)}" if part else name
 
@@ -313,30 +344,32 @@ def stacked(
     xlabel: str,
     longest: float = 0.0,
 ) -> Drawing | None:
-    """Bars from top to bottom, of parts from left to right; the last parts share a colour if there
-    are too many.
+    """Bars from top to bottom, each of which is stacked of parts from left to right.
 
-    words: a length as text.  longest: of the bars of all plots that have the same axis.
+    bars: name of a bar -> part -> length.
+    parts: all parts in their order.  If there are more than colours, the last ones share a colour.
+    words: writes a length as text.
+    longest: the length of the longest bar of all plots that shall have the same scale.
     """
     if not bars:
         return None
     last = len(COLORS) - 1
-    shown = {part: [part] for part in parts[:last]}
-    if rest := parts[last:]:
-        shown["other"] = [*rest]
+    colored = {part: [part] for part in parts[:last]}
+    if len(parts) > last:
+        colored["other"] = list(parts[last:])
 
     def paint(axes: Axes) -> None:
-        """From the lowest bar to the highest."""
+        """The bars, from the lowest one to the highest one."""
         names = list(bars)[::-1]
         labels = [textwrap.fill(name, 26) for name in names]
-        left = [0.0] * len(names)
-        for (part, among), color in zip(shown.items(), COLORS, strict=False):
-            widths = [sum(bars[name].get(each, 0.0) for each in among) for name in names]
-            axes.barh(labels, widths, left=left, color=color, label=part, height=0.75)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        for position, total in enumerate(left):
+        ends = [0.0] * len(names)
+        for (label, parts_of_color), color in zip(colored.items(), COLORS, strict=False):
+            widths = [sum(bars[name].get(part, 0.0) for part in parts_of_color) for name in names]
+            axes.barh(labels, widths, left=ends, color=color, label=label, height=0.75)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        for position, total in enumerate(ends):
             axes.text(total, position, f" {words(total)}", va="center", fontsize=9)
-        axes.set_xlim(0, max(*left, longest) * 1.3)
+        axes.set_xlim(0, max(*ends, longest) * 1.3)  # with room for the text
         axes.locator_params(axis="x", nbins=5)
         axes.set_xlabel(xlabel)
 
@@ -348,7 +381,7 @@ def stacked(
 
 
 def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
-    """The parts of prefills' times as stacked bars.  bars: prefill -> part -> us."""
+    """The times of prefills as bars of their parts.  bars: prefill -> part -> microseconds."""
     ms = {name: {part: us / 1e3 for part, us in parts.items()} for name, parts in bars.items()}
     parts = list(dict.fromkeys(chain.from_iterable(bars.values())))
     return stacked(ms, parts, "{:,.1f}".format, "ms of a prefill")
@@ -358,7 +391,9 @@ def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
 
 
 def divergences(cases: Sequence[Case]) -> Drawing | None:
-    """A row for each case of answers, with the mean, the 99th percentile and the maximum of KL."""
+    """A row for each case of answers, with the mean, the 99th percentile and the maximum of the KL
+    divergence.  Cases of single layers are left out.
+    """
     rows: dict[str, dict[str, Estimate]] = {}
     for case in cases:
         if case.band and isinstance(case.task, Answers) and case.task.alone is None:
@@ -376,10 +411,11 @@ def _points(
     words: Callable[[Estimate], str],
     reference: float | None = None,
 ) -> Drawing | None:
-    """A row from top to bottom for each name, with a value and its interval for each label on a
-    logarithmic axis.
+    """Rows from top to bottom, with points and their intervals on a logarithmic axis.
 
-    words: a value as text.  reference: a line at this value.
+    rows: name of a row -> label in the legend -> value.
+    words: writes a value as text.
+    reference: where to draw a vertical line; None for no line.
     """
     if not rows:
         return None
@@ -418,8 +454,11 @@ def _points(
 
 
 def _log_ticks(axes: Axes) -> None:
-    """Plain numbers along x, where the powers of ten alone may be one tick."""
-    from matplotlib.ticker import LogLocator
+    """Plain numbers along a logarithmic x axis.
+
+    A short axis also has ticks at 3 times each power of ten, because it may contain only one power.
+    """
+    from matplotlib.ticker import LogLocator  # late, as in `draw`
 
     low, high = axes.get_xlim()
     if high < _WIDE * low:

@@ -1,4 +1,4 @@
-"""A report on stalls: its tables and pictures; and the changes of stages between two of them."""
+"""The document of a stall report, and the changes of stages between two stall reports."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ READING = (
     "run."
 )
 STAGES = "Stages and stall reasons"  # the title of the section with pictures
+# stall reason, as ncu names it -> what the warp does
 REASONS = {
     "selected": "issuing: not a stall",
     "not_selected": "ready, but another warp was chosen: not a stall",
@@ -49,20 +50,21 @@ REASONS = {
     "drain": "has ended, but its stores have not",
     "misc": "something else",
 }
-_HINT_PCT = 4.0  # least share of the busy time that a hint on a stage is about
-_KERNEL_PCT = 30.0  # the same of a hint on a whole kernel
-_MOST_HINTS = 6
-_HOTTEST = 10
-_MOST_REASONS = 7
+_HINT_PCT = 4.0  # a hint on a stage is shown from this percentage of the busy time on
+_KERNEL_PCT = 30.0  # a hint on a whole kernel is shown from this percentage on
+_MOST_HINTS = 6  # on stages
+_MOST_LINES = 10  # in a table of the hottest lines
+_MOST_REASONS = 7  # that have a column; the others are summed in the column "other"
 
 
 # --- the kernels of an implementation, weighted by their durations
 
-# stall reason -> percent of an implementation's busy time; the stage's is their sum
+# stall reason -> percent of an implementation's busy time; the sum is the share of a stage
 Share = Mapping[str, float]
 
 
 def summed(shares: Iterable[Share]) -> Share:
+    """The sum of several shares, reason by reason."""
     total: dict[str, float] = {}
     for share in shares:
         for reason, pct in share.items():
@@ -73,18 +75,20 @@ def summed(shares: Iterable[Share]) -> Share:
 class KernelGroup:
     """The kernels of one implementation, weighted by their durations.
 
-    stages: in the algorithm's order, "stage" or "stage.part"; whole: with their parts added up;
-    all: their sum, 100 %.
-    idle: in percent of all samples.
-    hints: each with its kernel, the largest first; only those with enough effect on the whole.
-    words: of parts of stages.
-    lines: those that are not idle, each with its percent of the busy time, the hottest first.
+    stages: "stage" or "stage.part" -> its share, in the order of the algorithm.
+    whole: stage -> its share, with the parts added up.
+    all: the sum of all stages, which is 100 %.
+    idle: idle stage -> percentage of all samples.  Idle stages are in none of the shares above.
+    lines: (percentage of the busy time, line), the hottest first, without lines of idle stages.
+    hints: (kernel, hint), with only the hints that matter for the whole implementation.
+    is_sampled: whether any kernel has samples.
+    duration_us: the summed duration of the kernels; None if ncu did not measure one of them.
     """
 
     def __init__(
         self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]
     ) -> None:
-        """kernels: in the order of their launches.  words: stage.part -> its name."""
+        """kernels: in the order of their launches.  words: "stage.part" -> the part in words."""
         self.name = name
         self.kernels = kernels
         self.words = words
@@ -93,11 +97,11 @@ class KernelGroup:
         lines: list[tuple[float, Line]] = []
         weights = _weights(kernels)
         for kernel, weight in weights:
-            every = sum(kernel.samples.values())
+            all_samples = sum(kernel.samples.values())
             per_sample = 100 * weight / kernel.busy_samples
             for stage, samples in kernel.stages.items():
                 if stage in kernel.idle:
-                    self.idle[stage] += 100 * weight * sum(samples.values()) / every
+                    self.idle[stage] += 100 * weight * sum(samples.values()) / all_samples
                 else:
                     share = {reason: per_sample * count for reason, count in samples.items()}
                     self.stages[stage] = summed([self.stages.get(stage, {}), share])
@@ -116,29 +120,37 @@ class KernelGroup:
         self.duration_us = sum(known) if len(known) == len(kernels) else None
 
     def part(self, stage: str) -> str:
-        """The name of a part of a stage, as text."""
+        """The part of "stage.part" in words."""
         return self.words.get(stage, stage.split(".", 1)[-1].replace("_", " "))
 
     def parts(self, stage: str) -> dict[str, Share]:
+        """The parts of a stage as "stage.part", with their shares."""
         return {part: share for part, share in self.stages.items() if part.split(".")[0] == stage}
 
     def pct(self, stage: str) -> float | None:
-        """The share of a whole stage, or of "all"; None if the group has no such stage."""
+        """The percentage of a whole stage, or of "all"; None if the group has no such stage."""
         share = self.all if stage == "all" else self.whole.get(stage)
         return None if share is None else sum(share.values())
 
     def us(self, pct: float | None) -> float | None:
+        """A percentage of the duration, in microseconds; None if one of them is not known."""
         return None if pct is None or self.duration_us is None else self.duration_us * pct / 100
 
 
 def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
-    """One group for each implementation, and one for each kernel of no implementation."""
-    named = grouped(report.kernels, lambda kernel: kernel.implementation or kernel.kernel)
-    return tuple(KernelGroup(name, kernels, report.words) for name, kernels in named.items())
+    """A group for each implementation, and one for each kernel that belongs to no
+    implementation.
+    """
+    by_name = grouped(report.kernels, lambda kernel: kernel.implementation or kernel.kernel)
+    return tuple(KernelGroup(name, kernels, report.words) for name, kernels in by_name.items())
 
 
 def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
-    """Hints on stages with enough of the group's time, then hints on kernels with much of it."""
+    """(kernel, hint): hints on stages, the one about the longest time first, then hints on whole
+    kernels.
+
+    weights: each kernel with its share of the group's time, from 0 to 1.
+    """
     of_stages = []
     of_kernels = []
     for kernel, weight in weights:
@@ -153,7 +165,10 @@ def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str,
 
 
 def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]]:
-    """Each sampled kernel's share of the whole: by duration, else by samples."""
+    """The sampled kernels, each with its share of the group's time, from 0 to 1.
+
+    Shares are of the durations, or of the samples if a duration is not known.
+    """
     sampled = [kernel for kernel in kernels if kernel.busy_samples]
     timed = all(kernel.duration_us is not None for kernel in sampled)
     sizes = [
@@ -163,7 +178,7 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
 
 
 def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table]:
-    """A table of the stages of each implementation that was profiled in both."""
+    """A table of the stages of each implementation that was profiled in both reports."""
     if base is None or new is None:
         return
     before = {group.name: group for group in kernel_groups(base)}
@@ -177,16 +192,17 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table
 
 
 def compose(report: StallReport) -> Document:
-    """The whole report."""
+    """The document of a stall report."""
     profiled = kernel_groups(report)
-    parts = ["ssdprof stalls"]
+    title = ["ssdprof stalls"]
     if report.layer and report.dims:
-        parts += [
+        title += [
             report.model.split(",")[0],
             report.layer.name,
             fmt.tokens(report.dims.seqlen),
             str(report.precision),
         ]
+    title.append(report.gpu)
     lines = [f"No stalls: {report.missing}"] if report.missing else []
     for group in profiled:
         if group.duration_us is not None:
@@ -194,7 +210,7 @@ def compose(report: StallReport) -> Document:
             lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
     origin = {"when": when(report.created), "read from": ", ".join(report.sources)}
     return Document(
-        title=", ".join(filter(None, (*parts, report.gpu))),
+        title=", ".join(filter(None, title)),
         version=report.ssdprof_version,
         origin=tuple((label, value) for label, value in origin.items() if value),
         verdict=tuple(VerdictLine(line) for line in lines),
@@ -204,7 +220,7 @@ def compose(report: StallReport) -> Document:
 
 
 def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[Section]:
-    """Kernels, their stages and hints, then what a page folds."""
+    """The sections: the kernels, their stages, the hints, then the details that a page folds."""
     if report.missing:
         yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
@@ -226,14 +242,15 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
-    """Failed self-checks, implementations without the requested precision or left out, files of
-    unknown stages.
+    """The caveats: failed self-checks, implementations that were left out or ran with another
+    precision, and source files whose stages are not known.
     """
-    kernels = ((f" of {kernel.kernel}", kernel.checks) for kernel in report.kernels)
-    for what, checks in (("", report.checks), *kernels):
+    all_checks = [("", report.checks)]
+    all_checks += [(f" of {kernel.kernel}", kernel.checks) for kernel in report.kernels]
+    for of_kernel, checks in all_checks:
         for name, (status, detail) in checks.items():
             if status == "failed":
-                yield f"A self-check{what} failed: {name}: {detail}."
+                yield f"A self-check{of_kernel} failed: {name}: {detail}."
     yield from report.left_out
     for launched in report.launched:
         if launched.precision != report.precision:
@@ -241,11 +258,11 @@ def _caveats(report: StallReport) -> Iterator[str]:
                 f"{launched.implementation} ran with {launched.precision}: it does not have "
                 f"{report.precision}."
             )
-    users: dict[str, list[str]] = defaultdict(list)
+    kernels_of_files: dict[str, list[str]] = defaultdict(list)
     for kernel in report.kernels:
         for file in kernel.unlabelled:
-            users[file].append(kernel.kernel)
-    for file, names in users.items():
+            kernels_of_files[file].append(kernel.kernel)
+    for file, names in kernels_of_files.items():
         instead = "its samples are listed by function, and by line under the hottest lines"
         yield f"The stages of {file} are not known ({fmt.words(dict.fromkeys(names))}): {instead}."
 
@@ -254,7 +271,7 @@ def _caveats(report: StallReport) -> Iterator[str]:
 
 
 def _resources(report: StallReport) -> Table:
-    """What Triton says of the kernels, where ncu measured nothing."""
+    """The resources that Triton reports for the kernels; shown if ncu measured nothing."""
     rows = []
     for launched in report.launched:
         for launch in launched.launches:
@@ -275,19 +292,21 @@ def _resources(report: StallReport) -> Table:
 
 
 def _kernels(report: StallReport) -> Table:
+    """A row for each kernel that ncu profiled."""
     note = (
         "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler "
         "issued.  Registers: at launch, per thread; spills: loads and stores of spilled registers, "
         "by warps."
     )
-    if absent := set(chain.from_iterable(kernel.not_collected for kernel in report.kernels)):
-        note += f"  Not collected: {', '.join(sorted(absent))}."
+    not_collected = set(chain.from_iterable(kernel.not_collected for kernel in report.kernels))
+    if not_collected:
+        note += f"  Not collected: {', '.join(sorted(not_collected))}."
     rows = map(_kernel, report.kernels)
     return table("Kernels", rows, ("kernel", "limited by"), note=note)
 
 
 def _kernel(kernel: KernelStalls) -> TableRow:
-    """What ncu measured of one launch."""
+    """What ncu measured during one launch of a kernel."""
     return {
         "kernel": kernel.kernel,
         "duration": fmt.duration(kernel.duration_us),
@@ -311,7 +330,7 @@ def _kernel(kernel: KernelStalls) -> TableRow:
 
 
 def _grid(kernel: KernelStalls) -> str:
-    """ "132x4"; its last dimensions of one are left out."""
+    """The grid, without trailing dimensions of size 1: "132x4"."""
     sizes = list(kernel.grid or ())
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes.pop()
@@ -319,7 +338,10 @@ def _grid(kernel: KernelStalls) -> str:
 
 
 def by_stage(group: KernelGroup) -> Table:
-    """Stage x reason for one group, with the parts of a stage under their sum."""
+    """A row for each stage of a group, with a column for each of its most frequent stall reasons.
+
+    The parts of a stage follow it, each in a row whose name begins with a dash.
+    """
     shown = list(most_first(group.all))[:_MOST_REASONS]
 
     def row(title: str, share: Share) -> tuple[str, ...]:
@@ -347,7 +369,11 @@ def by_stage(group: KernelGroup) -> Table:
 
 
 def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
-    """The time of each stage in each group, by the names of the groups."""
+    """The time of each stage in each group; without rows if there are fewer than two groups to
+    compare.
+
+    profiled: name of a group in the headings -> the group.
+    """
     sampled = {
         name: group
         for name, group in profiled.items()
@@ -372,7 +398,10 @@ def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
 
 
 def _averages(report: StallReport) -> Table:
-    """Reason x kernel, where ncu counted warps and took no samples."""
+    """A row for each stall reason with a column for each kernel.
+
+    It is for kernels of which ncu counted waiting warps and took no samples.
+    """
     kernels = [kernel for kernel in report.kernels if kernel.average]
     averages = [kernel.average for kernel in kernels]
     rows = []
@@ -392,7 +421,7 @@ def _averages(report: StallReport) -> Table:
 
 
 def _hottest_lines(group: KernelGroup) -> Table:
-    """The lines with the most samples, and what their warps wait for."""
+    """The lines with the most samples, and the reasons why their warps wait."""
     rows = [
         {
             "share": fmt.share(pct, 1),
@@ -401,20 +430,23 @@ def _hottest_lines(group: KernelGroup) -> Table:
             "waits for": _waits(line),
             "source": line.text,
         }
-        for pct, line in group.lines[:_HOTTEST]
+        for pct, line in group.lines[:_MOST_LINES]
     ]
     words = ("line", "stage", "waits for", "source")
     return table(f"{group.name}: the hottest lines", rows, words, keys=2, wraps="source")
 
 
 def _waits(line: Line) -> str:
-    """Its two most frequent reasons: "barrier 62%, wait 9%"."""
+    """The two most frequent stall reasons of a line: "barrier 62%, wait 9%"."""
     reasons = list(line.samples.items())[:2]
     return ", ".join(f"{reason} {100 * count / line.total:.0f}%" for reason, count in reasons)
 
 
 def _facts(report: StallReport) -> Iterator[Fact]:
-    """The profiled layer, the machine and the command; for a report made elsewhere, its files."""
+    """The facts about the report: the profiled layer, the machine, the command, and ncu's files.
+
+    A report that ssdprof read, and did not profile itself, has no layer and no machine.
+    """
     layer = report.layer
     dims = report.dims
     environment = report.environment
@@ -426,10 +458,10 @@ def _facts(report: StallReport) -> Iterator[Fact]:
             f"{fmt.plural(dims.batch, 'sequence')} of {fmt.tokens(dims.seqlen)}, {dims}",
         )
         yield "precision", str(report.precision)
-        yield (
-            "variants",
-            ", ".join(f"{ran.implementation}: {ran.variant}" for ran in report.launched),
+        variants = (
+            f"{launched.implementation}: {launched.variant}" for launched in report.launched
         )
+        yield "variants", ", ".join(variants)
     if environment is None:
         yield "GPU", report.gpu
         yield "versions", f"ssdprof {report.ssdprof_version}, which read it"
@@ -446,7 +478,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
 
 
 def _self_checks(report: StallReport) -> Table:
-    """Those of the report, then of each kernel; the checks with the same result share a row."""
+    """The self-checks of the report, then those of each kernel."""
     rows = _checks("report", report.checks)
     for kernel in report.kernels:
         rows += _checks(kernel.kernel, kernel.checks, _sampled(kernel))
@@ -455,29 +487,36 @@ def _self_checks(report: StallReport) -> Table:
 
 
 def _checks(what: str, checks: SelfChecks, passed: str = "") -> list[TableRow]:
-    """The rows of self-checks: those with the same result share one.  passed: a remark on those
-    that passed.
+    """The rows of self-checks, in which checks with the same result share a row.
+
+    what: the subject of the checks, a kernel or the report.
+    passed: replaces the details of the checks that passed, unless it is empty.
     """
     rows = []
     for status, names in grouped(checks, lambda name: checks[name][0]).items():
-        details = dict.fromkeys(checks[name][1] for name in names)
-        remark = passed if status == "ok" else ""
+        details = "; ".join(dict.fromkeys(checks[name][1] for name in names))
+        if status == "ok" and passed:
+            details = passed
         rows.append(
             {
                 "what": what,
                 "requirement": "; ".join(names),
                 "result": "NO" if status == "failed" else status,
-                "detail": remark or "; ".join(details),
+                "detail": details,
             }
         )
     return rows
 
 
 def _sampled(kernel: KernelStalls) -> str:
-    """What the samples of a kernel are of."""
+    """The number of a kernel's samples, and the share of those without a stage; empty without
+    samples.
+    """
     total = sum(kernel.samples.values())
-    lost = fmt.share(100 * kernel.from_neighbours / total, 1) if total else ""
+    if not (kernel.lines and total):
+        return ""
+    unlabelled = fmt.share(100 * kernel.from_neighbours / total, 1)
     where = (
         "lines without a stage (libraries, helpers, the kernel's head), attributed by neighbourhood"
     )
-    return f"{total:,} samples, {lost} of them on {where}" if kernel.lines and total else ""
+    return f"{total:,} samples, {unlabelled} of them on {where}"

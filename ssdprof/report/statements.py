@@ -1,5 +1,5 @@
-"""The sentences at the head of a report: its verdict, where implementations may be used, and
-caveats.
+"""The sentences at the head of a report: the verdict, where implementations may be used, the
+recommendation "In short", and the caveats.
 """
 
 import math
@@ -30,7 +30,7 @@ from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
 OWN_BASELINE = "our own baseline; no other library was timed here"
-# what it means for a user that a kernel breaks a law
+# law -> what it means for a user that a kernel breaks the law
 CONSEQUENCES = {
     "inputs unchanged": "it overwrites its inputs",
     "other sequences": "sequences of one batch change each other",
@@ -46,11 +46,14 @@ CONSEQUENCES = {
     "finer inputs": "fp32 or fp16 inputs are computed wrongly",
 }
 _MOST_BROKEN = 6  # cases named for each gate
-_MUCH_WORSE = 10  # times the error of exact intermediates, from which a precision is not advised
-_NOISE = 2  # times the model's noise, up to which answers cannot be told from it
-# times the fastest precision's time, up to which a more accurate one is recommended
+# A precision is not advised if its error is this many times that of exact intermediates.
+_MUCH_WORSE = 10
+# Answers that diverge by up to this many times the model's noise cannot be told from noise.
+_NOISE = 2
+# A more accurate precision is recommended if it takes at most this many times as long as the
+# fastest one.
 _CLEARLY_SLOWER = 1.02
-# the start of the part of a plan that names a precision with equal results
+# A part of a case's plan that begins so names a precision with equal results.
 _SAME_AS = "the same as "
 
 
@@ -58,7 +61,7 @@ _SAME_AS = "the same as "
 
 
 def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
-    """Whether the report is complete, what failed, what was refused, what passed, and where it may
+    """The verdict of a report: why it did not pass, what passed, and where the implementations may
     be used.
     """
     outcome = Outcome(report)
@@ -73,17 +76,18 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
 
 
 def errors(report: Report) -> tuple[str, ...]:
-    """The reasons why it did not pass."""
+    """The reasons why a report did not pass, in sentences; empty if it passed."""
     outcome = Outcome(report)
     lines = shortcomings(outcome)
     for case in outcome.answers_failed:
-        broken = "; ".join(
+        reasons = [
             f"{verdict.condition}: {verdict.actual}"
             for verdict in outcome.broken
             if verdict.case == case.name
-        )
+        ]
+        reason = "; ".join(reasons) or f"{case.result}: {case.why}"
         where = f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens"
-        lines.append(f"FAILED: the answers of {where}: {broken or f'{case.result}: {case.why}'}.")
+        lines.append(f"FAILED: the answers of {where}: {reason}.")
     if not (outcome.compared or outcome.answers):
         lines.append(NOTHING)
     return tuple(lines)
@@ -95,7 +99,7 @@ def incomplete(report: Report) -> str:
 
 
 def shortcomings(outcome: Outcome) -> list[str]:
-    """A line for each reason why a report's calls did not pass, if any of its cases ran."""
+    """A sentence for each reason why the cases of a report, without its answers, did not pass."""
     lines = []
     if outcome.ended_early:
         lines.append(
@@ -103,23 +107,23 @@ def shortcomings(outcome: Outcome) -> list[str]:
         )
     elif outcome.missing:
         lines.append(f"MISSING: {fmt.plural(outcome.missing, 'requested case')}.")
-    finite = grouped(outcome.failed, exact_answer_is_finite)
-    if of_inputs := finite.get(False):
-        why = "weights or activations hold NaN or infinity, or overflow the output's dtype"
-        where = f"In {layer_words(of_inputs)} the exact answer itself is not finite"
-        lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {why}.")
-    if of_kernels := finite.get(True):
+    failed_by_finite = grouped(outcome.failed, exact_answer_is_finite)
+    if faults_of_inputs := failed_by_finite.get(False):
+        reason = "weights or activations hold NaN or infinity, or overflow the output's dtype"
+        where = f"In {layer_words(faults_of_inputs)} the exact answer itself is not finite"
+        lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {reason}.")
+    if faults_of_kernels := failed_by_finite.get(True):
         lines.append(
-            f"FAILED: {len(of_kernels)} of {fmt.plural(outcome.compared, 'case')}: "
-            f"{case_words(of_kernels)}."
+            f"FAILED: {len(faults_of_kernels)} of {fmt.plural(outcome.compared, 'case')}: "
+            f"{case_words(faults_of_kernels)}."
         )
     for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
         laws = distinct(case.broken_laws for case in failed)
         if faults := dict.fromkeys(_consequence(law.name) for law in laws):
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if outcome.refused:
-        why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in outcome.refused))
-        lines.append(f"REFUSED: {case_words(outcome.refused)}: {why}.")
+        reasons = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in outcome.refused))
+        lines.append(f"REFUSED: {case_words(outcome.refused)}: {reasons}.")
     answers = {case.name for case in outcome.answers}
     of_calls = (verdict for verdict in outcome.broken if verdict.case not in answers)
     for gate, broken in by_gate(of_calls).items():
@@ -141,7 +145,7 @@ def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
 
 
 def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
-    """What was compared, and is within its limits."""
+    """The sentences on what passed: the answers, and the other cases."""
     if outcome.answers and not outcome.answers_failed:
         yield _answers_compared(report, outcome)
     if not outcome.compared or outcome.failed:
@@ -154,79 +158,87 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         who = f"So far {who}"
     elif outcome.refused or outcome.missing:
         who = "The other case" if is_single else f"The other {outcome.compared} cases"
-    how = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
+    result = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
     if report.kind == "prefill":
-        how = "ran"
+        result = "ran"
     if report.of_states:
-        how = "ran; a format that loses heads fails no case"
+        result = "ran; a format that loses heads fails no case"
     if any(case.variant == "interpreter" for case in report.of_calls):
-        how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
+        result += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
     if report.laws == "quick":
-        how += "; of the laws, only causality and cut in two were tested (--laws quick)"
+        result += "; of the laws, only causality and cut in two were tested (--laws quick)"
     if outcome.others and report.kind in ("bench", "prefill"):
-        how += f"; {outcome.others} more of other libraries do not count"
-    yield VerdictLine(f"{_capital(who)} {how}.")
+        result += f"; {outcome.others} more of other libraries do not count"
+    yield VerdictLine(f"{_capital(who)} {result}.")
 
 
 def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
-    """The verdict on answers: that they were compared, and whether limits hold."""
-    limits = "no limit was given"
+    """The verdict on answers that ran: whether limits were given for them, and hold."""
     gates = [
         gate.text for gate in report.conditions if METRICS[gate.metric].applies(outcome.answers[0])
     ]
-    unknown = any(verdict.condition in gates for verdict in outcome.broken)
-    if unknown:
+    is_unknown = any(verdict.condition in gates for verdict in outcome.broken)
+    limits = "no limit was given"
+    if is_unknown:
         limits = "a limit could not be judged"
     elif gates:
         limits = "they are within the limits"
-    shown = f"Answers of {answers_words(report.of_answers)} were compared"
-    return VerdictLine(f"{shown}: {limits}.", not unknown)
+    compared = f"Answers of {answers_words(report.of_answers)} were compared"
+    return VerdictLine(f"{compared}: {limits}.", not is_unknown)
 
 
 # --- where an implementation may be used
 
 
 def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
-    """The precisions at which the implementations may be used: one line for all groups with the
-    same words.
+    """The precisions at which implementations may be used, in sentences.
+
+    Groups with the same advice share a sentence.
+
+    compared: groups, each with one of the implementations that were compared in it.
     """
-    groups_of: dict[VerdictLine, list[Group]] = {}
+    groups_of_line: dict[VerdictLine, list[Group]] = {}
     for group, implementation in compared:
         line = _advice(group.series(implementation))
-        groups_of.setdefault(line, []).append(group)
-    for line, with_line in groups_of.items():
-        where = _capital(places(with_line))
+        groups_of_line.setdefault(line, []).append(group)
+    for line, with_same_advice in groups_of_line.items():
+        where = _capital(places(with_same_advice))
         yield line._replace(text=f"{where}, {line.text}")
 
 
 def _advice(all_series: Sequence[Series]) -> VerdictLine:
     """ "fused may be used at exact, fp32 states: ...  It may not be used at ...".
 
-    all_series: those of an implementation.
+    all_series: the series of one implementation, one for each precision.
     """
     name = all_series[0].implementation
-    doubts = {
-        series: _doubt(series, all_series) if series.within_budget else trouble_words(series)
-        for series in all_series
-    }
-    bad = [f"{series.precision}: {doubt}" for series, doubt in doubts.items() if doubt]
-    good = [series for series, doubt in doubts.items() if not doubt]
+    usable = []
+    doubts = []
+    for series in all_series:
+        doubt = _doubt(series, all_series) if series.within_budget else trouble_words(series)
+        if doubt:
+            doubts.append(f"{series.precision}: {doubt}")
+        else:
+            usable.append(series)
     words = []
-    if good:
-        layers = {case.layer for case in chain.from_iterable(series.cases for series in good)}
+    if usable:
+        layers = {case.layer for case in chain.from_iterable(series.cases for series in usable)}
         where = "every layer replayed" if len(layers) > 1 else "the layer replayed"
-        precisions = fmt.words(f"at {series.precision}" for series in good)
-        if not bad and len(good) > 4:
-            precisions = f"at each of its {len(good)} precisions"
+        precisions = fmt.words(f"at {series.precision}" for series in usable)
+        if not doubts and len(usable) > 4:
+            precisions = f"at each of its {len(usable)} precisions"
         words.append(f"{name} may be used {precisions}: it is within the error budget in {where}.")
-    if bad:
-        words.append(f"{'It' if good else name} may not be used at {'; '.join(bad)}.")
+    if doubts:
+        words.append(f"{'It' if usable else name} may not be used at {'; '.join(doubts)}.")
     return VerdictLine("  ".join(words), all(series.within_budget for series in all_series))
 
 
 def _doubt(series: Series, all_series: Sequence[Series]) -> str:
-    """Why a precision within its budget is not advised, by the model's answers, else by the
-    output's error; or "".
+    """Why a precision is not advised although it is within its budget; empty if it is advised.
+
+    The model's answers decide if they were compared, otherwise the error of the output does.
+
+    all_series: the series of the same implementation.
     """
     exact = [
         other
@@ -238,35 +250,41 @@ def _doubt(series: Series, all_series: Sequence[Series]) -> str:
     divergence, noise = _divergence(series)
     if divergence and noise:
         return _beyond_noise(divergence, noise)
-    errors = [other.pooled("vs_oracle") for other in (series, *exact)]
-    rms, *others = [error.rms_ratio if error else math.inf for error in errors]
-    least = min(others)
-    if errors[0] is None or not least or rms < _MUCH_WORSE * least:
+    error = series.pooled("vs_oracle")
+    exact_errors = filter(None, (other.pooled("vs_oracle") for other in exact))
+    least = min((exact_error.rms_ratio for exact_error in exact_errors), default=math.inf)
+    if error is None or not least or error.rms_ratio < _MUCH_WORSE * least:
         return ""
-    return f"its error is {rms / least:,.0f} times that of exact intermediates"
+    return f"its error is {error.rms_ratio / least:,.0f} times that of exact intermediates"
 
 
 # --- what to do
 
 
 def in_short(report: Report) -> tuple[VerdictLine, ...]:
-    """A sentence for whoever decides on a run: the gain at the longest prompt, whether answers
-    stay, and what to use; on a prefill the gain of the whole model.
+    """A sentence for the reader who has to decide; empty if the report allows no decision.
+
+    For a run it says the gain at the longest prompt, whether the model's answers stay the same, and
+    what to use; for a prefill the gain of the whole model; for decoded states the format to use.
     """
     longest = next(iter(groups(report)), None)
-    decision = states.advice(report)
+    decision: VerdictLine | None
     if report.kind == "run" and longest and longest.compared:
         decision = _decision(report, longest)
     elif report.kind == "prefill":
         decision = _of_prefill(report)
-    return (decision._replace(text=f"In short: {decision.text}."),) if decision else ()
+    else:
+        decision = states.advice(report)
+    if decision is None:
+        return ()
+    return (decision._replace(text=f"In short: {decision.text}."),)
 
 
 def _of_prefill(report: Report) -> VerdictLine | None:
-    """The gain in the longest prefill; None if `fused` was not timed beside its baseline."""
+    """The speedup of the longest prefill; None if `fused` was not timed beside its baseline."""
     timed = [case for case, _ in prefills(report) if case.implementation == GATED and case.call_us]
     case = max(timed, key=lambda case: case.seqlen, default=None)
-    if not (case and report.speedup(case)):
+    if case is None or report.speedup(case) is None:
         return None
     size = fmt.tokens(case.seqlen, case.batch)
     gain = _speedups(report, report.baseline, lambda over: report.speedup(case, over=over))
@@ -275,56 +293,60 @@ def _of_prefill(report: Report) -> VerdictLine | None:
 
 
 def _speedups(report: Report, baseline: str, speedup: Callable[[str], Estimate | None]) -> str:
-    """ "a speedup of 3.64x over unfused and 2.75x over fla": over the baseline and every library
-    that was timed beside it.  A baseline of ours may be slower than what users have, so where no
-    library was timed it is called ours.
+    """The speedups over the baseline and over every library that was timed: "a speedup of 3.64x
+    over unfused and 2.75x over fla".
 
-    speedup: that over an implementation.
+    A bundled baseline may be slower than what users have.  If no library was timed, the words say
+    that the baseline is bundled.
+
+    speedup: gives the speedup over an implementation, if there is one.
     """
     kinds = _timed_kinds(report)
     libraries = (name for name, kind in kinds.items() if kind == "library")
-    ratios = {name: speedup(name) for name in dict.fromkeys((baseline, *libraries))}
-    words = [f"{fmt.ratio(ratio.value)} over {name}" for name, ratio in ratios.items() if ratio]
-    ours = f", {OWN_BASELINE}" if kinds[baseline] == "bundled" and len(words) == 1 else ""
-    return f"a speedup of {fmt.words(words)}{ours}"
+    words = []
+    for name in dict.fromkeys((baseline, *libraries)):
+        if ratio := speedup(name):
+            words.append(f"{fmt.ratio(ratio.value)} over {name}")
+    is_alone = kinds[baseline] == "bundled" and len(words) == 1
+    remark = f", {OWN_BASELINE}" if is_alone else ""
+    return f"a speedup of {fmt.words(words)}{remark}"
 
 
 def _timed_kinds(report: Report) -> dict[str, str]:
-    """Implementation -> kind of its cases, of those with a time."""
+    """Implementation -> the kind of its cases, for implementations with a time."""
     return {case.implementation: case.kind for case in report.cases if case.time_us}
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
-    """What is not usable and why, then what is: the most accurate precision that is not clearly
-    slower than the fastest one.
-    """
+    """What is not usable and why, then what to use in a group of the report."""
     outcome = Outcome(report)
     if report.doubts:
         first = min(report.doubts).partition(":")[0].rstrip(".")
         return VerdictLine(f"explain the inputs first, which no model has: {first}", False)
-    if of_inputs := [case for case in outcome.failed if not exact_answer_is_finite(case)]:
-        first = f"explain {layer_words(of_inputs)} first, where the exact answer is not finite"
-        return VerdictLine(first, False)
+    if faults_of_inputs := [case for case in outcome.failed if not exact_answer_is_finite(case)]:
+        layers = layer_words(faults_of_inputs)
+        return VerdictLine(f"explain {layers} first, where the exact answer is not finite", False)
     faulty = dict.fromkeys(_faulty(report, outcome))
     if not (faulty or outcome.broken or outcome.passed):
         return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
     words = []
-    for (name, fault), same in grouped(faulty, lambda fault: fault[:2]).items():
-        precisions = [precision for *_, precision in same]
-        every = {case.precision for case in report.cases if case.implementation == name}
-        where = f" at {fmt.words(precisions)}" if set(precisions) < every else ""
+    for (name, fault), equal_faults in grouped(faulty, lambda row: row[:2]).items():
+        precisions = [precision for *_, precision in equal_faults]
+        all_precisions = {case.precision for case in report.cases if case.implementation == name}
+        where = f" at {fmt.words(precisions)}" if set(precisions) < all_precisions else ""
         words.append(f"{name} {fault}{where}")
     for verdict in outcome.broken:
         if not verdict.case:
             words.append(f"{verdict.condition} could judge no case")
     unusable = {(name, precision) for name, _, precision in faulty}
-    advised, good = _recommendation(group, unusable)
-    return VerdictLine("; ".join([*words, advised]), good and outcome.passed)
+    advised, is_good = _recommendation(group, unusable)
+    return VerdictLine("; ".join([*words, advised]), is_good and outcome.passed)
 
 
 def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, str, PrecisionName]]:
-    """Each implementation that failed, was refused or misses a limit, which of these, and the
-    precision.
+    """(implementation, fault, precision) for each case that is not usable.
+
+    The fault says that the case did not pass, or which limits it misses.
     """
     broken = grouped(outcome.broken, lambda verdict: verdict.case)
     for case in report.cases:
@@ -336,9 +358,9 @@ def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, str, Precis
 
 
 def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
-    """The most accurate precision that is not clearly slower than the fastest one.
+    """The precision to use: the most accurate one that is not clearly slower than the fastest one.
 
-    faulty: implementations and precisions that are not usable.
+    faulty: (implementation, precision) of those that are not usable.
     """
     usable = [series for series in _usable(group) if series.key not in faulty]
     where = f"{group.extent} {group.where}"
@@ -354,37 +376,38 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
         names = dict.fromkeys(series.implementation for series in usable)
         verb = "is" if len(names) == 1 else "are"
         precisions = fmt.words(dict.fromkeys(series.precision for series in usable))
-        at = f" at {precisions}" if faulty else ""
-        why = "on this GPU nothing was timed" if gpu else "without a GPU there is no speed"
-        words = f"{fmt.words(names)} {verb} accurate enough{at} for {where}; {why}"
+        at_precisions = f" at {precisions}" if faulty else ""
+        reason = "on this GPU nothing was timed" if gpu else "without a GPU there is no speed"
+        words = f"{fmt.words(names)} {verb} accurate enough{at_precisions} for {where}; {reason}"
         return VerdictLine(words)
-    least = min(series.us("device") for series in timed)
-    best = next(series for series in timed if series.us("device") <= _CLEARLY_SLOWER * least)
+    least_us = min(series.us("device") for series in timed)
+    # the series of an implementation are in the order of accuracy
+    best = next(series for series in timed if series.us("device") <= _CLEARLY_SLOWER * least_us)
     if best.verdict != "faster":
         return VerdictLine(
             f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
         )
-    whole = best.baseline_us or 0.0
-    less = f"{fmt.duration(whole - best.us('device'))} less of {fmt.duration(whole)}"
-    gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {less}"
-    times = _speedups(group.report, group.baseline, lambda name: best.speedup(over=name))
+    baseline_us = best.baseline_us or 0.0
+    saved = f"{fmt.duration(baseline_us - best.us('device'))} less of {fmt.duration(baseline_us)}"
+    gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {saved}"
+    speedups = _speedups(group.report, group.baseline, lambda name: best.speedup(over=name))
     answers = _answers_words(best)
-    return VerdictLine(f"{gain} for {where}, {times}; {answers}; use {best.precision}")
+    return VerdictLine(f"{gain} for {where}, {speedups}; {answers}; use {best.precision}")
 
 
 def _usable(group: Group) -> list[Series]:
-    """The series that are advised."""
+    """The series of a group whose precision is advised: see `_doubt`."""
     usable = []
     for name in group.compared:
         all_series = group.series(name)
         if name != "served":
-            within = (series for series in all_series if series.within_budget)
-            usable += [series for series in within if not _doubt(series, all_series)]
+            within_budget = (series for series in all_series if series.within_budget)
+            usable += [series for series in within_budget if not _doubt(series, all_series)]
     return usable
 
 
 def _answers_words(series: Series) -> str:
-    """Whether the model's answers stay as they are."""
+    """How much the model's answers change with this series, in words."""
     divergence, noise = _divergence(series)
     if not divergence:
         return "the model's answers were not compared"
@@ -394,7 +417,10 @@ def _answers_words(series: Series) -> str:
 
 
 def _beyond_noise(divergence: float, noise: float) -> str:
-    """How far the answers are beyond the model's noise; empty if they are within it."""
+    """How far answers are beyond the model's noise, in words; empty if they are within it.
+
+    divergence, noise: mean KL divergences in nats.
+    """
     if divergence <= _NOISE * noise:
         return ""
     times = f"{divergence / noise:,.1f} times"
@@ -402,15 +428,15 @@ def _beyond_noise(divergence: float, noise: float) -> str:
 
 
 def _divergence(series: Series) -> tuple[float, float]:
-    """The largest mean KL of the answers at this implementation and precision, and that of noise;
-    0: unknown.
+    """The largest mean KL divergence, in nats, of the answers of this implementation and precision,
+    and that of the model's noise.  A value that is not known is 0.
     """
     divergence = noise = 0.0
     for case in series.group.report.of_answers:
         if case.band and isinstance(case.task, Answers) and case.task.change:
             noise = max(noise, case.band.kl_mean)
-        names = case.implementation, case.precision
-        if case.band and case.is_gated and names == (series.implementation, series.precision):
+        is_of_series = (case.implementation, case.precision) == series.key
+        if case.band and case.is_gated and is_of_series:
             divergence = max(divergence, case.band.kl_mean)
     return divergence, noise
 
@@ -419,15 +445,15 @@ def _divergence(series: Series) -> tuple[float, float]:
 
 
 def caveats(report: Report) -> Iterator[str]:
-    """Caveats that follow from the results, and the report's own notes; the gravest first."""
+    """The caveats that follow from the results, the gravest first, and the report's notes."""
     yield from weaknesses(report)
     timed = any(case.time_us for case in report.of_calls)
     untimed = [
         case.name for case in report.of_calls if case.result == "passed" and not case.time_us
     ]
     if report.of_calls and not timed:
-        why = " in this run" if report.environment.gpu else ", because this machine has no GPU"
-        yield f"No speed: nothing was timed{why}."
+        where = " in this run" if report.environment.gpu else ", because this machine has no GPU"
+        yield f"No speed: nothing was timed{where}."
     elif untimed:
         cases = f"{fmt.plural(len(untimed), 'case')} passed and could not be timed"
         yield f"No time: {cases}: {shortened(untimed, _MOST_BROKEN)}."
@@ -449,30 +475,33 @@ def caveats(report: Report) -> Iterator[str]:
     yield from _of_baselines(report)
     yield from _of_libraries(report)
     yield from _equal_precisions(report.of_calls, timed)
-    for out in report.left_out:
-        who = f"{fmt.words(out.implementations)} of " if out.implementations else ""
-        yield f"{_capital(f'{who}{out.case_key}')} was left out: {out.reason}."
+    for left_out in report.left_out:
+        subject = left_out.case_key
+        if left_out.implementations:
+            subject = f"{fmt.words(left_out.implementations)} of {subject}"
+        yield f"{_capital(subject)} was left out: {left_out.reason}."
     yield from report.remarks
 
 
 def weaknesses(report: Report) -> list[str]:
-    """Caveats that weaken the verdict: inputs that no model has, and sequences of one chunk.
+    """The caveats that weaken the verdict: inputs that no model has, and sequences of one chunk.
 
-    Strange inputs of a server's calls are more likely a fault of the recording than of kernels or
-    of the server.
+    If a server recorded such inputs, the recording is more likely at fault than the kernels or the
+    server.
     """
-    recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
-    begin = "Suspect the recording before the kernels and the server: in" if recorded else "In"
-    suspicions = [
-        f"{begin} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
+    is_recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
+    start = "Suspect the recording before the kernels and the server: in" if is_recorded else "In"
+    doubts = [
+        f"{start} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
     ]
-    return [*suspicions, *_single_chunks(report)]
+    return [*doubts, *_single_chunks(report)]
 
 
 def _single_chunks(report: Report) -> Iterator[str]:
-    """A caveat on each group whose longest sequence is no longer than a chunk: "40 tokens are no
-    more than one chunk of 64 or 128: no state is passed on, so the dtype of the states is not
-    tested."
+    """A caveat on each group whose longest sequence is no longer than a chunk.
+
+    "40 tokens are no more than one chunk of 64 or 128: no state is passed on, so the dtype of the
+    states is not tested."
     """
     for group in groups(report):
         longest = _longest_from_zeros(group, report)
@@ -490,7 +519,11 @@ def _single_chunks(report: Report) -> Iterator[str]:
 
 
 def _longest_from_zeros(group: Group, report: Report) -> int | None:
-    """Tokens of the longest sequence of a group; None in a bench, and if it begins with a state."""
+    """The length of the longest sequence of a group.
+
+    None if the sequences begin with a state, so that the dtype of states matters for any length,
+    and in a bench.
+    """
     call = group.call
     if isinstance(group.cases[0].task, Generated):
         return None
@@ -498,49 +531,55 @@ def _longest_from_zeros(group: Group, report: Report) -> int | None:
         return group.seqlen
     if call.kind != "packed":
         return None
-    # without lengths the most there can be: sequences of such a recording may begin with states
-    lengths = [max(prompt.serving.packed, default=0) for prompt in report.prompts]
-    return max(lengths, default=0) or LONGEST_SEQLEN
+    lengths = list(chain.from_iterable(prompt.serving.packed for prompt in report.prompts))
+    # the calls of a recording have no lengths here, and their sequences may begin with states
+    return max(lengths, default=LONGEST_SEQLEN)
 
 
 def _of_baselines(report: Report) -> Iterator[str]:
-    """A caveat on each precision of a baseline outside its budget, with the errors where it is
-    largest.
+    """A caveat on each precision at which a baseline is outside its error budget.
+
+    It names the baseline's worst case, and the errors of the implementations that are compared with
+    this case.
     """
     for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
         worst = max(cases, key=_rms)
-        baseline_key = worst.case_key, worst.implementation
-        rated = [
-            case for case in report.cases if case.rated_against == baseline_key and case.accuracy
+        worst_key = worst.case_key, worst.implementation
+        compared = [
+            case for case in report.cases if case.rated_against == worst_key and case.accuracy
         ]
-        # the last case of an implementation stays in `errors`: those of this precision come last
-        rated.sort(key=lambda case: case.precision == worst.precision)
-        errors = {case.implementation: fmt.small(_rms(case)) for case in rated}
-        rated_at = "".join(f", of {name} {error}" for name, error in errors.items())
+        # Each implementation has one error.  That of its last case counts, so the cases at the
+        # precision of the baseline come last.
+        compared.sort(key=lambda case: case.precision == worst.precision)
+        errors = {case.implementation: fmt.small(_rms(case)) for case in compared}
+        other_errors = "".join(f", of {name} {error}" for name, error in errors.items())
         timed = ", but timed" if worst.time_us else ""
-        where = f"{label} in {worst.case_key} (rms error {fmt.small(_rms(worst))}{rated_at})"
+        where = f"{label} in {worst.case_key} (rms error {fmt.small(_rms(worst))}{other_errors})"
         yield f"The baseline is outside its error budget{timed}: {where}."
 
 
 def _rms(case: Case) -> float:
+    """The relative RMS error of a case's output; infinite if it is not known."""
     if case.error is None or case.error.rms_ratio is None:
         return math.inf
     return case.error.rms_ratio
 
 
 def _of_libraries(report: Report) -> Iterator[str]:
-    """Libraries that were not compared, not timed, or timed although they are inaccurate."""
+    """The caveats on libraries that were not compared, were not timed, or were timed although they
+    are inaccurate.
+    """
     yield from (f"Not compared: {reason}" for reason in report.absent)
     libraries = [
         case
         for case in report.cases
         if case.kind == "library" and (case.baseline or isinstance(case.task, Generated))
     ]
-    # named ones that failed are among the failures of the run
-    troubles = (
+    # libraries that the user named and that failed are among the failures of the run
+    not_passed = (
         case for case in libraries if case.result != "passed" and not (case.named and case.failed)
     )
-    by_reason = grouped(troubles, lambda case: (case.implementation, case.why))
+    by_reason = grouped(not_passed, lambda case: (case.implementation, case.why))
     for (_, reason), cases in by_reason.items():
         yield f"Without a time: {case_words(cases)}: {reason.rstrip('.')}."
     outside = [case for case in libraries if case.result == "passed" and case.outside_budget]
@@ -552,20 +591,23 @@ def _of_libraries(report: Report) -> Iterator[str]:
 
 
 def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
-    """The precisions of an implementation that give the same bits as another one, from the plans of
-    its cases.
+    """A caveat on each precision with which an implementation computes the same bits as with other
+    precisions, according to the plans of its cases.
+
+    timed: whether any case has a time.
     """
-    equal: dict[tuple[str, str], set[PrecisionName]] = {}
+    # (implementation, precision) -> the precisions that give the same bits
+    same_bits: dict[tuple[str, str], set[PrecisionName]] = {}
     for case in cases:
         for part in case.plan.split("; "):
             if part.startswith(_SAME_AS):
                 key = case.implementation, part.removeprefix(_SAME_AS)
-                equal.setdefault(key, set()).add(case.precision)
-    for (name, other), precisions in equal.items():
-        which = "; ".join(sorted(precisions, key=PRECISIONS.index))
-        same = "its outputs and its times are the same" if timed else "its outputs are the same"
+                same_bits.setdefault(key, set()).add(case.precision)
+    equal = "its outputs and its times are the same" if timed else "its outputs are the same"
+    for (name, other), precisions in same_bits.items():
+        computed = "; ".join(sorted(precisions, key=PRECISIONS.index))
         yield (
-            f"{name} computes {which} as {other}: {same}.  Their rows differ where each is "
+            f"{name} computes {computed} as {other}: {equal}.  Their rows differ where each is "
             "compared with the baseline at its own state dtype."
         )
 
@@ -574,29 +616,30 @@ def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
 
 
 def case_words(cases: Iterable[Case]) -> str:
-    """ "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ..." """
+    """Cases with their results: "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ..."."""
 
-    def name(case: Case) -> str:
+    def words(case: Case) -> str:
         result = "" if case.result == "refused" else f" {_result_words(case)}"
         return f"{case.implementation} ({case.precision}){result}"
 
-    named = grouped(cases, name)
-    return "; ".join(f"{which} in {layer_words(equal)}" for which, equal in named.items())
+    by_words = grouped(cases, words)
+    return "; ".join(f"{words} in {layer_words(equal)}" for words, equal in by_words.items())
 
 
 def trouble_words(series: Series) -> str:
     """The reason why a series did not pass: "not finite in layer 9"."""
-    wrong = [case for case in series.cases if case.result != "passed" or case.outside_budget]
-    reasons = grouped(wrong, _trouble)
-    return fmt.words(f"{why} in {layer_words(cases)}" for why, cases in reasons.items())
+    not_passed = [case for case in series.cases if case.result != "passed" or case.outside_budget]
+    by_reason = grouped(not_passed, _trouble)
+    return fmt.words(f"{reason} in {layer_words(cases)}" for reason, cases in by_reason.items())
 
 
 def _trouble(case: Case) -> str:
+    """The reason why a case did not pass, in words."""
     return "outside the error budget" if case.result == "passed" else _result_words(case)
 
 
 def _result_words(case: Case) -> str:
-    """Distinguishes cases whose exact answer is not finite either."""
+    """The result of a case that did not pass; also says if the exact answer is not finite."""
     if not exact_answer_is_finite(case):
         return "without a finite exact answer"
     return "not finite" if case.result == "nonfinite" else case.result

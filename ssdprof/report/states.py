@@ -1,9 +1,12 @@
-"""How long states keep their digits: what each format costs and loses, by layer, by memory of the
-heads and by step.
+"""The tables of states of decoded tokens: how much accuracy each format of the states loses.
+
+A model is decoded token by token with its states rounded to a format after each step.  The tables
+show the memory that a format takes and the errors that it causes: in all layers, in the heads of
+similar memory, and step by step.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ssdprof.core import statistics
@@ -15,10 +18,10 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.report.table import Section, Table, TableRow, VerdictLine, section, strings, table
 
 SLOTS = 256  # sequences in the pools whose sizes are shown
-TITLE = "States of decoded tokens"  # of a section
-_FLAT = 0.1  # exponent of the step, up to which an error stays
-_MAY_GROW = {"grows": "still grows", "unclear": "may still grow"}  # trends
-_DETAILED = 2  # formats whose losses are in the sentence
+TITLE = "States of decoded tokens"  # of the section
+_FLAT = 0.1  # an error that grows as step^p stays the same if |p| is at most this
+_MAY_GROW = {"grows": "still grows", "unclear": "may still grow"}  # trend -> words of the advice
+_DETAILED = 2  # formats whose losses the advice describes; it only names further ones
 _READING = (
     "Errors: rms of the difference from fp64 over rms of fp64, of the worst head: of the state "
     "after the last step, of the output in the steps since the mark before.  Lost: heads whose "
@@ -32,7 +35,10 @@ _READING = (
 
 
 class HeadStates(NamedTuple):
-    """Heads of a layer whose states were kept in one format."""
+    """Some heads of a layer, with their states in one format.
+
+    case, task: of that layer and format.  heads: the indices of the heads.
+    """
 
     case: Case
     task: DecodedStates
@@ -40,11 +46,12 @@ class HeadStates(NamedTuple):
 
     @property
     def lost(self) -> list[int]:
-        """The step at which each lost head was lost."""
-        return [step for head in self.heads if (step := self.task.lost[head]) is not None]
+        """The number of tokens after which each lost head was lost."""
+        lost_after = (self.task.lost[head] for head in self.heads)
+        return [step for step in lost_after if step is not None]
 
     def worst(self, errors: StateErrors) -> list[float]:
-        """The largest error of its heads at each mark; infinite if one is not known."""
+        """The largest error of the heads at each mark; infinite if an error is not known."""
         return [worst(of_mark[head] for head in self.heads) for of_mark in errors]
 
     @property
@@ -57,7 +64,7 @@ class HeadStates(NamedTuple):
 
 
 def by_format(cases: Iterable[Case]) -> dict[str, list[HeadStates]]:
-    """Format -> all heads of each layer."""
+    """Format of the states -> all heads of each layer."""
     layers = [
         HeadStates(case, case.task, range(len(case.task.memories)))
         for case in cases
@@ -67,13 +74,13 @@ def by_format(cases: Iterable[Case]) -> dict[str, list[HeadStates]]:
 
 
 def by_size(report: Report) -> dict[str, list[Case]]:
-    """ "4,096 tokens, decoded" -> its cases, the longest first."""
+    """Size, such as "4,096 tokens, decoded" -> its cases.  The longest size is first."""
     cases = sorted(report.of_states, key=lambda case: -case.seqlen)
     return grouped(cases, lambda case: f"{case.size}, {case.where.rpartition(', ')[2]}")
 
 
 def by_layer(report: Report) -> dict[str, list[Case]]:
-    """ "layer 3, decoded, 4,096 tokens" -> its cases."""
+    """Layer and size, such as "layer 3, decoded, 4,096 tokens" -> its cases, one a format."""
     return grouped(report.of_states, lambda case: case.case_key)
 
 
@@ -81,7 +88,7 @@ def by_layer(report: Report) -> dict[str, list[Case]]:
 
 
 def overviews(report: Report) -> list[Table]:
-    """Tables of all formats over all layers, one for each size."""
+    """A table for each size, with a row for each format over all layers."""
     tables = []
     for size, cases in by_size(report).items():
         layer_count = len({case.case_key for case in cases})
@@ -95,7 +102,9 @@ def overviews(report: Report) -> list[Table]:
 
 
 def sections(report: Report) -> Iterator[Section]:
-    """The formats, then the heads of each layer by memory, then their errors step by step."""
+    """The sections: all layers together, then each layer with its heads by memory and its errors
+    step by step.
+    """
     yield section(TITLE, *overviews(report), reading=_READING)
     for layer, cases in by_layer(report).items():
         tables = [_of_memories(cases), steps(cases, "state"), steps(cases, "output")]
@@ -103,7 +112,10 @@ def sections(report: Report) -> Iterator[Section]:
 
 
 def _of_memories(cases: Sequence[Case]) -> Table:
-    """A row for each format and the heads that forget within the same time."""
+    """A row for each format and each kind of heads, by the time within which they forget.
+
+    cases: of one layer, one for each format.
+    """
     rows = []
     for name, (layer,) in by_format(cases).items():
         memories = layer.task.memories
@@ -116,7 +128,7 @@ def _of_memories(cases: Sequence[Case]) -> Table:
 
 
 def _row(layers: Sequence[HeadStates]) -> TableRow:
-    """What a format loses, and its errors in the worst head."""
+    """The number of heads that a format loses, and the errors of the worst head."""
     lost = [step for layer in layers for step in layer.lost]
     heads = sum(len(layer.heads) for layer in layers)
     power = _power(layers)
@@ -131,20 +143,27 @@ def _row(layers: Sequence[HeadStates]) -> TableRow:
 
 
 def steps(cases: Sequence[Case], which: str) -> Table:
-    """The error of a layer's state or output in its worst head, step by step."""
-    lines = errors_by_step(cases, which)
-    cells = [map(fmt.count, marks(cases)), *(map(fmt.small, line) for line in lines.values())]
-    rows = zip(*cells, strict=True) if lines else ()
-    return strings(f"Error of the {which}, worst head", ("tokens", *lines), rows, ())
+    """The errors of the worst head of a layer: a row for each mark, a column for each format.
+
+    which: "state" or "output".
+    """
+    errors = errors_by_step(cases, which)
+    columns = [map(fmt.count, marks(cases))]
+    columns += [map(fmt.small, of_format) for of_format in errors.values()]
+    rows = zip(*columns, strict=True) if errors else ()
+    return strings(f"Error of the {which}, worst head", ("tokens", *errors), rows, ())
 
 
 def marks(cases: Sequence[Case]) -> Sequence[int]:
-    """The numbers of tokens after which errors were measured, equal in all cases."""
+    """The numbers of tokens after which errors were measured, which are equal in all cases."""
     return next(case.task.marks for case in cases if isinstance(case.task, DecodedStates))
 
 
 def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
-    """Format -> the largest error of a head at each mark."""
+    """Format -> the error of the worst head at each mark.
+
+    cases: of one layer.  which: "state" or "output".
+    """
     return {
         name: layer.state_errors if which == "state" else layer.out_errors
         for name, (layer,) in by_format(cases).items()
@@ -155,36 +174,45 @@ def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
 
 
 def losses(cases: Iterable[Case]) -> int:
-    """The number of heads that the formats lose, together."""
+    """The number of heads that are lost, summed over formats and layers."""
     return sum(len(layer.lost) for layers in by_format(cases).values() for layer in layers)
 
 
 def _last_error(layers: Iterable[HeadStates]) -> float:
+    """The largest error of a state after the last step."""
     return max(layer.state_errors[-1] for layer in layers)
 
 
 def _pool_bytes(layers: Iterable[HeadStates]) -> int | None:
-    """The bytes of the states in a pool of `SLOTS` slots; None for a user's format."""
+    """The bytes of the states of `SLOTS` sequences.
+
+    None if they are not known, as for a format of the user.
+    """
     sizes = [layer.task.slot_bytes for layer in layers]
     return None if None in sizes else SLOTS * sum(filter(None, sizes))
 
 
 def _power(layers: Sequence[HeadStates]) -> Estimate | None:
-    """The power of the step with which the state error of the worst head grows; None if there are
-    too few steps, or an error is 0 or not finite.
+    """The exponent p if the state error of the worst head grows as step^p.
+
+    It is fitted to the marks from the square root of the last one on.  None if there are too few
+    marks, or if an error is 0 or not finite.
     """
     marks = layers[0].task.marks
-    later = []
-    lines = zip(*(layer.state_errors for layer in layers), strict=True)
-    for mark, errors in zip(marks, lines, strict=True):
+    errors_of_layers = [layer.state_errors for layer in layers]
+    late_marks = []
+    late_errors = []
+    for number, mark in enumerate(marks):
         if mark**2 >= marks[-1]:
-            later.append((mark, max(errors)))
-    if not all(0 < error < math.inf for _, error in later):
+            late_marks.append(mark)
+            late_errors.append(max(errors[number] for errors in errors_of_layers))
+    if not all(0 < error < math.inf for error in late_errors):
         return None
-    return statistics.exponent(*zip(*later, strict=True))
+    return statistics.exponent(late_marks, late_errors)
 
 
 def _trend(power: Estimate | None) -> str:
+    """The word for the growth of an error.  power: the exponent of the step."""
     if power is None:
         return fmt.MISSING
     if power.low > _FLAT:
@@ -198,34 +226,44 @@ def _trend(power: Estimate | None) -> str:
 
 
 def advice(report: Report) -> VerdictLine | None:
-    """The smallest pool that keeps every head of the most tokens, and what other formats lose."""
-    for cases in by_size(report).values():
-        if not (formats := by_format(cases)):
-            continue
-        errors = {name: _last_error(layers) for name, layers in formats.items()}
-        pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
-        losers = [name for name, layers in formats.items() if any(each.lost for each in layers)]
-        kept = [name for name in formats if name not in losers]
-        words = [f"no format keeps every head of {cases[0].size}"]
-        if kept:
-            best = min(kept, key=lambda name: (pools[name], errors[name]))
-            out_error = fmt.small(max(layer.out_errors[-1] for layer in formats[best]))
-            words = [
-                f"keep states in {best} or better, which keeps every head of {cases[0].size}, at "
-                f"an output error of {out_error}"
-            ]
-            trend = _trend(_power(formats[best]))
-            if trend in _MAY_GROW:
-                words.append(f"its error {_MAY_GROW[trend]}, so try a longer --seq")
-        losers.sort(key=errors.__getitem__)
-        words += [_loss(name, formats[name]) for name in losers[:_DETAILED]]
-        words += [f"{name} loses heads, too" for name in losers[_DETAILED:]]
-        return VerdictLine("; ".join(words), bool(kept))
+    """Which format to take at the largest size, and what the other formats lose.
+
+    The advised format takes the least memory of those that lose no head.  None if nothing ran.
+    """
+    sizes = ((cases[0].size, by_format(cases)) for cases in by_size(report).values())
+    for size, formats in sizes:
+        if formats:
+            return _advice(size, formats)
     return None
 
 
+def _advice(size: str, formats: Mapping[str, Sequence[HeadStates]]) -> VerdictLine:
+    """The advice for one size.  formats: format -> all heads of each layer."""
+    errors = {name: _last_error(layers) for name, layers in formats.items()}
+    pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
+    lossy = [name for name, layers in formats.items() if any(layer.lost for layer in layers)]
+    lossless = [name for name in formats if name not in lossy]
+    words = [f"no format keeps every head of {size}"]
+    if lossless:
+        best = min(lossless, key=lambda name: (pools[name], errors[name]))
+        out_error = fmt.small(max(layer.out_errors[-1] for layer in formats[best]))
+        words = [
+            f"keep states in {best} or better, which keeps every head of {size}, at "
+            f"an output error of {out_error}"
+        ]
+        trend = _trend(_power(formats[best]))
+        if trend in _MAY_GROW:
+            words.append(f"its error {_MAY_GROW[trend]}, so try a longer --seq")
+    lossy.sort(key=errors.__getitem__)
+    words += [_loss(name, formats[name]) for name in lossy[:_DETAILED]]
+    words += [f"{name} loses heads, too" for name in lossy[_DETAILED:]]
+    return VerdictLine("; ".join(words), bool(lossless))
+
+
 def _loss(name: str, layers: Sequence[HeadStates]) -> str:
-    """ "bf16 loses 3 of 32 heads of layer 7 after 512 tokens", of the layer that loses the most."""
+    """The loss of a format in the layer that loses the most heads: "bf16 loses 3 of 32 heads of
+    layer 7 after 512 tokens".
+    """
     most = max(layers, key=lambda layer: len(layer.lost))
     where = most.case.where.rpartition(", ")[0]
     heads = f"{len(most.lost):,} of {fmt.plural(len(most.heads), 'head')} of {where}"

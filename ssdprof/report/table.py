@@ -1,6 +1,8 @@
-"""The data of a document and its tables, which renderers draw without changing the contents.
+"""A report as data: a document of sections, and their tables.
 
-A row names its cells by their headings: {"device\ntime": "1.93 ms"}.  `table` lays rows out.
+The renderers (terminal, HTML, Markdown) decide how the data looks and never change it.  The code
+that fills a table writes each row as a dictionary of headings and cells, such as
+{"device\ntime": "1.93 ms"}; `table` puts these rows into columns.
 """
 
 from __future__ import annotations
@@ -12,21 +14,25 @@ from typing import Any, Literal, NamedTuple
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 
-PRECISION = "intermediates,\nstates"  # the heading of precisions, in every table
+PRECISION = "intermediates,\nstates"  # the heading of the precision's column in every table
 Align = Literal["left", "right"]
 Cells = tuple[str, ...]
 TableRow = dict[str, str]  # heading -> cell
+# cells that renderers colour green and red
 _GOOD = ("faster", "passed", "yes", "ok")
 _BAD = ("missing", "slower", "inaccurate", "nonfinite", "failed", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Strings in rows; a renderer draws them.
+    """A table of strings, which a renderer draws.
 
-    keys: number of leading columns that identify a row; they are repeated if a wide table is split.
-    wraps: index of the column whose text may run over several lines.
-    A header may hold line breaks.
+    headers: one for each column; a header may contain line breaks.
+    align: the alignment of each column.
+    note: a sentence that is shown below the table.
+    keys: the number of leading columns that identify a row.  A table that is too wide is split into
+        parts, and each part repeats these columns.
+    wraps: the index of the column whose text may run over several lines; None if no text may.
     """
 
     title: str
@@ -38,29 +44,30 @@ class Table:
     wraps: int | None = None
 
     def __bool__(self) -> bool:
-        """Whether it has rows: sections leave out a table without any."""
+        """Whether the table has rows.  Sections leave out an empty table."""
         return bool(self.rows)
 
     def only(self, columns: Iterable[int]) -> Table:
         """The table with these columns alone."""
-        kept = tuple(columns)
-        headers, *rows = (
-            tuple(cells[column] for column in kept) for cells in (self.headers, *self.rows)
+        chosen = tuple(columns)
+        return replace(
+            self,
+            headers=tuple(self.headers[column] for column in chosen),
+            rows=tuple(tuple(row[column] for column in chosen) for row in self.rows),
+            align=tuple(self.align[column] for column in chosen),
+            wraps=chosen.index(self.wraps) if self.wraps in chosen else None,
         )
-        align = tuple(self.align[column] for column in kept)
-        wraps = kept.index(self.wraps) if self.wraps in kept else None
-        return replace(self, headers=headers, rows=tuple(rows), align=align, wraps=wraps)
 
     def without(self, header: str) -> Table:
-        return self.only(column for column, own in enumerate(self.headers) if own != header)
+        return self.only(column for column, name in enumerate(self.headers) if name != header)
 
     def without_empty_columns(self) -> Table:
-        return self.only(self.full())
+        return self.only(self.filled_columns())
 
-    def full(self) -> list[int]:
-        """The columns that are not empty."""
+    def filled_columns(self) -> list[int]:
+        """The indices of the columns in which at least one row has a value."""
         columns = enumerate(zip(*self.rows, strict=True))
-        return [number for number, cells in columns if any(map(is_filled, cells))]
+        return [column for column, cells in columns if any(map(is_filled, cells))]
 
 
 def is_filled(cell: str) -> bool:
@@ -76,19 +83,23 @@ def table(
     wraps: str = "",
     note: str = "",
 ) -> Table:
-    """A table of rows.
+    """A table of rows that name their cells.
 
-    The row with the most cells has all headings in their order; a dash is where another row lacks
-    one.  words: headings of columns of text, which begin at the left; numbers end at the right.
-    wraps: the heading of a text that may run over several lines.
+    The row with the most cells decides which columns there are and in which order.  A row that
+    lacks one of them has a dash there.
+
+    words: headings of the columns of text, which are aligned to the left.  All other columns are
+        numbers, which are aligned to the right.
+    keys, note: as in `Table`.
+    wraps: the heading of the column whose text may run over several lines; empty if none may.
     """
-    listed = list(rows)
-    fullest: TableRow = max(listed, key=len, default={})
+    all_rows = list(rows)
+    fullest: TableRow = max(all_rows, key=len, default={})
     headings = list(fullest)
     texts = [column for column, heading in enumerate(headings) if heading in words]
-    cells = [tuple(row.get(heading, fmt.MISSING) for heading in headings) for row in listed]
-    column = headings.index(wraps) if wraps in headings else None
-    return strings(title, headings, cells, texts, keys=keys, wraps=column, note=note)
+    cells = [tuple(row.get(heading, fmt.MISSING) for heading in headings) for row in all_rows]
+    wrapped = headings.index(wraps) if wraps in headings else None
+    return strings(title, headings, cells, texts, keys=keys, wraps=wrapped, note=note)
 
 
 def strings(
@@ -98,9 +109,10 @@ def strings(
     texts: Container[int] = (0,),
     **fields: Any,
 ) -> Table:
-    """A table of columns whose headers may be equal.
+    """A table of rows that are tuples of cells, for columns whose headers may be equal.
 
-    texts: the numbers of the columns of text.  fields: others of a table.
+    texts: the indices of the columns of text, which are aligned to the left.
+    fields: further fields of `Table`.
     """
     align: list[Align] = ["left" if column in texts else "right" for column in range(len(headers))]
     return Table(
@@ -109,28 +121,25 @@ def strings(
 
 
 def tone(cell: str) -> str:
-    """ "good", "bad" or none: for its colour."""
+    """How a renderer colours a cell: "good", "bad", or "" for no colour."""
     if cell.startswith("NO") or cell in _BAD:
         return "bad"
     return "good" if cell in _GOOD else ""
 
 
 def fold_precisions(rows: Iterable[TableRow]) -> list[TableRow]:
-    """Rows that differ only in their precision become one: "exact, fp32/fp16; relaxed, bf16", or
-    "all 6 precisions" if no row with the same cells before the precision has another one.
+    """The rows, with those that differ only in their precision merged into one.
+
+    The cell of a merged row lists its precisions: "exact, fp32/fp16; relaxed, bf16".  It says "all
+    6 precisions" if the merged rows are all rows that have the same cells before the precision.
     """
-    unfolded = list(rows)
-
-    def before(row: TableRow) -> Cells:
-        cells = tuple(row.values())
-        return cells[: list(row).index(PRECISION)]
-
-    known = grouped(unfolded, before)
+    all_rows = list(rows)
+    same_subject = grouped(all_rows, _cells_before_precision)
     folded = []
-    for equal in grouped(unfolded, _other_cells).values():
+    for equal in grouped(all_rows, _other_cells).values():
         precisions = [row[PRECISION] for row in equal]
-        every = {row[PRECISION] for row in known[before(equal[0])]}
-        if len(precisions) > 1 and set(precisions) == every:
+        of_subject = {row[PRECISION] for row in same_subject[_cells_before_precision(equal[0])]}
+        if len(precisions) > 1 and set(precisions) == of_subject:
             words = f"all {len(precisions)} precisions"
         else:
             words = _precision_words(precisions)
@@ -138,42 +147,51 @@ def fold_precisions(rows: Iterable[TableRow]) -> list[TableRow]:
     return folded
 
 
+def _cells_before_precision(row: TableRow) -> Cells:
+    """The cells on the left of the precision, which say what the row is about."""
+    cells = tuple(row.values())
+    return cells[: list(row).index(PRECISION)]
+
+
 def _other_cells(row: TableRow) -> tuple[tuple[str, str], ...]:
-    return tuple(item for item in row.items() if item[0] != PRECISION)
+    """All cells except the precision, with their headings."""
+    return tuple((heading, cell) for heading, cell in row.items() if heading != PRECISION)
 
 
 def _precision_words(precisions: Iterable[str]) -> str:
-    """The states of each kind of intermediates: "exact, fp32/fp16; relaxed, bf16"."""
-    states: dict[str, list[str]] = {}
+    """Precisions grouped by their intermediates: "exact, fp32/fp16; relaxed, bf16"."""
+    state_dtypes: dict[str, list[str]] = {}
     for precision in filter(None, precisions):
-        intermediates, _, dtype = precision.partition(", ")
-        states.setdefault(intermediates, []).append(dtype)
-    return "; ".join(f"{kind}, {'/'.join(dtypes)}" for kind, dtypes in states.items())
+        intermediates, _, state_dtype = precision.partition(", ")
+        state_dtypes.setdefault(intermediates, []).append(state_dtype)
+    return "; ".join(f"{kind}, {'/'.join(dtypes)}" for kind, dtypes in state_dtypes.items())
 
 
 def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and values; those without a value are left out."""
-    return strings(title, headers, (row for row in rows if row[1]), (0, 1), wraps=1)
+    """A table of names and values.  Names without a value are left out."""
+    with_value = ((name, value) for name, value in rows if value)
+    return strings(title, headers, with_value, (0, 1), wraps=1)
 
 
 class VerdictLine(NamedTuple):
-    """A sentence of the verdict.  good: it says nothing bad."""
+    """A sentence of the verdict.  good: whether the sentence is good news, or at least no bad."""
 
     text: str
     good: bool = True
 
 
-# a text explains the table above it, a tuple is a list of sentences
+# A block of a section: a table, a text that explains the table above it, or a list of sentences.
 Content = Table | str | tuple[str, ...]
-Picture = tuple[str, str, Table]  # title, SVG, its numbers
+Picture = tuple[str, str, Table]  # its title, the SVG, and the plotted numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A section of a document.
 
-    folded: it is a detail, which a page folds.  On a page, pictures: before the blocks; level: of
-    its heading.
+    folded: whether the section is a detail, which an HTML page shows only on request.
+    pictures: shown before the blocks, on an HTML page only.
+    level: the level of the section's heading on an HTML page.
     """
 
     title: str
@@ -184,8 +202,9 @@ class Section:
 
 
 def section(title: str, *blocks: Content, reading: str = "", folded: bool = False) -> Section:
-    """A section of the blocks that are not empty.  reading: explains the blocks, if there are
-    any.
+    """A section of the blocks that are not empty.
+
+    reading: a text after the blocks that explains them; left out if all blocks are empty.
     """
     contents = tuple(block for block in blocks if block)
     if contents and reading:
@@ -195,13 +214,14 @@ def section(title: str, *blocks: Content, reading: str = "", folded: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A report as it is shown, on any medium.
+    """A report as every renderer shows it.
 
-    origin: (label, value) pairs shown before all numbers.  Sections without blocks are left out.
+    origin: (label, value) pairs, shown before all numbers.
+    sections: those without blocks are dropped on construction.
     """
 
     title: str
-    version: str = ""  # of ssdprof
+    version: str = ""  # of ssdprof; empty where the output does not name it
     origin: tuple[tuple[str, str], ...] = ()
     verdict: tuple[VerdictLine, ...] = ()
     caveats: tuple[str, ...] = ()
@@ -212,8 +232,12 @@ class Document:
         object.__setattr__(self, "sections", filled)
 
 
-def shortened(items: Sequence[str], most: int) -> str:
-    """ "a; b; and 3 cases more"."""
-    more = len(items) - most
-    rest = [f"and {fmt.plural(more, 'case')} more"] if more > 0 else []
-    return "; ".join([*items[:most], *rest])
+def shortened(cases: Sequence[str], most: int) -> str:
+    """The first `most` of a list of cases, and the number of the others: "a; b; and 3 cases
+    more".
+    """
+    shown = list(cases[:most])
+    left_out = len(cases) - len(shown)
+    if left_out:
+        shown.append(f"and {fmt.plural(left_out, 'case')} more")
+    return "; ".join(shown)

@@ -1,4 +1,7 @@
-"""The report on a terminal.  Tables that are wider than it are split, never cut."""
+"""A document on a terminal.
+
+A table that is wider than the terminal is split into parts, so that no cell is cut.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,17 +16,18 @@ from ssdprof.core.words import MISSING
 from ssdprof.report.table import Document, Section, Table, VerdictLine, tone
 
 _GAP = 2  # blanks between columns: one of padding, one of the box
-_LEAST_WRAPPED = 30  # least width of a text column, if possible
-_STYLES = {"good": "green", "bad": "red", "": ""}
+_LEAST_WRAPPED = 30  # the width to which a column of text may be wrapped
+_STYLES = {"good": "green", "bad": "red", "": ""}  # of cells, by their tone
 
 
 def render(document: Document) -> RenderableType:
-    """The whole document; the verdict stands before and after its tables."""
+    """The whole document.  The verdict is shown before the tables and again after them."""
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
         *map(verdict, document.verdict),
     ]
-    parts += [origin(document.origin)] if document.origin else []
+    if document.origin:
+        parts.append(origin(document.origin))
     if document.caveats:
         parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
     for section in document.sections:
@@ -40,7 +44,7 @@ def verdict(line: VerdictLine) -> RenderableType:
 
 
 def bullet(text: str) -> RenderableType:
-    """A list item; further lines are indented."""
+    """An item of a list.  Lines after the first one are indented."""
     grid = RichTable.grid(padding=(0, 1, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -50,21 +54,23 @@ def bullet(text: str) -> RenderableType:
 
 @dataclass(frozen=True)
 class SplitTable:
-    """A table, in several parts with the key columns if the console is too narrow."""
+    """A table that rich can print.
+
+    On a console that is too narrow it has several parts, each of which repeats the key columns.
+    """
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The title, the parts, the note."""
+        """The title, the parts with empty lines between them, and the note."""
         if self.table.title:
             yield Text(self.table.title, style="bold")
-        parts = [self.table.only(block) for block in _blocks(self.table, options.max_width)]
+        parts = [self.table.only(columns) for columns in _split(self.table, options.max_width)]
         for number, part in enumerate(parts):
             if number:
                 yield ""
-            yield _drawn(
-                part, is_part=len(parts) > 1, squeezed=_taken(_widths(part)) > options.max_width
-            )
+            is_too_wide = _total_width(_widths(part)) > options.max_width
+            yield _drawn(part, is_part=len(parts) > 1, squeezed=is_too_wide)
         if self.table.note:
             yield Text(self.table.note, style="dim")
 
@@ -83,18 +89,19 @@ def _section(section: Section) -> Iterator[RenderableType]:
 
 
 def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
-    """A table as rich draws it.
+    """A table of rich.
 
-    is_part: the table is a part of a wider one, and rows without a value in this part are left
-    out.  squeezed: every column may wrap.
+    is_part: whether the table is a part of a wider one.  Rows that have no value in this part are
+        left out.
+    squeezed: whether every column may wrap, because even this part is too wide.
     """
     rendered = RichTable(
         box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False
     )
     for column, (header, align) in enumerate(zip(table.headers, table.align, strict=True)):
-        rigid = column != table.wraps and not squeezed
+        no_wrap = column != table.wraps and not squeezed
         rendered.add_column(
-            Text(header), justify=align, no_wrap=rigid, overflow="fold", vertical="top"
+            Text(header), justify=align, no_wrap=no_wrap, overflow="fold", vertical="top"
         )
     for row in table.rows:
         if not is_part or any(cell != MISSING for cell in row[table.keys :]):
@@ -102,32 +109,39 @@ def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
     return rendered
 
 
-def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
-    """Columns of each part that fits, the keys first.  A split table loses empty columns."""
+def _split(table: Table, width: int) -> list[tuple[int, ...]]:
+    """The columns of each part of a table that fits into `width` characters.
+
+    A table that fits is its only part.  Otherwise each part begins with the key columns, and empty
+    columns are left out.
+    """
     widths = _widths(table)
     keys = range(table.keys)
-    if _taken(widths) <= width:
+    if _total_width(widths) <= width:
         return [tuple(range(len(widths)))]
     room = width - sum(widths[key] + _GAP for key in keys)
     parts: list[list[int]] = [[]]
-    for column in table.full():
+    for column in table.filled_columns():
         if column < table.keys:
             continue
-        if parts[-1] and _taken(widths[each] for each in (*parts[-1], column)) > room:
-            parts.append([])
-        parts[-1].append(column)
+        widened = [*parts[-1], column]
+        if parts[-1] and _total_width(widths[number] for number in widened) > room:
+            parts.append([column])
+        else:
+            parts[-1] = widened
     return [(*keys, *part) for part in parts]
 
 
 def _widths(table: Table) -> list[int]:
-    """The width of each column, if only the text column is wrapped."""
-    headers = [header.split("\n") for header in table.headers]
-    columns = zip(headers, *table.rows, strict=True)
-    widths = [max(map(cell_len, (*header, *cells))) for header, *cells in columns]
+    """The width of each column in characters, if only the column that wraps is narrowed."""
+    header_lines = [header.split("\n") for header in table.headers]
+    columns = zip(header_lines, *table.rows, strict=True)
+    widths = [max(map(cell_len, (*lines, *cells))) for lines, *cells in columns]
     if table.wraps is not None:
         widths[table.wraps] = min(widths[table.wraps], _LEAST_WRAPPED)
     return widths
 
 
-def _taken(widths: Iterable[int]) -> int:
+def _total_width(widths: Iterable[int]) -> int:
+    """The width of columns with the gaps between them."""
     return sum(width + _GAP for width in widths) - _GAP

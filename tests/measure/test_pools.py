@@ -16,6 +16,7 @@ from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.measure import pools, probes
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
+from ssdprof.operators import serving
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.operator import Output
 from ssdprof.operators.serving import gathered
@@ -225,6 +226,19 @@ class WrongInItsFortiethCall:
         return out, pool
 
 
+class SlotsByAddress:
+    """It reads the slots of a tensor once, as a server that copies them to the host does."""
+
+    def __init__(self):
+        self.slots: dict[int, torch.Tensor] = {}
+
+    def __call__(self, inputs) -> Output:
+        slots = inputs.state_indices
+        return good(
+            replace(inputs, state_indices=self.slots.setdefault(slots.data_ptr(), slots.clone()))
+        )
+
+
 def raising(inputs) -> Output:
     raise IndexError("slot -1")
 
@@ -257,6 +271,7 @@ def raising(inputs) -> Output:
         ("states are rounded once", rounding_after_each_token, "call 2, row 0, slot 9, head 0"),
         ("slots beyond 2^31 elements", offsets_in_32_bits, "call 1, row 0, slot 2"),
         ("64 mixed calls", WrongInItsFortiethCall(), "call 40, row 1, head 0"),
+        ("the same tensors with other values", SlotsByAddress(), "call 2"),
     ],
 )  # fmt: skip
 def test_a_law_names_the_first_place(law, kernel: Kernel, place):
@@ -283,7 +298,7 @@ def test_a_good_kernel_keeps_every_law(law, operator):
     assert tried(law, good, operator) == ""
 
 
-# fused steps of any operator gather their states, and run the recurrent kernel
+# fused gathers states for prompts; steps and drafted tokens are calls of the recurrent kernel
 OURS = [
     *((operator, "recurrent") for operator in SHAPES),
     *(pytest.param(operator, "fused", marks=pytest.mark.slow) for operator in SHAPES),
@@ -387,3 +402,15 @@ def test_a_call_without_a_pool_runs_on_one_of_its_own():
             ):
                 assert torch.equal(ours, expected)
         assert torch.equal(inputs.initial_state.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+def test_fused_computes_drafted_tokens_in_place(operator, monkeypatch):
+    """As `recurrent` does, in one launch: gathered states would take several times as long."""
+    monkeypatch.setattr(serving, "gathered", None)
+    results = []
+    for name in ("fused", "recurrent"):
+        own_pool = serving.in_pool(kernels.get(operator, name))
+        results.append(own_pool.run(step(operator, seqlen=4, state_every=1), Precision()))
+    for fused, recurrent in zip(*results, strict=True):
+        assert torch.equal(fused, recurrent)

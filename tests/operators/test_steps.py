@@ -238,6 +238,7 @@ EVERYONES = {
     "layouts of the pool",
     "slots beyond 2^31 elements",
     "indices of any form",
+    "the same tensors with other values",
 }
 TABLES = {"a shared prefix", "drafted tokens"}
 

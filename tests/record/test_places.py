@@ -10,6 +10,7 @@ import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,27 @@ def test_every_place_is_in_the_sources_that_were_read(library):
 
 
 # --- calls
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, id=place.module)
+        for place in OF_LIBRARY["transformers"]
+        if place.phase == "prompt" and place.module.endswith(("qwen3_next", "linear", "mamba2"))
+    ],
+)
+def test_a_real_function_writes_over_no_input_that_is_copied_later(place):
+    scene = Scene(place, {"tokens": 64, "v_first": False})
+    given = scene.arguments()
+    given |= {"chunk_size": 16} if "chunk_size" in given else {}
+    call = place.bind(given)
+    before = recorder._copies(call.inputs, call.inputs)
+    assert isinstance(before.get("initial_state", before.get("initial_states")), torch.Tensor)
+    getattr(import_module(place.module), place.function)(**given)
+    for name in before.keys() - call.overwrites:
+        assert before[name] is call.inputs[name] or torch.equal(before[name], call.inputs[name])
+
 
 LENGTHS, TAIL = (2, 3, 1), 1  # of packed sequences; and a token that belongs to none
 TABLE = torch.tensor([(4, -1, 5), (-1, -1, -1), (3, 6, 1)])  # slots; -1 stands for padding
@@ -291,8 +313,8 @@ def test_a_call_is_read_as_inputs_and_output(operator, function, terms):
     if call is None:
         return
     # what the recorder copies before the function in any case, and no more
-    before = {"initial_state", "initial_states", call.overwrites}
-    inputs = operators.get(operator).inputs(**recorder._copies(call.inputs, before))
+    before = recorder._copies(call.inputs, call.overwrites - call.copied)
+    inputs = operators.get(operator).inputs(**before)
     returned = scene.call(given)
     inputs = call.activate(inputs, call.weights)
     for name, tensor in truth.tensors.items():

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -213,10 +214,13 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
 def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
     chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch
 ):
-    """Its copies wait for a slow kernel; the program frees the inputs and takes new memory."""
+    """Its copies wait for a slow kernel; the program overwrites the initial states, frees all
+    inputs, and takes new memory.
+    """
     monkeypatch.setattr(recorder, "_LARGE_BYTES", 0)
     function, waiting = chunked(), torch.cuda.Stream.wait_stream
     given = {name: tensor.cuda() for name, tensor in arguments(64).items()}
+    given["initial_state"] = torch.randn(2, 2, 16, 16, device="cuda")
     before = {name: tensor.cpu() for name, tensor in given.items()}
 
     def wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
@@ -225,7 +229,9 @@ def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
             torch.cuda._sleep(1 << 28)
 
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", wait)
-    out = function(**given, output_final_state=True)[0].cpu()
+    out, states = function(**given, output_final_state=True)
+    given["initial_state"].copy_(states)
+    out = out.cpu()
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
     given.clear()
     taken = [
@@ -241,10 +247,63 @@ def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
     assert torch.equal(call.served[0][0], out.flatten(0, 1))
 
 
+class Layer(torch.nn.Module):
+    def __init__(self, name: str):
+        super().__init__()
+        self.prefix = name
+
+    def forward(self, function: Function, **options):
+        return function(**options, output_final_state=True)
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [(9, ["a 10", "a 11", "a 12"]), (2.5, ["a 11", "a 12"]), (0, ["a 12"])]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_oldest_calls_give_way_and_none_is_lost(
+    chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch, device, room, expected
+):
+    """Of 25 calls of two layers in turn: those before the one that is not finite, as far as there
+    is room for so many.  Later ones of its layer are not recorded.
+    """
+    monkeypatch.setattr(recorder, "_LARGE_BYTES", 0)
+    given = {name: tensor.to(device) for name, tensor in arguments().items()}
+    states, out = torch.randn(2, 2, 16, 16, device=device), given["v"]
+    nbytes = sum(tensor.nbytes for tensor in (*given.values(), out, states))
+    monkeypatch.setattr(recorder, "_RING_BYTES", int(room * nbytes))
+    function = chunked(when="nonfinite")
+    for number in range(13):
+        for layer in (Layer("a"), Layer("b")):
+            fault = "nan" if number == 12 else ""
+            changed = {name: tensor + number / 100 for name, tensor in given.items()}
+            layer(function, **changed, fault=fault)
+            if fault:
+                break
+    process = recorder.Recorder.of_process()
+    while not process._keeper.told:
+        time.sleep(0.01)
+    Layer("a")(function, **given)
+    assert stored() == len(expected)
+    assert not process.lost
+    assert process._counts == {("gdn", "a"): 13, ("gdn", "b"): 12}
+    recorded = open_recording(Path("calls"), "safetensors").layers()
+    for call, text in zip(recorded, expected, strict=True):
+        name, number = text.split()
+        assert call.layer.name == name
+        beta = (given["beta"] + int(number) / 100).flatten(0, 1)[None].cpu()
+        assert torch.equal(call.inputs.tensors["beta"], beta)
+
+
 def test_calls_that_cannot_be_recorded_are_left_alone(
     chunked: Callable[..., Function], capfd, monkeypatch
 ):
-    """With gradients, while a compiler traces, inside a CUDA graph, and of other shapes."""
+    """With gradients, while a compiler traces, inside a CUDA graph, of other shapes, and without
+    memory for copies.
+    """
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     function, given = chunked(), arguments()
     out, _ = function(**given | {"v": given["v"].requires_grad_()}, output_final_state=True)
     assert out.requires_grad
@@ -262,12 +321,16 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
         with monkeypatch.context() as patch:
             patch.setattr(settings, "_SHOWN", set())
             function(**given, output_final_state=True, fault="row")
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder, "_copies", full)
+            function(**given, output_final_state=True)
         assert stored() == 0
     lines = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
     assert lines[0] == "Calls inside CUDA graphs cannot be recorded."
     assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[1]
     assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[2]
     assert lines[3].startswith("2 calls inside CUDA graphs: not recorded")
+    assert lines[5].startswith("1 call for which its device had no memory: not recorded")
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
@@ -359,7 +422,7 @@ def test_calls_without_a_layer_are_those_of_their_operator(chunked: Callable[...
             final_states=None,
             slots=None,
         )
-        process._keeper.keep(call.packed(), torch.device("cpu"), is_finite=False)
+        process._keeper.keep(call)
     assert stored() == 2
 
 

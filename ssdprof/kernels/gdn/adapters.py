@@ -3,22 +3,22 @@ raises ImportError if it, or one of its dependencies, is missing.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
             calls to other installed libraries; `operators/fla.py` turns this off
-model       the torch function of transformers, in fp32; model:installed: fla's function, as
-            transformers calls it
+model       the torch function of transformers, in fp32.  `model:installed` is fla's function, with
+            the arguments that transformers passes
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long
             sequence, it drops the contribution of a state after a decay below exp(-10).  The
             comparison with the oracle shows the effect
-flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA.  It takes gates and beta
-            before their activations, in bf16, and so rounds those of our inputs once more.  The
-            comparison shows the effect
+flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA.  They take gates and beta
+            before their activations, in bf16, so that g and beta are rounded once more.  The
+            comparison with the oracle shows the effect
 cudnn       the CUDA kernel of https://github.com/NVIDIA/cudnn-frontend for KDA on Hopper.  Where it
             cuts a long sequence, it drops history after the least decay of any channel, which is a
-            bound only for keys that do not mix channels.  It declares keys of at most length 1 and
+            bound only for keys that do not mix channels.  It supports keys of at most length 1 and
             beta between 0 and 1
-flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its operators differ from
-            ours: one takes decays instead of their logarithms, the other raw gates; beta is fp32;
-            states have V before K.  The first call prepares the library's arguments and keeps them
-            as long as the inputs live, so that the library's time does not include the preparation
+flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  One takes decays instead of
+            their logarithms, the other takes gates before their activation.  beta is fp32, and
+            states have V before K.  The first call prepares these arguments and keeps them as long
+            as the inputs live, so that the library's time does not include the preparation
 """
 
 import sys
@@ -48,23 +48,25 @@ from ssdprof.kernels.pools import Bound, Slots, pool_kernel
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
 
-HEAD_DIM = 128  # the only K and V of some libraries
-CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
-_FLASH_KDA_BOUND = -5.0  # of the gates
-CUDNN_PLAN = "kda_hopper_cuda"
-# the module to pass to `load_fla...`
+HEAD_DIM = 128  # the only K and V that some libraries support
+CHECKPOINT = 64  # tokens: FlashInfer returns states after multiples of this number
+_FLASH_KDA_BOUND = -5.0  # the least g that FlashKDA supports
+CUDNN_PLAN = "kda_hopper_cuda"  # the library's name of this kernel
+# by operator: the module to pass to `load_fla...`, and how its functions' names end
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
+# by operator: the model type of transformers, and its function
 _MODEL = {
     "gdn": ("qwen3_next", "torch_chunk_gated_delta_rule"),
     "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
 }
+# modules with kernels that the chunked functions of GDN and of KDA launch
 _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
 def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
-    """Reasons of kernels that have exact intermediates, K = V = 128, 16-bit inputs and a state in
-    fp32.
+    """Reasons against a call, for a kernel that supports only exact intermediates, K = V = 128,
+    16-bit inputs and fp32 states.
     """
     yield not precision.exact, "exact intermediates only"
     yield precision.state_dtype != torch.float32, "states stay in fp32"
@@ -74,20 +76,30 @@ def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
 
 
 @once
-def _ranges(inputs: GDNInputs) -> tuple[float, ...]:
-    """The least and largest g, and the least and largest beta, for which the host waits."""
-    return tuple(float(end) for gate in (inputs.g, inputs.beta) for end in gate.aminmax())
+def _range_of_g(inputs: GDNInputs) -> tuple[float, float]:
+    """The least and the largest g.  The host waits for them."""
+    low, high = inputs.g.aminmax()
+    return float(low), float(high)
+
+
+@once
+def _range_of_beta(inputs: GDNInputs) -> tuple[float, float]:
+    """The least and the largest beta.  The host waits for them."""
+    low, high = inputs.beta.aminmax()
+    return float(low), float(high)
 
 
 def plain_gates(inputs: GDNInputs) -> Reasons:
-    """Reasons of kernels that take g as it is."""
-    low, high = _ranges(inputs)[:2]
+    """Reasons against these inputs, for a kernel that uses g without clamping it."""
+    low, high = _range_of_g(inputs)
     yield low == -inf or high > 0, "g is finite and at most 0"
 
 
 def plain_beta(inputs: GDNInputs) -> Reasons:
-    """Reasons of kernels that take beta before its activation."""
-    low, high = _ranges(inputs)[2:]
+    """Reasons against these inputs, for a kernel that takes beta before its activation, a
+    sigmoid.
+    """
+    low, high = _range_of_beta(inputs)
     yield low < 0 or high > 1, "beta between 0 and 1"
 
 
@@ -97,13 +109,16 @@ def plain_beta(inputs: GDNInputs) -> Reasons:
 def packed(
     inputs: GDNInputs, *names: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """These tensors of all sequences one after the other, (tokens, ...), contiguous."""
+    """The named tensors with all sequences one after the other, (tokens, ...), contiguous.
+
+    dtype: that of the results; None: unchanged.
+    """
     tensors = (getattr(inputs, name).flatten(0, 1) for name in names)
     return tuple(tensor.to(dtype or tensor.dtype).contiguous() for tensor in tensors)
 
 
 def v_first_states(inputs: GDNInputs) -> torch.Tensor:
-    """The initial states in fp32, V before K."""
+    """The initial states, (sequences, HV, V, K) in fp32; zeros if the call has none."""
     states = inputs.initial
     if states is None:
         states = torch.zeros(inputs.states_shape, device=inputs.device)
@@ -111,16 +126,21 @@ def v_first_states(inputs: GDNInputs) -> torch.Tensor:
 
 
 def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
-    """a, b, A_log and dt_bias of the gates before their activations: g = -exp(A_log) softplus(a +
-    dt_bias), beta = sigmoid(b).
+    """a, b, A_log and dt_bias, from which a model would compute these gates:
 
-    a: (tokens, HV), of KDA (tokens, HV, K); b: (tokens, HV); fp32.  A_log and dt_bias are zeros, of
-    a head and of a number in a.
+        g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+
+    A_log and dt_bias are zero here, so that a and b follow from g and beta.
+
+    Returns a (tokens, HV), of KDA (tokens, HV, K); b (tokens, HV); A_log (HV); dt_bias (HV), of KDA
+    (HV * K); all in fp32.
     """
     g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
     a = g.neg().expm1().log().float()
     b = beta.logit().float()
-    return a, b, torch.zeros_like(b[0]), torch.zeros_like(a[0]).flatten()
+    A_log = torch.zeros_like(b[0])
+    dt_bias = torch.zeros_like(a[0]).flatten()
+    return a, b, A_log, dt_bias
 
 
 # --- the libraries
@@ -128,17 +148,21 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
 
 @first_reason
 def refused_gates(inputs: GDNInputs) -> Reasons:
-    """Reasons of kernels that take g and beta before their activations."""
+    """The reason against these inputs, for a kernel that takes g and beta before their
+    activations; "" if there is none.
+    """
     yield from plain_gates(inputs)
     yield from plain_beta(inputs)
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
-    """The chunked kernels of the library's operator.  name: ours; of KDA, gates arrive computed."""
+    """The library's chunked kernels.  They take gates after their activation, for KDA too.
+
+    operator: the library's module, which `FLA` names.  name: gdn or kda.
+    """
     kernels = (FLA[name], *_FLA_KERNELS)
-    tunings = Tunings(
-        module for file, module in sorted(sys.modules.items()) if file.startswith(kernels)
-    )
+    loaded = sorted(sys.modules.items())
+    tunings = Tunings(module for module_name, module in loaded if module_name.startswith(kernels))
     run = _function(getattr(operator, f"chunk_{_FUNCTION[name]}"))
 
     def call(inputs: GDNInputs, precision: Precision) -> GDNOutput:
@@ -167,7 +191,7 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
 
 
 def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
-    """The library's token-by-token kernel.  name: of our operator."""
+    """The library's token-by-token kernel.  Arguments are those of `load_fla`."""
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -181,11 +205,12 @@ def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
 
 
 def load_model(name: str = "gdn", package: str = "") -> Implementation:
-    """transformers' torch function; with a package, that package's, as transformers calls it.
+    """The function that transformers calls: its own in torch, or that of an installed package.
 
-    name: of our operator.
+    name: gdn or kda.  package: "" for the torch function.
     """
-    function = model_function(*_MODEL[name], package)
+    model_type, function_name = _MODEL[name]
+    function = model_function(model_type, function_name, package)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
         return _call(function, inputs, inputs.q, inputs.k, inputs.v)
@@ -205,6 +230,7 @@ def load_model(name: str = "gdn", package: str = "") -> Implementation:
 
 
 def load_flash_qla() -> Implementation:
+    """The library's TileLang kernels for GDN."""
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
 
     @first_reason
@@ -222,8 +248,8 @@ def load_flash_qla() -> Implementation:
 
 
 def load_flash_kda() -> Implementation:
-    """The library's kernels, for bounded gates.  It normalises q and k, and has states in bf16
-    between chunks.
+    """The library's kernels for KDA, for bounded gates.  They normalise q and k, and keep states
+    in bf16 between chunks.
     """
     function = import_module("flash_kda").fwd
 
@@ -235,16 +261,17 @@ def load_flash_kda() -> Implementation:
         v = inputs.v.contiguous()
         bounds = inputs.cu_seqlens
         states = None if inputs.initial is None else v_first_states(inputs)
-        activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
-        before = (gate.logit().bfloat16().contiguous() for gate in activated)
-        # A_log of a head and dt_bias of a channel
-        zeros = torch.zeros(v.shape[2:], device=v.device)
+        # the kernel computes g = bound * sigmoid(raw_g), with A_log and dt_bias 0
+        raw_g = (inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND).logit()
+        raw_beta = inputs.beta.double().logit()
+        zeros = torch.zeros(v.shape[2:], device=v.device)  # (HV, V)
         run = partial(
             function,
             inputs.q.contiguous(),
             inputs.k.contiguous(),
             v,
-            *before,
+            raw_g.bfloat16().contiguous(),
+            raw_beta.bfloat16().contiguous(),
             inputs.scale_or_default,
             A_log=zeros[:, 0].contiguous(),
             dt_bias=zeros,
@@ -265,12 +292,10 @@ def load_flash_kda() -> Implementation:
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield precision.state_dtype != torch.bfloat16, "states that enter chunks are bf16"
         yield from _unlike_128(inputs, replace(precision, state_dtype=torch.float32))
-        other = (
-            inputs.q.dtype != torch.bfloat16
-            or inputs.values_per_key > 1
-            or not inputs.use_qk_l2norm
+        supported = (
+            inputs.q.dtype == torch.bfloat16 and inputs.values_per_key == 1 and inputs.use_qk_l2norm
         )
-        yield other, "bf16 inputs, as many key heads, and q and k that it normalises"
+        yield not supported, "bf16 inputs, as many key heads, and q and k that it normalises"
 
     plan = Plan(
         variant="cutlass",
@@ -283,9 +308,15 @@ def load_flash_kda() -> Implementation:
 def _on_packs(
     function: Callable[..., Any], inputs: GDNInputs, *arguments: torch.Tensor, **others: Any
 ) -> Prepared:
-    """A call of a function of packs and V-first states.  arguments: q, k, v, then others."""
+    """A prepared call of a library's function that takes all sequences as one pack, and states with
+    V before K.
+
+    arguments: those that the function takes by position: q, k and v, then more.
+    others: those that it takes by name.  With `state_checkpoints` among them, the function writes
+        its states there, and they are the result instead of the final states.
+    """
     shape = inputs.v.shape
-    kept = others.get("state_checkpoints")
+    checkpoints = others.get("state_checkpoints")
     states = None if inputs.initial is None else v_first_states(inputs)
     run = partial(
         function,
@@ -299,13 +330,16 @@ def _on_packs(
 
     def call() -> GDNOutput:
         out, final_states = run()
-        return GDNOutput(out.view(shape), (final_states if kept is None else kept).mT)
+        written = final_states if checkpoints is None else checkpoints
+        return GDNOutput(out.view(shape), written.mT)
 
     return call, (arguments[2], states)
 
 
 def load_cudnn() -> Implementation:
-    """The library's CUDA kernel for Hopper, by the name of its plan: others are other kernels."""
+    """The library's CUDA kernel for KDA on Hopper.  `CUDNN_PLAN` selects it among the library's
+    kernels.
+    """
     function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
 
     def prepare(inputs: GDNInputs) -> Prepared:
@@ -320,6 +354,7 @@ def load_cudnn() -> Implementation:
         yield inputs.q.dtype != torch.bfloat16, "bf16 inputs only"
         yield from plain_gates(inputs)
         yield from plain_beta(inputs)
+        # a key of length 1 may be longer after its rounding to bf16
         long = not inputs.use_qk_l2norm and _longest_key(inputs) > 1.01
         yield long, "keys of at most length 1, or keys that it normalises"
 
@@ -337,9 +372,10 @@ def _longest_key(inputs: GDNInputs) -> float:
 def _call(
     function: Callable[..., Any], inputs: GDNInputs, *rows: torch.Tensor, **others: object
 ) -> GDNOutput:
-    """Call a function of a library with our inputs.
+    """Call a library's function with these inputs, on their GPU.
 
-    rows: q, k and v, if the function takes them by position.  others: what else it takes, by name.
+    rows: q, k and v, if the function takes them by position.
+    others: further arguments, by name.
     """
     with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
         out, final_states = function(
@@ -355,16 +391,22 @@ def _call(
 
 
 def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
-    """An implementation that calls fla's function, or one with the same arguments."""
-    return lambda inputs, _precision: _call(
-        function,
-        inputs,
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        scale=inputs.scale_or_default,
-        cu_seqlens=inputs.cu_seqlens,
-    )
+    """A function of inputs and precision that calls fla's `function`, or one with the same
+    arguments.
+    """
+
+    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+        return _call(
+            function,
+            inputs,
+            q=inputs.q,
+            k=inputs.k,
+            v=inputs.v,
+            scale=inputs.scale_or_default,
+            cu_seqlens=inputs.cu_seqlens,
+        )
+
+    return call
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
@@ -374,19 +416,20 @@ def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
     every, device = inputs.state_every, inputs.device
     if not every:
         return {}
-    count = inputs.length // every
-    key_dim, value_dim = inputs.states_shape[2:]
-    shape = inputs.sequences * count, inputs.states_shape[1], value_dim, key_dim
+    per_sequence = inputs.length // every
+    sequences, heads, key_dim, value_dim = inputs.states_shape
+    shape = sequences * per_sequence, heads, value_dim, key_dim
     return {
         "state_checkpoints": torch.empty(shape, device=device),
-        "checkpoint_cu_starts": torch.arange(inputs.sequences + 1, device=device) * count,
+        "checkpoint_cu_starts": torch.arange(sequences + 1, device=device) * per_sequence,
         "checkpoint_every_n_tokens": every,
     }
 
 
 def load_flashinfer() -> Implementation:
-    """The library's chunked kernels.  It normalises q and k in a launch of its own."""
-    import_module("flashinfer.gdn_kernels.qk_l2norm")  # without it the library ignores the request
+    """The library's chunked kernels for GDN.  A separate launch normalises q and k."""
+    # without this module the library does not normalise, and does not say so
+    import_module("flashinfer.gdn_kernels.qk_l2norm")
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
     def prepare(inputs: GDNInputs) -> Prepared:
@@ -411,11 +454,10 @@ def load_flashinfer() -> Implementation:
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
         every = inputs.state_every
-        other = (
-            bool(every)
-            and (inputs.cu_seqlens is not None or every % CHECKPOINT or inputs.length % every) > 0
-        )
-        yield other, f"states after multiples of {CHECKPOINT} tokens that divide the sequences"
+        if every:
+            divides = every % CHECKPOINT == 0 and inputs.length % every == 0
+            reason = f"states after multiples of {CHECKPOINT} tokens that divide the sequences"
+            yield inputs.cu_seqlens is not None or not divides, reason
 
     return replace(
         prepared_kernel("gdn", "flashinfer", unsupported, prepare, plan),
@@ -424,60 +466,70 @@ def load_flashinfer() -> Implementation:
     )
 
 
-def load_flashinfer_mtp() -> Implementation:
-    """The library's kernels for one token, and for a few drafted ones, of each sequence."""
-    module = import_module("flashinfer.gdn_decode")
+def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
+    """A call of `load_flashinfer_mtp` with everything but the pool.
 
-    def bind(inputs: GDNInputs, slots: Slots) -> Bound:
-        q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
-        a, b, A_log, dt_bias = raw_gates(inputs)
-        raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
-        read = slots.read.int().contiguous()
-        final = slots.written[:, 0] if inputs.length == 1 else slots.final
-        options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
-        if final is None and slots.buffer is None:
-            slots.refuse_holes("flashinfer_mtp")
+    module: `flashinfer.gdn_decode`
+    """
+    q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+    a, b, A_log, dt_bias = raw_gates(inputs)
+    raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
+    read = slots.read.int().contiguous()
+    # the slots of the final states; None if the call keeps the state after each token
+    final = slots.written[:, 0] if inputs.length == 1 else slots.final
+    options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
+    if final is None and slots.buffer is None:
+        slots.refuse_holes("flashinfer_mtp")
 
-        def every_state(pool: torch.Tensor) -> dict[str, Any]:
-            if slots.buffer is None:
-                return {
-                    "ssm_state_indices": slots.written.int().contiguous(),
-                    "disable_state_update": False,
-                }
-            buffer = slots.verification(inputs, pool)["intermediate_states_buffer"]
-            return {"intermediate_states_buffer": buffer, "disable_state_update": True}
+    def every_state(pool: torch.Tensor) -> dict[str, Any]:
+        """The arguments that say where the state after each token goes."""
+        if slots.buffer is None:
+            written = slots.written.int().contiguous()
+            return {"ssm_state_indices": written, "disable_state_update": False}
+        buffer = slots.verification(inputs, pool)["intermediate_states_buffer"]
+        return {"intermediate_states_buffer": buffer, "disable_state_update": True}
 
-        def run(pool: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(v)
-            if final is None:
-                more = every_state(pool)
-                module.gated_delta_rule_mtp(
-                    *(q, k, v, pool, read, *raw), output=out, **options, **more
-                )
-                return out
-            module.gated_delta_rule_decode_pretranspose(
-                *(q, k, v, None, *raw),
-                output=out,
-                initial_state=pool,
-                initial_state_indices=read,
-                output_state_indices=final.int().contiguous(),
-                **options,
+    def run(pool: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(v)
+        if final is None:
+            destinations = every_state(pool)
+            module.gated_delta_rule_mtp(
+                q, k, v, pool, read, *raw, output=out, **options, **destinations
             )
-            return out
+        else:
+            state = {
+                "initial_state": pool,
+                "initial_state_indices": read,
+                "output_state_indices": final.int().contiguous(),
+            }
+            module.gated_delta_rule_decode_pretranspose(
+                q, k, v, None, *raw, output=out, **state, **options
+            )
+        return out
 
-        return run, v
+    return run, v
+
+
+def load_flashinfer_mtp() -> Implementation:
+    """The library's kernels for GDN on a pool of states: one for a token of each sequence, and one
+    for several tokens (multi-token prediction), which writes the state after each of them.
+    """
+    module = import_module("flashinfer.gdn_decode")
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
         yield inputs.q.dtype != torch.bfloat16 and inputs.length == 1, "one token in bf16 only"
-        other = inputs.cu_seqlens is not None or inputs.length > MOST_STEPS
-        yield other, f"at most {MOST_STEPS} tokens of each sequence"
+        long = inputs.cu_seqlens is not None or inputs.length > MOST_STEPS
+        yield long, f"at most {MOST_STEPS} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
-    plan = Plan(variant="cute", launches=1, reason=reason)
     return pool_kernel(
-        *("gdn", "flashinfer_mtp", unsupported, bind, plan),
+        "gdn",
+        "flashinfer_mtp",
+        unsupported,
+        partial(_bind_flashinfer, module),
+        Plan(variant="cute", launches=1, reason=reason),
         refused_values=refused_gates,
         turned=True,
         apart=True,

@@ -31,14 +31,16 @@ def chunk_gated_delta_rule(
     cp_context: object = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted without effect.
+    """The gated delta rule.  cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted
+    without effect.
 
     Raises TypeError for unknown keywords.
     """
     del cu_seqlens_cpu, chunk_indices
     kwargs.pop("chunk_size", None)
-    named = ("head_first", "use_gate_in_kernel", "A_log", "dt_bias")
-    options = {name: kwargs.pop(name, None) for name in named}
+    # keywords of fla that are refused by name, as the options below are
+    unsupported = ("head_first", "use_gate_in_kernel", "A_log", "dt_bias")
+    options = {name: kwargs.pop(name, None) for name in unsupported}
     if kwargs:
         raise TypeError(
             "chunk_gated_delta_rule() got unexpected keyword arguments: "
@@ -66,6 +68,7 @@ def chunk_gated_delta_rule(
 
 
 _AS_LOGARITHM = "pass g as the logarithm of the decay"
+# option -> what to do instead, the end of a message
 _INSTEAD = {
     "head_first": "transpose heads and positions",
     "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
@@ -79,7 +82,10 @@ _INSTEAD = {
 
 
 def refuse(gate: dict[str, object], **options: object) -> None:
-    """Raises UnsupportedError, naming the first option that is set."""
+    """Raises UnsupportedError, which names the first option that is set.
+
+    gate: options from `kwargs`, by name.
+    """
     for name, value in (gate | options).items():
         if value is not None and value is not False:
             raise UnsupportedError(f"fused: no {name}; {_INSTEAD[name]}")

@@ -37,16 +37,20 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, key_of_calls
 
-CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a tuned configuration
+# positions: calls whose sequences have equally many chunks of this size share a tuned configuration
+CALL_CHUNK = 64
 _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
-# from this many chunks of 64 per multiprocessor, wide slices of V are faster (H200)
+# from this many chunks of CALL_CHUNK positions per multiprocessor, wide slices of V are faster
+# (H200)
 _ENOUGH_CHUNKS = 16
-# most shared memory of a program
+# most bytes of shared memory of a program, by compute capability; CUDA's programming guide lists
+# them.  Other GPUs have at least the last one
 _SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED_BYTES = 99 << 10
 LEAF = 16  # rows of the blocks that are inverted by substitution: the minimum of a matrix product
-# multiprocessors of an H100 or H200: up to one program each, a program's latency counts
-_ONE_PROGRAM_EACH = 132
+# multiprocessors of an H100 or H200.  With at most one program on each, the latency of a program
+# determines the time of the launch.
+_MULTIPROCESSORS = 132
 
 
 def call_key(
@@ -56,12 +60,12 @@ def call_key(
     *,
     batch_invariant: bool = False,
 ) -> CallKey:
-    """The key of the calls that share a tuned configuration: for the kernels of two launches, of
-    GDN and of Kimi Delta Attention.
+    """The key of the calls that share a tuned configuration, for the portable kernels of GDN and
+    for those of Kimi Delta Attention.
 
-    They are equal in the properties on which the committed rule depends: sizes, dtypes, and the
-    numbers of chunks and of sequences.  A batch-invariant call uses that of one sequence.  Packed
-    sequences keep the committed one.
+    Calls with equal keys are equal in all properties on which the committed rule depends: sizes,
+    dtypes, and the numbers of chunks and of sequences.  A batch-invariant call has the key of one
+    sequence of its length.  Packed sequences keep the committed configuration and need no key.
     """
     return key_of_calls(
         gpu=gpu_name(inputs.q),
@@ -79,14 +83,17 @@ def call_key(
 # --- dtypes
 
 
-def operand_dtype(inputs: torch.dtype, precision: Precision) -> torch.dtype:
-    """The dtype of operands of matrix products, and of the workspace except gates and system."""
-    return inputs if precision.exact else precision.intermediate_dtype(inputs)
+def operand_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
+    """The dtype of operands of matrix products, and of the workspace except gates and system.
+
+    dtype: that of the inputs.
+    """
+    return dtype if precision.exact else precision.intermediate_dtype(dtype)
 
 
-def intermediate(inputs: torch.dtype, precision: Precision) -> tl.dtype:
-    """Triton's dtype of decays, of q k^T and of their products."""
-    return TL_DTYPE[precision.intermediate_dtype(inputs)]
+def intermediate(dtype: torch.dtype, precision: Precision) -> tl.dtype:
+    """Triton's dtype of decays, of q k^T and of their products.  dtype: that of the inputs."""
+    return TL_DTYPE[precision.intermediate_dtype(dtype)]
 
 
 def inverse_products(operand: torch.dtype) -> str:
@@ -101,16 +108,21 @@ def inverse_products(operand: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GDNPortableConfig:
-    """Chosen by shapes, dtype and GPU, and by the number of sequences unless the call is batch
-    invariant.
+    """The division of a call into programs, and the tiles of both launches.
+
+    The choice depends on shapes, dtype and GPU, and on the number of sequences unless the call is
+    batch invariant.
 
     chunk: positions per chunk: 16, 32, 64 or 128
     segment: chunks per segment; 0: one segment per sequence
     block_k: block of K per product, in both launches, a power of two of at least 16
     block_v: slice of V per program, a power of two of at least 16
     v_rows: the state is held as (V, K), a register operand of both products; otherwise as (K, V)
-    num_warps, scan_stages: of the second launch; stages are chunks in flight
-    factors_warps, factors_registers: of the first launch; most registers per thread, 0: no limit
+    num_warps: warps per program of the second launch
+    scan_stages: chunks that the second launch loads at the same time
+    factors_warps: warps per program of the first launch
+    factors_registers: most registers per thread of the first launch; 0: no limit
+    reason: for reports
     """
 
     chunk: int = 64
@@ -139,18 +151,31 @@ class GDNPortableConfig:
         lengths.
         """
         heads, value_dim = inputs.v.shape[2:]
-        key_dim = inputs.q.shape[3]
         sequences = 1 if batch_invariant else inputs.sequences
-        block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
         uncut = batch_invariant and inputs.cu_seqlens is not None
-        chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], 64)
-        chunks_per_sm = sequences * heads * triton.cdiv(value_dim, 128) * chunks / sm_count
-        wide = (
-            key_dim in (64, 96, 128)
-            and value_dim > 64
-            and value_dim % 64 == 0
-            and chunks_per_sm >= _ENOUGH_CHUNKS
+        chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], CALL_CHUNK)
+        wide_slices = sequences * heads * triton.cdiv(value_dim, 128)
+        many_chunks = wide_slices * chunks / sm_count >= _ENOUGH_CHUNKS
+        config = cls._tiles(inputs, capability, many_chunks=many_chunks)
+        programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
+        shared_bytes = _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+        return replace(
+            config,
+            segment=0 if uncut else config.segment_for(inputs, sm_count // programs),
+            scan_stages=config.stages_that_fit(inputs, shared_bytes),
         )
+
+    @classmethod
+    def _tiles(
+        cls, inputs: GDNInputs, capability: tuple[int, int], *, many_chunks: bool
+    ) -> GDNPortableConfig:
+        """Chunk, blocks, warps and registers for the sizes and the dtype of a call.
+
+        many_chunks: there are enough chunks for slices of 128 of V.
+        """
+        key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
+        block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and many_chunks
         block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
         if inputs.q.dtype == torch.float32:
             config = cls(
@@ -185,14 +210,7 @@ class GDNPortableConfig:
             # three programs per multiprocessor instead of two: 1,153 us instead of 1,366 (H200,
             # 16/32 heads, 64K)
             config = replace(config, factors_registers=168)
-        programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
-        return replace(
-            config,
-            segment=0 if uncut else config.segment_for(inputs, sm_count // programs),
-            scan_stages=config.stages_that_fit(
-                inputs, _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
-            ),
-        )
+        return config
 
     def segment_for(self, inputs: GDNInputs, segments: int) -> int:
         """Chunks per segment for at most `segments` segments per sequence; 0 if sequences are not
@@ -208,13 +226,16 @@ class GDNPortableConfig:
         Shared memory also holds one chunk's state, residual and output.  With `v_rows` and slices
         of at most 32 these are in registers.
         """
-        size = inputs.q.element_size()
+        itemsize = inputs.q.element_size()
         padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
-        # k, q, state_factor, out_factor, v
-        chunk = size * self.chunk * (3 * padded + self.chunk + self.block_v)
-        in_registers = self.v_rows and self.block_v <= 32
-        beside = 0 if in_registers else self.block_v * (size * padded + (size + 4) * self.chunk)
-        return int(min(self.scan_stages, max(1, (shared_bytes - beside) // chunk)))
+        # rows of k, q and state_factor, of out_factor, and of v
+        stage_bytes = itemsize * self.chunk * (3 * padded + self.chunk + self.block_v)
+        other_bytes = 0
+        if not (self.v_rows and self.block_v <= 32):
+            # the state and the residual as operands, and the output in fp32
+            other_bytes = self.block_v * (itemsize * padded + (itemsize + 4) * self.chunk)
+        stages = max(1, (shared_bytes - other_bytes) // stage_bytes)
+        return int(min(self.scan_stages, stages))
 
 
 def _largest_block_k(major: int, key_dim: int, *, wide: bool) -> int:
@@ -223,7 +244,7 @@ def _largest_block_k(major: int, key_dim: int, *, wide: bool) -> int:
     For major 9 these were the fastest on an H200.  For the others nothing was measured.
     """
     if major not in (9, 10, 11):
-        return 32  # products read operands from registers: with 64, the first launch spills
+        return 32  # products read their operands from registers: with 64, the first launch spills
     if key_dim > 128 or (wide and major == 9):
         return 64
     # wide slices on major 10: for two blocks of K, Triton 3.6 generates a kernel that only traps
@@ -240,11 +261,12 @@ def block(dim: int, most: int) -> int:
 
 # heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector
 GATE_CUMSUM = {"BLOCK_H": 8, "num_warps": 4}
-# no step of the substitution waits for another warp: 1.6 times as fast as with two
+# with one warp no step of the substitution waits for another warp: 1.6 times as fast as with two
 SOLVE_TRIL = {"num_warps": 1}
 
 
 def options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str, int]:
+    """Block sizes and launch options of a stage, by the names of the kernel's arguments."""
     return blocks | {"num_warps": num_warps, "num_stages": num_stages}
 
 
@@ -254,45 +276,54 @@ def qk_l2norm_options(key_dim: int) -> dict[str, int]:
 
 
 def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[str, int]]:
-    """Block sizes, in capitals, and launch options of each stage.
-
-    scaled_dot_kkt: all of K at once if possible: this gives eight warps enough to load
-    recompute_w_u: three stages for 16 bit, so that the next two blocks are loaded during a product
-    chunk_state: BLOCK_V rows of the transposed state per program, which processes its chunks one
-        after the other.  So few states are cut into narrow slices, and loads run three chunks
-        ahead.  Many states are cut into slices of 64, which read w and k half as often and are the
-        rows of one matrix instruction of four warps on a Hopper GPU.
-    chunk_output: up to 128 of V, so that q k^T is computed once.  Four warps: two programs share a
-    multiprocessor
-    """
-    key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
-    fp32 = operand_dtype(inputs.v.dtype, precision) == torch.float32
-    narrow = block(value_dim, 32)
-    few_states = _ONE_PROGRAM_EACH // (inputs.sequences * inputs.v.shape[2])
-    kkt = block(key_dim, 32 if fp32 else 128)
-    if fp32:
-        w_u = output = options(BLOCK_K=block(key_dim, 32), BLOCK_V=narrow)
-        output = output | {"num_warps": 8}
-        if min(key_dim, value_dim) <= 32:
-            # Triton unrolls loops of one block, and 3.6 then miscompiles some tf32x3 products of
-            # warp groups: they read a wrong address in shared memory, or have the precision of a
-            # single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
-            w_u = output = options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
-        state = options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
-    else:
-        w_u = options(BLOCK_K=block(key_dim, 64), BLOCK_V=block(value_dim, 64), num_stages=3)
-        output = options(BLOCK_K=block(key_dim, 64), BLOCK_V=block(value_dim, 128))
-        if key_dim > 128:
-            state = options(BLOCK_V=narrow, num_warps=8)
-        elif triton.cdiv(value_dim, narrow) <= few_states:
-            state = options(BLOCK_V=narrow, num_stages=4)
-        else:
-            state = options(BLOCK_V=block(value_dim, 64), num_stages=3)
+    """Block sizes, in capitals, and launch options of each stage."""
+    wide = operand_dtype(inputs.v.dtype, precision) == torch.float32
+    # all of K in one block if possible: eight warps then load enough at the same time
+    block_k = block(inputs.q.shape[3], 32 if wide else 128)
     return {
         "gate_cumsum": GATE_CUMSUM,
-        "scaled_dot_kkt": options(BLOCK_K=kkt, num_warps=8 if kkt == 128 else 4),
+        "scaled_dot_kkt": options(BLOCK_K=block_k, num_warps=8 if block_k == 128 else 4),
         "solve_tril": SOLVE_TRIL,
-        "recompute_w_u": w_u,
+    } | (_fp32_options(inputs) if wide else _16_bit_options(inputs))
+
+
+def _fp32_options(inputs: GDNInputs) -> dict[str, dict[str, int]]:
+    """Options of the last three stages with fp32 operands."""
+    key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
+    w_u = options(BLOCK_K=block(key_dim, 32), BLOCK_V=block(value_dim, 32))
+    output = w_u | {"num_warps": 8}
+    if min(key_dim, value_dim) <= 32:
+        # Triton unrolls loops of one block, and 3.6 then miscompiles some tf32x3 products of
+        # warp groups: they read a wrong address in shared memory, or have the precision of a
+        # single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
+        w_u = output = options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
+    state = options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
+    return {"recompute_w_u": w_u, "chunk_state": state, "chunk_output": output}
+
+
+def _16_bit_options(inputs: GDNInputs) -> dict[str, dict[str, int]]:
+    """Options of the last three stages with 16-bit operands.
+
+    recompute_w_u: three stages, so that the next two blocks are loaded during a product.
+    chunk_state: a program has BLOCK_V rows of the transposed state, and processes its chunks one
+        after the other.  Few states are therefore cut into narrow slices, and loads run three
+        chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and
+        are the rows of one matrix instruction of four warps on a Hopper GPU.
+    chunk_output: up to 128 of V, so that q k^T is computed once.  Four warps, so that two programs
+        share a multiprocessor.
+    """
+    key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
+    narrow = block(value_dim, 32)
+    slices_of_state = _MULTIPROCESSORS // (inputs.sequences * inputs.v.shape[2])
+    if key_dim > 128:
+        state = options(BLOCK_V=narrow, num_warps=8)
+    elif triton.cdiv(value_dim, narrow) <= slices_of_state:
+        state = options(BLOCK_V=narrow, num_stages=4)
+    else:
+        state = options(BLOCK_V=block(value_dim, 64), num_stages=3)
+    block_k = block(key_dim, 64)
+    return {
+        "recompute_w_u": options(BLOCK_K=block_k, BLOCK_V=block(value_dim, 64), num_stages=3),
         "chunk_state": state,
-        "chunk_output": output,
+        "chunk_output": options(BLOCK_K=block_k, BLOCK_V=block(value_dim, 128)),
     }

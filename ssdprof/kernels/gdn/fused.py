@@ -30,7 +30,7 @@ from ssdprof.kernels.registry import Implementation, override, register
 
 # sequences of up to this many positions are faster token by token than in a chunk
 _RECURRENT_LENGTH = 16
-# capability and multiprocessors of an H200; the interpreter divides calls as an H200 does
+# compute capability and multiprocessors of an H200, for calls in the interpreter
 _H200 = ((9, 0), 132)
 
 
@@ -109,33 +109,35 @@ def gdn_fused(
 
 
 def equals_text(call: FusedCall) -> str:
-    """The part of a plan's reason that names another precision with the same bits; "" if there is
-    none.
+    """The end of a plan's reason, which names the precision that the kernel computes; "" if the
+    call asks for that one.
 
     States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
     """
-    exact = call.precision.exact or call.inputs.q.dtype != torch.float32
-    if (exact, torch.float32) == (call.precision.exact, call.precision.state_dtype):
+    asked = call.precision
+    exact = asked.exact or call.inputs.q.dtype != torch.float32
+    if exact == asked.exact and asked.state_dtype == torch.float32:
         return ""
     return f"; the same as {'exact' if exact else 'relaxed'} with fp32 states"
 
 
 def _recurrent_unsupported(call: FusedCall) -> str:
-    """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes
-    a step of each.
+    """Why the recurrent kernel should not run a call: long sequences.
 
-    Packed, batch-invariant calls never run this kernel, because that choice depends on the length
-    of the whole pack.
+    The host does not know packed lengths.  A pack with at most as many tokens as sequences counts
+    as one token of each.  A batch-invariant pack never runs this kernel, because the choice would
+    depend on the other sequences of the pack.
     """
     packed = call.inputs.cu_seqlens is not None
     length = call.inputs.v.shape[1]
     if packed and call.batch_invariant:
         return "a pack"
-    most = max(_RECURRENT_LENGTH, call.inputs.sequences) if packed else _RECURRENT_LENGTH
-    return "" if length <= most else f"more than {most} positions"
+    longest = max(_RECURRENT_LENGTH, call.inputs.sequences) if packed else _RECURRENT_LENGTH
+    return "" if length <= longest else f"more than {longest} positions"
 
 
 def _recurrent_work(call: FusedCall, _blocks: Any) -> Work:
+    """One launch without a workspace."""
     return 1, 0, f"one launch, token by token: the sequences are short{call.precision.as_exact}"
 
 
@@ -152,12 +154,14 @@ def hopper_cut(call: FusedCall) -> GDNHopperConfig:
 
 
 def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> Work:
+    """Two launches, or four where slow heads have parts (`hopper/parts.py`)."""
     slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
     reason = (
         f"two launches: inverses of all chunks, then the states{slow}; "
         f"{config.reason}{equals_text(call)}"
     )
-    return launch_count(call.inputs, config), workspace(call.inputs, config)[0], reason
+    workspace_bytes, _ = workspace(call.inputs, config)
+    return launch_count(call.inputs, config), workspace_bytes, reason
 
 
 def _by_slice(call: FusedCall) -> FusedCall:
@@ -166,19 +170,25 @@ def _by_slice(call: FusedCall) -> FusedCall:
 
 
 def _slices_work(call: FusedCall, config: GDNHopperConfig) -> Work:
+    """The launches of the Hopper kernels, and those that copy gates and states."""
     count = hopper_slices.slice_count(call.inputs)
-    launches, _, reason = _hopper_work(_by_slice(call), config)
+    launches, _, hopper_reason = _hopper_work(_by_slice(call), config)
     copies = 1  # of the final states
     if count > 1:
         copies += 2  # of g and beta, for each slice
     if call.inputs.initial_state is not None:
         copies += 1
-    reason = f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {reason}"
-    return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
+    padding = f"{count} x V / {count} padded to 128 as K is, copies of gates and states"
+    workspace_bytes = hopper_slices.workspace_bytes(call.inputs, config)
+    return launches + copies, workspace_bytes, f"{padding}; {hopper_reason}"
 
 
 def configured(committed: Callable[..., Any], kernel: str, call: FusedCall) -> Any:
-    """A tuned configuration, or the committed one, which packed sequences keep."""
+    """The tuned configuration of a call, or the committed one; packed sequences always have the
+    committed one.
+
+    committed: of inputs and `batch_invariant`.  kernel: its name in `call_key`.
+    """
     tuned = None
     if call.inputs.cu_seqlens is None:
         tuned = override(
@@ -194,15 +204,17 @@ def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> G
 
 
 def portable_work(call: FusedCall, config: Any, shapes_of: Callable[..., Any] = handed_on) -> Work:
-    """Two launches, and the bytes of what the first hands on to the second.
+    """Two launches, and the bytes of the tensors that the first one writes for the second.
 
-    shapes_of: shapes and dtypes of these tensors.
+    shapes_of: a function of inputs, precision and configuration that returns the shapes and dtypes
+        of these tensors
     """
-    stored = shapes_of(call.inputs, call.precision, config)
+    factors = shapes_of(call.inputs, call.precision, config)
+    workspace_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in factors)
     reason = (
         f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
     )
-    return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in stored), reason
+    return 2, workspace_bytes, reason
 
 
 RECURRENT = Variant(
@@ -237,8 +249,8 @@ PORTABLE = Variant(
 
 
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", "k", "v"))
-# a form that a bench times only when it is named, for calls for which `fused` chooses another
-# kernel
+# the portable kernel for every call, also where `fused` would choose another one.  A bench times it
+# only by request
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
 _function = tensor_function(FUSED, GDNInputs)
 run, plan = FUSED.run, FUSED.plan

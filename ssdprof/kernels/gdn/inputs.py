@@ -34,12 +34,12 @@ class GDNInputs(Inputs):
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence
         i is q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  The host does not read its
         values.
-    state_every: N: the states after every N positions and at the end are wanted, (B * ceil(T / N),
-    HV, K, V)
+    state_every: N: the call returns the states after every N positions and at the end,
+        (B * ceil(T / N), HV, K, V); 0: only the final states
     state_indices: (sequences) int32 or int64: initial_state is a pool (slots, HV, K, V), and
         sequence i begins with slot state_indices[i].  A server's pool (slots, HV, V, K) is passed
         as pool.mT.  The host does not read the values; they must name slots
-    write_indices, accepted: of a call in place (`kernels/inputs.py`)
+    write_indices, accepted: for a call that updates a pool in place (`kernels/inputs.py`)
 
     q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
@@ -95,9 +95,10 @@ class GDNInputs(Inputs):
         self._check("beta", (batch, length, value_heads))
         self._check_sequences()
         state = self.initial_state
-        shape = tuple(self.states_shape)
         if state is not None:
-            shape = shape if self.state_indices is None else (*state.shape[:1], *shape[1:])
+            # a pool may have any number of slots
+            rows = self.sequences if self.state_indices is None else len(state)
+            shape = rows, value_heads, key_dim, value_dim
             if tuple(state.shape) != shape:
                 raise ValueError(
                     f"initial_state must have shape {shape}; with state_v_first, V before K"
@@ -155,6 +156,7 @@ class GDNInputs(Inputs):
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The sizes of a layer, by name."""
         (key_heads, key_dim), (value_heads, value_dim) = self.q.shape[2:], self.v.shape[2:]
         return {
             "key_heads": key_heads,
@@ -164,8 +166,8 @@ class GDNInputs(Inputs):
         }
 
     def slot_count(self, size: int) -> int:
-        """Slots for pieces of `size` positions of all sequences; an upper bound for packed
-        sequences, whose lengths are on the device.
+        """The number of slots if sequences are cut into pieces of `size` positions, and each piece
+        has one; an upper bound for packed sequences, whose lengths are on the device.
         """
         if self.cu_seqlens is not None:
             return self.length // size + self.sequences
@@ -178,7 +180,7 @@ class GDNInputs(Inputs):
 
     @property
     def scale_or_default(self) -> float:
-        """The factor of q."""
+        """The factor of q: `scale`, by default K ** -0.5."""
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
 
 

@@ -1,8 +1,9 @@
-"""The portable kernels, in two launches: for every chunk and value head the factors that do not
-depend on the state, then the output, with the state in registers from chunk to chunk.
+"""The portable kernels, in two launches.  The first one computes, for every chunk and value head,
+the factors that do not depend on the state.  The second one computes the output, with the state in
+registers from chunk to chunk.
 
-With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, Q and K normalised if the
-call asks for it,
+With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, and Q and K normalised if
+the call asks for it (docs/gdn-mathematics.md, equations 18 to 25),
 
     A = (I + tril(diag(beta) K K^T, -1))^-1                    scaled_dot_kkt, solve_tril
     X_j = beta_j (d_end / d_j) (A^T K)_j                       state_factor
@@ -11,8 +12,7 @@ call asks for it,
 
 A does not depend on g: the decay from j to i factors out of both products.  The norms of the rows
 of q and k are fp32 factors of the results and of the rows of A, so that q and k are not rounded
-again.  From one chunk to the next, two
-products depend on each other: K S and X^T Y.
+again.  From one chunk to the next, two products depend on each other: K S and X^T Y.
 
 One program of the second launch owns one slice of V of one head of one segment.  A segment that
 does not begin its sequence needs the state that enters it.  The program computes it by starting at
@@ -20,13 +20,13 @@ an earlier chunk, without output.  From that chunk to the segment, the norm of a
 most 2^-24 of itself, less than a rounding of fp32.  If there is no such chunk, the program starts
 at the sequence's start.  No program waits for another.
 
-In:      q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_states (sequences, HV,
-         K, V) cu_seqlens (sequences + 1)
-Between: state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), both in the
-operands' dtype
+In:      q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV)
+         initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+Between: state_factor (slots, HV, C, K padded to blocks), operands' dtype: X
+         out_factor (slots, HV, C, C), operands' dtype: W
          rows (slots, HV, 2, C) fp32: factors of the rows of K S and of Q S
-         chunks (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor of a state's
-         norm over the chunk
+         chunks (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor by which the
+             chunk changes a state's norm
 Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
 Grids:   (slots * HV), heads fastest, so that the value heads of one k head run at the same time;
          then (segments * HV * slices of V), slices fastest, then heads
@@ -51,19 +51,18 @@ from ssdprof.kernels.functions import (
 )
 from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
+from ssdprof.kernels.gdn.unfused.stages import FORGOTTEN, L2NORM_EPS
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
 
-# 2^-160 is zero in fp32; a lower g would cost later differences their precision
-FORGOTTEN = tl.constexpr(-160.0)
-L2NORM_EPS = tl.constexpr(1e-6)
-LEAF = tl.constexpr(16)  # least rows of a product
-NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
-LOOK_BACK = tl.constexpr(128)  # chunks per iteration
+LEAF = tl.constexpr(16)  # rows of the smallest blocks of the inverse: the fewest of a product
+# log2 of the factor below which a state is neglected: less than a rounding to fp32
+NEGLIGIBLE = tl.constexpr(-24.0)
+LOOK_BACK = tl.constexpr(128)  # chunks whose bounds one iteration of `chunks_to_forget` reads
 
-# shape and dtype of each of several tensors
+# shape and dtype of each tensor that the first launch writes for the second
 FactorShapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 STAGES = {
@@ -73,15 +72,15 @@ STAGES = {
     "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
     "take_state": "setup", "leave_state": "setup.store",
     "residual": "chunk_state.residual", "next_state": "chunk_state.update",
-    "_gdn_scan_kernel": "setup", "own_segment": "setup",
+    "_gdn_scan_kernel": "setup", "segment_of_program": "setup",
 }  # fmt: skip
 
 
-# --- division of sequences into pieces: chunks, or segments of several chunks.
+# --- division of sequences into pieces of SIZE positions: chunks, or segments of several chunks.
 #
 # Each piece has a slot.  In a batch, all sequences have equally many slots.  The slots of packed
-# sequence i, which begins at b, start at b // size + i.  This leaves room for one partial piece per
-# sequence, and needs no sum over earlier sequences.  Some slots stay empty.
+# sequence i, which begins at position b, start at b // SIZE + i.  This leaves room for one partial
+# piece per sequence, and needs no sum over earlier sequences.  Some slots stay empty.
 
 
 @triton.jit
@@ -95,18 +94,18 @@ def first_slot(sequence, begin, seqlen, PACKED: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, SIZE: tl.constexpr):
-    """(sequence, batch entry, index of the piece in its sequence, first position and length of that
-    sequence).
+    """(sequence, row of the batch, index of the piece in its sequence, first position and length of
+    that sequence).
 
-    A piece that begins at or past the end does not exist, except the first one of an empty
-    sequence.
+    A slot is empty if its piece begins at or past the end of the sequence.  The first piece of an
+    empty sequence exists all the same.
     """
     if cu_seqlens_ptr is None:
         pieces = tl.cdiv(seqlen, SIZE)
         sequence = slot // pieces
         return sequence, sequence, slot % pieces, tl.zeros((), tl.int64), seqlen
     else:
-        # finds the last sequence not after `slot`
+        # binary search for the last sequence whose first slot is not after `slot`
         low, high = tl.zeros((), tl.int32), tl.cast(sequences, tl.int32)
         while high - low > 1:
             middle = (low + high) // 2
@@ -125,7 +124,7 @@ def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S
 
 @triton.jit
 def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
-    """(batch entry, first position, length) of a sequence."""
+    """(row of the batch, first position, length) of a sequence."""
     if cu_seqlens_ptr is None:
         return sequence, tl.zeros((), tl.int64), seqlen
     else:
@@ -133,7 +132,7 @@ def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
         return 0, begin, length
 
 
-# --- the inverse of I + L in registers, with L strictly lower triangular.
+# --- the inverse of I + L in registers, with L strictly lower triangular (13), (13a).
 #
 #     [I + L1        ]^-1   [   A1         ]
 #     [  C     I + L2]    = [-A2 C A1   A2 ]
@@ -144,9 +143,9 @@ def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
 # inverse, which stays small even for collinear keys.  A Neumann series would compute powers of L,
 # which do not stay small.
 #
-# Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands
-# in MERGE.  fp16 has the precision of tf32 and costs half, but its range is guaranteed to be
-# sufficient only for normalised keys.
+# Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join these blocks have
+# operands of the dtype MERGE.  fp16 has the precision of tf32 and costs half, but its range is
+# guaranteed to be sufficient only for normalised keys.
 
 
 @triton.jit
@@ -159,11 +158,12 @@ def between_halves(i, j, half: tl.constexpr):
 
 @triton.jit
 def leaf_inverses(L):
-    """The inverses of I + L for L (n, LEAF, LEAF)."""
+    """(I + L)^-1 for each of n matrices L (n, LEAF, LEAF)."""
     o = tl.arange(0, LEAF)
     i, j = o[None, :, None], o[None, None, :]
+    # blocks of 2 rows, whose inverse needs no product
     A = tl.where(i == j, 1.0, 0.0) - tl.where(between_halves(i, j, 1), L, 0.0)
-    for log2_half in tl.static_range(1, 4):
+    for log2_half in tl.static_range(1, 4):  # join halves of 2, 4 and 8 rows
         C = tl.where(between_halves(i, j, 2**log2_half), L, 0.0)
         A -= tl.dot(A, tl.dot(C, A, input_precision=DOT_PRECISION), input_precision=DOT_PRECISION)
     return A
@@ -171,8 +171,8 @@ def leaf_inverses(L):
 
 @triton.jit
 def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 for L (s, s) fp32.  Reads only entries below the diagonal.  s is 16, 32, 64 or
-    128.
+    """(I + L)^-1 for L (s, s) fp32, where s is 16, 32, 64 or 128.  Reads only entries below the
+    diagonal.
 
     MERGE: dtype of the operands of the products that join blocks of 16 rows
     PRECISION: input precision of these products if MERGE is fp32
@@ -180,13 +180,15 @@ def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
     SIZE: tl.constexpr = L.shape[0]
     LEAVES: tl.constexpr = SIZE // LEAF
     o_n = tl.arange(0, LEAVES)
+    # L as (block row, row, block column, column), and its diagonal blocks: each sum has one nonzero
+    # term
     diagonal = (o_n[:, None] == o_n[None, :])[:, None, :, None]
-    # extract the diagonal blocks: each sum has one nonzero term
     leaves = tl.sum(tl.where(diagonal, tl.reshape(L, (LEAVES, LEAF, LEAVES, LEAF)), 0.0), axis=2)
+    # their inverses on the diagonal of a matrix (s, s)
     A = tl.reshape(leaf_inverses(leaves), (LEAVES, LEAF, 1, LEAF))
     A = tl.reshape(tl.where(diagonal, A, 0.0), (SIZE, SIZE))
     o = tl.arange(0, SIZE)
-    for log2_half in tl.static_range(4, 7):
+    for log2_half in tl.static_range(4, 7):  # join halves of 16, 32 and 64 rows
         if 2**log2_half < SIZE:
             C = tl.where(between_halves(o[:, None], o[None, :], 2**log2_half), L, 0.0)
             factor = A.to(MERGE)
@@ -202,8 +204,10 @@ def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
 def load_rows(
     ptr, strides, o_t, m_t, o_k, KEY_DIM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Load positions o_t and dimensions o_k of q or k of one head; zeros past KEY_DIM and where m_t
-    is false.
+    """Load positions o_t and dimensions o_k of q or k of one head: (position, BLOCK_K), zeros past
+    KEY_DIM and where m_t is false.
+
+    ALIGNED: m_t is true everywhere.  WHOLE: no o_k is past KEY_DIM.
     """
     p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
@@ -216,20 +220,22 @@ def load_rows(
 
 @triton.jit
 def log2_decays(g_ptr, stride, o_t, m_t):
-    """g in log2 units, clamped to [FORGOTTEN, 0]; 0 past the sequence's end.  NaN stays NaN."""
+    """g of a chunk's positions in log2 units (C), clamped to [FORGOTTEN, 0]; 0 past the sequence's
+    end.  NaN stays NaN.
+    """
     g = tl.load(g_ptr + o_t.to(tl.int64) * stride, mask=m_t, other=0.0).to(tl.float32)
     return tl.clamp(g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
-    """The first launch: X, W and the row factors of one chunk of a head, from k, q, g and beta."""
+    """The first launch: X, W and the factors of rows of one chunk of a value head."""
     (
         q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr,
         chunks_ptr,
     ) = tensors  # fmt: skip
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
-    # stage setup: which chunk of which head is mine
+    # stage setup: the program's chunk and head
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
     _, i_b, i_c, begin, length = piece_of_slot(
         slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.CHUNK
@@ -246,35 +252,34 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), S.ALIGNMENT)
     head_slot = tl.program_id(0).to(tl.int64)
 
-    # stage gate_cumsum
-    g_cumsum_log2 = tl.cumsum(
-        log2_decays(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides), g_strides[1], o_t, m_t),
-        axis=0,
-    )
+    # stage gate_cumsum: log2 of the decay since the chunk's start (C), and over the whole chunk
+    g_ptr += ptr_offset((i_b, begin + t, i_h), g_strides)
+    g_cumsum_log2 = tl.cumsum(log2_decays(g_ptr, g_strides[1], o_t, m_t), axis=0)
     beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
     beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(
         tl.float32
     )
     end = tl.sum(tl.where(o_t == S.CHUNK - 1, g_cumsum_log2, 0.0), axis=0)
 
-    # stage scaled_dot_kkt
-    kk, k_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
+    # stage scaled_dot_kkt: L0 (C, C) of (18), with the norms of (25); only entries below the
+    # diagonal are used
+    L, k_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
     for n in tl.static_range(BLOCKS):
         k = load_rows(
             k_ptr, k_strides, o_t.to(S.OFFSET), m_t, n * S.BLOCK_K + o_k, S.KEY_DIM, S.ALIGNED,
             WHOLE,
         )  # fmt: skip
         k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-        kk = tl.dot(k.to(S.OPERAND), tl.trans(k.to(S.OPERAND)), kk, input_precision=DOT_PRECISION)
-    k_length = tl.full((S.CHUNK,), 1.0, tl.float32)  # reciprocal of the norm
+        L = tl.dot(k.to(S.OPERAND), tl.trans(k.to(S.OPERAND)), L, input_precision=DOT_PRECISION)
+    k_factor = tl.full((S.CHUNK,), 1.0, tl.float32)  # reciprocal of the norm: e of (25)
     if S.L2NORM:
-        k_length = tl.rsqrt(k_squares + L2NORM_EPS)
-    kk *= (beta * k_length)[:, None] * k_length[None, :]
+        k_factor = tl.rsqrt(k_squares + L2NORM_EPS)
+    L *= (beta * k_factor)[:, None] * k_factor[None, :]
 
-    # stage solve_tril
-    A = (unit_lower_inverse(kk, S.MERGE, S.MERGE_PRECISION) * k_length[:, None]).to(S.OPERAND)
+    # stage solve_tril: diag(e) A (C, C)
+    A = (unit_lower_inverse(L, S.MERGE, S.MERGE_PRECISION) * k_factor[:, None]).to(S.OPERAND)
 
-    # stage state_factor
+    # stage state_factor: X (C, K), and Q K^T (C, C) from the same blocks of k
     qk, q_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
     to_end = decay_exp2(end - g_cumsum_log2) * beta
     for n in tl.static_range(BLOCKS):
@@ -294,25 +299,25 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
         )
         tl.store(state_factor_ptr + tile, X.to(state_factor_ptr.dtype.element_ty))
 
-    # stage out_factor
-    q_scale = tl.full((S.CHUNK,), 1.0, tl.float32) * scale
+    # stage out_factor: W (C, C)
+    q_factor = tl.full((S.CHUNK,), 1.0, tl.float32) * scale  # times the reciprocal of the norm
     if S.L2NORM:
-        q_scale *= tl.rsqrt(q_squares + L2NORM_EPS)
+        q_factor *= tl.rsqrt(q_squares + L2NORM_EPS)
     causal = o_t[:, None] >= o_t[None, :]
-    P = tl.where(causal, qk * q_scale[:, None], 0.0).to(S.OPERAND)
+    P = tl.where(causal, qk * q_factor[:, None], 0.0).to(S.OPERAND)
     W = tl.dot(P, A, input_precision=DOT_PRECISION)
     W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * beta[None, :]
     tile = head_slot * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(causal, W, 0.0).to(out_factor_ptr.dtype.element_ty))
 
-    # stage rows
+    # stage rows: factors of the rows of K S and of Q S (C), the chunk's decay, and its bound (28)
     since_start = decay_exp2(g_cumsum_log2)
     rows_ptr += head_slot * (2 * S.CHUNK)
-    tl.store(rows_ptr + o_t, since_start * k_length)
-    tl.store(rows_ptr + S.CHUNK + o_t, since_start * q_scale)
+    tl.store(rows_ptr + o_t, since_start * k_factor)
+    tl.store(rows_ptr + S.CHUNK + o_t, since_start * q_factor)
     # with unit keys and beta up to 2, a position does not stretch a state; longer keys or a larger
     # beta may
-    stretch = tl.abs(1.0 - beta * k_squares * (k_length * k_length))
+    stretch = tl.abs(1.0 - beta * k_squares * (k_factor * k_factor))
     stretch_log2 = tl.log2(tl.maximum(stretch, 1.0, propagate_nan=tl.PropagateNan.ALL))
     tl.store(chunks_ptr + head_slot * 2, decay_exp2(end))
     tl.store(chunks_ptr + head_slot * 2 + 1, end + tl.sum(stretch_log2, axis=0))
@@ -323,12 +328,14 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
 
 @triton.jit
 def chunks_to_forget(bounds_ptr, stride, count):
-    """Number of chunks before `bounds_ptr` after which a state is negligible; `count`, all of them,
-    if it never is.
+    """The number of chunks over which a state becomes negligible, counted backwards from the chunk
+    of `bounds_ptr`; `count`, the number of all earlier chunks, if it never does.
+
+    bounds_ptr: the bound of that chunk in `chunks`.  stride: between the bounds of two chunks
     """
     o = tl.arange(0, LOOK_BACK)
     needed, block = tl.cast(count, tl.int32), 0
-    tail = 0.0
+    tail = 0.0  # sum of the bounds of the blocks before
     while (needed == count) & (block < count):
         m = block + o < count
         bound = tl.load(bounds_ptr - (block + o + 1).to(tl.int64) * stride, mask=m, other=0.0)
@@ -341,7 +348,11 @@ def chunks_to_forget(bounds_ptr, stride, count):
 
 @triton.jit
 def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load a slice of V of a stored state, in fp32."""
+    """Load a slice of V of a stored state: a tuple of blocks of K in fp32, (BLOCK_V, BLOCK_K) or
+    transposed.
+
+    state_k, state_v: indices along K, of the first block, and along V, as tiles of that shape.
+    """
     state = ()
     for n in tl.static_range((KEY_DIM + BLOCK_K - 1) // BLOCK_K):
         o_n = state_k + n * BLOCK_K
@@ -356,7 +367,7 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
 def leave_state(
     ptr, state, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Store a slice of V of a state."""
+    """Store a slice of V of a state.  Arguments are those of `take_state`."""
     for n in tl.static_range(len(state)):
         o_n = state_k + n * BLOCK_K
         tile = o_n * strides[2] + state_v * strides[3]
@@ -365,7 +376,10 @@ def leave_state(
 
 @triton.jit
 def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constexpr):
-    """K S or Q S: (C, BLOCK_V), or its transpose if V_ROWS.  ALIGNED: m_t is true everywhere."""
+    """K S or Q S: (C, BLOCK_V), or its transpose if V_ROWS.
+
+    ptr: row of the chunk's first position in k or q.  ALIGNED: m_t is true everywhere.
+    """
     o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
     WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
     if S.V_ROWS:
@@ -386,7 +400,10 @@ def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constex
 
 @triton.jit
 def residual(product, v_ptr, m_v, row_ptr, S: tl.constexpr):
-    """Y = V - d K S as an operand."""
+    """Y = V - d K S as an operand: (C, BLOCK_V), or its transpose if V_ROWS.
+
+    product: K S.  row_ptr: factors of its rows
+    """
     v = tl.load(v_ptr, mask=m_v, other=0.0).to(tl.float32)
     row = tl.load(row_ptr + tl.arange(0, S.CHUNK))
     return (v - product * (row[None, :] if S.V_ROWS else row[:, None])).to(S.OPERAND)
@@ -394,27 +411,30 @@ def residual(product, v_ptr, m_v, row_ptr, S: tl.constexpr):
 
 @triton.jit
 def next_state(state, Y, state_factor_ptr, decay, S: tl.constexpr):
-    """d_end S + X^T Y."""
+    """The state after the chunk, d_end S + X^T Y.  decay: d_end"""
     PADDED: tl.constexpr = len(state) * S.BLOCK_K
     o_c, o_k = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K)
-    after = ()
+    blocks = ()
     for n in tl.static_range(len(state)):
         X = tl.load(state_factor_ptr + o_c[:, None] * PADDED + (n * S.BLOCK_K + o_k)[None, :])
         if S.V_ROWS:
-            after = after + (tl.dot(Y, X, state[n] * decay, input_precision=DOT_PRECISION),)
+            block = tl.dot(Y, X, state[n] * decay, input_precision=DOT_PRECISION)
         else:
-            after = after + (
-                tl.dot(tl.trans(X), Y, state[n] * decay, input_precision=DOT_PRECISION),
-            )
-    return after
+            block = tl.dot(tl.trans(X), Y, state[n] * decay, input_precision=DOT_PRECISION)
+        blocks = blocks + (block,)
+    return blocks
 
 
 @triton.jit
-def own_output(out, Y, rows_ptr, out_factor_ptr, at, S: tl.constexpr):
-    """The output of a chunk, scale d Q S + W Y.  out: Q S."""
+def finish_output(out, Y, rows_ptr, out_factor_ptr, head_slot, S: tl.constexpr):
+    """The output of a chunk, scale d Q S + W Y: (C, BLOCK_V), or its transpose if V_ROWS.
+
+    out: Q S.  head_slot: index of the chunk's slot and head in what the first launch wrote
+    """
     o_c = tl.arange(0, S.CHUNK)
-    row = tl.load(rows_ptr + at * (2 * S.CHUNK) + S.CHUNK + o_c)
-    W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
+    row = tl.load(rows_ptr + head_slot * (2 * S.CHUNK) + S.CHUNK + o_c)
+    W_ptr = out_factor_ptr + head_slot * (S.CHUNK * S.CHUNK)
+    W = tl.load(W_ptr + o_c[:, None] * S.CHUNK + o_c[None, :])
     if S.V_ROWS:
         return tl.dot(Y, tl.trans(W), out * row[None, :], input_precision=DOT_PRECISION)
     else:
@@ -425,13 +445,15 @@ def own_output(out, Y, rows_ptr, out_factor_ptr, at, S: tl.constexpr):
 def pass_chunks(
     state, first, stop, length, head_slot, keys, values, m_v, output, factors, S: tl.constexpr
 ):
-    """The state after chunks `first` to `stop`, from the one that enters them.
+    """The state after chunks `first` to `stop` - 1, from the state that enters them.
 
-    keys, values: of the sequence: pointer, strides or that of a position, and of v the offsets of
-        a tile (BLOCK_V, C) or its transpose, whose mask is m_v
-    output: the same of q, then of the output to be stored; None: none is stored, and all chunks are
-        whole
-    factors: what the first launch wrote.  head_slot: of the head in the sequence's first chunk
+    head_slot: index, in what the first launch wrote, of the sequence's first chunk and the head
+    keys: pointer to the sequence's k, and its strides
+    values: pointer to the sequence's v, its stride between positions, and the offsets of a tile
+        (C, BLOCK_V), or (BLOCK_V, C) if V_ROWS; m_v is the tile's mask
+    output: pointer to q and its strides, then, as in `values`, to the output; None: no output is
+        stored, and no chunk is partial
+    factors: what the first launch wrote
     """
     k_ptr, k_strides = keys
     v_ptr, v_step, v_tile = values
@@ -439,6 +461,7 @@ def pass_chunks(
     PADDED: tl.constexpr = len(state) * S.BLOCK_K
     ALIGNED: tl.constexpr = S.ALIGNED or output is None
     for i_c in tl.range(first, stop, num_stages=S.SCAN_STAGES):
+        # where the chunk's v, k and factors lie, and which of its positions exist
         t = tl.cast(i_c, tl.int64) * S.CHUNK
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_step, S.ALIGNMENT)
         at = head_slot + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
@@ -448,24 +471,30 @@ def pass_chunks(
         if not ALIGNED:
             m_tile = m_v & (m_t[None, :] if S.V_ROWS else m_t[:, None])
         k_rows_ptr = tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT)
+        # the products with the state that enters the chunk, K S and Q S
         product = state_product(state, k_rows_ptr, k_strides, m_t, ALIGNED, S)
         if output is not None:
             q_ptr, q_strides, out_ptr, out_step, out_tile = output
             q_rows_ptr = tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT)
             out = state_product(state, q_rows_ptr, q_strides, m_t, ALIGNED, S)
+        # the state after the chunk, and the chunk's output
         Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * S.CHUNK), S)
         decay = tl.load(chunks_ptr + at * 2)
         state = next_state(state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S)
         if output is not None:
-            out = own_output(out, Y, rows_ptr, out_factor_ptr, at, S)
+            out = finish_output(out, Y, rows_ptr, out_factor_ptr, at, S)
             out_rows_ptr = out_ptr + t * out_step + out_tile
             tl.store(out_rows_ptr, out.to(out_ptr.dtype.element_ty), mask=m_tile)
     return state
 
 
 @triton.jit
-def own_segment(rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S: tl.constexpr):
-    """As `piece_of_slot`, of the program's segment; whole sequences if they are not cut."""
+def segment_of_program(
+    rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S: tl.constexpr
+):
+    """The results of `piece_of_slot` for the program's segment, the `rank`-th of a head.  Without
+    CUT, a segment is a whole sequence.
+    """
     if S.CUT:
         return piece_of_slot(
             rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.SEGMENT * S.CHUNK
@@ -477,8 +506,8 @@ def own_segment(rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S: 
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
-    """The second launch: one slice of V of one segment of one head, chunk after chunk, with the
-    state in registers.
+    """The second launch: the output and the final state of one slice of V of one segment of one
+    head, chunk after chunk, with the state in registers.
     """
     (
         q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
@@ -489,13 +518,13 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
         q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides,
         final_states_strides,
     ) = strides  # fmt: skip
-    # stage setup: which segment of which slice is mine
+    # stage setup: the program's segment and slice; its chunks are `first` to `stop` - 1
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     UNITS: tl.constexpr = S.VALUE_HEADS * SLICES
     rank, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     i_k = i_h // S.VALUES_PER_KEY
-    sequence, i_b, segment, begin, length = own_segment(
+    sequence, i_b, segment, begin, length = segment_of_program(
         rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S
     )
     nchunks = tl.cdiv(length, S.CHUNK)
@@ -515,7 +544,7 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             first,
         )
 
-    # stage setup: where its tensors lie
+    # stage setup: where the program's tensors lie
     o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
     o_v = tl.arange(0, S.BLOCK_V).to(S.OFFSET)
     m_v = (o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
@@ -530,12 +559,13 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
     out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
 
+    # the state in blocks of K: zeros, or the initial state
     state = ()
     for _ in tl.static_range((S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K):
         state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
-    own_state = (sequence, i_h, 0, first_v)
+    state_index = (sequence, i_h, 0, first_v)
     if initial_states_ptr is not None and start == 0:
-        initial_ptr = initial_states_ptr + ptr_offset(own_state, initial_states_strides)
+        initial_ptr = initial_states_ptr + ptr_offset(state_index, initial_states_strides)
         state = take_state(
             initial_ptr, state_k, state_v, initial_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
         )
@@ -555,37 +585,45 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
 
     # stage setup.store
     if stop == nchunks:
-        final_ptr = final_states_ptr + ptr_offset(own_state, final_states_strides)
+        final_ptr = final_states_ptr + ptr_offset(state_index, final_states_strides)
         leave_state(
             final_ptr, state, state_k, state_v, final_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
         )
 
 
+# --- the launches
+
+
 def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
-    operands = operands_handed_on(inputs, precision, config.chunk, config.block_k)
-    (slots, heads, chunk, _), _ = operands[0]
-    decays = [(slots, heads, 2, chunk), (slots, heads, 2)]
-    return [*operands, *((shape, torch.float32) for shape in decays)]
+    heads = inputs.v.shape[2]
+    slots = inputs.slot_count(config.chunk)
+    return [
+        *operands_handed_on(inputs, precision, config.chunk, config.block_k),
+        ((slots, heads, 2, config.chunk), torch.float32),
+        ((slots, heads, 2), torch.float32),
+    ]
 
 
 def operands_handed_on(
     inputs: GDNInputs, precision: Precision, chunk: int, block_k: int, count: int = 1
 ) -> FactorShapes:
-    """The operands among `handed_on`: `count` of C x K, with K padded to whole blocks, and one of
-    C x C.
+    """The operands among these tensors: `count` of C x K, with K padded to whole blocks, and then
+    one of C x C.
     """
     padded = triton.cdiv(inputs.q.shape[3], block_k) * block_k
-    rows = (inputs.slot_count(chunk), inputs.v.shape[2], chunk)
+    slots, heads = inputs.slot_count(chunk), inputs.v.shape[2]
     operand = operand_dtype(inputs.q.dtype, precision)
-    return [((*rows, columns), operand) for columns in (*[padded] * count, chunk)]
+    widths = [padded] * count + [chunk]
+    return [((slots, heads, chunk, width), operand) for width in widths]
 
 
 def portable_launch(
     inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
-    """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
-    (sequences, HV, V, K).
+    """Both launches of a call, for all inputs of one signature.
+
+    state_v_first: final states are (sequences, HV, V, K) in memory.
     """
     heads, value_dim = inputs.v.shape[2:]
     chunk = config.chunk
@@ -594,7 +632,8 @@ def portable_launch(
     segments = inputs.sequences
     if config.segment:
         segments = inputs.slot_count(config.segment * chunk)
-    launchers = _launchers(inputs, config, factors[0][1], states)
+    operand = operand_dtype(inputs.q.dtype, precision)
+    launchers = _launchers(inputs, config, operand, states)
     programs = (
         inputs.slot_count(chunk) * heads,
         segments * heads * triton.cdiv(value_dim, config.block_v),
@@ -605,10 +644,12 @@ def portable_launch(
 def _launchers(
     inputs: GDNInputs, config: GDNPortableConfig, operand: torch.dtype, states: tuple[int, ...]
 ) -> tuple[Launcher, Launcher]:
-    """The first and the second launch.  states: strides of the final states."""
-    q_strides, k_strides, v_strides, out_strides = map(
-        tile_strides, (inputs.q, inputs.k, inputs.v, torch.empty(inputs.v.shape, device="meta"))
-    )
+    """The first and the second launch.  operand: dtype of operands.  states: strides of the final
+    states.
+    """
+    out = torch.empty(inputs.v.shape, device="meta")
+    tensors = inputs.q, inputs.k, inputs.v, out
+    q_strides, k_strides, v_strides, out_strides = map(tile_strides, tensors)
     cu_strides = strides_of(inputs.cu_seqlens)
     sizes = inputs.length, inputs.sequences
     common = options_of(inputs, operand, config.chunk, (inputs.q, inputs.k, inputs.v), states)
@@ -649,8 +690,12 @@ def two_launches(
     programs: tuple[int, int],
     names: tuple[str, ...],
 ) -> PreparedLaunch:
-    """A call of two kernels.  factors: what the first one writes for the second.  states: strides
-    of the final states.  names: the inputs that the second one takes before the factors.
+    """A call of two kernels.
+
+    factors: shapes and dtypes of the tensors that the first one writes for the second
+    states: strides of the final states
+    launchers, programs: the two kernels, and their numbers of programs
+    names: the inputs that the second one takes before the factors
     """
     index = inputs.q.get_device()
     states_shape = inputs.states_shape
@@ -683,7 +728,10 @@ def options_of(
     tiled: tuple[torch.Tensor, ...],
     states: tuple[int, ...],
 ) -> dict[str, object]:
-    """Compile-time arguments of both launches.  tiled: the inputs that are read in tiles."""
+    """Compile-time arguments of both launches.
+
+    tiled: the inputs that are read in tiles.  states: strides of the final states
+    """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     out = torch.empty(inputs.v.shape, device="meta")
     return dict(
@@ -702,9 +750,9 @@ def options_of(
 def options_of_factors(
     inputs: GDNInputs, operand: torch.dtype, warps: int, registers: int
 ) -> dict[str, object]:
-    """Compile-time and launch options of the first launch, which computes the factors of chunks.
+    """Compile-time arguments and launch options of the first launch.
 
-    registers: limit for a thread; 0: none.
+    registers: most registers per thread; 0: no limit
     """
     normalised = bool(inputs.use_qk_l2norm)
     options: dict[str, object] = dict(

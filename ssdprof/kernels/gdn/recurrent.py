@@ -2,9 +2,9 @@
 fp32.
 
 recurrent      one launch, with the state in registers.  A call with a few tokens moves little more
-               than the states.  With T tokens it takes T dependent steps on any GPU; the inputs of
-               several are loaded together.  Any T works; from a few dozen tokens on, the chunked
-               kernels are faster
+               than the states.  T tokens take T dependent steps on any GPU, but the inputs of
+               several tokens are loaded together.  Any T works; from a few dozen tokens on, the
+               chunked kernels are faster
 unfused_step   one token in three launches: the written value, the state, the output.  It moves two
                states more.  If the call normalises q and k, two small launches do so.  The six
                launches of `unfused` would be a slow baseline for one token, because they process
@@ -16,12 +16,12 @@ unfused_step   one token in three launches: the written value, the state, the ou
 
 Kimi Delta Attention is the same with g (B, T, HV, K): a decay for every row of S.
 
-In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
-      cu_seqlens (sequences + 1) | state_indices (sequences): the slots of initial_state, then a
-      pool (slots, HV, K, V)
-Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or initial_state
-      itself, in place, or the states after every token (B * T, HV, K, V); of a pool with V before
-      K, V is before K in them too
+In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV)
+      initial_state (sequences, HV, K, V), or, with state_indices (sequences), a pool (slots, HV, K,
+      V) | cu_seqlens (sequences + 1)
+Out:  out (B, T, HV, V), v's dtype
+      final states (sequences, HV, K, V) fp32; or the states after every token (B * T, HV, K, V)
+      fp32; or, in place, initial_state itself.  They have V before K in memory if a pool does
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
 Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024
 (arXiv:2412.06464), equation 10.
@@ -40,9 +40,11 @@ from ssdprof.kernels.functions import (
     LOG2_E,
     decay_exp,
     decay_exp2,
+    load_at,
     ptr_offset,
     sequence_bounds,
     slot_to_read,
+    store_at,
     sum_of_products,
 )
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
@@ -69,8 +71,10 @@ from ssdprof.kernels.stored_states import (
 from ssdprof.kernels.tensors import strides_of, strides_of_each
 
 _STEP = "unfused_step"
-MOST_TOKENS = 4  # that are loaded together; eight take more registers than they save time
-MANY_HEADS = 512  # of all sequences, from which every state is written by wider programs
+# tokens that are loaded together: with eight, the additional registers cost more than the loads
+MOST_TOKENS = 4
+# from this many heads of all sequences on, a call that writes every state has wider programs
+MANY_HEADS = 512
 
 STAGES = {
     "_load_tokens": "recurrence",
@@ -85,48 +89,55 @@ def blocks_of(
     inputs: GDNInputs, *, wide: bool = False, stepping: Stepping = NOT_STEPPING
 ) -> dict[str, int]:
     """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together.
+    num_warps: warps per program.
 
-    One warp per program, which sums over K without barriers, or for one token wider rows of the
-    state.  On an H200 with K = V = 128, 64 sequences of four tokens take 79 us so, and 128 to 138
-    us with slices of 32; of one token 71 and 68 us.  At most 64 numbers of the state per thread:
+    For several tokens, a program has narrow slices and one warp, which sums over K without
+    barriers.  For one token, it has wider rows of the state.  On an H200 with K = V = 128, 64
+    sequences of four tokens take 79 us with slices of 16, and 128 to 138 us with slices of 32; 64
+    sequences of one token take 71 and 68 us.  A thread has at most 64 numbers of the state, because
     more would spill.  The choice does not depend on the number of sequences, so that a sequence's
     result does not depend on it either.
 
-    wide: for writes of every state, in rows of 256 bytes instead of 64.  On an H100, 64 sequences
-    of eight tokens take 437 us instead of 497, but one sequence 21 us instead of 12.
-    stepping: a scale of a state needs it in one program, and roundings of four tokens would spill.
+    wide: for calls that write every state, in rows of 256 bytes instead of 64.  On an H100, 64
+        sequences of eight tokens take 437 us instead of 497, but one sequence 21 us instead of 12.
+    stepping: if states are stored with a scale, a program needs a whole state; if they are rounded
+        after each token, tokens are loaded one by one, because roundings of four would spill.
     """
     # the host does not know packed lengths
     tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
-    block_v, per_thread = 32, 32  # per_thread: numbers of the state
+    block_v, numbers_per_thread = 32, 32
     if wide:
-        block_v, per_thread = 64, 128
+        block_v, numbers_per_thread = 64, 128
     elif tokens > 1:
-        block_v, per_thread = 16, 64
+        block_v, numbers_per_thread = 16, 64
     value_dim = triton.next_power_of_2(inputs.v.shape[3])
     block_v = value_dim if stepping.whole_state else min(block_v, value_dim)
-    state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
+    numbers = triton.next_power_of_2(inputs.q.shape[3]) * block_v
     loads = triton.cdiv(tokens, 1 if stepping.rounds else MOST_TOKENS)
-    num_warps = max(1, state // (per_thread * 32))
+    num_warps = max(1, numbers // (numbers_per_thread * 32))
     return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 
 
 @triton.jit
-def _scale_of_norm(x, NORM: tl.constexpr):
-    """The factor that normalises x."""
+def _inverse_norm(x, NORM: tl.constexpr):
+    """The factor that normalises x (K); 1 without NORM."""
     return tl.rsqrt(sum_of_products(x * x, 0) + L2NORM_EPS) if NORM else 1.0
 
 
 @triton.jit
-def _offsets(o_k, o_v, STRIDES: tl.constexpr):
-    """Offsets of a tile (K, V) of a state."""
+def _state_offsets(o_k, o_v, STRIDES: tl.constexpr):
+    """Offsets of a tile (K, V) of a state.  STRIDES: along K and V"""
     return o_k.to(tl.int64)[:, None] * STRIDES[0] + o_v.to(tl.int64)[None, :] * STRIDES[1]
 
 
 @triton.jit
 def _load_tokens(pointers, steps, first, length, m_k, m_v, S: tl.constexpr):
-    """q, k, v, g and beta of the tokens from `first` on, BLOCK_T of each, before one of them is
-    used: one wait for all of them and the state.  steps: strides between tokens
+    """q, k, v, g and beta of BLOCK_T tokens from `first` on: a tuple of each, with zeros past the
+    sequence's end.
+
+    All loads are issued before any of their results is used, so that the program waits only once.
+
+    steps: strides between tokens.  m_k, m_v: masks of K and V
     """
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr = pointers
     qs, ks, vs, gs, betas = (), (), (), (), ()
@@ -146,10 +157,10 @@ def _load_tokens(pointers, steps, first, length, m_k, m_v, S: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen", "seed"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr):
     """One slice of V of one head of one sequence of `gdn_recurrent`, token after token, with the
-    state in registers.
+    state (K, V) in registers.
 
-    FORMAT: that of the states of `gdn_stepped`, whose table of slots has a column for the initial
-    state, too; None: they are not rounded.
+    FORMAT: in a simulation of stored states (`stored_states.py`), their format; the table of slots
+        then has a column for the initial state, too.  None: states are not rounded
     """
     (
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr,
@@ -161,8 +172,8 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
         cu_seqlens_strides, slots_strides, accepted_strides, writes_strides, out_strides,
         states_strides,
     ) = strides  # fmt: skip
-    # stage setup: which slice of which head is mine
-    sequence, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
+    # stage setup: the program's sequence, head and slice, and where its tensors lie
+    sequence, i_h, o_k, o_v, m_k, m_v = _slice_of_program(S)
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
     if cu_seqlens_ptr is not None:
         begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
@@ -178,10 +189,10 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
     if S.PER_CHANNEL:
         g_ptr += o_k.to(tl.int64) * g_strides[3]
 
-    o_states = _offsets(o_k, o_v, S.STATES_STRIDES)
+    o_states = _state_offsets(o_k, o_v, S.STATES_STRIDES)
 
-    # stage setup.load
-    row, m_final = sequence, m_state  # of the final state
+    # stage setup.load: the state with which the sequence begins, and where its final state goes
+    row, m_final = sequence, m_state  # row of the final state among all, and mask
     if initial_state_ptr is None:
         # reads nothing, and gives zeros the layout of states that are loaded: so all sums over K
         # have one order
@@ -193,7 +204,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
             if S.IN_PLACE:
                 m_read = tl.where(slot >= 0, m_state, False)
         initial_state_ptr += ptr_offset((slot, i_h), initial_state_strides[:2])
-        offset = _offsets(o_k, o_v, S.INITIAL_STRIDES)
+        offset = _state_offsets(o_k, o_v, S.INITIAL_STRIDES)
         state = tl.load(initial_state_ptr + offset, mask=m_read, other=0.0).to(tl.float32)
         if S.IN_PLACE and slots_ptr is not None:
             row = slot
@@ -202,28 +213,30 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
                 row = tl.load(writes_ptr)
             m_final = tl.where((row >= 0) & (length > 0), m_state, False)
     if S.FORMAT is not None:
+        # round the initial state, and store it in the first column's slot
         key, elements = hashed_head(seed, sequence, i_h), o_k[:, None] * S.VALUE_DIM + o_v[None, :]
         state = stored_state(state, key, 0, elements, 0, S.FORMAT)
-        at = states_ptr + ptr_offset((row, i_h), states_strides[:2]) + o_states
-        tl.store(at, state, mask=m_state)
+        p_initial = states_ptr + ptr_offset((row, i_h), states_strides[:2]) + o_states
+        tl.store(p_initial, state, mask=m_state)
         writes_ptr += writes_strides[1]
 
-    # stage recurrence
+    # stage recurrence: BLOCK_T tokens are loaded, and then processed one by one
     steps = (q_strides[1], k_strides[1], v_strides[1], g_strides[1], beta_strides[1])
     for first in range(0, length, S.BLOCK_T):
         qs, ks, vs, gs, betas = _load_tokens(
             (q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr), steps, first, length, m_k, m_v, S
         )
         for i in tl.static_range(S.BLOCK_T):
+            # u: the corrected value, times the norm's factor of the key with which it is written
             q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
-            decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
+            decay, k_factor = decay_exp(gs[i].to(tl.float32)), _inverse_norm(k, S.L2NORM)
             if S.PER_CHANNEL:
                 state = state * decay[:, None]
                 decay = 1.0
             read = sum_of_products(state * k[:, None], 0)
-            u = betas[i].to(tl.float32) * k_scale * (v - decay * k_scale * read)
+            u = betas[i].to(tl.float32) * k_factor * (v - decay * k_factor * read)
             state = tl.fma(state, decay, k[:, None] * u[None, :])
-            out = scale * _scale_of_norm(q, S.L2NORM) * sum_of_products(state * q[:, None], 0)
+            out = scale * _inverse_norm(q, S.L2NORM) * sum_of_products(state * q[:, None], 0)
             here, step = first + i < length, tl.cast(first + i, tl.int64)
             tl.store(
                 out_ptr + step * out_strides[1],
@@ -231,17 +244,17 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
                 mask=tl.where(here, m_v, False),
             )
             if S.EVERY_STATE:
-                at = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
-                tl.store(at + o_states, state, mask=tl.where(here, m_state, False))
+                p_states = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
+                tl.store(p_states + o_states, state, mask=tl.where(here, m_state, False))
             if S.FORMAT is not None:
                 state = stored_after(state, first + i + 1, length, key, elements, 0, S)
-            if len(writes_strides) == 2:
-                new = tl.load(writes_ptr + step * writes_strides[1], mask=here, other=-1)
-                at = states_ptr + ptr_offset((new, i_h), states_strides[:2]) + o_states
-                kept = state.to(states_ptr.dtype.element_ty)
-                tl.store(at, kept, mask=tl.where(new >= 0, m_state, False))
+            if len(writes_strides) == 2:  # the table of slots has a column for each token
+                new_slot = tl.load(writes_ptr + step * writes_strides[1], mask=here, other=-1)
+                p_states = states_ptr + ptr_offset((new_slot, i_h), states_strides[:2]) + o_states
+                stored = state.to(states_ptr.dtype.element_ty)
+                tl.store(p_states, stored, mask=tl.where(new_slot >= 0, m_state, False))
 
-    # stage setup.store
+    # stage setup.store: the final state, unless every state has been stored
     if not S.EVERY_STATE and len(writes_strides) != 2:
         states_ptr += ptr_offset((row, i_h), states_strides[:2])
         tl.store(states_ptr + o_states, state.to(states_ptr.dtype.element_ty), mask=m_final)
@@ -255,22 +268,26 @@ def recurrent_launch(
     state_v_first: bool = False,
     stepping: Stepping = NOT_STEPPING,
 ) -> PreparedLaunch:
-    """The launch of a call, for all inputs of one signature.  in_place: as of `gdn_recurrent`."""
+    """The launch of a call, for all inputs of one signature.
+
+    blocks: see `blocks_of`.  in_place: see `gdn_recurrent`.
+    state_v_first: final states are (sequences, HV, V, K) in memory; they also are if the call reads
+        a pool with V before K.
+    """
     initial = strides_of(inputs.initial_state)
     v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
     index = inputs.q.get_device()
-    inner = state_strides(*inputs.states_shape[1:], v_first=v_first)
-    programs = (
-        inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
-    )
-    new = torch.empty(inputs.v.shape, device="meta")
-    states = initial if in_place else inner
-    if inputs.state_every:
-        states = (inputs.length * inner[0], *inner)
+    new_strides = state_strides(*inputs.states_shape[1:], v_first=v_first)
+    slices = triton.cdiv(inputs.v.shape[3], blocks["block_v"])
+    programs = inputs.sequences * inputs.v.shape[2] * slices
+    new_out = torch.empty(inputs.v.shape, device="meta")
+    states = initial if in_place else new_strides
+    if inputs.state_every:  # (B, T, HV, K, V)
+        states = (inputs.length * new_strides[0], *new_strides)
     launcher = Launcher(
         _gdn_recurrent_kernel,
         (
-            (*map(strides_of, (*inputs.kernel_tensors, new)), states),
+            (*map(strides_of, (*inputs.kernel_tensors, new_out)), states),
             inputs.v.shape[1],
             inputs.scale_or_default,
             stepping.seed,
@@ -304,7 +321,7 @@ def recurrent_launch(
             states = inputs.initial_state
             if not in_place or states is None:
                 states = torch.empty_strided(
-                    inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device
+                    inputs.final_shape, new_strides, dtype=torch.float32, device=inputs.q.device
                 )
             launcher(programs, *inputs.kernel_tensors, out, states)
         return GDNOutput(out, states)
@@ -322,13 +339,13 @@ def gdn_recurrent(
     in_place: bool = False,
     batch_invariant: bool = False,
 ) -> GDNOutput:
-    """Output in v's dtype, final states in fp32, whatever the precision.  Takes T dependent steps,
-    and so is meant for short T.
+    """Output in v's dtype, final states in fp32, whatever the precision.  The call takes T
+    dependent steps, and so is meant for short T.
 
-    in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is
-        returned; of a pool, slots as in `kernels/inputs.py`.
+    in_place: the final states overwrite inputs.initial_state, in its dtype, and the call returns
+        that tensor.  For a pool, `kernels/inputs.py` says which slots are read and written.
     batch_invariant: the last bits of every state do not depend on whether the sequences have 512
-    heads together.
+        heads together.
 
     Raises ValueError if in_place has no initial_state to write to, an expanded one, or
     inputs.state_every, and UnsupportedError if the kernel cannot run.
@@ -339,12 +356,13 @@ def gdn_recurrent(
         and not batch_invariant
         and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
     )
-    return kept(_launches, (inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(
-        inputs
-    )
+    key = inputs.signature, in_place, wide
+    prepared_launch = kept(_launches, key, _prepare, inputs, in_place, wide)
+    return prepared_launch(inputs)
 
 
 def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
+    """The launch of a simulation of stored states (`stored_states.py`)."""
     refuse_device("recurrent", inputs.q)
     blocks = blocks_of(inputs, stepping=stepping)
     return recurrent_launch(inputs, blocks, in_place=True, stepping=stepping)
@@ -361,10 +379,10 @@ def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
 
 
 @triton.jit
-def _own_slice(S: tl.constexpr):
+def _slice_of_program(S: tl.constexpr):
     """The program's sequence and head, its rows and columns of the state, and their masks.
 
-    Grid of all three launches: (B * HV * slices of V), slices fastest, then heads.
+    Grid of all kernels in this file: (sequences * HV * slices of V), slices fastest, then heads.
     """
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
@@ -378,32 +396,21 @@ def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
     """The value that the token writes, u = beta (v - (exp(g) S)^T k): (B, 1, HV, V) fp32."""
     k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr = tensors
     k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides = strides
-    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
-    u = tl.load(v_ptr + ptr_offset((i_b, 0, i_h, o_v), v_strides), mask=m_v, other=0.0).to(
-        tl.float32
-    )
+    i_b, i_h, o_k, o_v, m_k, m_v = _slice_of_program(S)
+    u = load_at(v_ptr, v_strides, (i_b, 0, i_h, o_v), m_v).to(tl.float32)
     if initial_state_ptr is not None:
         index = (i_b, i_h, o_k[:, None], o_v[None, :])
-        state = tl.load(
-            initial_state_ptr + ptr_offset(index, initial_state_strides),
-            mask=m_k[:, None] & m_v[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        k = tl.load(
-            k_ptr + ptr_offset((i_b, 0, i_h // S.VALUES_PER_KEY, o_k), k_strides),
-            mask=m_k,
-            other=0.0,
-        )
+        m_state = m_k[:, None] & m_v[None, :]
+        state = load_at(initial_state_ptr, initial_state_strides, index, m_state).to(tl.float32)
+        k = load_at(k_ptr, k_strides, (i_b, 0, i_h // S.VALUES_PER_KEY, o_k), m_k)
         if S.PER_CHANNEL:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(
-                tl.float32
-            )
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h, o_k), m_k).to(tl.float32)
             u -= tl.sum(state * (decay_exp2(g * LOG2_E) * k.to(tl.float32))[:, None], axis=0)
         else:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h)).to(tl.float32)
             u -= decay_exp2(g * LOG2_E) * tl.sum(state * k.to(tl.float32)[:, None], axis=0)
-    u *= tl.load(beta_ptr + ptr_offset((i_b, 0, i_h), beta_strides)).to(tl.float32)
-    tl.store(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), u, mask=m_v)
+    u *= load_at(beta_ptr, beta_strides, (i_b, 0, i_h)).to(tl.float32)
+    store_at(u_ptr, u_strides, (i_b, 0, i_h, o_v), u, m_v)
 
 
 @triton.jit
@@ -411,27 +418,22 @@ def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
     """The state after the token, S = exp(g) S + k u^T: (B, HV, K, V) fp32."""
     k_ptr, u_ptr, g_ptr, initial_state_ptr, final_states_ptr = tensors
     k_strides, u_strides, g_strides, initial_state_strides, final_states_strides = strides
-    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
+    i_b, i_h, o_k, o_v, m_k, m_v = _slice_of_program(S)
     m_state = m_k[:, None] & m_v[None, :]
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
 
-    k_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
-    k = tl.load(k_ptr + ptr_offset(k_index, k_strides), mask=m_k, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), mask=m_v, other=0.0)
+    k = load_at(k_ptr, k_strides, (i_b, 0, i_h // S.VALUES_PER_KEY, o_k), m_k).to(tl.float32)
+    u = load_at(u_ptr, u_strides, (i_b, 0, i_h, o_v), m_v)
     state = k[:, None] * u[None, :]
     if initial_state_ptr is not None:
-        initial = tl.load(
-            initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0
-        )
+        initial = load_at(initial_state_ptr, initial_state_strides, index, m_state)
         if S.PER_CHANNEL:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(
-                tl.float32
-            )
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h, o_k), m_k).to(tl.float32)
             state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)[:, None]
         else:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+            g = load_at(g_ptr, g_strides, (i_b, 0, i_h)).to(tl.float32)
             state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)
-    tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
+    store_at(final_states_ptr, final_states_strides, index, state, m_state)
 
 
 @triton.jit
@@ -441,28 +443,23 @@ def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
     """
     states_ptr, q_ptr, out_ptr = tensors
     states_strides, q_strides, out_strides = strides
-    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
+    i_b, i_h, o_k, o_v, m_k, m_v = _slice_of_program(S)
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
-    state = tl.load(
-        states_ptr + ptr_offset(index, states_strides), mask=m_k[:, None] & m_v[None, :], other=0.0
-    )
-    q_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
-    q = tl.load(q_ptr + ptr_offset(q_index, q_strides), mask=m_k, other=0.0).to(tl.float32)
+    state = load_at(states_ptr, states_strides, index, m_k[:, None] & m_v[None, :])
+    q = load_at(q_ptr, q_strides, (i_b, 0, i_h // S.VALUES_PER_KEY, o_k), m_k).to(tl.float32)
     out = tl.sum(state * (q * scale)[:, None], axis=0)
-    tl.store(
-        out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides),
-        out.to(out_ptr.dtype.element_ty),
-        mask=m_v,
-    )
+    store_at(out_ptr, out_strides, (i_b, 0, i_h, o_v), out, m_v)
 
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
-    """One token of each sequence, without checks."""
+    """One token of each sequence in three launches, without checks."""
     config = _step_config(inputs)
     batch, heads, key_dim, value_dim = inputs.states_shape
 
     def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
-        """One of the three launches, on these tensors."""
+        """One of the three launches, on these tensors.  scale: the factor of q, for the kernel that
+        takes it.
+        """
         launch(
             kernel,
             batch * heads * triton.cdiv(value_dim, config["block_v"]),
@@ -492,15 +489,15 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
 
 
 def _step_config(inputs: GDNInputs) -> dict[str, int]:
-    """block_v: slice of V per program.  At most 64 numbers of the state per thread."""
+    """block_v: slice of V per program.  num_warps: so that a thread has at most 64 numbers of the
+    state.
+    """
     block_v = min(32, triton.next_power_of_2(inputs.v.shape[3]))
-    return {
-        "block_v": block_v,
-        "num_warps": max(2, triton.next_power_of_2(inputs.q.shape[3]) * block_v // (64 * 32)),
-    }
+    numbers = triton.next_power_of_2(inputs.q.shape[3]) * block_v
+    return {"block_v": block_v, "num_warps": max(2, numbers // (64 * 32))}
 
 
-# --- the implementations, of Kimi Delta Attention too
+# --- the implementations, for GDN and for Kimi Delta Attention
 
 
 def _run_step(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -516,12 +513,12 @@ def _refuse_all_but_steps(inputs: GDNInputs) -> None:
 
 
 def _plan_step(inputs: GDNInputs, precision: Precision) -> Plan:
-    """One token of each sequence.  The workspace is in fp32: what is written, q and k if they are
+    """The plan of `three_stages`.  The workspace, in fp32, holds u, and q and k if they are
     normalised.
     """
     _refuse_all_but_steps(inputs)
-    launches, normalised = 3, 0
-    if inputs.use_qk_l2norm:  # q and k are normalised before, by a launch each
+    launches, normalised = 3, 0  # normalised: numbers in q and k
+    if inputs.use_qk_l2norm:  # two launches normalise q and k first
         launches += 2
         normalised = inputs.q.numel() + inputs.k.numel()
     reason = "what is written, the state and the output in a launch each; fp32 throughout"

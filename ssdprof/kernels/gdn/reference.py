@@ -38,34 +38,41 @@ from ssdprof.kernels.oracle import (
     split_chunks,
 )
 
-# (q, k, g, beta) of chunks -> scores and L with their decays (the solver adds the identity), and
-# the decays since the chunk's start and to its end, of a head or of each channel
+# The operator's use of its decays: (q, k, g, beta) of chunks -> four tensors.  The scores q k^T and
+# L, with their decays; the decay since the chunk's start, and to its end, of a head or of each
+# channel.
 Decayed = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
-    """The recurrence, position by position, for short inputs; g of a head, or of each of its K
-    channels.
+    """The recurrence, position by position, for short inputs.  g has one number for a head, or one
+    for each of its K channels.
 
-    Output and final states in `dtype`.
+    Output and final states are in `dtype`.
     """
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
-        state = final_states[span.sequence]
-        (*rows, g, beta_rows) = _load(inputs, span, dtype)
+        state = final_states[span.sequence]  # (HV, K, V)
+        q, k, v, g, beta = _load_heads(inputs, span, dtype)
+
+        # columns of a matrix for each position and head
+        q, k, v, beta = q[..., None], k[..., None], v[..., None], beta[..., None, None]
         for t in range(span.length):
-            q, k, v, beta = (row[t, ..., None] for row in (*rows, beta_rows[..., None]))
-            state = state * g[t].reshape(len(state), -1, 1).exp()
-            u = beta * (v - state.mT @ k)
-            state = state + k @ u.mT
-            out[span.batch, span.start + t] = (state.mT @ q)[..., 0]
+            decay = g[t].reshape(len(state), -1, 1).exp()  # (HV, 1 or K, 1)
+            state = state * decay
+            u = beta[t] * (v[t] - state.mT @ k[t])
+            state = state + k[t] @ u.mT
+            out[span.batch, span.start + t] = (state.mT @ q[t])[..., 0]
         final_states[span.sequence] = state
     return GDNOutput(out, final_states)
 
 
 def load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q and k (T, H, K), normalised if use_qk_l2norm, v (T, HV, V) and beta (T, HV)."""
+    """q, k, v and beta of the span, in `dtype`.
+
+    q and k (T, H, K), normalised if use_qk_l2norm; v (T, HV, V); beta (T, HV).
+    """
     q, k, v, beta = (
         span.of(tensor).to(dtype) for tensor in (inputs.q, inputs.k, inputs.v, inputs.beta)
     )
@@ -74,41 +81,46 @@ def load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...
     return q, k, v, beta
 
 
-def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """As `load`, but q, scaled, and k of value heads, (T, HV, K); g (T, HV) before beta."""
+def _load_heads(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v, g and beta of each value head.
+
+    q, times the scale, and k: (T, HV, K); v: (T, HV, V); g, at most 0, and beta: (T, HV); KDA's g:
+    (T, HV, K).
+    """
     q, k, v, beta = load(inputs, span, dtype)
-    q, k = (
-        rows.repeat_interleave(inputs.values_per_key, 1)
-        for rows in (q * inputs.scale_or_default, k)
-    )
-    return q, k, v, span.of(inputs.g).to(dtype).clamp(max=0), beta
+    q = (q * inputs.scale_or_default).repeat_interleave(inputs.values_per_key, 1)
+    k = k.repeat_interleave(inputs.values_per_key, 1)
+    g = span.of(inputs.g).to(dtype).clamp(max=0)
+    return q, k, v, g, beta
 
 
 def delta_chunks(
     decayed: Decayed, inputs: GDNInputs, span: Span, dtype: torch.dtype, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output (T, HV, V) and the state (HV, K, V) after the span, with the decays of `decayed`."""
-    # padding has g = beta = 0: it neither decays nor adds
-    q, k, v, g, beta = (
-        split_chunks(rows, ORACLE_CHUNK) for rows in _load(inputs, span, dtype)
-    )  # (c, HV, chunk, ...)
+    """The chunked form: output (T, HV, V), and the state (HV, K, V) after the span.
+
+    state: (HV, K, V), before the span.
+    """
+    # (c, HV, chunk, ...); padding has g = beta = 0: it neither decays nor adds
+    heads = _load_heads(inputs, span, dtype)
+    q, k, v, g, beta = (split_chunks(rows, ORACLE_CHUNK) for rows in heads)
     beta = beta[..., None]
-    scores, system, since_start, to_end = decayed(q, k, g, beta)
-    right = torch.cat([beta * v, beta * since_start * k], -1)
-    U0, W = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], -1
-    )
+    scores, L, since_start, to_end = decayed(q, k, g, beta)
+    right_sides = torch.cat([beta * v, beta * since_start * k], -1)
+    # unitriangular: the solver takes ones for the diagonal of L
+    solutions = torch.linalg.solve_triangular(L, right_sides, upper=False, unitriangular=True)
+    U0, W = solutions.split([v.shape[-1], k.shape[-1]], -1)
     out = torch.empty_like(v)
-    for i in range(len(v)):
-        u = U0[i] - W[i] @ state
-        out[i] = (q[i] * since_start[i]) @ state + scores[i] @ u
-        state = state * since_start[i, :, -1, :, None] + (k[i] * to_end[i]).mT @ u
+    for c in range(len(v)):
+        u = U0[c] - W[c] @ state
+        out[c] = (q[c] * since_start[c]) @ state + scores[c] @ u
+        state = state * since_start[c, :, -1, :, None] + (k[c] * to_end[c]).mT @ u
     return out.transpose(1, 2).flatten(0, 1)[: span.length], state
 
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """The products of a chunk with their decays: q k^T, beta k k^T below the diagonal, and the
-    decays from the chunk's start and to its end.
+    """`Decayed` for one decay per head.  q, k (c, HV, chunk, K), g (c, HV, chunk), beta (c, HV,
+    chunk, 1).
     """
     decay = segment_sums(g).exp()  # d_ts, zero above the diagonal
     since_start = g.cumsum(-1).exp()[..., None]  # d_t

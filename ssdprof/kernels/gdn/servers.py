@@ -1,12 +1,13 @@
 """The Triton kernels that vLLM and SGLang run for GDN and KDA layers.
 
-The servers' packages patch torch and transformers when they are imported, so that they are not:
-only the modules with kernels are.
+The import of a server's package patches torch and transformers.  So only its modules with kernels
+are imported.
 
 vllm, sglang             prompts, in chunks.  A server normalises q and k, and computes gates and
-                         beta, in kernels of its own.  Here gates and beta arrive computed, but for
-                         vLLM's KDA, and q and k are normalised inside of the call.  What a kernel
-                         writes over (v, the pool) is copied in its time
+                         beta, in separate kernels.  Here the call normalises q and k, and receives
+                         gates and beta after their activations, except for vLLM's KDA.  A tensor
+                         that a kernel overwrites (v, the pool) is copied first, and the copy counts
+                         in the kernel's time
 vllm_step, sglang_step   a few tokens of each sequence, token by token, on a pool in place, as in
                          decoding and verification.  Gates and beta enter before their activations
 """
@@ -46,10 +47,11 @@ _ONE_TOKEN = {
     "kda": "fused_recurrent_kda_packed_decode",
 }
 _SIGMOID_GATING = "linear.fused_sigmoid_gating_recurrent"
-_SOFTPLUS = (1.0, 20.0)  # its factor, and the argument above which it is the identity
+_SOFTPLUS = (1.0, 20.0)  # torch's defaults: beta, and the threshold above which it is the identity
 
 
 def _options(inputs: GDNInputs) -> dict[str, Any]:
+    """Arguments that have the same name in the functions of both servers."""
     return {
         "scale": inputs.scale_or_default,
         "cu_seqlens": bounds_of(inputs).int(),
@@ -58,7 +60,7 @@ def _options(inputs: GDNInputs) -> dict[str, Any]:
 
 
 def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
-    """These tensors as one pack, (1, tokens, ...)."""
+    """The named tensors with all sequences as one pack, (1, tokens, ...), by name."""
     return {name: packed(inputs, name)[0][None] for name in names}
 
 
@@ -66,23 +68,27 @@ def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
 
 
 def load_vllm(operator: str) -> Implementation:
-    """vLLM's chunked kernels.  KDA's takes gates before their activation, and writes over v unless
-    it is given room for the output.
-    """
+    """vLLM's chunked kernels.  KDA's takes gates before their activation."""
     module = import_kernels(_VLLM[operator])
 
-    def run_gdn(inputs: GDNInputs) -> Callable[..., Any]:
+    def bind_gdn(inputs: GDNInputs) -> Callable[..., Any]:
+        """The function with all arguments but v, the states and options."""
         return partial(module.chunk_gated_delta_rule, **_tokens(inputs, "q", "k", "g", "beta"))
 
-    def run_kda(inputs: GDNInputs) -> Callable[..., Any]:
+    def bind_kda(inputs: GDNInputs) -> Callable[..., Any]:
+        """As `bind_gdn`, for KDA."""
         a, b, A_log, _ = raw_gates(inputs)
-        gates = {"raw_g": a[None], "raw_beta": b[None], "A_log": A_log}
-        run = partial(module.chunk_kda_with_fused_gate, **_tokens(inputs, "q", "k"), **gates)
-        # without `out` it writes over v
-        return lambda v, **more: run(v=v, g_bias=None, out=torch.empty_like(v), **more)
+        gates = {"raw_g": a[None], "raw_beta": b[None], "A_log": A_log, "g_bias": None}
+        function = partial(module.chunk_kda_with_fused_gate, **_tokens(inputs, "q", "k"), **gates)
+
+        def run(v: torch.Tensor, **others: Any) -> Any:
+            # without `out` the kernel overwrites v
+            return function(v=v, out=torch.empty_like(v), **others)
+
+        return run
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        run = run_kda(inputs) if operator == "kda" else run_gdn(inputs)
+        run = bind_kda(inputs) if operator == "kda" else bind_gdn(inputs)
         v = packed(inputs, "v")[0][None]
         states = v_first_states(inputs)
         options = _options(inputs)
@@ -94,15 +100,15 @@ def load_vllm(operator: str) -> Implementation:
 
         return call, (v, states)
 
-    return _chunked_kernel(operator, "vllm", prepare, raw=operator == "kda")
+    return _chunked_kernel(operator, "vllm", prepare, raw_beta=operator == "kda")
 
 
 def load_sglang(operator: str) -> Implementation:
-    """SGLang's chunked kernels, which read and write a pool of states: here a copy with a slot for
-    each sequence.
+    """SGLang's chunked kernels, which update a pool of states in place.  Here the pool is a copy of
+    the initial states, with one slot for each sequence.
     """
-    module, name = _SGLANG_CHUNKS[operator]
-    function = getattr(import_kernels(f"{_SGLANG}.{module}"), name)
+    module, function_name = _SGLANG_CHUNKS[operator]
+    function = getattr(import_kernels(f"{_SGLANG}.{module}"), function_name)
 
     def prepare(inputs: GDNInputs) -> Prepared:
         v = packed(inputs, "v")[0][None]
@@ -114,8 +120,9 @@ def load_sglang(operator: str) -> Implementation:
 
         def call() -> GDNOutput:
             pool = states.clone()
-            values = v.clone() if operator == "kda" else v  # KDA's kernel writes over it
+            values = v.clone() if operator == "kda" else v  # KDA's kernel overwrites it
             returned = run(v=values, initial_state=pool)
+            # GDN's function returns states as well
             out = returned[0] if isinstance(returned, tuple) else returned
             return GDNOutput(out.view(shape), pool.mT)
 
@@ -125,19 +132,19 @@ def load_sglang(operator: str) -> Implementation:
 
 
 def _chunked_kernel(
-    operator: str, name: str, prepare: Callable[[GDNInputs], Prepared], *, raw: bool = False
+    operator: str, name: str, prepare: Callable[[GDNInputs], Prepared], *, raw_beta: bool = False
 ) -> Implementation:
-    """A server's kernel for prompts.  raw: beta enters before its activation."""
+    """A server's kernel for prompts.  raw_beta: beta enters before its activation."""
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield not precision.exact, "exact intermediates only"
         yield inputs.q.dtype == torch.float32, "fp16 and bf16 inputs only"
-        states = f"states that enter chunks are {inputs.q.dtype}, as q is"
-        yield precision.state_dtype != inputs.q.dtype, states
+        reason = f"states that enter chunks are {inputs.q.dtype}, as q is"
+        yield precision.state_dtype != inputs.q.dtype, reason
         yield operator == "kda" and inputs.values_per_key > 1, "as many key heads as value heads"
         yield from plain_gates(inputs)
-        if raw:
+        if raw_beta:
             yield from plain_beta(inputs)
 
     copies = "copies of what its kernels overwrite are inside of its time, other layouts outside"
@@ -150,11 +157,11 @@ def _chunked_kernel(
 
 @dataclass(frozen=True)
 class _Step:
-    """What a server has for a kernel of steps.
+    """The tensors of a call in the form in which a server passes them to a kernel for steps.
 
     mixed: (tokens, 2 H K + HV V), q, k and v of each token one after the other, as they leave the
-    convolution.  gates: see `raw_gates`.  alone: one token of each sequence, whose state is written
-    back.
+        convolution
+    gates: see `raw_gates`
     """
 
     inputs: GDNInputs
@@ -168,23 +175,34 @@ class _Step:
         return cls(inputs, slots, torch.cat(rows, 1), raw_gates(inputs))
 
     @property
-    def alone(self) -> bool:
+    def is_decode(self) -> bool:
+        """Whether each sequence has one token, and its state goes back to the slot that was
+        read.
+        """
         single = self.inputs.cu_seqlens is None and self.inputs.length == 1
         return single and self.slots.overwrites
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """q, k and v of all tokens, (1, tokens, heads, ...)."""
-        forms = [tensor.shape[2:] for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)]
-        parts = torch.split(self.mixed[None], [form.numel() for form in forms], -1)
-        return [part.view(*part.shape[:2], *form) for part, form in zip(parts, forms, strict=True)]
+        """q, k and v of all tokens, (1, tokens, heads, K or V), as views of `mixed`."""
+        shapes = [tensor.shape[2:] for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)]
+        columns = torch.split(self.mixed[None], [shape.numel() for shape in shapes], -1)
+        return [
+            tensor.view(*tensor.shape[:2], *shape)
+            for tensor, shape in zip(columns, shapes, strict=True)
+        ]
 
     def bound(self, call: Callable[[_Step, torch.Tensor], Any]) -> Bound:
         """The step bound to a kernel.  call: (step, pool) -> out in any shape."""
-        return lambda pool: call(self, pool).view(self.inputs.v.shape), self.views[2]
 
-    def packed(self, function: Callable[..., Any], pool: torch.Tensor) -> torch.Tensor:
-        """out of a kernel for one token of each sequence."""
+        def run(pool: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = call(self, pool)
+            return out.view(self.inputs.v.shape)
+
+        return run, self.views[2]
+
+    def decode(self, function: Callable[..., Any], pool: torch.Tensor) -> torch.Tensor:
+        """Call a kernel for one token of each sequence.  It updates the pool; returns out."""
         inputs = self.inputs
         a, b, A_log, dt_bias = self.gates
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=pool.device)
@@ -204,9 +222,9 @@ class _Step:
 
 
 def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
-    """Call vLLM's kernel for one token of each sequence, or for a verification."""
-    if step.alone:
-        return step.packed(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
+    """Call vLLM's GDN kernel for one token of each sequence, or for a verification; returns out."""
+    if step.is_decode:
+        return step.decode(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
     a, b, A_log, dt_bias = step.gates
     return module.fused_sigmoid_gating_delta_rule_update(
         A_log,
@@ -224,22 +242,23 @@ def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
     """As `_vllm_gdn`, for KDA."""
     inputs = step.inputs
     a, b, A_log, dt_bias = step.gates
-    raw = a[None], b[None], A_log, dt_bias, None
-    if step.alone:
+    gates = a[None], b[None], A_log, dt_bias, None  # None: no lower bound of g
+    if step.is_decode:
         slots = step.slots.read.int()
         return module.fused_recurrent_kda_packed_decode(
-            step.mixed, *raw, pool, slots, inputs.scale_or_default
+            step.mixed, *gates, pool, slots, inputs.scale_or_default
         )[0]
     bounds = bounds_of(inputs).int()
     table = _table(step.slots)
-    return module.fused_recurrent_kda(*step.views, *raw, pool, bounds, **table)[0]
+    return module.fused_recurrent_kda(*step.views, *gates, pool, bounds, **table)[0]
 
 
 def _table(slots: Slots) -> dict[str, torch.Tensor]:
     """vLLM's arguments for a verification of several tokens: a table (sequences, columns) of slots.
 
     The kernel writes the state after token t to the slot in column t.  It begins with the slot in
-    the column of the last token that was accepted before; the last column is the slot to read.
+    column `num_accepted_tokens` - 1.  Here that is always the last column, which has the slots to
+    read.
     """
     table = torch.cat([slots.written, slots.read[:, None]], 1).int()
     accepted = torch.full_like(table[:, 0], table.shape[1])
@@ -247,15 +266,15 @@ def _table(slots: Slots) -> dict[str, torch.Tensor]:
 
 
 def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) -> Any:
-    """Call SGLang's kernel for one token of each sequence, or for a verification, which leaves the
-    pool alone and writes all states to a buffer.
+    """Call SGLang's kernel for one token of each sequence, or for a verification, which does not
+    change the pool and writes all states to a buffer.  Returns out.
 
-    one_token, verification: the modules of the kernels.
+    one_token, verification: the modules of the two kernels.
     """
     operator = step.inputs.operator
     a, b, A_log, dt_bias = step.gates
-    if step.alone:
-        return step.packed(getattr(one_token, _ONE_TOKEN[operator]), pool)
+    if step.is_decode:
+        return step.decode(getattr(one_token, _ONE_TOKEN[operator]), pool)
     return verification.fused_sigmoid_gating_delta_rule_update(
         A_log,
         a.flatten(1),
@@ -272,20 +291,21 @@ def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) 
 
 
 def load_vllm_step(operator: str) -> Implementation:
-    """vLLM's kernels for steps on a pool.  To them slot 0 is padding, so that slots are counted
+    """vLLM's kernels for steps on a pool.  They take slot 0 as padding, so that slots are counted
     from 1.
     """
     module = import_kernels(_VLLM[operator])
-    kda = operator == "kda"
-    call = partial(_vllm_kda if kda else _vllm_gdn, module)
+    is_kda = operator == "kda"
+    call_kernel = partial(_vllm_kda if is_kda else _vllm_gdn, module)
+
+    def call(step: _Step, pool: torch.Tensor) -> Any:
+        return call_kernel(step, with_slot_before(pool, "vllm_step"))
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         shifted = replace(slots, read=slots.read + 1, written=slots.written + 1)
-        return _Step.of(inputs, shifted).bound(
-            lambda step, pool: call(step, with_slot_before(pool, "vllm_step"))
-        )
+        return _Step.of(inputs, shifted).bound(call)
 
-    return _step_kernel(operator, "vllm_step", bind, fixed=kda)
+    return _step_kernel(operator, "vllm_step", bind, fixed_options=is_kda)
 
 
 def load_sglang_step(operator: str) -> Implementation:
@@ -304,10 +324,15 @@ def load_sglang_step(operator: str) -> Implementation:
 
 
 def _step_kernel(
-    operator: str, name: str, bind: Callable[[GDNInputs, Slots], Bound], *, fixed: bool = False
+    operator: str,
+    name: str,
+    bind: Callable[[GDNInputs, Slots], Bound],
+    *,
+    fixed_options: bool = False,
 ) -> Implementation:
-    """A server's kernel for steps on a pool.  fixed: it normalises q and k, and has no scale but
-    K^-0.5.
+    """A server's kernel for steps on a pool.
+
+    fixed_options: it always normalises q and k, and its scale is K ** -0.5.
     """
 
     @first_reason
@@ -315,8 +340,9 @@ def _step_kernel(
         yield precision != Precision(), "exact intermediates and fp32 states only"
         yield too_long(inputs)
         yield operator == "kda" and inputs.values_per_key > 1, "as many key heads as value heads"
-        usual = inputs.use_qk_l2norm and inputs.scale_or_default == inputs.q.shape[3] ** -0.5
-        yield fixed and not usual, "q and k that it normalises, and the scale K ** -0.5"
+        if fixed_options:
+            fits = inputs.use_qk_l2norm and inputs.scale_or_default == inputs.q.shape[3] ** -0.5
+            yield not fits, "q and k that it normalises, and the scale K ** -0.5"
 
     reason = "a copy of the states is inside of its time, gates before their activations outside"
     plan = Plan(variant="triton", launches=2, reason=reason)
@@ -334,4 +360,5 @@ _LOADERS: dict[str, Callable[[str], Implementation]] = {
 
 
 def load(name: str, operator: str) -> Implementation:
+    """A server's kernel by its name in `_LOADERS`.  Raises ImportError if it is not installed."""
     return _LOADERS[name](operator)

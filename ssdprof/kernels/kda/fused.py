@@ -46,7 +46,6 @@ from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.fused import RECURRENT, configured, equals_text, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
-    L2NORM_EPS,
     FactorShapes,
     first_slot,
     leave_state,
@@ -60,6 +59,7 @@ from ssdprof.kernels.gdn.portable import (
     unit_lower_inverse,
     whole_sequence,
 )
+from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS
 from ssdprof.kernels.inputs import Output, PreparedLaunch
 from ssdprof.kernels.kda.hopper.launch import (
     WHOLE_CONFIG,

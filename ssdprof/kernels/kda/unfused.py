@@ -19,9 +19,9 @@ from ssdprof.kernels.chunks import Chunks, own_chunk
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import block, operand_dtype, options
-from ssdprof.kernels.gdn.portable import FORGOTTEN
 from ssdprof.kernels.gdn.unfused.pipeline import normalised, plan_stages, refuse_unsupported
 from ssdprof.kernels.gdn.unfused.stages import (
+    FORGOTTEN,
     chunk_state,
     chunk_tile,
     keys_and_values,

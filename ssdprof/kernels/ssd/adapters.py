@@ -6,11 +6,11 @@ published               the published single-launch kernel, from a checkout of
                         https://github.com/RishiAstra/mamba.  Its package has the same name as the
                         library that it was forked from, so its files are loaded by path, under
                         different module names
+model                   the torch function of transformers, in fp32, except the sum of dt and its
+                        bias, which is in dt's dtype
 
-model                   the torch function of transformers, in fp32, but for dt and its bias, which
-                        it adds in dt's dtype
-
-final_states have the library's own dtype, so that times do not include a conversion.
+final_states have the dtype in which the library returns them, so that times do not include a
+conversion.
 """
 
 import sys
@@ -38,20 +38,22 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
+# modules of mamba_ssm: of the function, and of the kernels that tune themselves
 _MAMBA = "mamba_ssm.ops.triton.ssd_combined"
 _MAMBA_KERNELS = {
     f"mamba_ssm.ops.triton.{name}"
     for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 }
+# files of the published kernel in its checkout
 _FOLDER = Path("mamba_ssm", "ops", "triton")
 _KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
-# the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium";
-# C B^T is tf32
+# the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium".
+# It always computes C B^T in tf32
 _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
-def _needed(inputs: SSDInputs) -> tuple[torch.Tensor, ...]:
-    """The first arguments of every library's function."""
+def _positional(inputs: SSDInputs) -> tuple[torch.Tensor, ...]:
+    """The first arguments of every library's function, which they take by position."""
     return inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C
 
 
@@ -65,30 +67,34 @@ def _options(inputs: SSDInputs) -> dict[str, Any]:
     }
 
 
-def _spans_far(sizes: Iterable[int], what: str) -> tuple[bool, str]:
-    """Why a library that addresses with 32-bit offsets does not take tensors of these sizes."""
-    far = max(sizes) > INT32_ELEMENTS
-    return far, f"32-bit offsets, and a {what} here spans more than 2^31 elements"
+def _spans_far(spans: Iterable[int], kind: str) -> tuple[bool, str]:
+    """Whether a library that addresses with 32-bit offsets refuses a call, and why.
+
+    spans: elements from the first to the last of each tensor, or of a sequence of each; kind: which
+        of both
+    """
+    far = max(spans) > INT32_ELEMENTS
+    return far, f"32-bit offsets, and a {kind} here spans more than 2^31 elements"
 
 
 def load_mamba_ssm() -> Implementation:
-    """`mamba_chunk_scan_combined` without its autograd function, which keeps states in C's dtype
-    unless it is told another.
+    """The library's five kernels: `mamba_chunk_scan_combined` without the autograd function around
+    it.
     """
     module: Any = import_module(_MAMBA)
-    # the function that `mamba_chunk_scan_combined` calls, without the autograd function around it
     forward = module._mamba_chunk_scan_combined_fwd
     tunings = Tunings(import_module(name) for name in sys.modules.keys() & _MAMBA_KERNELS)
 
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-        # tune only twice: each time five kernels try dozens of configurations, at two chunk sizes
+        # tune only twice, for short and for long calls: each time five kernels try dozens of
+        # configurations
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
-        # without the argument it is C's dtype, also in versions that have no other
         arguments = _options(inputs) | {"D": inputs.D, "z": inputs.z}
+        # the default, and in older versions the only one, is C's dtype
         if precision.state_dtype != inputs.C.dtype:
             arguments["state_dtype"] = precision.state_dtype
         with torch.cuda.device(inputs.x.get_device()):
-            out, *_, final_states = forward(*_needed(inputs), inputs.chunk_size, **arguments)
+            out, *_, final_states = forward(*_positional(inputs), inputs.chunk_size, **arguments)
         return SSDOutput(out, final_states)
 
     def plan(inputs: SSDInputs, _precision: Precision) -> Plan:
@@ -101,33 +107,35 @@ def load_mamba_ssm() -> Implementation:
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
-        """What the library computes otherwise, or wrongly, where it is told to do so."""
-        kind = (
-            "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
-        )
-        yield precision.exact == (inputs.x.dtype == torch.float32), f"{kind} intermediates only"
-        other = precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward)
-        yield other, f"this version passes states on in {inputs.C.dtype} only"
+        """Calls that the library computes at another precision, or wrongly."""
+        wide = inputs.x.dtype == torch.float32
+        reason = "fp32 inputs are multiplied in tf32, which is relaxed intermediates only"
+        yield wide and precision.exact, reason
+        yield not wide and not precision.exact, "exact intermediates only"
+        fixed = not _takes_state_dtype(forward)
+        reason = f"this version passes states on in {inputs.C.dtype} only"
+        yield fixed and precision.state_dtype != inputs.C.dtype, reason
         yield inputs.cu_seqlens is not None, "no initial and final states of each packed sequence"
         yield uneven_chunks(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
         batch, seqlen, nheads, headdim = inputs.x.shape
         dstate = inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
-        x, dt, _, B, C = _needed(inputs)
+        x, dt, _, B, C = _positional(inputs)
         yield _spans_far([states, *map(span, (x, dt, B, C))], "tensor")
 
     return library_kernel("ssd", "mamba_ssm", unsupported, call, plan)
 
 
 def uneven_chunks(inputs: SSDInputs) -> tuple[bool, str]:
-    uneven = inputs.chunk_size & (inputs.chunk_size - 1) > 0
+    """Whether a library that needs a power of two as chunk_size refuses a call, and why."""
+    uneven = inputs.chunk_size.bit_count() > 1
     return uneven, f"chunk_size must be a power of two, not {inputs.chunk_size}"
 
 
 def mamba_ssm_version() -> str:
-    """The library's own version; without one, a name with a hash of the file."""
-    stated = getattr(import_module("mamba_ssm"), "__version__", None)
-    return str(stated or content(Path(str(import_module(_MAMBA).__file__))))
+    """The library's version; if it has none, the name of its file with a hash of the content."""
+    version = getattr(import_module("mamba_ssm"), "__version__", None)
+    return str(version or content(Path(str(import_module(_MAMBA).__file__))))
 
 
 def mamba_ssm_passes_any_states() -> bool:
@@ -148,7 +156,7 @@ def load_model() -> Implementation:
     def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
             arguments = _options(inputs) | {"D": inputs.D, "return_final_states": True}
-            out, final_states = function(*_needed(inputs), inputs.chunk_size, **arguments)
+            out, final_states = function(*_positional(inputs), inputs.chunk_size, **arguments)
         return SSDOutput(out.to(inputs.x.dtype), final_states)
 
     @first_reason
@@ -163,12 +171,13 @@ def load_model() -> Implementation:
 
 
 def load_published(checkout: Path) -> Implementation:
-    """Raises ImportError also if the checkout lacks the kernel."""
+    """The published single-launch kernel.  Raises ImportError also if the checkout lacks it."""
     softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
+    # the kernel's file imports this module by the name of the installed library
     with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
         kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
     tunings = Tunings([kernel])
-    # unless zeroed, all tries but the first skip two stages
+    # the kernel's flags: if they were not zeroed, all tries but the first would skip two stages
     tunings.zero_before_each_try("sync_atomic")
     launch = kernel._fused5_ssd
 
@@ -177,12 +186,13 @@ def load_published(checkout: Path) -> Implementation:
         with torch.cuda.device(inputs.x.get_device()):
             arguments = _options(inputs) | _switches(precision) | {"z": inputs.z}
             out, _, _, final_states, _, _ = launch(
-                *_needed(inputs), inputs.D, chunk_size=inputs.chunk_size, **arguments
+                *_positional(inputs), inputs.D, chunk_size=inputs.chunk_size, **arguments
             )
         return SSDOutput(out, final_states)
 
     def plan(inputs: SSDInputs, precision: Precision) -> Plan:
         setting = "high" if precision.exact else "medium"
+        # "high" has fp32 states, "medium" fp16 states
         is_published = precision.exact == (precision.state_dtype == torch.float32)
         states = "" if is_published else " with the states of the other one"
         return Plan(
@@ -202,6 +212,7 @@ def published_version(checkout: Path) -> str:
 
 
 def _module(file: Path) -> ModuleType:
+    """Load a file of the published kernel as a module.  Raises ImportError if there is none."""
     spec = spec_from_file_location(f"ssdprof_published_{file.stem}", file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise ImportError(f"there is no {'/'.join(_FOLDER.parts)}/{file.name}")
@@ -212,36 +223,40 @@ def _module(file: Path) -> ModuleType:
 
 @contextmanager
 def _found_as(name: str, module: ModuleType) -> Iterator[None]:
-    """Let `import name` find `module` in the context.  Afterwards restores an installed library of
-    that name.
+    """Let `import name` find `module` in the context.  Afterwards, restore the module that had the
+    name before.
     """
-    before = sys.modules.get(name)
+    replaced = sys.modules.get(name)
     sys.modules[name] = module
     try:
         yield
     finally:
-        if before is None:
+        if replaced is None:
             del sys.modules[name]
         else:
-            sys.modules[name] = before
+            sys.modules[name] = replaced
 
 
 @first_reason
 def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
-    """What the published kernel does not compute."""
+    """The calls that the published kernel does not support."""
     yield precision.state_dtype not in (torch.float32, torch.float16), "fp32 and fp16 states only"
-    # in 16 bit, which Triton has only for fp16
-    summed = precision != Precision() and inputs.x.dtype != torch.float16
-    yield summed, "relaxed intermediates and fp16 states go with fp16 inputs"
+    # the kernel then sums in 16 bit, for which Triton needs fp16
+    sums_in_16_bit = precision != Precision()
+    reason = "relaxed intermediates and fp16 states go with fp16 inputs"
+    yield sums_in_16_bit and inputs.x.dtype != torch.float16, reason
     yield inputs.cu_seqlens is not None, "no packed sequences"
     yield uneven_chunks(inputs)
     seqlen, nheads, headdim = inputs.x.shape[1:]
     dstate = inputs.B.shape[3]
     states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
-    x, dt, _, B, C = _needed(inputs)
+    x, dt, _, B, C = _positional(inputs)
     yield _spans_far([states, *(span(tensor[0]) for tensor in (x, dt, B, C))], "sequence")
 
 
 def _switches(precision: Precision) -> dict[str, bool]:
-    states = {"states_in_fp32": precision.state_dtype == torch.float32}
-    return states | dict.fromkeys(_INTERMEDIATES, precision.exact) | {"cb_comp_fp32": True}
+    """The published kernel's switches for a precision."""
+    switches = dict.fromkeys(_INTERMEDIATES, precision.exact)
+    switches["states_in_fp32"] = precision.state_dtype == torch.float32
+    switches["cb_comp_fp32"] = True
+    return switches

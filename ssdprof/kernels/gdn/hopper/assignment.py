@@ -1,5 +1,5 @@
-"""Assignment of work to programs: a segment of a sequence and one head, or whole sequences one
-after the other.
+"""Assignment of work to programs: one segment of a sequence and one value head, or whole sequences
+one after the other.
 
 A segment that does not begin its sequence needs the state that enters it.  A first pass over the
 chunks before it computes that state.  It begins at chunk c where the state S_c that enters c has a
@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels._gluon import add, aggregate, segment_at, segments
 from ssdprof.kernels.hopper.ring import CHUNK
 
-BLOCK = gl.constexpr(256)  # bounds that one iteration reads
-# time of a first-pass chunk, in sixteenths of a second-pass chunk
+BLOCK = gl.constexpr(256)  # bounds that one iteration of `first_pass_of` reads
+# time of a chunk of the first pass, in sixteenths of the time of a chunk of the second pass (H200)
 FIRST_PASS_16THS = gl.constexpr(9)
 
 STAGES = {
@@ -38,14 +38,14 @@ STAGES = {
 
 @aggregate
 class Sequence:
-    """Location of a sequence in the tensors."""
+    """Where a sequence lies in the tensors."""
 
-    index: gl.tensor
+    index: gl.tensor  # among all sequences
     begin: gl.tensor  # its first position in g and beta
-    length: gl.tensor
+    length: gl.tensor  # positions
     tile: gl.tensor  # first TMA coordinate of its tiles
     row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros beyond the sequence's end
-    slot: gl.tensor  # index of its first chunk among all chunks
+    slot: gl.tensor  # index of its first chunk among the slots of all chunks
 
 
 @aggregate
@@ -55,10 +55,11 @@ class GDNSegment:
     sequence: Sequence
     head: gl.tensor
     first: gl.tensor  # its first chunk
-    back: gl.tensor  # chunks of the first pass, directly before `first`
+    warmup: gl.tensor  # chunks of the first pass, directly before `first`
     nchunks: gl.tensor
     last: gl.tensor  # whether it ends its sequence
-    # row, among the states of slow heads, of the state that enters or that it computes; -1: none
+    # row of the state that enters the segment, among the states that `parts.py` computes; -1: that
+    # module computes none for it.  If this is a part of `parts.py`: the row of the part
     row: gl.tensor
 
     segments, segment_at = segments, segment_at
@@ -67,14 +68,14 @@ class GDNSegment:
 @aggregate
 class Persistent:
     """Whole sequences of equal length: every `programs`-th pair of a sequence and a head, heads
-    fastest.
+    fastest.  Each pair is one segment without a first pass.
     """
 
     program: gl.tensor
     programs: gl.tensor
-    pairs: gl.tensor
+    pairs: gl.tensor  # of all programs
     seqlen: gl.tensor
-    nchunks: gl.tensor
+    nchunks: gl.tensor  # chunks of one sequence
     HEADS: gl.constexpr
 
     @gluon.jit
@@ -83,6 +84,7 @@ class Persistent:
 
     @gluon.jit
     def segment_at(self, k):
+        """The program's k-th segment, and the number of the program's chunks before it."""
         pair = self.program + k * self.programs
         i = pair // self.HEADS
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
@@ -94,8 +96,10 @@ class Persistent:
 
 @gluon.jit
 def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
-    """Sequence i.  The slots of a packed sequence begin at begin // CHUNK + i, so that no two
-    sequences overlap.
+    """Sequence i.
+
+    The slots of a packed sequence begin at begin // CHUNK + i, so that no two sequences share a
+    slot.  `tensors.tiles` explains its TMA coordinates.
     """
     if cu_seqlens_ptr is None:
         return Sequence(i, gl.to_tensor(0), seqlen, i, gl.to_tensor(0), i * gl.cdiv(seqlen, CHUNK))
@@ -124,33 +128,38 @@ def segment_of(packing, sequences, bounds, K, truncation_log2, warmup_lengths_pt
 
     With FIRST_SEGMENT_EXTRA, segments have K chunks on average, and the first one is longer
     (`first_segment_extra`).
-    packing: arguments of `sequence_at`
-    bounds: of all chunks (HV, slots), and slots
-    warmup_lengths: of first passes from `parts.py`, or None
+
+    packing: the last arguments of `sequence_at`
+    bounds: pointer to the bounds of all chunks (HV, slots), and the number of slots
+    truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
+    warmup_lengths_ptr: the lengths of first passes that `parts.py` has written, by row; None: each
+        program computes its own
     """
     program = gl.program_id(0)
     rank = program // S.HEADS
     sequence = sequence_at(rank % sequences, *packing)
-    s = rank // sequences
-    head, first = program % S.HEADS, s * K
-    length = gl.cdiv(sequence.length, CHUNK)
-    nchunks = gl.maximum(gl.minimum(K, length - first), 0)
+    index = rank // sequences  # of the segment in its sequence
+    head, first = program % S.HEADS, index * K
+    chunks = gl.cdiv(sequence.length, CHUNK)  # of the sequence
+    nchunks = gl.maximum(gl.minimum(K, chunks - first), 0)
     if S.FIRST_SEGMENT_EXTRA:
-        count = gl.cdiv(length, K)
+        count = gl.cdiv(chunks, K)
         bounds_ptr = bounds_of(bounds, head, sequence)
         extra = first_segment_extra(bounds_ptr, (count - 1) * K, truncation_log2)
-        first = boundary(s, count, extra, length)
-        nchunks = boundary(s + 1, count, extra, length) - first
+        first = boundary(index, count, extra, chunks)
+        nchunks = boundary(index + 1, count, extra, chunks) - first
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, to copy its state
     row = gl.to_tensor(-1)
     if warmup_lengths_ptr is None:
         bounds_ptr = bounds_of(bounds, head, sequence)
-        back = first_pass_of(bounds_ptr, gl.where(exists, first, 0), truncation_log2)
+        warmup = first_pass_of(bounds_ptr, gl.where(exists, first, 0), truncation_log2)
     else:
-        of_segment = program - sequences * S.HEADS
-        back = gl.load(warmup_lengths_ptr + of_segment, mask=(first > 0) & exists, other=0)
-        row, back = gl.where(back < 0, of_segment, -1), gl.maximum(back, 0)
-    return GDNSegment(sequence, head, first, back, nchunks, first + nchunks >= length, row), exists
+        row_of_segment = program - sequences * S.HEADS  # first segments have no row
+        warmup = gl.load(warmup_lengths_ptr + row_of_segment, mask=(first > 0) & exists, other=0)
+        # -1: `parts.py` has computed the state that enters
+        row, warmup = gl.where(warmup < 0, row_of_segment, -1), gl.maximum(warmup, 0)
+    last = first + nchunks >= chunks
+    return GDNSegment(sequence, head, first, warmup, nchunks, last, row), exists
 
 
 @gluon.jit
@@ -165,30 +174,34 @@ def first_segment_extra(bounds_ptr, last, truncation_log2):
     """Chunks by which a head's first segment is longer than the others, because it has no first
     pass.
 
-    This is the cost of the last segment's first pass, if that segment begins at chunk `last`.
+    This is the cost of the last segment's first pass, in chunks of the second pass, if that segment
+    begins at chunk `last`.
     """
     return first_pass_of(bounds_ptr, last, truncation_log2) * FIRST_PASS_16THS // 16
 
 
 @gluon.jit
-def boundary(s, count, extra, length):
-    """The first chunk of segment s of `count`; the end of the sequence for s = count."""
-    return gl.where(s > 0, extra + s * (length - extra) // count, 0)
+def boundary(index, count, extra, chunks):
+    """The first chunk of segment `index` among `count` segments of a sequence of `chunks` chunks,
+    whose first one is longer by `extra`.  For index = count, the end of the sequence.
+    """
+    return gl.where(index > 0, extra + index * (chunks - extra) // count, 0)
 
 
 @gluon.jit
 def first_pass_of(bounds_ptr, first, truncation_log2):
-    """Chunks of the first pass of a segment that begins at chunk `first`: until the bounds' sum is
-    truncation_log2.
+    """Chunks of the first pass of a segment that begins at chunk `first`: as many as it takes,
+    backwards, until the sum of their bounds is at most truncation_log2; at most all before it.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_c = gl.arange(0, BLOCK, layout)
-    seen, left = gl.to_tensor(0), gl.to_tensor(0.0)
+    seen, left = gl.to_tensor(0), gl.to_tensor(0.0)  # left: sum of the bounds of the chunks seen
     go = first > 0
     while go:
         c = first - 1 - seen - o_c
         bound = gl.load(bounds_ptr + gl.maximum(c, 0), mask=c >= 0, other=0.0)
         sums = left + gl.associative_scan(bound, 0, add)
+        # the first place in this block at which the sum suffices; BLOCK: there is none
         reached = gl.min(gl.where((sums <= truncation_log2) & (c >= 0), o_c, BLOCK), 0)
         left += gl.sum(bound, 0)
         seen += gl.minimum(reached + 1, BLOCK)

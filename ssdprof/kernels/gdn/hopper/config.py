@@ -16,25 +16,33 @@ from ssdprof.kernels.hopper.schedule import Cut, ceil_div, cut
 from ssdprof.kernels.registry import Reasons, first_reason
 from ssdprof.kernels.tensors import unreadable
 
-# Times are in units of one chunk of the second pass.
+# The model of the time of a cut, from measurements on an H200 (benchmarks/log/gdn.md).  Times are
+# in units of one chunk of the second pass.
 FIRST_PASS = 0.55  # time of a chunk of the first pass
-# least chunks of a segment for `first_segment_extra`: computing the extra takes half a chunk's time
-WORTH_EXTRA = 8
 START = 3.0  # time to start and end a program
 REACH = 10  # chunks of a first pass with gates as models are initialised
-MOST_WAVES = 3  # programs that run on an SM one after the other
-# more than one wave only below this share of the time of one: more segments, more first passes
+MOST_WAVES = 3  # most programs that run on an SM one after the other
+# a cut with more than one wave must take less than this share of the time of a cut with one,
+# because it has more first passes, whose lengths depend on the gates
 WORTH_WAVES = 0.96
-# Slow heads are computed in parts if more chunks than this precede the last segment.  This takes
-# two more launches, whatever the gates.
+# least chunks of a segment for `first_segment_extra`: computing the extra takes half a chunk's time
+WORTH_EXTRA = 8
+
+# Parts of segments of slow heads (`parts.py`).
+# Segments have parts if more chunks than this precede the last one, because the two launches more
+# take time whatever the gates.
 WORTH_PARTS = 64
-MOST_PARTS_OF_SEGMENT, MOST_PARTS = 8, 2048  # MOST_PARTS: of all rows, 256 MiB
-# Microseconds on an H200: a chunk of a part, a part, both launches, a step of the second one
-PART_CHUNK, PART_START, PART_LAUNCHES, PART_STEP = 1.9, 6.0, 5.0, 1.9
-LEAST_PART = 8  # chunks
+MOST_PARTS_OF_SEGMENT = 8
+MOST_PARTS = 2048  # of all rows: 256 MiB of matrices
+# Microseconds on an H200:
+PART_CHUNK = 1.9  # a chunk of a part
+PART_START = 6.0  # to start and end a part
+PART_LAUNCHES = 5.0  # both launches
+PART_STEP = 1.9  # a part in `_combine_kernel`
+LEAST_PART = 8  # least chunks of a part
 LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # bounds of longest_first_pass, in chunks
-SHORT_SEGMENTS_FIRST_PASS = 64  # the same for segments that are not longer
-NEVER = 1 << 30
+SHORT_SEGMENTS_FIRST_PASS = 64  # longest_first_pass where no segment is longer than it
+NEVER = 1 << 30  # chunks: more than any sequence has
 PACKED = "packed: a program for each sequence and head"
 
 
@@ -42,18 +50,21 @@ PACKED = "packed: a program for each sequence and head"
 class GDNHopperConfig:
     """How a call is divided into programs.
 
-    segment: chunks of 64 positions in one program's segment of one head.
+    segment: chunks of 64 positions in one program's segment of one head
     persistent_programs: number of programs that each process several whole sequences; 0: one
-    program per segment.
+        program per segment
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins;
-    -inf: none.
-    first_segment_extra: the first segment of a sequence has no first pass, and is longer than the
-    others by the cost of theirs, which the device computes for each head; `segment` is then the
-    mean length.
-    transition_parts: equal parts of a segment, for heads whose first pass would be longer than
-    longest_first_pass; in heads that forget that slowly before the last segment, all segments after
-    more than least_first_pass chunks have parts (`parts.py`); 0: first passes may have any length.
-    transition_programs: number of programs that compute those parts.
+        -inf: none
+    first_segment_extra: the first segment of a sequence has no first pass.  It is longer than the
+        others by the cost of their first passes, which the device computes for each head;
+        `segment` is then the mean length
+    transition_parts: number of equal parts of a segment, for heads that forget slowly (`parts.py`);
+        0: no parts, and first passes of any length
+    longest_first_pass: in chunks; a segment has parts if its first pass would be longer
+    least_first_pass: in chunks; if the last segment of a head has parts, all segments that begin
+        after more chunks than this have them, too
+    transition_programs: number of programs that compute the parts
+    reason: for reports
     """
 
     segment: int
@@ -92,7 +103,8 @@ class GDNHopperConfig:
             f"on {sm_count} SMs"
         )
         config = cls(segment=segments.segment, reason=reason)
-        if not batch_invariant:  # parts depend on the number of rows, and that on the batch
+        # the number of parts depends on the number of heads in the batch
+        if not batch_invariant:
             config = _with_parts(config, inputs, nchunks, sm_count)
         extra = (
             WORTH_EXTRA <= config.segment < nchunks
@@ -103,16 +115,19 @@ class GDNHopperConfig:
 
 
 def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
+    """Cuts into equal segments, with up to MOST_WAVES programs per SM."""
     for count in range(1, min(nchunks, MOST_WAVES * sm_count // pairs) + 1):
         yield Cut(segment=ceil_div(nchunks, count))
 
 
 def _estimated_time(segments: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
-    """The time of a cut, if an SM starts a program as soon as its last one ends."""
+    """The time of a cut in chunks of the second pass, if an SM starts a program as soon as its last
+    one ends.
+    """
     chunks = segments.segment
     programs = pairs * ceil_div(nchunks, chunks)
-    of_program = START + chunks + FIRST_PASS * min(REACH, nchunks - chunks)
-    time = ceil_div(programs, sm_count) * of_program
+    program_time = START + chunks + FIRST_PASS * min(REACH, nchunks - chunks)
+    time = ceil_div(programs, sm_count) * program_time
     return time if programs <= sm_count else time / WORTH_WAVES
 
 
@@ -123,24 +138,29 @@ def _with_parts(
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
         return config
-    most = min(config.segment // LEAST_PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows)
+    most_parts = min(config.segment // LEAST_PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows)
     boundaries = rows // (inputs.sequences * inputs.v.shape[2])
 
-    def time(parts: int, share: int) -> float:
-        """Microseconds if one of `share` heads is slow."""
-        rounds = ceil_div(ceil_div(rows, share) * parts, sm_count)
-        each = ceil_div(config.segment, parts) * PART_CHUNK + PART_START
-        return rounds * each + PART_LAUNCHES + boundaries * parts * PART_STEP
+    def time(parts: int, slow_rows: int) -> float:
+        """Microseconds of both launches with so many parts per segment, if `slow_rows` of all rows
+        have parts.
+        """
+        rounds = ceil_div(slow_rows * parts, sm_count)
+        part_time = ceil_div(config.segment, parts) * PART_CHUNK + PART_START
+        return rounds * part_time + PART_LAUNCHES + boundaries * parts * PART_STEP
 
     def expected_time(parts: int) -> float:
         """The sum for three calls whose heads are all slow, and one where a quarter of them is."""
-        return 3 * time(parts, 1) + time(parts, 4)
+        return 3 * time(parts, rows) + time(parts, ceil_div(rows, 4))
 
-    parts = min((1 << k for k in range(max(most, 1).bit_length())), key=expected_time)
+    powers_of_two = (1 << k for k in range(max(most_parts, 1).bit_length()))
+    parts = min(powers_of_two, key=expected_time)
     segment = parts * ceil_div(config.segment, parts)
     longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
     least = NEVER
-    if segment <= longest:  # the whole past of the second segment is a short first pass
+    if segment <= longest:
+        # a first pass over all chunks before the second segment is short enough, but for later
+        # segments it is not
         longest = SHORT_SEGMENTS_FIRST_PASS
         least = 3 * segment // 4
     return replace(
@@ -154,8 +174,8 @@ def _with_parts(
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:
-    """Segments of all heads that do not begin their sequence; an upper bound for packed
-    sequences.
+    """The number of rows of `parts.py`: segments of all heads that do not begin their sequence.  An
+    upper bound for packed sequences.
     """
     segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
@@ -183,11 +203,11 @@ def unsupported_otherwise(inputs: GDNInputs) -> Reasons:
 
 @first_reason
 def untiled(inputs: GDNInputs, **tensors: torch.Tensor) -> Reasons:
-    """Why no Hopper kernel of the delta rule can read q and `tensors` in tiles; empty if one
-    can.
+    """Why the Hopper kernels of GDN and of Kimi Delta Attention cannot read q and `tensors` in
+    tiles; empty if they can.
     """
     q = inputs.q
-    positions = inputs.slot_count(CHUNK.value) * CHUNK.value
+    positions = inputs.slot_count(CHUNK.value) * CHUNK.value  # with padding to whole chunks
     yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
     yield positions * inputs.v.shape[2] >= 2**31, "2^31 positions of all heads"
     reason = unreadable(q=q, **tensors)

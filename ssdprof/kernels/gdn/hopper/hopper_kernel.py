@@ -1,22 +1,22 @@
-"""Gated delta rule for Hopper, after `prep_kernel.py`, with warp roles, TMA copies and states in
-registers.
+"""The gated delta rule for Hopper, after the launch of `prep_kernel.py`, with warp roles, TMA
+copies and states in registers.
 
 A program owns a segment of a sequence and one value head.  If the segment does not begin its
 sequence, a first pass over chunks before it computes the state that enters it (`assignment.py`).
 For a head that forgets slowly, two earlier launches compute that state instead (`parts.py`).  No
-program waits for another.  The warps of a program have roles
-(`rings.py`): `states` updates the state chunk by chunk, and `scores` computes its factors from the
-chunk's inverse.
+program waits for another.  The warps of a program have roles (`rings.py`): `states` updates the
+state chunk by chunk, and `scores` computes X and W of a chunk from its inverse (`role_scores.py`).
 
-In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens
-      (sequences + 1) inverse, decays, bounds, norms: from `prep_kernel.py` | entering:
-      `_combine_kernel` | warmup_lengths: `parts.py`
+In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V)
+      cu_seqlens (sequences + 1)
+      from `prep_kernel.py`: inverse, decays, bounds, norms
+      from `parts.py`: warmup_lengths, entering
 Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, any strides
 Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per
       SM, which processes several whole sequences
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
-The reason for this
-form of the products: docs/kernels.md.
+docs/gdn-mathematics.md, section 4, derives this form of the products, and docs/kernels.md has the
+reasons for it.
 """
 
 from triton.experimental import gluon
@@ -43,7 +43,7 @@ class GDNEnv:
     work: GDNSegment | Persistent | Parts
     initial_ptr: gl.tensor | gl.constexpr
     entering_ptr: gl.tensor | gl.constexpr
-    to: gl.tuple  # pointers to final states; or to N and M of parts
+    destinations: gl.tuple  # pointers to final states; or to N and M of parts
     decays_ptr: gl.tensor
     norms_ptr: gl.tensor | gl.constexpr
     scale: gl.tensor
@@ -58,18 +58,22 @@ def _hopper_kernel(
     sequences, slots, K, S: gl.constexpr,
 ):  # fmt: skip
     """Computes outputs and final states of a segment, or of whole sequences if PERSISTENT: six
-    roles, which pass tiles through rings in shared memory (`rings.py`).  K: chunks of a segment
+    roles, which pass tiles through rings in shared memory (`rings.py`).
+
+    slots: of chunks of all sequences.  K: chunks of a segment
     """
     (
         initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr,
         bounds_ptr, norms_ptr,
     ) = tensors  # fmt: skip
-    # 512 registers for four groups of 128 threads, of which both lanes of `states` have one each
+    # an SM has 512 registers for each thread of a group of 128: two groups are the lanes of
+    # `states`, one is `scores`, and one has the other roles
     STATES: gl.constexpr = S.STATE_REGISTERS
     OTHERS: gl.constexpr = S.OTHER_REGISTERS
     SCORES: gl.constexpr = 512 - 2 * STATES - OTHERS
     rings = allocate(k_desc.dtype, S.DEPTH)
     begin_barriers(rings, True)
+    # the program's segments
     exists = True
     if S.PERSISTENT:
         pairs = sequences * S.HEADS
@@ -81,7 +85,7 @@ def _hopper_kernel(
         work, exists = segment_of(
             packing, sequences, (bounds_ptr, slots), K, truncation_log2, warmup_lengths_ptr, S
         )
-    role_barrier()
+    role_barrier()  # threads read sums from memory that warp_specialize overwrites next
     if exists:
         env = GDNEnv(
             rings,
@@ -114,8 +118,10 @@ def _parts_kernel(
     k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots,
     K, rows, limit, least, S: gl.constexpr,
 ):  # fmt: skip
-    """Computes the parts of `parts.py`, and lengths of first passes (rows).  A program computes
-    several parts.
+    """Computes the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
+    program computes several parts.
+
+    rows: number of rows.  limit, least: see `first_passes`
     """
     cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = (
         tensors

@@ -1,8 +1,9 @@
-"""Inverts the unit lower triangular matrices I + L of a chunk, for one or two heads.
+"""Inverts the unit lower triangular matrices I + L of a chunk, for one or two heads: A = (I +
+L)^-1, as 4 x 4 blocks of 16 x 16.
 
-The diagonal blocks of 16 x 16 are inverted by substitution in fp32.  Each thread computes one
-column, so that a block uses half a warp, and two heads need as many instructions as one.  The rest
-is computed by rows of blocks, transposed, with fp16 operands and fp32 sums:
+The diagonal blocks are inverted by substitution in fp32.  Each thread computes one column, so that
+a block uses half a warp, and two heads need as many instructions as one.  The rest is computed by
+rows of blocks, transposed, with fp16 operands and fp32 sums:
 
     A_i^T = (E_i^T - sum_{j < i} A_j^T L_ij^T) D_i^T,
     D_i = (I + L_ii)^-1,  E_i the block row i of the identity
@@ -18,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from ssdprof.kernels._gluon import aggregate, role_barrier, tile_indices
 from ssdprof.kernels.hopper.ring import CHUNK
 
-BLOCK = gl.constexpr(16)
+BLOCK = gl.constexpr(16)  # rows of a block
 BLOCKS = gl.constexpr(4)  # blocks per chunk
-# Layout (block row, row, block column, column) of a 64 x 64 product of four warps
+# Layout (block row, row, block column, column) of a 64 x 64 product of four warps: what a register,
+# a thread of a warp, and a warp add to the indices
 in_blocks = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
@@ -46,14 +48,16 @@ STAGES = {
 
 @gluon.constexpr_function
 def narrow(warps):
-    """Layout of products of 16-bit operands: 16 rows per warp, 8 columns."""
+    """Layout of the products of this file, whose operands are in registers: 16 rows per warp, 8
+    columns.
+    """
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 
 @gluon.constexpr_function
 def by_column(heads):
     """Layout (head, block, column, row) for one or two heads and four warps: a thread holds a
-    column, half a warp holds a block.
+    column, half a warp holds a block.  With one head, both halves of a warp hold the same block.
     """
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
@@ -69,8 +73,9 @@ class Scratch:
     """Shared memory for the inverses of one or two heads."""
 
     lower: gl.shared_memory_descriptor  # (head, i, j) fp16: L
-    diagonal: gl.shared_memory_descriptor  # (head, j * BLOCKS + block, i) fp32: L_ii, transposed
-    # (head * CHUNK + block * BLOCK + j, i) fp16: D_i, transposed
+    # (head, column * BLOCKS + block, row) fp32: the diagonal blocks of L, transposed
+    diagonal: gl.shared_memory_descriptor
+    # (head * CHUNK + block * BLOCK + column, row) fp16: the inverses D of these blocks, transposed
     inverted: gl.shared_memory_descriptor
 
 
@@ -89,7 +94,9 @@ def allocate_scratch(HEADS: gl.constexpr):
 
 @gluon.jit
 def diagonal_blocks(matrix):
-    """The diagonal blocks (block, row, column) of a matrix (i, j)."""
+    """The diagonal blocks (block, row, column) of a matrix (i, j): sums over the block column, each
+    with one term that is not masked.
+    """
     i_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, in_blocks))))
     j_b = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, in_blocks))))
     matrix = gl.convert_layout(matrix.reshape([BLOCKS, BLOCK, BLOCKS, BLOCK]), in_blocks)
@@ -98,10 +105,10 @@ def diagonal_blocks(matrix):
 
 @gluon.jit
 def store_lower(product, blocks, beta, lower, diagonal):
-    """Store L_ij = beta_i product_ij of a head, and its diagonal blocks.  blocks: the diagonal
-    blocks of `product`.
+    """Store L_ij = beta_i product_ij of a head in `lower`, and its diagonal blocks in `diagonal`.
 
-    Entries on and above the diagonal are not masked, because nothing reads them.
+    product: (i, j).  blocks: its diagonal blocks (block, row, column).  Entries on and above the
+    diagonal are not masked, because nothing reads them.
     """
     lower.store((product * beta[:, None]).to(gl.float16))
     beta_b = gl.convert_layout(beta.reshape([BLOCKS, BLOCK]), gl.SliceLayout(2, of_block))
@@ -111,8 +118,8 @@ def store_lower(product, blocks, beta, lower, diagonal):
 
 @gluon.jit
 def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
-    """D_i (head, block, j, i), by forward substitution: column j of D_i is e_j minus the
-    contribution of rows above.
+    """The inverses D (head, block, column, row) of the diagonal blocks, by forward substitution:
+    column j of D is e_j minus, row by row, the contributions of the rows above.
     """
     layout: gl.constexpr = by_column(HEADS)
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[
@@ -124,6 +131,7 @@ def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
     zero = gl.full([HEADS, BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, layout)
     D, _ = gl.broadcast(gl.where(o_j == o_i, 1.0, 0.0), zero)
     for m in gl.static_range(BLOCK - 1):
+        # row m of D is final; subtract its contribution, by column m of L, from the rows below
         column = diagonal.slice(BLOCKS * m, BLOCKS, dim=1).load(gl.SliceLayout(2, layout))
         known = gl.sum(gl.where(o_i == m, D, 0.0), 3)
         D = gl.where(o_i > m, D - column[:, :, None, :] * known[:, :, :, None], D)
@@ -132,18 +140,18 @@ def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
 
 @gluon.jit
 def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lower, inverted):
-    """A_i^T (j, i) of a head.
+    """Block row i of the inverse of a head, transposed: A_i^T (column of 64, row of 16) in fp32.
 
-    rows: block rows 0 to i - 1 of all heads, as 16-bit operands
+    rows: block rows 0 to i - 1 of all heads, as 16-bit operands, heads fastest
     lower: L of the head
-    inverted: D_i of all heads
+    inverted: D of all heads
     """
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     o_j, o_i = tile_indices(CHUNK, BLOCK, layout)
     zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
-    known = zero
+    known = zero  # sum of A_j^T L_ij^T over j < i
     for j in gl.static_range(i):
         L_ij = lower.slice(BLOCK * i, BLOCK).slice(BLOCK * j, BLOCK, dim=1)
         known = mma_v2(rows[j * HEADS + head], L_ij.permute((1, 0)).load(right), known)
@@ -154,16 +162,18 @@ def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lo
 
 @gluon.jit
 def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
-    """Invert the diagonal blocks that `store_lower` has stored."""
+    """Invert the diagonal blocks that `store_lower` has stored, into `inverted`."""
     inverses = inverse_of_blocks(diagonal, HEADS).to(gl.float16)
     inverted.store(inverses.reshape([HEADS * CHUNK, BLOCK]))
-    role_barrier()
+    role_barrier()  # all warps read the inverses that each of them has stored
 
 
 @gluon.jit
 def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
-    """Join the four blocks of 16 columns of a head into one tile.  Four stores would each wait for
-    the previous one.
+    """Join the four blocks of 16 columns of a head into one tile (row, column of 64), so that one
+    store suffices: each of four would wait for the one before it.
+
+    blocks: of all heads, heads fastest
     """
     first = gl.join(blocks[head], blocks[HEADS + head])
     second = gl.join(blocks[2 * HEADS + head], blocks[3 * HEADS + head])

@@ -27,53 +27,56 @@ from ssdprof.kernels.tensors import (
     tiles,
 )
 
-AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
-RING, PARTS_RING = 2, 3  # slots of the rings, and of those of `parts.py`
-# registers per thread of the role `states`, of a role of two matrices, and of gates, loads, stores
+AHEAD = 3  # stages of the loop of `_combine_kernel`: parts that are being loaded or used
+RING, PARTS_RING = 2, 3  # slots of the rings of `_hopper_kernel` and of `_parts_kernel`
+# registers per thread: of the role `states`, of `part_states`, which holds two matrices, and of
+# gates, loads and stores
 STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24
-# most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
-WIDE = 16
+# up to this many pairs of a sequence and a head, a program of `_combine_kernel` has 16 rows of V;
+# with more pairs, programs with 32 rows fill the GPU, too
+FEW_PAIRS = 16
 
 Workspace = dict[str, Part | None]  # its parts by name
-# what the first launch leaves: the workspace; descriptors of q, k and the inverses
+# the results of the first launch: the workspace, and the descriptors of q, k and the inverses
 Begun = tuple[Workspace, tuple[Any, Any, Any]]
-CHUNK_GATES = ("decays", "bounds", "norms")  # that the first launch writes
+CHUNK_GATES = ("decays", "bounds", "norms")  # parts of the workspace that the first launch writes
 
 
 def workspace(
     inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False
 ) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
-    """Bytes and places of the tensors that one launch writes for another; None if a call has no
-    such launch.
+    """The bytes of the workspace, and the places of the tensors in it that one launch writes for
+    another; None for a tensor that the call does not need.
 
-    `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 |
-        bounds (HV, slots) fp32 norms (slots, H, 2, 64) fp32, if it normalises q and k
-    `parts.py`: warmup_lengths (rows) int32 | parts (rows, parts, V, K) fp32 |
+    `_prep_kernel` writes inverse (slots, HV, 64, 64) in q's dtype, decays (slots, HV, 64) fp32,
+        bounds (HV, slots) fp32 and, if it normalises q and k, norms (slots, H, 2, 64) fp32
+    `_parts_kernel` writes warmup_lengths (rows) int32, parts (rows, parts, V, K) fp32 and
         moves (rows, parts, 2, K, K) bf16
-    `_combine_kernel`: entering (rows, V, K) fp32
-    `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
+    `_combine_kernel` writes entering (rows, V, K) fp32
+    padded: with final states (sequences, HV, 128, 128) fp32, from which `slices.py` copies
     """
     single, chunk, dim = torch.float32, CHUNK.value, DIM.value
     slots = inputs.slot_count(chunk)
-    heads = inputs.v.shape[2]
-    count = config.transition_parts
-    slow = row_count(inputs, config.segment) if count else 0
+    key_heads, heads = inputs.q.shape[2], inputs.v.shape[2]
+    parts = config.transition_parts
+    slow_rows = row_count(inputs, config.segment) if parts else 0
     return places(
         {
             "inverse": (inputs.q.dtype, slots, heads, chunk, chunk),
             "decays": (single, slots, heads, chunk),
             "bounds": (single, heads, slots),
-            "norms": (single, slots, inputs.q.shape[2], 2, chunk) if inputs.use_qk_l2norm else None,
-            "warmup_lengths": (torch.int32, slow) if slow else None,
-            "parts": (single, slow, count, dim, dim) if slow else None,
-            "moves": (torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
-            "entering": (single, slow, dim, dim) if slow else None,
+            "norms": (single, slots, key_heads, 2, chunk) if inputs.use_qk_l2norm else None,
+            "warmup_lengths": (torch.int32, slow_rows) if slow_rows else None,
+            "parts": (single, slow_rows, parts, dim, dim) if slow_rows else None,
+            "moves": (torch.bfloat16, slow_rows, parts, 2, dim, dim) if slow_rows else None,
+            "entering": (single, slow_rows, dim, dim) if slow_rows else None,
             "padded": (single, inputs.sequences, heads, dim, dim) if padded else None,
         }
     )
 
 
 def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
+    """Four launches if segments have parts, else two."""
     return 4 if config.transition_parts and row_count(inputs, config.segment) else 2
 
 
@@ -81,7 +84,9 @@ def hopper_launch(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False
 ) -> PreparedLaunch:
     """A call with K = V = 128, for all inputs of one signature.  Requires that `config.unsupported`
-    is empty.  state_v_first: final states are (sequences, HV, V, K) in memory
+    returns "".
+
+    state_v_first: final states are (sequences, HV, V, K) in memory.
     """
     index = inputs.q.get_device()
     begin, finish = launches(inputs, config, state_v_first=state_v_first)
@@ -91,7 +96,7 @@ def hopper_launch(
     def call(inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
             begun = begin(inputs)
-            # the host does the rest while the GPU runs the first launch
+            # the host does the following while the GPU runs the first launch
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             final_states = torch.empty_strided(
                 shape, strides, dtype=torch.float32, device=inputs.q.device
@@ -105,12 +110,14 @@ def hopper_launch(
 def launches(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool, padded: bool = False
 ) -> tuple[Callable[[GDNInputs], Begun], Callable[..., None]]:
-    """Two halves of a call, which keep no tensors; the current device must be that of the inputs in
-    both.
+    """Two functions, `begin` and `finish`, that together are a call, so that the host allocates
+    outputs and copies states while the GPU runs the first launch.  They keep no tensors.  The
+    current device must be that of the inputs.
 
-    begin: allocates the workspace, and launches the kernel that inverts the chunks.  finish:
-        launches the others; its arguments: what `begin` returned, inputs, out, final states.
-    padded: final states are written to the workspace with K = V = 128.
+    begin(inputs): allocates the workspace, and launches the kernel that inverts the chunks
+    finish(begun, inputs, out, final_states): launches the other kernels.  begun: the result of
+        `begin`
+    padded: the final states are `padded` of the workspace, with K = V = 128
     """
     nbytes, part_places = workspace(inputs, config, padded=padded)
     device = inputs.q.device
@@ -118,10 +125,10 @@ def launches(
     key_heads, heads = inputs.q.shape[2], inputs.v.shape[2]
     dims = (DIM.value, DIM.value) if padded else inputs.states_shape[2:]
     initial = strides_of(inputs.initial_state) or (0, 0, 0, 0)
-    options: dict[str, Any] = dict(  # GROUP: value heads per key head
+    options: dict[str, Any] = dict(
         KEY_HEADS=key_heads,
         HEADS=heads,
-        GROUP=heads // key_heads,
+        GROUP=heads // key_heads,  # value heads per key head
         FIRST_SEGMENT_EXTRA=config.first_segment_extra,
         PERSISTENT=config.persistent_programs > 0,
         STATE_STRIDES=(*initial, *state_strides(heads, *dims, v_first=state_v_first)),
@@ -143,20 +150,29 @@ def launches(
 
 
 def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
-    """Arguments of all kernels: positions of a row of the batch, sequences, and slots of chunks."""
+    """Arguments of all kernels: the numbers of positions in a row of the batch, of sequences, and
+    of slots for chunks.
+    """
     return inputs.q.shape[1], inputs.sequences, inputs.slot_count(CHUNK.value)
 
 
 def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any, Any, Any]]:
-    """The launch of `_prep_kernel`, which returns descriptors of q, k and the inverses."""
+    """A function that launches `_prep_kernel`, and returns the descriptors of q, k and the
+    inverses.
+    """
     packed = inputs.cu_seqlens is not None
     _, _, slots = _sizes(inputs)
     heads = inputs.v.shape[2]
-    q_tiles, k_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k))
-    row_count = slots * heads * CHUNK.value
-    inverse_rows = rows(inputs.q.dtype, row_count, block=(CHUNK.value, CHUNK.value))
-    # value heads per program
-    at_once = next((count for count in (2, 3) if inputs.values_per_key % count == 0), 1)
+    q_tiles = _tiles(inputs.q, packed=packed)
+    k_tiles = _tiles(inputs.k, packed=packed)
+    inverse_rows = slots * heads * CHUNK.value
+    inverse_tiles = rows(inputs.q.dtype, inverse_rows, block=(CHUNK.value, CHUNK.value))
+    # value heads per program, all of one key head
+    at_once = 1
+    if inputs.values_per_key % 2 == 0:
+        at_once = 2
+    elif inputs.values_per_key % 3 == 0:
+        at_once = 3
     gate_strides = tuple(
         (gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta)
     )
@@ -177,10 +193,10 @@ def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any,
         assert parts["inverse"] is not None
         q = q_tiles(inputs.q)
         k = k_tiles(inputs.k)
-        inverse = inverse_rows(parts["inverse"])
+        inverse = inverse_tiles(parts["inverse"])
         gates = (inputs.g, inputs.beta)
-        written = (parts[name] for name in CHUNK_GATES)
-        launcher(slots * heads // at_once, k, q, inverse, *gates, inputs.cu_seqlens, *written)
+        chunk_gates = (parts[name] for name in CHUNK_GATES)
+        launcher(slots * heads // at_once, k, q, inverse, *gates, inputs.cu_seqlens, *chunk_gates)
         return q, k, inverse
 
     return invert
@@ -189,8 +205,8 @@ def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any,
 def _scan(
     inputs: GDNInputs, config: GDNHopperConfig, options: dict[str, Any]
 ) -> Callable[..., None]:
-    """The launches after the first: those of slow heads, if there are any, and `_hopper_kernel`,
-    which writes the output and the final states.
+    """`finish` of `launches`: the launches for slow heads, if segments have parts, and
+    `_hopper_kernel`, which writes the output and the final states.
     """
     packed = inputs.cu_seqlens is not None
     heads, value_dim = inputs.v.shape[2:]
@@ -219,9 +235,8 @@ def _scan(
         if enter is not None:
             enter(parts, k, v, inverse, inputs, gates)
         descriptors = q, k, v, inverse, out_tiles(out)
-        entering = parts["entering"], parts["warmup_lengths"]
-        states = inputs.initial_state, inputs.cu_seqlens
-        scan(programs, *descriptors, *states, *entering, final_states, *gates)
+        entering = inputs.initial_state, inputs.cu_seqlens, parts["entering"]
+        scan(programs, *descriptors, *entering, parts["warmup_lengths"], final_states, *gates)
 
     return finish
 
@@ -229,26 +244,26 @@ def _scan(
 def _entering(
     inputs: GDNInputs, config: GDNHopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
 ) -> Callable[..., None] | None:
-    """The launches that compute the states entering segments of slow heads; None without such
-    segments.
+    """A function that launches the kernels of `parts.py`, which compute the states that enter
+    segments of slow heads; None if segments have no parts.
     """
-    count = row_count(inputs, config.segment) if config.transition_parts else 0
-    if not count:
+    row_total = row_count(inputs, config.segment) if config.transition_parts else 0
+    if not row_total:
         return None
     pairs = inputs.sequences * inputs.v.shape[2]
-    tasks = config.transition_parts * count
-    boundaries = count // pairs
-    programs = min(config.transition_programs, tasks)
-    block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
+    part_total = config.transition_parts * row_total
+    boundaries = row_total // pairs
+    programs = min(config.transition_programs, part_total)
+    block_v, warps = (16, 8) if pairs <= FEW_PAIRS else (32, 4)
     parts_options = options | dict(
-        ROWS=max(LEAST_ROWS, next_power_of_2(count)),
+        ROWS=max(LEAST_ROWS, next_power_of_2(row_total)),
         PARTS=config.transition_parts,
-        MOST=next_power_of_2(ceil_div(tasks, programs)),
+        MOST=next_power_of_2(ceil_div(part_total, programs)),  # parts of a program
         DEPTH=PARTS_RING,
         STATE_REGISTERS=PARTS_REGISTERS,
     )
     limits = config.longest_first_pass, config.least_first_pass
-    make = Launcher(_parts_kernel, (*scalars, count, *limits), parts_options)
+    compute = Launcher(_parts_kernel, (*scalars, row_total, *limits), parts_options)
     combine = Launcher(
         _combine_kernel,
         (options["STATE_STRIDES"][:4], pairs, boundaries, config.segment),
@@ -266,9 +281,9 @@ def _entering(
     def enter(
         parts: Workspace, k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: list[Part | None]
     ) -> None:
-        written = parts["parts"], parts["moves"], parts["warmup_lengths"]
-        make(programs, k, v, inverse, inputs.cu_seqlens, *written, *gates)
-        combine(pairs * DIM.value // block_v, *written, inputs.initial_state, parts["entering"])
+        results = parts["parts"], parts["moves"], parts["warmup_lengths"]
+        compute(programs, k, v, inverse, inputs.cu_seqlens, *results, *gates)
+        combine(pairs * DIM.value // block_v, *results, inputs.initial_state, parts["entering"])
 
     return enter
 
@@ -276,7 +291,10 @@ def _entering(
 def _tiles(
     tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool
 ) -> Described:
-    """Tiles of one head and one chunk."""
+    """Descriptors of tiles of one head and one chunk, padded with zeros to DIM columns.
+
+    tensor: any with the shape and dtype.  strides: None: those of `tensor`
+    """
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
     return tiles(

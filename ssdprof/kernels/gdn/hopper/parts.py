@@ -1,21 +1,22 @@
-"""Segments of heads that forget too slowly for a first pass, and the parts of a sequence that
-replace it.
+"""The states that enter segments of heads that forget too slowly for a first pass.
 
 If a first pass would be too long (`first_passes`), the state that enters the segment is computed
-from the parts of the preceding segment.  A part has two matrices: N, its final state from a zero
-state, and M, its transition matrix, which is the final state from the identity with zeros as
-values:
+from the parts of the preceding segment.  A part has two matrices (docs/gdn-mathematics.md, section
+5): N, its final state from a zero state, and M, its transition matrix, which is the final state
+from the identity with zeros as values:
 
     state after a part = M (state before it) + N
 
-The state before a segment's first part is known at the sequence's start, or if a first pass can
-compute it.  Then N and M of that part start where that first pass begins, and the state before that
-is the initial one or negligible.  `_combine_kernel` combines the parts.  It multiplies by M as the
-sum of two bf16 numbers, which have 16 bits of its mantissa together.
+The state before a segment's first part is known if the segment begins its sequence, or if a first
+pass can compute it.  Then N and M of that part start where that first pass begins, and the state
+before that is the initial one or negligible.  Otherwise it is the state after the preceding part.
+`_combine_kernel` combines the parts.  It multiplies by M as the sum of two bf16 numbers, which have
+16 bits of its mantissa together.
 
 A row is a pair of a head and a segment that does not begin its sequence.  Heads vary fastest, then
-sequences, then segments, as programs of `hopper_kernel.py` do.  All programs find the same rows,
-and program p of n computes items p, p + n, p + 2n and so on.
+sequences, then segments, as programs of `hopper_kernel.py` do.  A row is slow if its state is
+computed from parts.  All programs find the same slow rows, and program p of n computes the parts p,
+p + n, p + 2n and so on of all slow rows together.
 """
 
 import triton
@@ -55,9 +56,9 @@ from ssdprof.kernels.gdn.hopper.role_states import (
 )
 from ssdprof.kernels.hopper.ring import CHUNK
 
-LEAST_ROWS, MOST_ROWS = 128, 512
-LOOKS = gl.constexpr(2048)  # bounds that one iteration reads, for all rows together
-FIELDS = gl.constexpr(11)  # table entries per part
+LEAST_ROWS, MOST_ROWS = 128, 512  # of `first_passes`: at least one for each thread
+LOOKS = gl.constexpr(2048)  # bounds that one iteration of `reach_back` reads, for all rows together
+FIELDS = gl.constexpr(11)  # numbers per part in the table of a program's parts
 by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 
 STAGES = {
@@ -79,8 +80,8 @@ WAITS = {
 class Parts:
     """The parts that a program computes, in order."""
 
-    table: gl.shared_memory_descriptor  # (parts * FIELDS, 1)
-    count: gl.tensor
+    table: gl.shared_memory_descriptor  # (parts * FIELDS, 1) int32, see `write_part`
+    count: gl.tensor  # parts
 
     @gluon.jit
     def segments(self):
@@ -94,19 +95,24 @@ class Parts:
         fields = ()
         for i in gl.static_range(FIELDS):
             fields += (scalar(self.table.index(k * FIELDS + i)),)
-        head, first, back, row, before = fields[6:]
+        head, end, chunks, row, before = fields[6:]
         sequence, none = Sequence(*fields[:6]), gl.to_tensor(0)
-        return GDNSegment(sequence, head, first, back, none, k < 0, row), before
+        return GDNSegment(sequence, head, end, chunks, none, k < 0, row), before
 
 
 @gluon.jit
 def reach_back(
     first, wanted, bounds, limit, truncation_log2, LOOK: gl.constexpr, layout: gl.constexpr
 ):
-    """Chunks of a first pass before chunk `first` of each row; all chunks before it if the state
-    stays relevant.
+    """Chunks of a first pass before chunk `first` of each row (rows); all chunks before it if the
+    state never becomes negligible, or not within `limit` chunks.
+
+    wanted: whether the result of the row is needed; else it is 0
+    bounds: pointers to the bounds of each row's first chunk
+    LOOK: chunks per row and iteration
     """
     o_c = gl.arange(0, LOOK, gl.SliceLayout(0, layout))
+    # back: the result, -1 as long as it is unknown.  left: sum of the bounds of the chunks seen
     back, left = gl.where(wanted, -1, 0), wanted.to(gl.float32) * 0.0
     seen = gl.to_tensor(0)
     go = gl.max(wanted.to(gl.int32), 0) > 0
@@ -125,44 +131,48 @@ def reach_back(
 
 @gluon.jit
 def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S: gl.constexpr):
-    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not
-    exist.
+    """Chunks of each row's first pass; -1 if the row is slow, 0 if the segment does not exist.
 
-    A head forgets too slowly if a first pass would have more than `limit` chunks.  If that is so at
-    its sequence's last segment, segments that begin after more than `least` chunks have parts, too.
+    A row is slow if its first pass would have more than `limit` chunks.  If the row of a sequence's
+    last segment is slow, so are its head's rows whose segments begin after more than `least`
+    chunks.
 
-    limits: `limit` and `least`.  packing, bounds: as of `segment_of`
+    rows: their number.  limits: `limit` and `least`.  packing, bounds: as in `segment_of`
     """
     limit, least = limits
     LOOK: gl.constexpr = LOOKS // S.ROWS
-    # a row a thread
+    # each thread has whole rows
     layout: gl.constexpr = gl.BlockedLayout([1, LOOK], [32, 1], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, S.ROWS, gl.SliceLayout(1, layout))
     sequence = sequence_at(row // S.HEADS % sequences, *packing)
     first, length = (row // S.HEADS // sequences + 1) * K, gl.cdiv(sequence.length, CHUNK)
     exists = (row < rows) & (first < length)
     bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
+    # rows that are slow because that of the last segment is
     late = exists & (first > least)
     last = gl.where(late, (length - 1) // K * K, 0)
     at_last = reach_back(last, late, bounds_ptr, limit, truncation_log2, LOOK, layout)
     slow = late & (at_last > limit)
+    # the other rows
     back = reach_back(first, exists & (slow == 0), bounds_ptr, limit, truncation_log2, LOOK, layout)
     return gl.where(exists, gl.where(slow | (back > limit), -1, back), 0)
 
 
 @gluon.jit
 def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.constexpr):
-    """Write item t % PARTS of a row as the program's k-th part.  Returns `before` plus the chunks
-    of the part.
+    """Write part t % PARTS of the segment before a row to the table, as the program's k-th part.
+    Returns `before` plus the chunks of the part.
 
+    t: index of the part among those of all slow rows
     before: the program's chunks before this part
-    previous: chunks of the preceding segment's first pass, -1 if the head forgets too slowly for
-    one
+    previous: chunks of the first pass of the segment with the parts, -1 if that segment's row is
+        slow, too
+    pairs: sequences times heads
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part = t % S.PARTS
     end = row // pairs * K + (part + 1) * (K // S.PARTS)
-    # if the state before is known: with the first pass before it
+    # the first part begins with that first pass, unless the state before it is unknown
     chunks = K // S.PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
     fields = (
         sequence.index,
@@ -184,7 +194,10 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.con
 
 @gluon.jit
 def nth_slow_row(slow_rows, n):
-    """The n-th of the slow rows, from 0.  slow_rows: how many there are up to each row."""
+    """The n-th of the slow rows, from 0.
+
+    slow_rows: for each row, the number of slow rows up to it, itself included
+    """
     return gl.sum((slow_rows <= n).to(gl.int32), 0)
 
 
@@ -204,12 +217,14 @@ def parts_of(
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    # the first pass of each row, and which rows are slow
     warmup_lengths = first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S)
     warmup_lengths, o_r = gl.convert_layout(warmup_lengths, vector), gl.arange(0, S.ROWS, vector)
     if program == 0:
         gl.store(warmup_lengths_ptr + o_r, warmup_lengths, mask=o_r < rows)
     slow = (warmup_lengths < 0).to(gl.int32)
     slow_rows = gl.associative_scan(slow, 0, add)
+    # every `programs`-th part of the slow rows
     table = gl.allocate_shared_memory(
         gl.int32, [S.MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -219,48 +234,57 @@ def parts_of(
     for k in range(count):
         t = program + k * programs
         row = nth_slow_row(slow_rows, t // S.PARTS)
-        # 0 if that segment begins its sequence
+        # 0 if the segment with the parts begins its sequence
         previous = value_at(warmup_lengths, o_r, row - pairs)
         sequence = sequence_at(row // S.HEADS % sequences, *packing)
         before = write_part(table, k, t, before, row, previous, sequence, K, pairs, S)
-    role_barrier()
+    role_barrier()  # the table is written before the roles read it
     return Parts(table, count)
 
 
 @gluon.jit
 def begin_update(rings, n, LANE: gl.constexpr):
-    """Begin the lane's columns of B^T K of the program's n-th chunk (`role_scores.py`)."""
+    """Begin the lane's columns (j, half of K) of B^T K of the program's n-th chunk
+    (`role_scores.py`), asynchronously.
+    """
     k = rings.keys.tile(n).slice(LANE * (DIM // 2), DIM // 2, dim=1)
     return begin_product(rings.inverses.tile(n), k, by_j)
 
 
 @gluon.jit
 def store_update(rings, n, product, LANE: gl.constexpr):
-    """Store the lane's columns of X."""
+    """Store the lane's columns of X of the program's n-th chunk in the ring.  product: the result
+    of `begin_update`
+    """
     to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, by_j))
     rings.updates.wait_empty(n)
     X = rings.updates.tile(n).slice(LANE * (DIM // 2), DIM // 2, dim=1)
     X.store((product * to_end[:, None]).to(X.dtype))
-    fence_async_shared()
+    fence_async_shared()  # makes the stores visible to the asynchronous products that read X
     arrive(rings.updates.full_at(n))
     arrive(rings.inverses.empty_at(n))
 
 
 @gluon.jit
 def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
-    """The lane's rows of N and M after the program's n-th chunk.  Also computes the lane's columns
-    of the next X.
+    """The lane's rows of N and M, (half of V, K) and (half of K, K) transposed, after the program's
+    n-th chunk, and N as an operand.  Also computes the lane's columns of the next chunk's X.
 
-    entered: N as an operand.  The order of products is such that sums and conversions of one run
-    beside products of the other.
+    Both matrices are updated as a state is in `role_states.py`, M with zeros as values: Z = -d (K
+    M) takes the place of Y = V - d (K N).  The products are ordered so that sums and conversions
+    for one matrix run beside products for the other.
+
+    entered: N before the chunk, as an operand
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
+    # Y, from the product K N
     k = rings.keys.tile(n).permute((1, 0))
     KN = warpgroup_mma_wait(0, deps=[begin_product(entered, k, by_i)])
     rings.values.wait_full(n)  # only now, to limit registers
     v = own_rows(rings.values.tile(n), LANE).load(i_operand)
     from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
     Y = (v.to(gl.float32) - gl.convert_layout(KN, i_operand) * from_state[None, :]).to(dtype)
+    # N after the chunk, and beside it the product K M
     rings.updates.wait_full(n)
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
     N_begun = warpgroup_mma(
@@ -269,6 +293,7 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
     KM = begin_product(gl.convert_layout(M.to(dtype), i_operand), k, by_i)
     N, KM = warpgroup_mma_wait(0, deps=[N_begun, KM])
     arrive(rings.values.empty_at(n))
+    # Z; then M after the chunk, and beside it the next chunk's X
     rings.keys.wait_full(n + 1)
     rings.inverses.wait_full(n + 1)
     from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
@@ -289,33 +314,38 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
 
 @gluon.jit
 def store_rows(moves_ptr, row, value, lane):
-    """Store rows of a matrix of 16-bit numbers, 16 bytes a thread.  lane: the first of them"""
+    """Store ROWS rows of a matrix of 16-bit numbers, in stores of 16 bytes per thread.
+
+    row: index of the matrix.  lane: first of the rows
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     gl.store(row_tile(moves_ptr, row, lane, layout), gl.convert_layout(value, layout))
 
 
 @gluon.jit
 def part_states(env, LANE: gl.constexpr):
-    """Role of a lane: compute its rows of N and M of each part.  Stores M as the sum of two bf16
-    numbers.
+    """Role of a lane: compute its rows of N and M of each part, and store N in fp32 and M as the
+    sum of two bf16 numbers.
     """
-    parts_ptr, moves_ptr = env.to
+    parts_ptr, moves_ptr = env.destinations
     rings, work = env.rings, env.work
     o_v, o_k = tile_indices(ROWS, DIM, by_k)
+    # X of the first chunk; each chunk then computes that of the next one
     rings.keys.wait_full(gl.to_tensor(0))
     rings.inverses.wait_full(gl.to_tensor(0))
     X = warpgroup_mma_wait(0, deps=[begin_update(rings, gl.to_tensor(0), LANE)])
     store_update(rings, gl.to_tensor(0), X, LANE)
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
-        # The compiler does not know that the minimum is 0, so it computes addresses here and keeps
-        # none in registers.
-        lane = LANE * ROWS + gl.minimum(segment.row, 0)
+        # The minimum is always 0, but the compiler does not know it.  So it computes addresses here
+        # and keeps none in registers over the loop.
+        lane = LANE * ROWS + gl.minimum(segment.row, 0)  # the lane's first row
+        # a zero state, and the identity
         N = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
         M = gl.where((lane + o_v)[:, None] == o_k[None, :], 1.0, 0.0)
-        role_barrier()
+        role_barrier()  # before the loop, as in `role_states.py`
         entered = gl.convert_layout(N.to(rings.keys.tiles.dtype), i_operand)
-        for j in range(segment.back):
+        for j in range(segment.warmup):
             N, M, entered = pass_pair(rings, N, M, entered, n + j, LANE)
         gl.store(row_tile(parts_ptr, segment.row, lane, by_k), N)
         high = M.to(gl.bfloat16)
@@ -326,30 +356,31 @@ def part_states(env, LANE: gl.constexpr):
 
 @gluon.jit
 def part_gates(env):
-    """Role: as `gates`.  After the last chunk come its vectors once more, for an X that nobody
-    uses.
+    """Role: compute each chunk's vectors of decays, as `gates` does.  After the last chunk, its
+    vectors are computed once more, because `pass_pair` computes an X of the chunk after it, which
+    is not used.
     """
     work = env.work
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
-        for j in range(segment.back + (k + 1 == work.segments()).to(gl.int32)):
-            chunk_gates(env, segment, gl.minimum(j, segment.back - 1), n + j)
+        for j in range(segment.warmup + (k + 1 == work.segments()).to(gl.int32)):
+            chunk_gates(env, segment, gl.minimum(j, segment.warmup - 1), n + j)
 
 
 @gluon.jit
 def part_loads(env):
     """Role: load k, v and the inverse of each chunk, and after the last chunk its k and inverse
-    once more.
+    once more, for the same reason as in `part_gates`.
     """
     k_desc, v_desc, A_desc = env.descs
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        first = segment.first - segment.back
-        for j in range(segment.back):
+        first = segment.first - segment.warmup
+        for j in range(segment.warmup):
             load_keys(env, segment, first + j, n + j, k_desc, A_desc)
             load_tile(env.rings.values, n + j, v_desc, segment.head, segment, first + j)
         if k + 1 == env.work.segments():
-            load_keys(env, segment, segment.first - 1, n + segment.back, k_desc, A_desc)
+            load_keys(env, segment, segment.first - 1, n + segment.warmup, k_desc, A_desc)
 
 
 @triton.jit(do_not_specialize=["pairs", "boundaries", "K"])
@@ -358,19 +389,19 @@ def _combine_kernel(
     boundaries, K, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
     DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The states that enter segments of heads that forget slowly, from their parts.
+    """The states that enter the segments of slow rows: BLOCK_V rows of V of a sequence and a head.
 
     From the sequence's start on, each part updates S <- M S + N, transposed as the parts are: S^T
-    <- S^T M^T + N^T.  S and M are sums of two bf16 numbers in the product, without the product of
-    the two smaller ones: what is missing is at most 2^-16 of the product, which inputs of 16 bits
-    hide.
+    <- S^T M^T + N^T.  S and M are sums of two bf16 numbers in the product.  The product of the two
+    smaller ones is left out: it is at most 2^-16 of the whole, less than a rounding of 16-bit
+    inputs.
 
     In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
-    Out:  entering (rows, V, K) fp32, for rows with warmup_lengths < 0
-    Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered by boundary,
-    then by pair
+    Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
+    Grid: pairs * V / BLOCK_V.  Rows are ordered by boundary, and then by pair
     """
+    # the program's pair and rows of V, and the boundaries of the pair's slow rows
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
     o_b = tl.arange(0, BOUNDARIES)
     slow_rows = tl.load(warmup_lengths_ptr + o_b * pairs + pair, mask=o_b < boundaries, other=0) < 0
@@ -380,9 +411,10 @@ def _combine_kernel(
     begin = tl.min(tl.where(slow_rows, o_b, boundaries), 0)
     end = tl.max(tl.where(slow_rows, o_b + 1, 0), 0)
     state = tl.zeros([BLOCK_V, DIM], tl.float32)
-    # Rows between that are not slow have no parts.  What is read there is not used: the next row
-    # has a known state.
+    # A row between them that is not slow has no parts.  The matrices that are read for it are not
+    # used, because the next row begins from a known state.
     for i in tl.range(begin * PARTS, end * PARTS, num_stages=AHEAD):
+        # M^T as two bf16 numbers, and N^T
         row, part = i // PARTS * pairs + pair, i % PARTS
         at = (row * PARTS + part).to(tl.int64) * (DIM * DIM)
         high = tl.load(moves_ptr + 2 * at + matrix)
@@ -390,21 +422,21 @@ def _combine_kernel(
         N = tl.load(parts_ptr + at + tile)
         slow = tl.load(warmup_lengths_ptr + row) < 0
         before = tl.load(warmup_lengths_ptr + row - pairs, mask=row >= pairs, other=0)
-        if (part == 0) & (
-            before >= 0
-        ):  # its first pass begins at the sequence's start, or where the state is negligible
+        # the first part of a segment whose first pass begins at the sequence's start, or where the
+        # state is negligible: the state before it is the initial state, or zero
+        if (part == 0) & (before >= 0):
             state = tl.zeros([BLOCK_V, DIM], tl.float32)
             if initial_ptr is not None:
-                of_pair = (pair // HEADS).to(tl.int64) * initial_strides[0] + (pair % HEADS).to(
-                    tl.int64
-                ) * initial_strides[1]
-                at_v, at_k = (
-                    o_v.to(tl.int64) * initial_strides[3],
-                    o_k.to(tl.int64) * initial_strides[2],
-                )
-                begins = before == i // PARTS * K
+                sequence, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
+                of_pair = sequence * initial_strides[0] + head * initial_strides[1]
+                at_v = o_v.to(tl.int64) * initial_strides[3]
+                at_k = o_k.to(tl.int64) * initial_strides[2]
+                begins = (
+                    before == i // PARTS * K
+                )  # the first pass has all chunks before the segment
                 tile_of_initial = initial_ptr + of_pair + at_v[:, None] + at_k[None, :]
                 state = tl.load(tile_of_initial, mask=begins, other=0.0).to(tl.float32)
+        # the state after the part
         state_high = state.to(tl.bfloat16)
         state_low = (state - state_high.to(tl.float32)).to(tl.bfloat16)
         # three sums, so that products do not wait for one another

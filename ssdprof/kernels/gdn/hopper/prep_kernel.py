@@ -1,4 +1,5 @@
-"""Computes the parts of each chunk that do not depend on the state, for `hopper_kernel.py`.
+"""Computes for each chunk what does not depend on the state: inverses, decays and norms, for
+`hopper_kernel.py`.
 
 With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's
 start, a chunk of 64 tokens has
@@ -13,12 +14,13 @@ In:   k, q (b, l, h, K) through TMA | g, beta (b, l, hv) | cu_seqlens (sequences
 Out:  inverse (slots, hv, j, i), k's dtype
       decays (slots, hv, 64) fp32: G_i, not increasing
       bounds (hv, slots) fp32: log2 of an upper bound of the norm of the chunk's transition
-      (`assignment.py`)
+          (`assignment.py`)
       norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if the call normalises q and k
 Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a
-program owns one to three value heads of a key head.  The kernel is limited by latency.  So the
-heads of a program share k and its products, two heads also share the instructions of the
-substitution (`inverse.py`), and g and beta are loaded before k.
+      program owns AT_ONCE value heads of a key head, one to three
+
+The kernel is limited by latency.  So the heads of a program share k and its products, two heads
+also share the instructions of the substitution (`inverse.py`), and g and beta are loaded before k.
 """
 
 from triton import next_power_of_2
@@ -58,7 +60,8 @@ from ssdprof.kernels.gdn.hopper.role_gates import log2_decays, sums
 from ssdprof.kernels.hopper.ring import CHUNK
 
 EPSILON = gl.constexpr(1e-6)  # added to squared norms
-# Layout (head, i).  A warp holds whole heads, so that it computes sums over a chunk alone.
+# Layout (head, i).  A warp holds all positions of a head, so that sums over a chunk need no other
+# warp.
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
@@ -78,13 +81,15 @@ STAGES = {
 
 @gluon.jit
 def begin_load(desc, where):
-    """Start to load a tile of q or k.  Returns it, and the mbarrier of the load."""
+    """Start to load a tile (CHUNK, DIM) of q or k at the TMA coordinates `where`.  Returns the tile
+    and the mbarrier of the load.
+    """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], desc.dtype)
     tile = gl.allocate_shared_memory(desc.dtype, [CHUNK, DIM], layout)
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(full, count=1)
-    role_barrier()
-    mbarrier.expect(full, 2 * CHUNK * DIM)
+    role_barrier()  # all threads see the initialised barrier before they wait at it
+    mbarrier.expect(full, 2 * CHUNK * DIM)  # bytes
     async_load(desc, where, full, tile.reshape([1, 1, CHUNK, DIM]))
     return tile, full
 
@@ -99,7 +104,11 @@ def diagonal_of(product):
 
 @gluon.jit
 def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
-    """g and beta (head, i) of a program's heads.  Three heads are padded with a row of zeros."""
+    """g and beta (head, i) of a program's heads.  Three heads are padded with a row of zeros.
+
+    left: positions from the chunk's start to the sequence's end
+    first: offsets of the chunk's first position in g and in beta
+    """
     g_ptr, beta_ptr, g_strides, beta_strides = gates
     o_h, o_i = tile_indices(next_power_of_2(AT_ONCE), CHUNK, by_head)
     inside = (o_h < AT_ONCE)[:, None] & (o_i < left)[None, :]
@@ -122,12 +131,14 @@ def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: 
 
 @gluon.jit
 def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE: gl.constexpr):
-    """Store the bounds of a chunk's heads.  squares: |k_i|^2, of normalised keys if the call
-    normalises them.
+    """Store the bounds of a chunk's heads: the sum over positions of g, and of log2 of the norm of
+    I - beta k k^T where that is above 1.
+
+    g, beta: (head, i).  squares: |k_i|^2, of normalised keys if the call normalises them
     """
     o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
-    grows = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
-    bound = gl.sum(g + grows, 1)
+    stretch_log2 = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
+    bound = gl.sum(g + stretch_log2, 1)
     gl.store(bounds_ptr + (first_head + o_h).to(gl.int64) * slots + slot, bound, mask=o_h < AT_ONCE)
 
 
@@ -135,7 +146,7 @@ def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE:
 def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
     """Scratch memory with L of HEADS heads of a program, one or two, beginning with head FIRST.
 
-    blocks: diagonal blocks of KK
+    KK: K K^T (i, j), with the norms' factors.  blocks: its diagonal blocks.  betas: (head, i)
     """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     scratch = allocate_scratch(HEADS)
@@ -147,11 +158,11 @@ def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def overlaps_of(blocks, NORMALISE: gl.constexpr):
-    """(k_p . k_i) / |k_i|^2 for each i.  blocks: the diagonal ones of K K^T, whose keys have length
-    1 if NORMALISE.
+    """(k_p . k_i) / |k_i|^2 for each position i of a chunk, where p is the position of the number
+    that a thread rounds before number i of a row of the inverse (`round_with_carry`): i - 1 for odd
+    i, else i - 7.  The overlap is 0 if p is in another block of 16.
 
-    p is the index of the number that a thread rounds before number i of a row of the inverse
-    (`round_with_carry`): i - 1 for odd i, else i - 7; 0 if that is in another block.
+    blocks: the diagonal blocks of K K^T, whose keys have length 1 if NORMALISE
     """
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, of_block)))[None, :, None]
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, of_block)))[None, None, :]
@@ -164,8 +175,8 @@ def overlaps_of(blocks, NORMALISE: gl.constexpr):
 
 @gluon.jit
 def in_fours(row):
-    """Split a block of 16 columns (j, i) into the four numbers that a thread has of each row, in
-    their order, each (j, i // 2 % 4).
+    """Split a block of 16 columns (j, i) into four tensors: the first, second, third and fourth of
+    the numbers that a thread has of each row.  Each is (j, i // 2 % 4).
     """
     even, odd = gl.split(row.reshape([CHUNK, 2, BLOCK // 4, 2]).permute((0, 2, 1, 3)))
     first, third = gl.split(even)
@@ -175,16 +186,19 @@ def in_fours(row):
 
 @gluon.jit
 def round_with_carry(row, overlap, factor, length, error, dtype: gl.constexpr):
-    """Round a block of 16 columns (j, i), times `factor`, to `dtype`.  Returns it, and the error to
-    carry on.
+    """Round a block of 16 columns (j, i) of the inverse, times `factor`, to `dtype`.  Returns the
+    rounded block, and the rounding error that is carried to the next block, (j, i // 2 % 4).
 
     X_j and W_ij are sums over i of B_ij k_i.  For equal keys, roundings of the entries of a row j
     add up in them, while the entries themselves nearly cancel each other.  So the error of an entry
-    is carried to the next one of the same thread, as far as their keys overlap: what is left are
-    the errors of the last entries.  For keys that do not overlap, nothing is carried.
+    is added to the next entry of the same thread, in the proportion in which their keys overlap.
+    Only the errors of the last entries remain.  For keys that do not overlap, nothing is carried.
 
+    overlap: of the block's columns (`overlaps_of`)
     factor, length: 1 / |k_i| and |k_i|; None if the call does not normalise keys
+    error: that of the block before, or 0
     """
+    # all by the place of a number among the four of a thread
     overlaps, _ = gl.broadcast(overlap[None, :], row)
     numbers, shares = in_fours(row), in_fours(overlaps)
     if factor is not None:
@@ -193,7 +207,8 @@ def round_with_carry(row, overlap, factor, length, error, dtype: gl.constexpr):
         factors, lengths = in_fours(factors), in_fours(lengths)
     rounded = ()
     for k in gl.static_range(4):
-        # the first number's predecessor is in the block before: about as the third's
+        # The number before the first one is in another block, whose overlap is not known.  The
+        # third number's overlap with the second takes its place.
         number = numbers[k] + error * shares[max(k, 2 - k)]
         if factor is None:
             rounded += (number.to(dtype),)
@@ -201,6 +216,7 @@ def round_with_carry(row, overlap, factor, length, error, dtype: gl.constexpr):
         else:
             rounded += ((number * factors[k]).to(dtype),)
             error = number - rounded[k].to(gl.float32) * lengths[k]
+    # the inverse of `in_fours`
     pairs = gl.join(gl.join(rounded[0], rounded[1]), gl.join(rounded[2], rounded[3]))
     joined = pairs.permute((0, 3, 1, 2)).reshape([CHUNK, BLOCK])
     return gl.convert_layout(joined, narrow(gl.num_warps())), error
@@ -211,11 +227,17 @@ def inverses_of(
     scratch, betas, factors, lengths, overlaps, dtype: gl.constexpr, FIRST: gl.constexpr,
     HEADS: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
-    """Compute e_i A_ij beta_j (j, i) of these heads, in shared memory."""
+    """Compute e_i A_ij beta_j (j, i) of HEADS heads, beginning with head FIRST: a tile in shared
+    memory for each head.
+
+    scratch: of `begin_inverses`.  betas: (head, i).  factors, lengths: 1 / |k_i| and |k_i|
+    """
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
     invert_blocks(scratch.diagonal, scratch.inverted, HEADS)
+    # Block rows, heads fastest: of A, as operands of the next ones, and of the result.  errors: of
+    # each head before the first block, then of each block
     rows, scaled = (), ()
     errors = (0.0,) * HEADS
     for i in gl.static_range(BLOCKS):
@@ -258,6 +280,7 @@ def _prep_kernel(
     PAIR: gl.constexpr = min(AT_ONCE, 2)
     PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # programs per slot
     GROUP: gl.constexpr = HEADS // KEY_HEADS
+    # the program's heads and chunk
     first_head, slot = gl.program_id(0) % PROGRAMS * AT_ONCE, gl.program_id(0) // PROGRAMS
     key_head = first_head // GROUP
     if cu_seqlens_ptr is None:
@@ -274,7 +297,7 @@ def _prep_kernel(
             batch * beta_strides[0] + position * beta_strides[1],
         )
         gates = (g_ptr, beta_ptr, g_strides, beta_strides)
-        # overlaps the load of k
+        # loads of g and beta, then of k and q, which overlap
         g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)
         where = [sequence.tile, key_head, sequence.row + t, 0]
         k, full = begin_load(k_desc, where)
@@ -286,6 +309,7 @@ def _prep_kernel(
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         lengths = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         overlaps = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        # K K^T (i, j), and beside the product the decays
         mbarrier.wait(full, 0)
         begun = begin_product(k, k.permute((1, 0)), layout)
         g = log2_decays(g)
@@ -293,6 +317,7 @@ def _prep_kernel(
         beta = beta.to(gl.float32)
         all_betas.store(beta.reshape([ROWS * CHUNK]))
         KK = warpgroup_mma_wait(0, deps=[begun])
+        # |k_i|^2; if the call normalises, 1 / |k_i| and |k_i|, and 1 / |q_i| from Q Q^T
         square = diagonal_of(KK)
         o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
         if NORMALISE:
@@ -308,26 +333,19 @@ def _prep_kernel(
             lengths.store(length)
             KK *= factor[:, None] * gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
         squares.store(square)
-        role_barrier()
+        role_barrier()  # stores of all warps are visible, and no thread waits at a barrier any more
         mbarrier.invalidate(full)  # the allocations below reuse its memory and that of k
         if NORMALISE:
             mbarrier.invalidate(q_full)
-        store_bounds(
-            g,
-            beta,
-            squares.load(gl.SliceLayout(0, by_head)),
-            first_head,
-            slot,
-            slots,
-            bounds_ptr,
-            AT_ONCE,
-        )
+        square = squares.load(gl.SliceLayout(0, by_head))
+        store_bounds(g, beta, square, first_head, slot, slots, bounds_ptr, AT_ONCE)
+        # L of all heads, and their inverses: two heads at once, and a third one alone
         blocks = diagonal_blocks(KK)
         pair = begin_inverses(KK, blocks, betas, 0, PAIR)
         if AT_ONCE == 3:
             third = begin_inverses(KK, blocks, betas, 2, 1)
-        role_barrier()
-        # beside the substitution, whose steps wait for each other
+        role_barrier()  # warps read what others have stored in the scratch memory
+        # runs beside the substitution, whose steps wait for each other
         overlaps.store(overlaps_of(blocks, NORMALISE))
         results = inverses_of(
             pair, betas, factors, lengths, overlaps, k_desc.dtype, 0, PAIR, NORMALISE
@@ -336,8 +354,8 @@ def _prep_kernel(
             results += inverses_of(
                 third, betas, factors, lengths, overlaps, k_desc.dtype, 2, 1, NORMALISE
             )
-        fence_async_shared()
-        role_barrier()
+        fence_async_shared()  # makes the stores visible to TMA
+        role_barrier()  # of all warps
         for head in gl.static_range(AT_ONCE):
             async_store(A_desc, [(slot * HEADS + first_head + head) * CHUNK, 0], results[head])
-        tma.store_wait(0)
+        tma.store_wait(0)  # until TMA has read the tiles

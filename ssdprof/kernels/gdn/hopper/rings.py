@@ -1,4 +1,5 @@
-"""Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.
+"""Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.  The
+roles that fill and empty them:
 
     states      2 x 4     holds half of the transposed state (a lane); computes outputs
                 role_states.py
@@ -18,23 +19,26 @@ from ssdprof.kernels._gluon import aggregate, place_in
 from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, barriers, begin_ring
 
 DIM = gl.constexpr(128)  # K and V
-STATE_THREADS = gl.constexpr(256)
-# Vectors of a chunk.  With log2 decays G_i since the chunk's start, key norms n and query norms a:
-FROM_STATE = gl.constexpr(0)  # 2^G_i / n_i: factor of the entering state at key i
-TO_OUTPUT = gl.constexpr(1)  # scale 2^G_i / a_i: factor of the entering state at query i
-ROW = gl.constexpr(2)  # G_i + log2(scale / a_i)
+STATE_THREADS = gl.constexpr(256)  # of both lanes of `states`
+# Vectors (CHUNK) of a chunk, by their index.  With log2 decays G_i since the chunk's start, and the
+# norms |k_i| and |q_i|, which are 1 if the call does not normalise:
+FROM_STATE = gl.constexpr(0)  # 2^G_i / |k_i|: factor of the entering state at key i
+TO_OUTPUT = gl.constexpr(1)  # scale 2^G_i / |q_i|: factor of the entering state at query i
+ROW = gl.constexpr(2)  # G_i + log2(scale / |q_i|)
 COLUMN = gl.constexpr(3)  # G_i
 TO_END = gl.constexpr(4)  # 2^(G_end - G_i)
 DECAY = gl.constexpr(5)  # 2^G_end, repeated 64 times
-VECTORS = gl.constexpr(6)
+VECTORS = gl.constexpr(6)  # their number
 
 STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 
 @aggregate
 class Rings:
-    """The rings of a program.  Uses of `queries`, `weights` and `outputs` count the chunks of the
-    second pass, those of the other rings count the chunks of both passes.
+    """The rings of a program.
+
+    The uses of `queries`, `weights` and `outputs` are numbered by the program's chunks of the
+    second pass, those of the other rings by its chunks of both passes.
     """
 
     keys: Ring  # k (i, K); its barriers also cover the vectors
@@ -45,11 +49,12 @@ class Rings:
     weights: Ring  # W (i, j)
     outputs: Ring  # out (i, V)
     vectors: gl.shared_memory_descriptor  # (slots * VECTORS, CHUNK)
-    # mbarriers: the role `states` of each lane waits for the other's products
+    # an mbarrier of each lane of `states`, at which it waits for the products of the other lane
     turns: gl.shared_memory_descriptor
 
     @gluon.jit
     def vector(self, n, which: gl.constexpr):
+        """Vector `which` of the program's n-th chunk."""
         return self.vectors.index(place_in(n, self.keys.DEPTH) * VECTORS + which)
 
 
@@ -72,10 +77,11 @@ def allocate(dtype: gl.constexpr, DEPTH: gl.constexpr):
 
 @gluon.jit
 def begin_barriers(rings, SECOND_PASS: gl.constexpr):
-    """Initialise the barriers with their arrival counts.  In `states` every thread arrives, in
-    other roles one thread.
+    """Initialise the barriers with their arrival counts, of `full` and of `empty`.  In `states`
+    every thread arrives, in other roles one thread.
 
-    Without a second pass, the lanes also have the role of `scores` (`parts.py`).
+    SECOND_PASS: of `hopper_kernel.py`; otherwise of `parts.py`, where the lanes also compute the
+        updates, and there are no outputs
 
     Only barriers that the roles use are initialised.  Triton may place the arguments of the roles
     in the memory of an idle barrier, and PTX forbids another use of that memory before
@@ -85,7 +91,7 @@ def begin_barriers(rings, SECOND_PASS: gl.constexpr):
     if SECOND_PASS:
         for lane in gl.static_range(2):
             mbarrier.init(rings.turns.index(lane), count=STATE_THREADS // 2)
-        # full: loads and gates; empty: states and scores
+        # `loads` and `gates` fill the ring; `states` and `scores` empty it
         begin_ring(rings.keys, 2, STATE_THREADS + 1)
         begin_ring(rings.queries, 1, STATE_THREADS + 1)
         begin_ring(rings.inverses, 1, 1)

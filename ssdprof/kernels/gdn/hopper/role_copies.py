@@ -29,16 +29,20 @@ WAITS = {
 
 @gluon.jit
 def load_tile(ring, n, desc, head, segment, chunk):
-    """Load the rows of a chunk into a ring.  TMA writes zeros beyond the sequence's end."""
+    """Load a tile (CHUNK, DIM) of a chunk of the segment's sequence into slot n of a ring.  TMA
+    writes zeros beyond the sequence's end.
+
+    head: of the tensor of `desc`
+    """
     ring.wait_empty(n)
-    mbarrier.expect(ring.full_at(n), 2 * CHUNK * DIM)
+    mbarrier.expect(ring.full_at(n), 2 * CHUNK * DIM)  # bytes
     where = [segment.sequence.tile, head, segment.sequence.row + chunk * CHUNK, 0]
     async_load(desc, where, ring.full_at(n), ring.tile(n).reshape([1, 1, CHUNK, DIM]))
 
 
 @gluon.jit
 def load_keys(env, segment, chunk, n, k_desc, A_desc):
-    """Load k and the inverse of a chunk of the segment's sequence, the program's n-th."""
+    """Load k and the inverse of a chunk of the segment's sequence, which is the program's n-th."""
     rings = env.rings
     load_tile(rings.keys, n, k_desc, segment.head // env.S.GROUP, segment, chunk)
     rings.inverses.wait_empty(n)
@@ -51,31 +55,31 @@ def load_keys(env, segment, chunk, n, k_desc, A_desc):
 def load_chunk(env, segment, j, n, m):
     """Load k, the inverse, v and, in the second pass, q of the segment's j-th chunk.
 
-    j counts the chunks of both passes; n is the index of the chunk in the program, m that among the
-    chunks of the second pass.
+    j: among the segment's chunks of both passes.  n: among the program's chunks of both passes.
+    m: among the program's chunks of the second pass
     """
     q_desc, k_desc, v_desc, A_desc, _ = env.descs
     rings = env.rings
-    chunk = segment.first - segment.back + j
+    chunk = segment.first - segment.warmup + j
     load_keys(env, segment, chunk, n, k_desc, A_desc)
     load_tile(rings.values, n, v_desc, segment.head, segment, chunk)
-    if j >= segment.back:
+    if j >= segment.warmup:
         load_tile(rings.queries, m, q_desc, segment.head // env.S.GROUP, segment, chunk)
 
 
 @gluon.jit
 def loads(env):
-    """Load the tiles of all segments of the program."""
+    """Role: load the tiles of all segments of the program."""
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        for j in range(segment.back + segment.nchunks):
-            load_chunk(env, segment, j, n + j, n + j - segment.back)
+        for j in range(segment.warmup + segment.nchunks):
+            load_chunk(env, segment, j, n + j, n + j - segment.warmup)
 
 
 @gluon.jit
 def store_chunk(env, n, out_desc, segment, chunk):
-    """Store the program's n-th output, wait until TMA has read the ring slot, and release the
-    slot.
+    """Store the output of a chunk of the segment, the program's n-th output: start the store, wait
+    until TMA has read the ring slot, and release the slot.
     """
     rings = env.rings
     rings.outputs.wait_full(n)
@@ -87,7 +91,9 @@ def store_chunk(env, n, out_desc, segment, chunk):
 
 @gluon.jit
 def stores(env):
-    """Store the outputs of all segments.  TMA writes nothing beyond the sequence's end."""
+    """Role: store the outputs of all segments of the program.  TMA writes nothing beyond a
+    sequence's end.
+    """
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
         for i in range(segment.nchunks):

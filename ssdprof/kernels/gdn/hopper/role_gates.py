@@ -1,5 +1,5 @@
-"""Role `gates`: computes each chunk's vectors of decays.  Gates are log2 decays.  Shared memory:
-`rings.py`.
+"""Role `gates`: computes each chunk's vectors of decays from the sums that `prep_kernel.py` has
+stored.  Shared memory: `rings.py`, which also says what each vector holds.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ WAITS = {"keys": "ahead"}
 
 @gluon.jit
 def less(a, b):
-    """Minimum of a and b; NaN if b is NaN."""
+    """Minimum of a and b; NaN if b is NaN.  `gl.minimum` would ignore a NaN."""
     return gl.where(b > a, a, b)
 
 
@@ -38,15 +38,19 @@ def log2_decays(g):
 
 @gluon.jit
 def sums(g, AXIS: gl.constexpr):
-    """Cumulative sums, made non-increasing: the rounding of a parallel scan could make a sum
-    rise.
+    """Cumulative sums of g <= 0 along AXIS, made non-increasing, because the rounding of a parallel
+    scan could make a sum rise.
     """
     return gl.associative_scan(gl.associative_scan(g, AXIS, add), AXIS, less)
 
 
 @gluon.jit
 def store_decays(rings, n, G, G_end, to_output, layout: gl.constexpr):
-    """Store all vectors of decays except FROM_STATE."""
+    """Store all vectors of decays of the program's n-th chunk except FROM_STATE.
+
+    G: log2 decays since the chunk's start (CHUNK).  G_end: that of the whole chunk.
+    to_output: scale / |q_i|
+    """
     rings.vector(n, TO_OUTPUT).store(gl.exp2(G) * to_output)
     rings.vector(n, ROW).store(G + gl.log2(gl.to_tensor(to_output)))
     rings.vector(n, COLUMN).store(G)
@@ -62,29 +66,28 @@ def chunk_gates(env, segment, j, n):
     rings = env.rings
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     o_i = gl.arange(0, CHUNK, layout)
-    slot = (segment.sequence.slot + segment.first - segment.back + j).to(gl.int64)
+    # sums of g, and the reciprocals of the norms of k and q
+    slot = (segment.sequence.slot + segment.first - segment.warmup + j).to(gl.int64)
     row = env.decays_ptr + (slot * env.S.HEADS + segment.head) * CHUNK
     G, G_end = gl.load(row + o_i), gl.load(row + CHUNK - 1)
     from_state, to_output = gl.exp2(G), env.scale
     if env.norms_ptr is not None:
-        norms = (
-            env.norms_ptr
-            + (slot * env.S.KEY_HEADS + segment.head // env.S.GROUP) * (2 * CHUNK)
-            + o_i
-        )
+        key_head = segment.head // env.S.GROUP
+        norms = env.norms_ptr + (slot * env.S.KEY_HEADS + key_head) * (2 * CHUNK) + o_i
         to_output = env.scale * gl.load(norms + CHUNK)
-        key_norm = gl.load(norms)
+        key_factor = gl.load(norms)
     rings.keys.wait_empty(n)
     store_decays(rings, n, G, G_end, to_output, layout)
     if env.norms_ptr is not None:
-        from_state *= key_norm
+        from_state *= key_factor
     rings.vector(n, FROM_STATE).store(from_state)
     mbarrier.arrive(rings.keys.full_at(n), count=1)
 
 
 @gluon.jit
 def gates(env):
+    """Role: compute the vectors of all chunks of both passes."""
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        for j in range(segment.back + segment.nchunks):
+        for j in range(segment.warmup + segment.nchunks):
             chunk_gates(env, segment, j, n + j)

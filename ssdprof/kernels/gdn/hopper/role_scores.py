@@ -8,8 +8,9 @@ start,
     W_ij = scale / |q_i| 2^(G_i - G_j) (tril(Q K^T) B)_ij   (i, j), lower triangular
 
 so that decays multiply products whose operands have none.  X is computed first, because the state
-waits for it.  Before Q K^T is rounded to fp16, its rows are multiplied by scale / |q_i|, lest long
-or short q leave fp16's range.
+waits for it.  Before Q K^T is rounded to fp16, its rows are multiplied by scale / |q_i|, because
+the products of long or short q may be outside fp16's range.
+
 Shared memory: `rings.py`.
 """
 
@@ -25,8 +26,10 @@ from ssdprof.kernels._gluon import begin_product, masked, product_layout, tile_i
 from ssdprof.kernels.gdn.hopper.rings import COLUMN, DIM, ROW, TO_END
 from ssdprof.kernels.hopper.ring import CHUNK
 
-UP = gl.constexpr(4.0)  # log2 of a factor of fp16 scores, which are about |k_j| then
-PARTS = gl.constexpr(2)  # X is computed in this many column blocks, to limit registers
+# log2 of a further factor of Q K^T in fp16, which W does not keep: with a scale of 128^-1/2, scores
+# are then about |k_j|
+UP = gl.constexpr(4.0)
+PARTS = gl.constexpr(2)  # X is computed in this many blocks of columns, to limit registers
 
 STAGES = {"update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor"}
 WAITS = {
@@ -40,12 +43,13 @@ WAITS = {
 
 @gluon.jit
 def update_of(rings, n):
-    """Compute X of the program's n-th chunk."""
+    """Compute X (j, K) of the program's n-th chunk, and store it in the ring `updates`."""
     WIDTH: gl.constexpr = DIM // PARTS
     layout: gl.constexpr = product_layout(WIDTH, 4)
     rings.keys.wait_full(n)
     rings.inverses.wait_full(n)
     k, inverse, X = rings.keys.tile(n), rings.inverses.tile(n), rings.updates.tile(n)
+    # the product of a block of columns runs while the block before it is stored
     begun = begin_product(inverse, k.slice(0, WIDTH, dim=1), layout)
     to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, layout))
     rings.updates.wait_empty(n)
@@ -54,53 +58,60 @@ def update_of(rings, n):
         X.slice(p * WIDTH, WIDTH, dim=1).store((part * to_end[:, None]).to(X.dtype))
         if p + 1 < PARTS:
             begun = begin_product(inverse, k.slice((p + 1) * WIDTH, WIDTH, dim=1), layout)
-    fence_async_shared()
+    fence_async_shared()  # makes the stores visible to the asynchronous products that read X
     mbarrier.arrive(rings.updates.full_at(n), count=1)
 
 
 @gluon.jit
 def weights_of(rings, n, m, lower):
-    """Compute W of the program's n-th chunk, the m-th of the second pass."""
+    """Compute W (i, j) of the program's n-th chunk, the m-th of the second pass, and store it in
+    the ring `weights`.
+
+    lower: (i, j) int16, all bits set on and below the diagonal, none above it
+    """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     rings.queries.wait_full(m)
     k, inverse = rings.keys.tile(n), rings.inverses.tile(n)
     q, W = rings.queries.tile(m), rings.weights.tile(m)
+    # P, the lower triangle of Q K^T, as an operand in registers
     QK = warpgroup_mma_wait(0, deps=[begin_product(q, k.permute((1, 0)), layout)])
     if q.dtype == gl.float16:
+        # ROW - COLUMN is log2(scale / |q_i|)
         G = rings.vector(n, COLUMN).load(rows) - UP
         QK *= gl.exp2(rings.vector(n, ROW).load(rows) - G)[:, None]
     P = gl.convert_layout(masked(QK.to(q.dtype), lower), gl.DotOperandLayout(0, layout, 2))
+    # the product with the inverse, and the decays between positions
     begun = begin_product(P, inverse.permute((1, 0)), layout)
     row, column = rings.vector(n, ROW).load(rows), rings.vector(n, COLUMN).load(columns)
     if q.dtype == gl.float16:
-        row = G
+        row = G  # P has the other factors of the row already
     decay = gl.exp2(row[:, None] - column[None, :])
     product = warpgroup_mma_wait(0, deps=[begun])
     rings.weights.wait_empty(m)
     # mask last: products above the diagonal may overflow
     W.store(masked((product * decay).to(W.dtype), lower))
-    fence_async_shared()
+    fence_async_shared()  # as in `update_of`
     mbarrier.arrive(rings.weights.full_at(m), count=1)
 
 
 @gluon.jit
 def scores(env):
-    """Role: compute X of every chunk, and W of those whose output is wanted."""
+    """Role: compute X of every chunk, and W of those of the second pass."""
     rings = env.rings
     layout: gl.constexpr = product_layout(CHUNK, 4)
     o_i, o_j = tile_indices(CHUNK, CHUNK, layout)
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        for j in range(segment.back):
+        for j in range(segment.warmup):
             update_of(rings, n + j)
             mbarrier.arrive(rings.inverses.empty_at(n + j), count=1)
             mbarrier.arrive(rings.keys.empty_at(n + j), count=1)
         for m in range(n, n + segment.nchunks):
-            update_of(rings, m + segment.back)
-            weights_of(rings, m + segment.back, m, lower)
-            mbarrier.arrive(rings.inverses.empty_at(m + segment.back), count=1)
-            mbarrier.arrive(rings.keys.empty_at(m + segment.back), count=1)
+            update_of(rings, m + segment.warmup)
+            weights_of(rings, m + segment.warmup, m, lower)
+            mbarrier.arrive(rings.inverses.empty_at(m + segment.warmup), count=1)
+            mbarrier.arrive(rings.keys.empty_at(m + segment.warmup), count=1)
             mbarrier.arrive(rings.queries.empty_at(m), count=1)

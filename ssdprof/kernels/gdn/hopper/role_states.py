@@ -8,10 +8,10 @@ the role computes
     S' = 2^G_end S + X^T Y
     O  = scale 2^G / |q| (Q S) + W Y
 
-From one state to the next, two products depend on each other: K S and X^T Y.  Two roles, the lanes,
-have half of the rows of V each.  They take turns in issuing products, so that one's products run
-beside the other's sums and
-conversions.  Shared memory: `rings.py`.
+From one state to the next, two products depend on each other: K S and X^T Y.  Two lanes, each of
+four warps, have this role for half of the rows of V.  They take turns in issuing products, so that
+the products of one lane run beside the sums and conversions of the other.  Shared memory:
+`rings.py`.
 """
 
 from triton.experimental import gluon
@@ -48,46 +48,53 @@ WAITS = {
     "weights": "waiting.weights",
     "outputs": "chunk_output",
 }
-# offsets of the strides of these states in STATE_STRIDES
+# STATE_STRIDES holds the four strides of initial states, then those of final states
 INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)
-ROWS = gl.constexpr(64)  # of V in a role
-by_k = gl.constexpr(product_layout(128, 4))  # (V, K)
-by_i = gl.constexpr(product_layout(64, 4))  # (V, i)
+ROWS = gl.constexpr(64)  # rows of V of a lane
+# layouts of results, of the state (V, K) and of outputs (V, i), and of left operands in registers
+# with the same results: one by columns of K, one by columns of i
+by_k = gl.constexpr(product_layout(128, 4))
+by_i = gl.constexpr(product_layout(64, 4))
 k_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(128, 4), 2))
 i_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(64, 4), 2))
 
 
 @gluon.jit
 def own_rows(tile, LANE: gl.constexpr):
-    """The transposed tile (V, i) of this role's rows of V."""
+    """The lane's rows of V of a tile (i, V), transposed: (ROWS, i)."""
     return tile.slice(LANE * ROWS, ROWS, dim=1).permute((1, 0))
 
 
 @gluon.jit
 def take_turn(rings, TURN: gl.constexpr, LANE: gl.constexpr):
-    """Wait until the other lane has issued the products of its turn before this one.  A chunk has
-    an even number.
+    """Wait until the other lane has issued the products of its turn before this one.
+
+    TURN: 0 or 1, the turn of a chunk.  Because a chunk has two turns, the phase of the barrier is
+    the same in every chunk.
     """
     mbarrier.wait(rings.turns.index(LANE), (TURN + 1 - LANE) % 2)
 
 
 @gluon.jit
 def end_turn(rings, LANE: gl.constexpr):
+    """Let the other lane issue its products."""
     arrive(rings.turns.index(1 - LANE))
 
 
 @gluon.jit
 def unknown_values(rings, state, n, LANE: gl.constexpr):
-    """Y (V, i) of the program's n-th chunk and the state that enters it, both as operands, and the
-    chunk's decay.
+    """Y (V, i) of the program's n-th chunk and the state (V, K) that enters it, both as operands,
+    and the chunk's decay.
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
     rings.keys.wait_full(n)
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
+    # K S
     entered = gl.convert_layout(state.to(dtype), i_operand)
     take_turn(rings, 0, LANE)
     KS = begin_product(entered, rings.keys.tile(n).permute((1, 0)), by_i)
     end_turn(rings, LANE)
+    # Y
     rings.values.wait_full(n)
     v = own_rows(rings.values.tile(n), LANE).load(i_operand)
     from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
@@ -106,7 +113,8 @@ def pass_chunk(rings, state, n, LANE: gl.constexpr):
         gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True
     )
     end_turn(rings, LANE)
-    # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
+    # a loop that waits at an mbarrier needs one barrier of its threads per iteration; here it costs
+    # least
     role_barrier()
     state = warpgroup_mma_wait(0, deps=[begun])
     arrive(rings.keys.empty_at(n))
@@ -117,13 +125,14 @@ def pass_chunk(rings, state, n, LANE: gl.constexpr):
 
 @gluon.jit
 def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
-    """The state after the program's n-th chunk, the m-th of the second pass.  Passes the output to
-    `stores`.
+    """The state after the program's n-th chunk, the m-th of the second pass.  Leaves the chunk's
+    output in the ring `outputs`.
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
     Y, entered, decay = unknown_values(rings, state, n, LANE)
     rings.updates.wait_full(n)
     rings.queries.wait_full(m)
+    # the state after the chunk, and Q S
     take_turn(rings, 1, LANE)
     state_begun = warpgroup_mma(
         gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True
@@ -131,6 +140,7 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
     QS = begin_product(entered, rings.queries.tile(m).permute((1, 0)), by_i)
     end_turn(rings, LANE)
     QS = warpgroup_mma_wait(0, deps=[QS])
+    # the output, O
     to_output = rings.vector(n, TO_OUTPUT).load(gl.SliceLayout(0, by_i))
     rings.weights.wait_full(m)
     out_begun = warpgroup_mma(
@@ -145,15 +155,16 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
     arrive(rings.weights.empty_at(m))
     rings.outputs.wait_empty(m)
     own_rows(rings.outputs.tile(m), LANE).store(out.to(dtype))
-    fence_async_shared()
+    fence_async_shared()  # makes the output visible to TMA
     arrive(rings.outputs.full_at(m))
     return state
 
 
 @gluon.jit
 def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
-    """Pointers (V from `lane` on, K) to the state of a segment's sequence and head among
-    (sequences, HV, K, V).
+    """Pointers (ROWS, K) to a state of the segment's sequence and head among (sequences, HV, K, V).
+
+    lane: first row of V.  WHICH: INITIAL or FINAL
     """
     o_v, o_k = tile_indices(ROWS, DIM, by_k)
     STRIDES: gl.constexpr = S.STATE_STRIDES
@@ -167,7 +178,7 @@ def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def row_tile(ptr, row, lane, layout: gl.constexpr):
-    """Pointers (V from `lane` on, K) to a row's matrix among (rows, V, K)."""
+    """Pointers (ROWS, K) to the matrix of a row among (rows, V, K).  lane: first row of V"""
     o_v, o_k = tile_indices(ROWS, DIM, layout)
     return ptr + row.to(gl.int64) * (DIM * DIM) + ((lane + o_v) * DIM)[:, None] + o_k[None, :]
 
@@ -178,27 +189,27 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
 
     n: the program's chunks before this segment
     """
+    # the state where the first pass begins: zero, a state from `parts.py`, or the initial state
     state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
     if env.entering_ptr is not None:  # noqa: SIM102
         if segment.row >= 0:
             state = gl.load(row_tile(env.entering_ptr, segment.row, LANE * ROWS, by_k))
     if env.initial_ptr is not None:  # noqa: SIM102
-        if segment.back == segment.first:  # the state that enters is the initial state
-            state = gl.load(state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)).to(
-                gl.float32
-            )
-    role_barrier()
-    for j in range(segment.back):
+        if segment.warmup == segment.first:  # the first pass begins at the sequence's start
+            initial_tile = state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)
+            state = gl.load(initial_tile).to(gl.float32)
+    role_barrier()  # as before the loops of `ssd/hopper/role_states.py`
+    for j in range(segment.warmup):
         state = pass_chunk(env.rings, state, n + j, LANE)
     for m in range(n, n + segment.nchunks):
-        state = scan_chunk(env.rings, state, m + segment.back, m, LANE)
+        state = scan_chunk(env.rings, state, m + segment.warmup, m, LANE)
     if segment.last:
-        gl.store(state_tile(env.to[0], segment, LANE * ROWS, FINAL, env.S), state)
+        gl.store(state_tile(env.destinations[0], segment, LANE * ROWS, FINAL, env.S), state)
 
 
 @gluon.jit
 def states(env, LANE: gl.constexpr):
-    """The role of the lane's threads."""
+    """Role of a lane: compute the outputs and final states of all segments of the program."""
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
         scan_segment(env, segment, n, LANE)

@@ -14,11 +14,12 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
 
-# K, or V of a slice, of so few columns: at least half of each product would be padding
+# most columns of K, or of V of a slice, with which at least half of each product would be padding
 TOO_NARROW = 64
 
 
 def slice_count(inputs: GDNInputs) -> int:
+    """Slices of a value head's V."""
     return ceil_div(inputs.v.shape[3], DIM.value)
 
 
@@ -47,40 +48,45 @@ def by_slice(inputs: GDNInputs) -> GDNInputs:
 
 
 def sliced(inputs: GDNInputs) -> GDNInputs:
-    """The inputs that the kernels receive: v, gates and an initial state of (DIM, DIM) have one
-    head per slice.
+    """The shapes, strides and dtypes of the inputs that the kernels receive: v, gates and a padded
+    initial state (DIM, DIM) have one head per slice.
 
-    Gates and state are on the meta device and have only shapes, strides and dtypes.
+    Tensors that a call copies are on the meta device here.
     """
-    of_slices = by_slice(inputs)
-    initial = inputs.initial_state
-    dim = DIM.value
-    heads = of_slices.v.shape[2]
-    if initial is not None:
-        initial = initial.new_empty(inputs.sequences, heads, dim, dim, device="meta")
-    g, beta = inputs.g, inputs.beta
+    slices = by_slice(inputs)
+    heads = slices.v.shape[2]
+    changed: dict[str, torch.Tensor] = {}
     if slice_count(inputs) > 1:
-        g, beta = (gate.new_empty(*gate.shape[:2], heads, device="meta") for gate in (g, beta))
-    return GDNInputs.unchecked(**vars(of_slices) | {"g": g, "beta": beta, "initial_state": initial})
+        for name, gate in (("g", inputs.g), ("beta", inputs.beta)):
+            changed[name] = gate.new_empty(*gate.shape[:2], heads, device="meta")
+    if inputs.initial_state is not None:
+        shape = inputs.sequences, heads, DIM.value, DIM.value
+        changed["initial_state"] = inputs.initial_state.new_empty(shape, device="meta")
+    return GDNInputs.unchecked(**vars(slices) | changed)
 
 
 def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
-    """Bytes of the workspace of a call."""
-    of_slices = sliced(inputs)
-    gates = of_slices.g.nbytes + of_slices.beta.nbytes if slice_count(inputs) > 1 else 0
-    initial = 0 if of_slices.initial_state is None else of_slices.initial_state.nbytes
-    return workspace(of_slices, config, padded=True)[0] + gates + initial
+    """Bytes of the workspace of a call: that of the kernels, and the copies of their inputs."""
+    slices = sliced(inputs)
+    nbytes, _ = workspace(slices, config, padded=True)
+    if slice_count(inputs) > 1:
+        nbytes += slices.g.nbytes + slices.beta.nbytes
+    if slices.initial_state is not None:
+        nbytes += slices.initial_state.nbytes
+    return nbytes
 
 
 def _pieces(inputs: GDNInputs) -> tuple[int, ...]:
     """(sequences, HV, slices, K, V of a slice): the shape in which states are copied."""
-    *outer, value_dim = inputs.states_shape
+    sequences, heads, key_dim, value_dim = inputs.states_shape
     count = slice_count(inputs)
-    return (*outer[:2], count, outer[2], value_dim // count)
+    return sequences, heads, count, key_dim, value_dim // count
 
 
 def _strides_of_pieces(strides: tuple[int, ...], slice_dim: int) -> tuple[int, ...]:
-    """Strides of states (sequences, HV, K, V) as (sequences, HV, slices, K, V of a slice)."""
+    """Strides of states (sequences, HV, K, V), if these are viewed as (sequences, HV, slices, K, V
+    of a slice).
+    """
     sequence, head, key, value = strides
     return sequence, head, slice_dim * value, key, value
 
@@ -88,9 +94,10 @@ def _strides_of_pieces(strides: tuple[int, ...], slice_dim: int) -> tuple[int, .
 def sliced_launch(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
-    """The call of the Hopper kernels on slices, with copies of gates and states.
+    """A call of the Hopper kernels on slices, with copies of gates and states, for all inputs of
+    one signature.
 
-    config: for `by_slice(inputs)`.
+    config: for `by_slice(inputs)`.  state_v_first: final states are (sequences, HV, V, K) in memory
     """
     begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
     index = inputs.q.get_device()
@@ -110,10 +117,13 @@ def sliced_launch(
     final_padded = padded_strides(v_first=state_v_first)
 
     def for_slices(gate: torch.Tensor) -> torch.Tensor:
-        """(B, T, HV * slices), contiguous."""
+        """g or beta (B, T, HV) repeated for each slice: (B, T, HV, slices), contiguous, which the
+        kernels read as (B, T, HV * slices).
+        """
         return gate.as_strided((*gate.shape, count), (*gate.stride(), 0)).contiguous()
 
     def pad(states: torch.Tensor) -> torch.Tensor:
+        """A copy of initial states as (sequences, HV * slices, 128, 128), padded with zeros."""
         padded = states.new_zeros(sequences, *padded_shape)
         strides = _strides_of_pieces(states.stride(), slice_dim)
         padded.as_strided(pieces, initial_padded).copy_(states.as_strided(pieces, strides))
@@ -126,7 +136,7 @@ def sliced_launch(
             if count > 1:
                 changed |= {"g": for_slices(inputs.g), "beta": for_slices(inputs.beta)}
             begun = begin(GDNInputs.unchecked(**changed))
-            # the host does the rest while the GPU runs the first launch
+            # the host does the following while the GPU runs the first launch
             if inputs.initial_state is not None:
                 changed["initial_state"] = pad(inputs.initial_state)
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)

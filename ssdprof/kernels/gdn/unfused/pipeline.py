@@ -16,7 +16,7 @@ from ssdprof.kernels.gdn.unfused import stages
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 
-MAX_CHUNK_SIZE = 64
+MAX_CHUNK_SIZE = 64  # positions: one warp holds the inverse (C, C) of a chunk in registers
 
 
 def gdn_unfused(
@@ -85,12 +85,15 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
 
 
 def normalised(inputs: GDNInputs, precision: Precision) -> GDNInputs:
-    """The inputs with q and k as they enter products."""
+    """The inputs with q and k as they enter products: normalised, in the operands' dtype, if the
+    call asks for it.
+    """
     if not inputs.use_qk_l2norm:
         return inputs
     operand = operand_dtype(inputs.q.dtype, precision)
-    unit = {name: stages.qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
-    return inputs.unchecked(**vars(inputs) | unit)
+    q = stages.qk_l2norm(inputs.q, dtype=operand)
+    k = stages.qk_l2norm(inputs.k, dtype=operand)
+    return inputs.unchecked(**vars(inputs) | {"q": q, "k": k})
 
 
 def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
@@ -100,8 +103,13 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
 
 
 def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[str, int]]) -> Plan:
-    """The plan of six stages with these options, also with a decay for each channel."""
-    batch, length, key_heads, key_dim = inputs.q.shape
+    """The plan of the six stages of GDN, or of Kimi Delta Attention with its decay for each
+    channel.
+
+    chosen: block sizes and launch options, by stage.  The workspace is the peak of memory: some
+    tensors live throughout, and others only between two stages.
+    """
+    batch, key_dim = inputs.q.shape[0], inputs.q.shape[3]
     heads, value_dim = inputs.v.shape[2:]
     itemsize = operand_dtype(inputs.q.dtype, precision).itemsize
     size = inputs.chunk_size
@@ -113,32 +121,30 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
     if inputs.use_qk_l2norm:
         launches += 2
         reasons.append("two to normalise q and k")
+    # numbers in each tensor
     chunks = batch * inputs.chunk_count * heads
-    keys = key_dim
-    gates = 1
-    squares = chunks * size * size
-    unit = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
-    if inputs.g.ndim == 4:  # also k decayed to the chunk's end, gates of channels, scores
-        keys = 2 * key_dim
-        gates = key_dim
-        unit = unit + squares
-    w_u = chunks * size * (keys + value_dim)
-    v_new = chunks * size * value_dim
+    systems = chunks * size * size  # of L, and of A
+    w = chunks * size * key_dim
+    u = v_new = chunks * size * value_dim
     states = chunks * key_dim * value_dim
-    # peak memory: L and A; or A, w and u; or w, u, v_new and the states
-    most = max(
-        (4 + itemsize) * squares, itemsize * (squares + w_u), itemsize * (w_u + v_new + states)
+    cumulative_gates = chunks * size  # fp32
+    throughout = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
+    if inputs.g.ndim == 4:
+        w *= 2  # and k, decayed to the chunk's end
+        cumulative_gates *= key_dim
+        throughout += systems  # scores
+    # L, in fp32, and A; or A, w and u; or w, u, v_new and the states
+    most_bytes = max(
+        (4 + itemsize) * systems, itemsize * (systems + w + u), itemsize * (w + u + v_new + states)
     )
+    config = {"chunk_size": size}
+    for stage, options in chosen.items():
+        config |= {f"{stage}.{name.lower()}": value for name, value in options.items()}
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=launches,
-        config={"chunk_size": size}
-        | {
-            f"{stage}.{key.lower()}": value
-            for stage, options in chosen.items()
-            for key, value in options.items()
-        },
-        workspace_bytes=most + 4 * chunks * size * gates + itemsize * unit,
+        config=config,
+        workspace_bytes=most_bytes + 4 * cumulative_gates + itemsize * throughout,
         reason=", and ".join(reasons),
     )
 

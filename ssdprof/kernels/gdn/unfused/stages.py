@@ -1,9 +1,14 @@
-"""The norm of q and k and the six stages of unfused GDN, a kernel and its launcher each.
+"""The normalisation of q and k and the six stages of unfused GDN, with a kernel and its launcher
+for each.
 
 Launchers run on the current device, with q and k as they enter products.  Block sizes and warps:
 `../config.py`.
+
+In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of indices, m_ a mask, p_
+a tile of pointers, b_ a tile in registers.
+
 Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section
-3.3; docs/gdn-mathematics.md.
+3.3; docs/gdn-mathematics.md, section 3.
 """
 
 from typing import Any
@@ -28,10 +33,10 @@ from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
-# 2^-160 is zero in fp32.  A lower g, in particular -inf, would cost differences of later sums their
-# precision.
+# Least g of a position in log2 units: 2^-160 is zero in fp32.  A lower g, in particular -inf, would
+# cost differences of later sums their precision.
 FORGOTTEN = tl.constexpr(-160.0)
-L2NORM_EPS = tl.constexpr(1e-6)
+L2NORM_EPS = tl.constexpr(1e-6)  # added to the sum of squares
 
 STAGES = {
     "_gdn_qk_l2norm_kernel": "qk_l2norm",
@@ -48,25 +53,24 @@ STAGES = {
 
 @triton.jit
 def _gdn_qk_l2norm_kernel(tensors, strides, length, heads, rows, S: tl.constexpr):
-    """One block of rows of `qk_l2norm`."""
+    """One block of rows of `qk_l2norm`; a row is a vector of K numbers."""
     x_ptr, y_ptr = tensors
     (x_strides,) = strides
     o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
     o_k = tl.arange(0, S.BLOCK_K)
     m = (o_r < rows)[:, None] & (o_k < S.KEY_DIM)[None, :]
-    i_h, i_bt = o_r % heads, o_r // heads
-    index = ((i_bt // length)[:, None], (i_bt % length)[:, None], i_h[:, None], o_k[None, :])
+    # the row's batch, position and head
+    o_h, o_bt = o_r % heads, o_r // heads
+    index = ((o_bt // length)[:, None], (o_bt % length)[:, None], o_h[:, None], o_k[None, :])
     offset = ptr_offset(index, in_units(x_strides, S.UNIT))
     b_x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_K]
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)[:, None]
-    tl.store(
-        y_ptr + o_r[:, None] * S.KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m
-    )
+    p_y = y_ptr + o_r[:, None] * S.KEY_DIM + o_k[None, :]
+    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
 def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Before the stages, if the call normalises q and k: y[t] = x[t] / sqrt(sum_k x[t, k]^2 +
-    1e-6).
+    """Normalises q or k, before the stages: y[t] = x[t] / sqrt(sum_k x[t, k]^2 + 1e-6).
 
     In:   x (B, T, H, K)
     Out:  y (B, T, H, K), contiguous, in `dtype`
@@ -89,9 +93,12 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     return y
 
 
-# --- tiles of a chunk.  `tokens` is (row of the batch, first position, head): where it begins
-# in a tensor (B, T, heads, columns).  `chunk` is (row of the batch, chunk, head): its place in what
-# an earlier stage stored, (B, NT, HV, rows, columns).
+# --- tiles of a chunk
+#
+# tokens: (row of the batch, first position, head), where the chunk begins in a tensor (B, T, heads,
+# columns).
+# chunk: (row of the batch, chunk, head), the index of the chunk in a tensor of an earlier stage,
+# (B, NT, HV, rows, columns).
 
 
 @triton.jit
@@ -126,7 +133,7 @@ def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     """One chunk of a block of heads of `gate_cumsum`."""
     g_ptr, spans_ptr, g_cumsum_log2_ptr = tensors
     g_strides, g_cumsum_log2_strides = strides
-    # --- this program's heads and chunk
+    # --- the program's heads and chunk
     h_blocks = tl.cdiv(heads, S.BLOCK_H)
     i_bc = tl.program_id(0) // h_blocks
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -137,11 +144,12 @@ def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_h = o_h < heads
 
+    # --- g in log2 units, [BLOCK_H, CHUNK_SIZE], and its cumulative sums
     b_g = tl.load(
         g_ptr + ptr_offset((i_b, start + o_i[None, :], o_h[:, None]), g_strides),
         mask=m_h[:, None] & (o_i < count)[None, :],
         other=0.0,
-    ).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]
+    ).to(tl.float32)
     b_g = tl.clamp(b_g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
     # later stages subtract these sums, and their rounding becomes a relative error of the decay:
     # round them only once
@@ -187,7 +195,7 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_i = o_i < count
 
-    # --- once per key head
+    # --- K K^T, once per key head
     k_strides = in_units(k_strides, S.UNIT)
     kkt = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
@@ -196,7 +204,7 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
         b_k = load_tokens(k_ptr, k_strides, (i_b, start, i_h), o_i, o_k, mask, S.OPERAND)
         kkt = tl.dot(b_k, tl.trans(b_k), kkt, input_precision=DOT_PRECISION)
 
-    # --- for each value head
+    # --- L of each value head, without the blocks above the diagonal
     m_below = o_i[:, None] > o_i[None, :]
     m_block = (o_i // S.LEAF)[:, None] >= (o_i // S.LEAF)[None, :]
     for value in tl.static_range(S.VALUES_PER_KEY):
@@ -253,16 +261,21 @@ def _side_by_side(left, right):
 @triton.jit
 def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
     """Merge inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 *
-    s, 2 * s).
+    s, 2 * s), by equation (13).
+
+    PRODUCTS: input precision of the products
     """
     PAIRS: tl.constexpr = A.shape[0] // 2
     HALF: tl.constexpr = A.shape[1]
+    # B_1 and B_2, the inverses of the first and the second block of each pair
     top, bottom = tl.split(tl.permute(tl.reshape(A, (PAIRS, 2, HALF, HALF)), (0, 2, 3, 1)))
+    # L_21, the block of L below the first one, and the corner -B_2 L_21 B_1
     first, o_h = tl.arange(0, PAIRS)[:, None, None] * (2 * HALF), tl.arange(0, HALF)
     below = ptr_offset((first + HALF + o_h[None, :, None], first + o_h[None, None, :]), L_strides)
     corner = tl.dot(tl.load(L_ptr + below), top, input_precision=PRODUCTS)
     corner = -tl.dot(bottom, corner, input_precision=PRODUCTS)
     upper, lower = _side_by_side(top, tl.zeros_like(top)), _side_by_side(corner, bottom)
+    # (pair, row, column, upper or lower) -> (pair, row of both, column)
     return tl.reshape(tl.permute(tl.join(upper, lower), (0, 3, 1, 2)), (PAIRS, 2 * HALF, 2 * HALF))
 
 
@@ -280,23 +293,20 @@ def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.const
         return
     L_ptr += ptr_offset((i_b, i_c, i_h), L_strides[:3])
 
-    # --- blocks of S.LEAF rows
+    # --- the inverses of all diagonal blocks of LEAF rows, [LEAVES, LEAF, LEAF], row by row (12):
+    # row i is e_i minus the product of row i of L with the rows above
     LEAVES: tl.constexpr = S.CHUNK_SIZE // S.LEAF
     o_n, o_r = tl.arange(0, LEAVES), tl.arange(0, S.LEAF)
-    A = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros(
-        (LEAVES, S.LEAF, S.LEAF), tl.float32
-    )
+    identity = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0)
+    A = identity + tl.zeros((LEAVES, S.LEAF, S.LEAF), tl.float32)
+    first = o_n[:, None] * S.LEAF  # first row of each block
     for i in tl.static_range(1, S.LEAF):
-        row = tl.load(
-            L_ptr
-            + ptr_offset(
-                (o_n[:, None] * S.LEAF + i, o_n[:, None] * S.LEAF + o_r[None, :]), L_strides[3:]
-            )
-        )  # [LEAVES, LEAF], zero from column i on
+        # [LEAVES, LEAF], zero from column i on
+        row = tl.load(L_ptr + ptr_offset((first + i, first + o_r[None, :]), L_strides[3:]))
         known = tl.sum(row[:, :, None] * A, axis=1)
         A = tl.where(o_r[None, :, None] == i, A - known[:, None, :], A)
 
-    # --- pairs of blocks
+    # --- merges, until one block is left: [1, CHUNK_SIZE, CHUNK_SIZE]
     for _ in tl.static_range(S.MERGES):
         A = _merge_pairs(A, L_ptr, L_strides[3:], S.PRODUCTS)
 
@@ -313,9 +323,8 @@ def solve_tril(
     """Stage 3: the inverse of each chunk's triangular system, A = (I + L)^-1.
 
     Blocks of 16 rows are inverted by forward substitution in fp32, all at once.  Then neighbouring
-    blocks T and B, with C between them, are merged until one is left: its lower corner is -B^-1 C
-    T^-1.  No intermediate number grows with nearly collinear keys.  A Neumann series would sum
-    powers of L, which do grow.
+    blocks are merged until one is left (13).  No intermediate number grows with nearly collinear
+    keys.  A Neumann series would sum powers of L, which do grow.
 
     In:   L (B, NT, HV, C, C) fp32, its blocks of 16 x 16 on and below the diagonal
     Out:  A (B, NT, HV, C, C) in the operands' dtype, zeros above the diagonal
@@ -363,7 +372,7 @@ def _gdn_recompute_w_u_kernel(
     b_beta = load_beta(beta_ptr, beta_strides, tokens, o_i, m_i)
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
 
-    # --- u
+    # --- u = A diag(beta) V, transposed
     b_A_u = (b_A * b_beta.to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
     for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
         o_v = first_v + tl.arange(0, S.BLOCK_V)
@@ -374,7 +383,7 @@ def _gdn_recompute_w_u_kernel(
         p_u = chunk_tile(u_ptr, u_strides, chunk, o_v, o_i)
         tl.store(p_u, tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None])
 
-    # --- w
+    # --- w = A diag(beta d) K
     b_A_w = (b_A * (decay_exp2(b_g) * b_beta).to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
@@ -400,8 +409,8 @@ def recompute_w_u(
 
     In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
           g_cumsum_log2 (B, NT, HV, C) fp32
-    Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; rows past the
-    sequence's end are zero
+    Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; positions past the
+          sequence's end are zero
     Grid: (B * NT * HV)
     """
     w, u = keys_and_values(
@@ -429,9 +438,11 @@ def keys_and_values(
     key_tensors: int = 1,
     **constants: object,
 ) -> tuple[torch.Tensor, ...]:
-    """Launch stage 4, also with a decay for each channel: w, u, and other tensors of keys.
+    """Launch stage 4 of GDN or of Kimi Delta Attention.  Returns w, u, and further tensors of w's
+    shape that the kernel writes.
 
-    key_tensors: the number of those of w's shape, w among them.
+    decays: the cumulative log decay, of heads or of channels
+    key_tensors: the number of tensors of w's shape, w among them
     """
     k = inputs.k
     v = inputs.v
@@ -461,7 +472,9 @@ def keys_and_values(
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
-    """Load, with zeros where the mask is false.  WHOLE: the mask is true everywhere."""
+    """Load, with zeros where the mask is false.  WHOLE: it is true everywhere, and no mask is
+    needed.
+    """
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -470,7 +483,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _store(pointers, values, mask, WHOLE: tl.constexpr):
-    """Store where the mask is true.  WHOLE: it is true everywhere."""
+    """Store where the mask is true.  WHOLE: it is true everywhere, and no mask is needed."""
     if WHOLE:
         tl.store(pointers, values)
     else:
@@ -479,24 +492,28 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks):
-    """Row of the batch of sequence i_s, its first chunk and the one after its last, its first
-    position and the one after its last.
+    """(row of the batch, first chunk, chunk after the last one, first position, position after the
+    last one) of sequence i_s.
     """
     if bounds_ptr is None:
         return i_s, 0, nchunks, tl.zeros((), tl.int64), tl.cast(length, tl.int64)
     else:
         first = tl.load(bounds_ptr + i_s).to(tl.int32)
-        after = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
-        begin = tl.load(spans_ptr + 2 * first, mask=first < after, other=0)
-        end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
-        return 0, first, after, begin, end
+        stop = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+        begin = tl.load(spans_ptr + 2 * first, mask=first < stop, other=0)
+        end = tl.load(spans_ptr + 2 * stop - 1, mask=first < stop, other=0)
+        return 0, first, stop, begin, end
 
 
 @triton.jit
 def _gdn_chunk_state_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
-    """One block of V of one head of `chunk_state`, chunk after chunk."""
+    """One block of V of one head of `chunk_state`, chunk after chunk, with the state [BLOCK_V,
+    BLOCK_K] in registers.
+
+    PER_CHANNEL: g_cumsum_log2 and k are (B, NT, HV, C, K), and k is decayed to the chunk's end
+    """
     (
         k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr,
         prev_states_ptr, v_new_ptr, final_states_ptr,
@@ -505,7 +522,7 @@ def _gdn_chunk_state_kernel(
         k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides,
         prev_states_strides, v_new_strides, final_states_strides,
     ) = strides  # fmt: skip
-    # --- this program's rows of a state
+    # --- the program's sequence, head and rows of the state
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     ALL_K: tl.constexpr = S.KEY_DIM == S.BLOCK_K
     ALL_V: tl.constexpr = S.VALUE_DIM % S.BLOCK_V == 0
@@ -515,9 +532,9 @@ def _gdn_chunk_state_kernel(
     o_k, o_i = tl.arange(0, S.BLOCK_K), tl.arange(0, S.CHUNK_SIZE)
     m_v, m_k = o_v < S.VALUE_DIM, o_k < S.KEY_DIM
     m_vk = m_v[:, None] & m_k[None, :]
-    i_b, first, after, begin, end = _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks)
+    i_b, first, stop, begin, end = _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks)
 
-    # --- addresses of the first chunk; those of later chunks are multiples of a stride further
+    # --- addresses in the first chunk; those in later chunks are multiples of a stride further
     k_strides, w_strides = in_units(k_strides, S.UNIT), in_units(w_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
     chunk = (i_b, first, i_h)
@@ -531,12 +548,14 @@ def _gdn_chunk_state_kernel(
     p_prev = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
     p_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
 
-    # --- loop over chunks
+    # --- the state that enters the first chunk
     state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
     if initial_state_ptr is not None:
         initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)
         state += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
-    for turn in range(after - first):
+
+    # --- loop over chunks: store the state that enters the chunk, and load the chunk's factors
+    for turn in range(stop - first):
         step = tl.cast(turn, tl.int64)
         state_operand = state.to(S.OPERAND)
         _store(p_prev + step * prev_states_strides[1], state_operand, m_vk, ALL_K and ALL_V)
@@ -555,6 +574,7 @@ def _gdn_chunk_state_kernel(
             b_g = tl.load(p_g_chunk + o_i)
             g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
 
+        # (15): the corrected values, [BLOCK_V, CHUNK_SIZE], and (16): the state after the chunk
         v_new = b_u.to(tl.float32)
         v_new -= tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
         _store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND), m_v[:, None], ALL_V)
@@ -585,12 +605,12 @@ def chunk_state(
         v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
         S'[v, k]     = exp(g_end) * S[v, k] + sum_i exp(g_end - g_cumsum[i]) * v_new[v, i] * k[i, k]
 
-    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This is the
-    serial stage.  With decays of channels, g_cumsum_log2 is (B, NT, HV, C, K), and so is k, which
-    is decayed to the chunk's end already.
+    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This stage goes
+    from chunk to chunk; the others process all chunks at once.  With a decay for each channel,
+    g_cumsum_log2 and k are (B, NT, HV, C, K), and k is decayed to the chunk's end already.
 
-    In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C) | g_cumsum_log2 (B, NT, HV, C)
-          fp32 initial_state (sequences, HV, K, V) or None
+    In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C)
+          g_cumsum_log2 (B, NT, HV, C) fp32 | initial_state (sequences, HV, K, V) or None
     Out:  prev_states (B, NT, HV, V, K) | v_new (B, NT, HV, V, C), both in the operands' dtype
           final_states (sequences, HV, K, V) fp32
     Grid: (sequences * HV * blocks of V)
@@ -650,7 +670,7 @@ def _gdn_chunk_output_kernel(
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_v, m_i = o_v < S.VALUE_DIM, o_i < count
 
-    # --- products with q
+    # --- Q S [CHUNK_SIZE, BLOCK_V] and Q K^T [CHUNK_SIZE, CHUNK_SIZE]
     q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
     out_strides = in_units(out_strides, S.UNIT)
@@ -667,7 +687,7 @@ def _gdn_chunk_output_kernel(
         acc = tl.dot(b_q, tl.trans(b_S), acc, input_precision=DOT_PRECISION)
         scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=DOT_PRECISION)
 
-    # --- decays, and the chunk's own values
+    # --- (17): decays, and the product of the scores with the chunk's corrected values
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
     p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
     b_v_new = tl.load(p_v_new, mask=m_v[:, None], other=0.0)  # [BLOCK_V, CHUNK_SIZE]
@@ -726,8 +746,11 @@ def output_of_chunks(
     options: dict[str, int],
     **constants: object,
 ) -> torch.Tensor:
-    """Launch stage 6, also with a decay for each channel.  aligned: tensors whose strides, and
-    those of the output, the kernel takes in units.
+    """Launch stage 6 of GDN or of Kimi Delta Attention.
+
+    read: the tensors that the kernel reads
+    aligned: those whose strides, and the output's, the kernel takes as multiples of a unit
+        (`in_units`)
     """
     heads, value_dim = inputs.v.shape[2:]
     out = torch.empty(inputs.v.shape, device=inputs.v.device, dtype=inputs.v.dtype)
