@@ -1,14 +1,15 @@
-"""`python -m ssdprof` and the console script."""
+"""The entry point of `python -m ssdprof` and of the console script."""
 
 import sys
 import warnings
 
 
 def main() -> None:
-    """Ctrl-C while Python still imports ends the process as it does later, without a traceback.
+    """Run the command line.
 
-    PYTHONWARNINGS=error is for tests of one's own code: a warning of a library would end the
-    command, or count as a failure of a kernel.
+    Ctrl-C ends the process without a traceback, even while Python is still importing modules.
+    PYTHONWARNINGS=error has no effect: users set it for tests of their own code, and here a warning
+    of a library would end the command, or count as a failure of a kernel.
     """
     for rule in [rule for rule in warnings.filters if rule[0] == "error"]:
         warnings.filters.remove(rule)  # type: ignore[attr-defined]

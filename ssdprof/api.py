@@ -1,11 +1,11 @@
-"""The commands as functions, for programs and notebooks; a kernel of one's own is compared on
-tensors of one's own.
+"""The commands as functions, for programs and notebooks, and the comparison of kernels on given
+tensors.
 
     report = ssdprof.run("demo", seq=512)
     report = ssdprof.compare(inputs, [my_kernel, "fused"])
 
-Options are those of the commands: `ssdprof.run("demo", gate="speedup:1.2")` is `ssdprof run demo
---gate speedup:1.2`.
+The options are those of the commands: `ssdprof.run("demo", gate="speedup:1.2")` does the same as
+`ssdprof run demo --gate speedup:1.2`.
 """
 
 import html as text_html
@@ -50,28 +50,29 @@ from ssdprof.report.terminal import render
 from ssdprof.store import reports
 from ssdprof.store.header import draft
 
-Asked = TypeVar(
-    "Asked",
+CommandOptions = TypeVar(
+    "CommandOptions",
     options.RunOptions,
     options.AnswersOptions,
     options.PrefillOptions,
     options.BenchOptions,
 )
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-# options that a function does not have
-_OF_THE_SCREEN = ("json", "full", "dry_run", "prefill", "stalls")
+# options of commands that the functions do not have
+_COMMAND_ONLY = ("json", "full", "dry_run", "prefill", "stalls")
 _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 class Results:
-    """A report; a notebook shows it as a page, and `print` as one screen.
+    """A report.  A notebook shows it as a page, and `print` shows it as one screen.
 
-    report: all of it, with every case.  folder: where it is stored; None for a comparison of
-    tensors.
+    report: the whole report, with every case.
+    folder: where it is stored; None for a comparison on given tensors.
     """
 
     def __init__(self, report: Report, folder: Path | None = None) -> None:
-        self.report, self.folder = report, folder
+        self.report = report
+        self.folder = folder
 
     @property
     def passed(self) -> bool:
@@ -80,16 +81,15 @@ class Results:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """One per implementation and precision in each place.
+        """The cases: one for each implementation and precision on each call.
 
-        `case.accuracy` has errors (relative, or in the tensor's own unit), `case.samples` the raw
-        times in microseconds of each recording and round, `case.device_us` and `case.call_us` their
-        medians with 95 % intervals.
+        `case.accuracy` has the errors, `case.samples` the time of each round in microseconds, and
+        `case.device_us` and `case.call_us` the medians of these times with 95 % intervals.
         """
         return self.report.cases
 
     def to_pandas(self) -> Any:
-        """A data frame with a row for each case; the units are in the names of the columns.
+        """A data frame with a row for each case.  The names of the columns contain the units.
 
         Raises MissingCapabilityError without pandas.
         """
@@ -102,8 +102,10 @@ class Results:
     def export(
         self, file: str | os.PathLike[str], format: str | None = None, *, force: bool = False
     ) -> Path:
-        """Write the report; format: as of `ssdprof export`; None: that of the file's suffix.
-        Returns the file.
+        """Write the report.  Returns the file.
+
+        format: one of the formats of `ssdprof export`; None for that of the file's suffix.
+        force: whether to overwrite a file that exists.
 
         Raises BadInputError for an unknown format, and for a file that exists, unless `force`.
         """
@@ -114,22 +116,24 @@ class Results:
         return target
 
     def __repr__(self) -> str:
-        shown = (
-            brief.render(self.report) if self.report.kind == "run" else render(compose(self.report))
-        )
+        """The report on one screen, as a command prints it, without colours."""
+        is_brief = self.report.kind == "run"
+        shown = brief.render(self.report) if is_brief else render(compose(self.report))
         console = Console(file=io.StringIO(), width=100, color_system=None)
         with console.capture() as text:
             console.print(shown)
         return "\n".join(line.rstrip() for line in text.get().splitlines())
 
     def _repr_html_(self) -> str:
-        """A notebook's own style does not reach into the frame."""
+        """The report's page, in a frame into which the style of the notebook does not reach."""
         return _FRAME.format(text_html.escape(exported("html", self.folder, self.report)))
 
 
 def load(where: str | os.PathLike[str] | None = None) -> Results:
-    """A stored report: its folder, its name under runs/, what --json printed, or None for the
-    latest one.
+    """Read a stored report.
+
+    where: the folder of a report, its name under `runs/`, or a file that `--json` printed; None for
+        the latest report.
 
     Raises BadInputError if there is none, or if it cannot be read.
     """
@@ -145,69 +149,87 @@ def run(model: str, *, watcher: Watcher | None = None, **settings: object) -> Re
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
     layers.
 
-    Options: those of `ssdprof run`.  watcher: gets the progress.
+    settings: the options of `ssdprof run`.  watcher: receives the progress; None to show nothing.
+
     Raises SsdprofError where the command ends with an exit code above 1.
     """
     return _called(options.RunOptions, target.run, run_job.run, model, watcher, settings)
 
 
 def answers(model: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
-    """Compare a model's next-token predictions between implementations.  Options: those of `ssdprof
-    answers`.
+    """Compare a model's next-token predictions between implementations.
+
+    settings: the options of `ssdprof answers`.  watcher: as in `run`.
     """
     job = answers_job.answers
     return _called(options.AnswersOptions, target.answers, job, model, watcher, settings)
 
 
 def prefill(model: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
-    """Time a whole model up to its first token, on an NVIDIA GPU.  Options: those of `ssdprof
-    prefill`.
+    """Time a whole model up to its first token, on an NVIDIA GPU.
+
+    settings: the options of `ssdprof prefill`.  watcher: as in `run`.
     """
     job = prefill_job.prefill
     return _called(options.PrefillOptions, target.prefill, job, model, watcher, settings)
 
 
 def bench(operator: str, *, watcher: Watcher | None = None, **settings: object) -> Results:
-    """Time kernels on random inputs, on an NVIDIA GPU.  Options: those of `ssdprof bench`."""
+    """Time kernels on random inputs, on an NVIDIA GPU.
+
+    settings: the options of `ssdprof bench`.  watcher: as in `run`.
+    """
     job = bench_job.find_and_bench
     return _called(options.BenchOptions, target.bench, job, operator, watcher, settings)
 
 
 def _called(
-    kind: type[Asked],
-    read: Callable[[Asked], object],
+    kind: type[CommandOptions],
+    read: Callable[[CommandOptions], object],
     job: Callable[..., tuple[Path, Report]],
     first: str,
     watcher: Watcher | None,
     settings: Mapping[str, object],
 ) -> Results:
-    """What a command does.  read: its first function, as in `cli._COMMANDS`."""
+    """Do what a command does, and return its report.
+
+    kind: the options of the command.
+    read: the first function of the command in `cli._COMMANDS`, which returns the arguments of the
+        job.
+    job: makes the report.  Its last argument is the watcher.
+    first: the first argument of the command line, such as the model.
+    settings: name of an option -> its value.
+    """
     command = options.command_name(kind)
     flags = _flags(kind)
-    if unknown := [name for name in settings if name not in flags]:
-        raise BadInputError(
-            f"{command}() has no option {unknown[0]!r}.", nearest(unknown[0], flags)
-        )
     line: list[str] = [str(first)]
     for name, value in settings.items():
-        line += _words(flags[name][0], value)
-    asked = read(replace(options.parsed(kind, line), command=("ssdprof", command, *line)))
-    request = asked if isinstance(asked, tuple) else (asked,)
-    folder, report = job(*request, watcher or Watcher())
+        if name not in flags:
+            raise BadInputError(f"{command}() has no option {name!r}.", nearest(name, flags))
+        flag, _ = flags[name]
+        line += _words(flag, value)
+    parsed = options.parsed(kind, line)
+    arguments = read(replace(parsed, command=("ssdprof", command, *line)))
+    if not isinstance(arguments, tuple):
+        arguments = (arguments,)
+    folder, report = job(*arguments, watcher or Watcher())
     return Results(report, folder)
 
 
 def _flags(kind: type) -> dict[str, tuple[str, Parameter]]:
+    """Name of an option -> its flag on the command line, and its parameter."""
     return {
         name: (flag, parameter)
         for name, flag, parameter in options.flags(kind)
-        if name not in _OF_THE_SCREEN
+        if name not in _COMMAND_ONLY
     }
 
 
 def _words(flag: str, value: object) -> Iterator[str]:
-    """An option as it is typed: a sequence is separated by commas, or repeats an option that may be
-    repeated.
+    """The words of an option on the command line.
+
+    value: True for an option without a value; None and False leave the option out.  The items of a
+        list are separated by commas, except for `--gate`, which is repeated.
     """
     if value is True:
         yield flag
@@ -222,7 +244,7 @@ def _words(flag: str, value: object) -> Iterator[str]:
 
 
 def _signed(function: Callable[..., Results], kind: type) -> None:
-    """Give the function a signature with every option of the command, for help() and completion."""
+    """Give a function a signature with every option of its command, for help() and completion."""
     parameters = [
         parameter
         for parameter in Signature.from_callable(function).parameters.values()
@@ -241,7 +263,7 @@ _signed(prefill, options.PrefillOptions)
 _signed(bench, options.BenchOptions)
 
 
-# --- tensors of one's own
+# --- given tensors
 
 
 def compare(
@@ -256,16 +278,18 @@ def compare(
     watcher: Watcher | None = None,
 ) -> Results:
     """Compare implementations on given tensors with the fp64 oracle and, on a GPU, time those that
-    are right.
+    pass.
 
-    inputs: `ssdprof.kernels.SSDInputs` or another operator's inputs, on the GPU or, without one, on
-        the CPU: their docstrings have the shapes and dtypes.
-    implementations: names as those of --impl, or functions (inputs) -> (out, final_states), whose
+    inputs: `ssdprof.kernels.SSDInputs`, or the inputs of another operator; the docstrings of these
+        classes have the shapes and dtypes.  The tensors are on the GPU if there is one, otherwise
+        on the CPU.
+    implementations: names as in `--impl`, or functions (inputs) -> (out, final_states), whose
         tensors have the shapes and dtypes in docs/your-own-kernel.md.  A function runs in this
-        process: a crash ends both.
-    baseline: what they are compared with, at exact intermediates and the same states.
+        process, so if it crashes, this process ends.
+    baseline: the implementation that the others are compared with, at exact intermediates and the
+        same states.
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
-    watcher: gets the progress; by default it is shown on stderr.
+    watcher: receives the progress; by default it is shown on stderr.
 
     Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a
     GPU; MissingCapabilityError for an implementation that is unavailable, and for more tokens than
@@ -286,14 +310,14 @@ def compare(
     first = required(resolve(operator.name, baseline))
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, first, precisions, dims.dtype)
-    wanted = options.RunOptions(
+    run_options = options.RunOptions(
         model="",
         baseline=first.name,
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
         laws=laws,
     )
-    writer = _unstored_writer(wanted, dims, plans)
-    replay = Replay(writer, wanted, lambda *_: plans, None, watcher or LineWatcher(levels=2))
+    writer = _unstored_writer(run_options, dims, plans)
+    replay = Replay(writer, run_options, lambda *_: plans, None, watcher or LineWatcher(levels=2))
     with replay.calls(1) as on_layer:
         on_layer(
             CapturedLayer(
@@ -305,18 +329,21 @@ def compare(
 
 
 def _unstored_writer(
-    asked: options.RunOptions, dims: Dims, plans: Sequence[Planned]
+    run_options: options.RunOptions, dims: Dims, plans: Sequence[Planned]
 ) -> reports.Writer:
-    """The writer of a report on a call of these sizes, on given tensors; it stores nothing."""
+    """The writer of a report on given tensors, which stores nothing.
+
+    dims: of the tensors.  plans: the implementations and precisions to compare.
+    """
     case_key = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
     header = draft(
         kind="run",
         target="given tensors",
         environment=collect(),
-        baseline=asked.baseline,
-        matched_with=asked.baseline,
-        smallest_difference=asked.smallest_difference,
-        laws=asked.laws,
+        baseline=run_options.baseline,
+        matched_with=run_options.baseline,
+        smallest_difference=run_options.smallest_difference,
+        laws=run_options.laws,
         requested=tuple(
             (case_key, implementation.name, str(precision))
             for implementation, precision, _ in plans
@@ -326,6 +353,7 @@ def _unstored_writer(
 
 
 def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) -> Implementation:
+    """The implementation of a name, or of a user's function."""
     if isinstance(kernel, str):
         return required(resolve(operator.name, kernel))
     name = getattr(kernel, "__name__", type(kernel).__name__)

@@ -1,7 +1,7 @@
 """The command line: the list of commands, and the handling of their errors.
 
-A command's options are a class of `jobs.options`; modules with its functions are imported when it
-runs.
+The options of a command are a class of `jobs.options`.  The modules that it needs are imported when
+it runs.
 """
 
 import errno
@@ -50,15 +50,16 @@ EPILOG = (
 
 
 class Commands(TyperGroup):
-    """Turns errors that a user can cause into lines on stderr and an exit code.
+    """The group of all commands.  It turns errors that a user can cause into lines on stderr and an
+    exit code.
 
-    of_main: whether this process is the command's own, which may fork.
+    of_main: whether this process was started as `ssdprof`, so that it may fork.
     """
 
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command.  The first of several ranks with the same error reports it."""
+        """Run a command.  If several ranks have the same error, the first one reports it."""
         try:
             terminal.check_working_directory()
             result = super().invoke(ctx)
@@ -67,7 +68,7 @@ class Commands(TyperGroup):
         except _USAGE_ERROR as error:
             if _ranks().first_tells():
                 ctx.exit(error.exit_code)
-            # of pydantic, in typer 0.29
+            # pydantic adds these words, in typer 0.29
             error.message = error.message.removeprefix("Value error, ")
             raise
         except SsdprofError as error:
@@ -91,28 +92,25 @@ class Commands(TyperGroup):
 
 
 def _ranks() -> ModuleType:
-    """The module, imported only after an error, because the import is slow."""
+    """The module of ranks.  It is imported after an error only, because the import is slow."""
     return import_module("ssdprof.store.ranks")
 
 
 def _expected(error: OSError) -> SsdprofError | None:
-    """The message for an error of the operating system that no stage expected; None for a defect in
-    ssdprof.
+    """The message for an error of the operating system that no stage handled; None if the error is
+    a defect in ssdprof.
     """
-    names = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+    is_of_name = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
-    if names or error.errno in OF_MACHINE:
-        verb = "written" if error.errno == errno.EFBIG else "used"
-        what = (
-            f"{str(error.filename or 'A file or folder')[:80]} cannot be {verb}: {error.strerror}."
-        )
-        hint = (
-            "Check its permissions, its owner and the limits of this shell, or name another place."
-        )
-        return BadInputError(what, hint) if names else MissingCapabilityError(what, hint)
-    return None
+    if not is_of_name and error.errno not in OF_MACHINE:
+        return None
+    verb = "written" if error.errno == errno.EFBIG else "used"
+    subject = str(error.filename or "A file or folder")[:80]
+    message = f"{subject} cannot be {verb}: {error.strerror}."
+    hint = "Check its permissions, its owner and the limits of this shell, or name another place."
+    return BadInputError(message, hint) if is_of_name else MissingCapabilityError(message, hint)
 
 
 app = typer.Typer(
@@ -170,11 +168,13 @@ def schemas(
 
 
 def _module(name: str) -> ModuleType:
+    """A module of ssdprof, imported when it is needed."""
     return import_module(f"ssdprof.{name}")
 
 
-# A command, or its options -> functions: the first is called with the options, the next with what
-# that one returned.
+# The options of a command -> its functions, as "module:function".  The first one is called with the
+# options, and each of the others with the result of the one before it.  A command without functions
+# is itself a function.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.measuring:run"),
     runs: (),
@@ -196,38 +196,39 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
 
 
 def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
-    """The command with these options: calls the functions, each with the result of the one before
-    it.
-    """
+    """The command with these options, which calls the functions: see `_COMMANDS`."""
 
     def command(**values: Any) -> None:
-        """Run the command; in a child process if it calls the user's own kernels, which may end
-        it.
+        """Run the command.
+
+        If it calls the user's own kernels, it runs in a child process, because they may end the
+        process.
         """
-        asked = kind(**values)
-        if hasattr(asked, "command"):
-            asked = replace(asked, command=terminal.command_line())
-        if Commands.of_main and (names := options.own_kernels(values)) and (ended := child.fork()):
+        command_options = kind(**values)
+        if hasattr(command_options, "command"):
+            command_options = replace(command_options, command=terminal.command_line())
+        names = options.own_kernels(values)
+        if Commands.of_main and names and (ended := child.fork()):
             _module("commands.stored").after_child(
-                names, ended, as_json=getattr(asked, "json", False)
+                names, ended, as_json=getattr(command_options, "json", False)
             )
             return
+        arguments = (command_options,)
         for name in functions:
             module, _, function = name.partition(":")
-            arguments = asked if isinstance(asked, tuple) else (asked,)
-            asked = getattr(_module(module), function)(*arguments)
+            result = getattr(_module(module), function)(*arguments)
+            arguments = result if isinstance(result, tuple) else (result,)
 
     return options.as_command(kind, command)
 
 
 for _kind, _functions in _COMMANDS.items():
-    # Typer keeps the line breaks of the source
-    _help = "\n\n".join(
-        " ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n")
-    )
+    # Typer would keep the line breaks of the source
+    _paragraphs = (inspect.getdoc(_kind) or "").split("\n\n")
+    _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
     _name = options.command_name(_kind)
-    _first = _help.partition("\n\n")[0]  # a summary that is not cut
-    app.command(_name, help=_help, short_help=_first)(
+    _summary = _help.partition("\n\n")[0]  # Typer would cut it
+    app.command(_name, help=_help, short_help=_summary)(
         _command(_kind, _functions) if _functions else _kind
     )
 
@@ -251,8 +252,9 @@ def ssdprof(
 
 
 def main() -> None:
-    """The console script.  An internal error is one line on the screen; its traceback goes to a
-    file.
+    """The console script.
+
+    An internal error is shown in one line, and its traceback is written into a file.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     Commands.of_main = True
@@ -262,7 +264,7 @@ def main() -> None:
         app(prog_name="ssdprof")
     except SystemExit as ended:
         code = ended.code or 0
-    except SsdprofError as error:  # of the streams themselves
+    except SsdprofError as error:  # raised by `terminal.prepare`
         _complain(error.message, error.hint)
         code = error.exit_code
     except Exception as error:
@@ -279,15 +281,17 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
-    """SIGTERM, which a child also gets for Ctrl-C, ends a command as Ctrl-C does: its results are
-    marked partial.  A second one ends it immediately.
+    """A handler of SIGTERM, which ends a command as Ctrl-C does, with its results marked partial.
+
+    A second SIGTERM ends the process immediately.  For Ctrl-C, the child process that runs a user's
+    kernels gets SIGTERM, too.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 def _kept_traceback() -> str:
-    """Write the traceback to a file.  Returns the hint that names the file."""
+    """Write the traceback of the current exception into a file.  Returns a hint that names it."""
     try:
         with tempfile.NamedTemporaryFile(
             "w",
@@ -304,23 +308,27 @@ def _kept_traceback() -> str:
 
 
 def _forget_interrupt() -> None:
-    """CPython notes a KeyboardInterrupt that leaves source run by `exec`, as the interpreter of
-    Triton and templates of classes do, and ends the process by the signal even if it was handled.
-    The next `exec` drops the note.
+    """Let this process end normally after a KeyboardInterrupt that was handled.
+
+    CPython remembers a KeyboardInterrupt that was raised in code run by `exec`, as in Triton's
+    interpreter and in templates of classes, and ends the process by the signal even if the
+    exception was handled.  The next `exec` resets this.
     """
     exec("")
 
 
 def _complain(message: str, hint: str) -> None:
+    """Print an error and its hint on stderr."""
     _line("error", message, "red")
     if hint:
         _line("hint", hint, "cyan")
 
 
 def _line(label: str, text: str, color: str) -> None:
-    from rich.text import Text
+    """Print a line on stderr.  If stderr cannot be written, only the exit code reports an error."""
+    from rich.text import Text  # late: few commands print an error
 
-    with suppress(OSError):  # if stderr cannot be written, only the exit code reports the error
+    with suppress(OSError):
         terminal.err().print(
             Text.assemble((f"{label}: ", f"bold {color}"), printable(masked(text)))
         )

@@ -1,4 +1,7 @@
-"""Errors for the user: each has one sentence, one hint and one exit code."""
+"""The errors that a user can cause, each with a sentence, a hint and an exit code.
+
+Here are also the functions that make text from other sources safe and short enough for a message.
+"""
 
 import difflib
 import errno
@@ -17,7 +20,7 @@ class ExitCode(IntEnum):
     """The documented exit codes of every command."""
 
     OK = 0
-    GATE_FAILED = 1  # a comparison or a limit that the user asked for did not hold
+    GATE_FAILED = 1  # a case did not pass, or a limit that the user gave does not hold
     BAD_INPUT = 2  # wrong usage, unknown layer, corrupt capture, unsupported model
     MISSING_CAPABILITY = 3  # this machine lacks a GPU, memory, ncu or a permission
     MODEL_UNAVAILABLE = 4  # not found, gated, offline, truncated
@@ -26,8 +29,11 @@ class ExitCode(IntEnum):
 class SsdprofError(Exception):
     """An error that the command line prints as two lines instead of a traceback.
 
-    `message` is one sentence that says what is wrong; `hint` says what to do about it.  Secrets in
-    them are masked.
+    message: a sentence that says what is wrong.
+    hint: a sentence that says what to do; may be empty.
+    exit_code: that of the command; by default that of the class.
+
+    Secrets in the sentences are masked.
     """
 
     exit_code: ExitCode = ExitCode.BAD_INPUT
@@ -58,7 +64,7 @@ class ModelUnavailableError(SsdprofError):
     exit_code = ExitCode.MODEL_UNAVAILABLE
 
 
-# what no file of a user causes: a full disk, no permission, too many open files
+# Errors that are not the fault of a user's file: a full disk, no permission, too many open files.
 OF_MACHINE = frozenset(
     {
         errno.ENOSPC,
@@ -75,11 +81,12 @@ OF_MACHINE = frozenset(
 
 
 def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
-    """The error for an unreadable file or folder: MissingCapabilityError without permission, else
-    BadInputError.
+    """The error for an unreadable file or folder.
 
-    what: names it, at the start of the sentence.  hint: for a file that is missing or of another
-    kind.
+    It is MissingCapabilityError if the user has no permission to read it, else BadInputError.
+
+    what: names the file, at the start of the sentence.
+    hint: what to do if the file is missing or of another kind.
     """
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
@@ -90,8 +97,8 @@ def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: the most similar known word, if there is one, and the list of
-    all.
+    """A hint for an unknown word: the most similar known word if there is one, and all known
+    words.
     """
     names = list(known)
     alike = difflib.get_close_matches(word, names, n=1)
@@ -100,13 +107,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def masked(text: str) -> str:
-    """`text` without secrets: access tokens of the hub, and names and passwords in the addresses of
-    servers.
+    """The text without access tokens of the hub, and without user names and passwords in the
+    addresses of servers.
 
-    Also in addresses that do not parse: without a scheme, or with a slash in the password.
+    These are masked in addresses that do not parse, too, as without a scheme or with a slash in the
+    password.
     """
-    for secret, instead in _secrets().items():
-        text = text.replace(secret, instead)
+    for secret, replacement in _secrets().items():
+        text = text.replace(secret, replacement)
     text = re.sub(r"hf_\w+", "hf_...", text)
     # https://user:password@host, https://user:pass/word@host
     text = re.sub(r"(?<=://)([^/\s]*|[^\s'\"]*:[^\s'\"]*)@", "...@", text)
@@ -114,15 +122,17 @@ def masked(text: str) -> str:
     return re.sub(r"(?<![^\s'\"=(])[^\s'\":=(@]+:(?!//)[^\s'\"]*@(?=[\w.\[])", "...@", text)
 
 
+# environment variables with addresses, and with access tokens
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_SHORTEST_TOKEN = 8  # a shorter one may be a part of any word
+_SHORTEST_TOKEN = 8  # characters; a shorter value could be a part of any word
 
 
 def _secrets() -> dict[str, str]:
-    """What this process knows to be secret, and what is shown instead: tokens, and what stands
-    before the host in an address that a variable or the command line gives, as typed and as a
-    library quotes it.
+    """Secrets that this process knows -> what is shown instead.
+
+    They are the access tokens, and the users and passwords in addresses of environment variables
+    and of the command line, as typed and as a library quotes them.
     """
     values = {name.upper(): value for name, value in os.environ.items()}
     addresses = [values[name] for name in _ADDRESSES if name in values]
@@ -130,40 +140,45 @@ def _secrets() -> dict[str, str]:
     users = [address.rpartition("://")[2].rpartition("@")[0] for address in addresses]
     users += [quote(user, safe=":") for user in users]
     tokens = [values[name] for name in _TOKENS if len(values.get(name, "")) >= _SHORTEST_TOKEN]
-    instead = {f"{user}@": "...@" for user in users if user}
-    passwords = [user for user in users if ":" in user]  # as a part of an address shows them
-    return instead | dict.fromkeys((*passwords, *tokens), "...")
+    in_addresses = {f"{user}@": "...@" for user in users if user}
+    # a library may show a user and a password without the host
+    passwords = [user for user in users if ":" in user]
+    return in_addresses | dict.fromkeys((*passwords, *tokens), "...")
 
 
 def how_ended(exit_code: int) -> str:
-    """How a process ended, as `subprocess` gives its exit code: "exit code 3", "SIGSEGV"."""
+    """How a process ended: "exit code 3", "SIGSEGV".
+
+    exit_code: as `subprocess` gives it, negative for a signal.
+    """
     return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name
 
 
-LONGEST_WORD = 200  # a path may be long
+# characters, of a library's message
+LONGEST_WORD = 200  # long enough for most paths
 LONGEST_SENTENCE = 1000
 
 
+# what would control a terminal, or begin a command in the log of GitHub Actions
 HARMFUL = re.compile(
-    # controls a terminal
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-    r"|^\s*:(?=:)|(?<=##)\[",  # begins a command in a log of GitHub Actions
+    r"|^\s*:(?=:)|(?<=##)\[",
     re.MULTILINE,
 )
 
 
 def harmless(text: str) -> str:
-    """`text` with escapes for what would control a terminal or the log of GitHub Actions."""
+    """The text with escapes for what would control a terminal or the log of GitHub Actions."""
     return HARMFUL.sub(escaped, text)
 
 
 def escaped(match: re.Match[str]) -> str:
-    """A match of `HARMFUL` with its last character as an escape."""
+    """A match of `HARMFUL` with its last character as an escape, which makes it harmless."""
     return match[0][:-1] + _escape(match[0][-1])
 
 
 def _escape(character: str) -> str:
-    """Its code: \\x1b, \\ud800, \\U000e0001."""
+    """The code of a character: \\x1b, \\ud800, \\U000e0001."""
     code = ord(character)
     if code < 0x100:
         return f"\\x{code:02x}"
@@ -173,33 +188,34 @@ def _escape(character: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with control characters and others unsafe for a terminal as escapes:
-    \\x1b, \\ud800.
+    """The text on one line, with an escape for each character that is not printable: \\x1b,
+    \\ud800.
     """
-    return "".join(c if c.isprintable() else _escape(c) for c in " ".join(text.split()))
+    line = " ".join(text.split())
+    return "".join(char if char.isprintable() else _escape(char) for char in line)
 
 
-# Begins what does not help, in messages of torch and transformers: "Exception raised from run at
-# module.cpp:12 ...", "CUDA kernel errors might be asynchronously reported ...".
+# The start of parts of messages of torch and transformers that do not help a user: "Exception
+# raised from run at module.cpp:12 ...", "CUDA kernel errors might be asynchronously reported ...".
 _NO_HELP = re.compile(
     "Exception raised from|If you were trying to load it from|Model type should be one of"
     "|Should have a `model_type` key|CUDA kernel errors might be|For debugging consider"
 )
 
-# The checker of a config that transformers calls, before the fault:
+# What transformers writes before the fault of a config:
 # "Validation error for field 'vocab_size':\n    TypeError: ",
 # "Class validation error for validator 'check':\n    ValueError: ".
 _CHECKER = re.compile(r"(Class v|V)alidation error for (field|validator) '\w+':\s+\w+: ")
-# All names that a checker knows, at least seven: "('default', 'linear', ..., 'yarn')".
+# A list of all allowed names, at least seven: "('default', 'linear', ..., 'yarn')".
 _KNOWN_NAMES = re.compile(r"\(('\w+', ){6,}'\w+'\)")
 
 
 def library_message(error: BaseException) -> str:
-    """A library's message on one line, without a final full stop.
+    """The message of a library's error on one line, without a final full stop.
 
-    The type of the error precedes a text that is only a value, such as that of a KeyError.  Very
-    long words and messages, which a damaged file may cause, are shortened; a stack of C++, lists of
-    all known classes or names, what checks a config and advice on other errors are left out.
+    The type of the error is added to a message that is only a value, such as that of a KeyError.
+    Very long words and messages, which a damaged file may cause, are shortened.  Stacks of C++,
+    lists of all known names, and advice on other errors are left out.
     """
     name = type(error).__name__
     message = first_fault(error) if name == "ValidationError" else str(error)  # pydantic's
@@ -216,27 +232,32 @@ def library_message(error: BaseException) -> str:
 
 
 def first_fault(error: Any) -> str:
-    """The first of the errors of pydantic's ValidationError: "cases.0.status: Field required"."""
+    """The first fault that pydantic's ValidationError names: "cases.0.status: Field required"."""
     first = error.errors()[0]
     fault = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {fault}"
+    place = ".".join(map(str, first["loc"])) or "the document"
+    return f"{place}: {fault}"
 
 
 def whole_words(text: str, most: int) -> str:
-    """About so many characters of a text, which ends with a word; what is left out is counted."""
+    """The text; if it has more than `most` characters, its first words and the number of the
+    characters that are left out.
+    """
     if len(text) <= most:
         return text
-    kept = text[: most - 30]
-    kept = kept.rpartition(" ")[0] or kept
-    return f"{kept} ({len(text) - len(kept):,} characters more)"
+    start = text[: most - 30]  # with room for the remark
+    start = start.rpartition(" ")[0] or start
+    return f"{start} ({len(text) - len(start):,} characters more)"
 
 
 _LONGEST_REASON = 200  # characters
 
 
 def failed_import(error: Exception) -> SsdprofError | None:
-    """The message for a library that cannot be imported: most often it does not understand a
-    variable, such as TORCH_LOGS.  None for any other error.
+    """The error for a library that cannot be imported; None for an error that has another cause.
+
+    The most frequent cause is an environment variable that the library does not understand, such as
+    TORCH_LOGS, so the hint names the variables of the libraries that were being imported.
     """
     packages = [
         frame.f_globals["__name__"].partition(".")[0]
@@ -246,13 +267,16 @@ def failed_import(error: Exception) -> SsdprofError | None:
     libraries = [name for name in packages if name not in ("ssdprof", "__main__")]
     if not libraries:
         return None
-    prefixes = tuple(prefix + name.upper() for name in libraries for prefix in ("", "PY"))
-    read = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(prefixes)]
-    why = whole_words(library_message(error), _LONGEST_REASON)
+    names = [name.upper() for name in libraries]
+    prefixes = (*names, *(f"PY{name}" for name in names))
+    variables = [
+        f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(prefixes)
+    ]
+    reason = whole_words(library_message(error), _LONGEST_REASON)
     hint = f"Install {libraries[0]} again."
-    if read:
+    if variables:
         hint = (
-            f"These variables are set; unset those that you do not need: {', '.join(read)}.  "
+            f"These variables are set; unset those that you do not need: {', '.join(variables)}.  "
             f"Otherwise install {libraries[0]} again."
         )
-    return MissingCapabilityError(f"{libraries[0]} cannot be imported: {why}.", hint)
+    return MissingCapabilityError(f"{libraries[0]} cannot be imported: {reason}.", hint)

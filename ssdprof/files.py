@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the error when one cannot be written."""
+"""Reading of documents, writing of files that are complete or absent, and the errors of both."""
 
 import errno
 import fcntl
@@ -28,8 +28,9 @@ LARGEST = 1 << 30  # bytes of a document that is read into memory
 
 
 def regular(file: Path, most: float = LARGEST) -> Path:
-    """The same.  OSError for a pipe or a device, which might never end, and for more than `most`
-    bytes.
+    """Return the file if it can be read into memory.
+
+    Raises OSError for a pipe or a device, which might never end, and for more than `most` bytes.
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -40,8 +41,9 @@ def regular(file: Path, most: float = LARGEST) -> Path:
 
 
 def read_json(file: Path) -> Any:
-    """The JSON in a file.  Raises OSError; ValueError for anything else, such as one key twice, or
-    deep nesting.
+    """The JSON value in a file.
+
+    Raises OSError if the file cannot be read, and ValueError if it is not valid: see `parse_json`.
     """
     try:
         return parse_json(regular(file).read_text(encoding="utf-8"))
@@ -50,9 +52,12 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path, what: str, hint: str) -> dict[str, Any]:
-    """The JSON object in a file.  what, hint: for the error.
+    """The JSON object in a file.
 
-    Raises BadInputError if there is none, and MissingCapabilityError if the file may not be read.
+    what: names the file in the error.  hint: of the error.
+
+    Raises BadInputError if there is no JSON object, and MissingCapabilityError if the user may not
+    read the file.
     """
     try:
         document = read_json(file)
@@ -73,13 +78,14 @@ def read_stored(
     *,
     key: str = "version",
 ) -> Stored:
-    """A document that ssdprof wrote.
+    """The record in a file that ssdprof wrote.
 
-    validate: of its record, raises ValueError.  version: that this ssdprof reads, in the field
-    `key`.
+    validate: makes the record of a JSON object, or raises ValueError.
+    version: the version that this ssdprof reads; `key` is the field that has it.
+    hint: of the errors.
 
-    Raises BadInputError if there is none, if it is damaged, or if its version is another one, and
-    MissingCapabilityError if it may not be read.
+    Raises BadInputError if there is no document, if it is damaged, or if it has another version,
+    and MissingCapabilityError if the user may not read it.
     """
     document = read_object(file, str(file), hint)
     if key not in document:
@@ -95,7 +101,11 @@ def read_stored(
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError for what is not JSON, for a key that occurs twice, and for deep nesting."""
+    """The value of a JSON text.
+
+    Raises ValueError if it is not JSON, if a key occurs twice in an object, and if it is nested too
+    deeply.
+    """
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:
@@ -103,8 +113,9 @@ def parse_json(text: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The fields of a JSON object.  ValueError for a key that occurs twice, of which `json` takes
-    the last.
+    """The fields of a JSON object.
+
+    Raises ValueError for a key that occurs twice; the module `json` would use its last value.
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -115,15 +126,16 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
-    """Write a file atomically: a temporary file in the same folder, flushed to the disk, then
-    renamed.
+    """Write a file atomically: see `put`.
 
-    replace: False refuses a file that exists.  Raises BadInputError if it exists or its folder does
-    not; MissingCapabilityError if it cannot be written.
+    replace: whether to overwrite a file that exists.
+
+    Raises BadInputError if the file exists and may not be overwritten, or if its folder does not
+    exist; MissingCapabilityError if it cannot be written.
     """
     check_target(file, replace=replace)
     try:
-        if file.exists() and not file.is_file():  # a pipe or a device: there is nothing to replace
+        if file.exists() and not file.is_file():  # a pipe or a device, which cannot be replaced
             file.write_text(text, encoding="utf-8")
         else:
             put(file.resolve(), lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -137,7 +149,7 @@ def uninterrupted() -> Iterator[None]:
 
     When a rank dies, torchrun sends SIGTERM to the others, which may be storing their results.
     """
-    # other threads receive no signals
+    # only the main thread receives signals, and may set their handlers
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -152,8 +164,9 @@ def uninterrupted() -> Iterator[None]:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Append to a file, which is created if necessary.  Raises MissingCapabilityError if it cannot
-    be written.
+    """Append to a file, which is created if necessary.
+
+    Raises MissingCapabilityError if it cannot be written.
     """
     try:
         with open_to_append(file, os.O_NONBLOCK) as opened:
@@ -163,8 +176,10 @@ def append_text(file: Path, text: str) -> None:
 
 
 def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> BinaryIO:
-    """Made if it does not exist.  OSError for a link, if flags say so, and for a pipe that nobody
-    reads.
+    """Open a file for appending.  It is created if necessary.
+
+    flags: of `os.open`.  By default, links are refused.  Raises OSError for a link that is refused,
+    and for a pipe that nobody reads.
     """
 
     def opener(name: str, of_mode: int) -> int:
@@ -174,31 +189,39 @@ def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> Bi
 
 
 def put(file: Path, write: Callable[[Path], object]) -> None:
-    """Replace `file` atomically: `write` writes a temporary file in the same folder, which is
-    flushed to the disk and renamed.  Its mode is rw-rw-rw- without the bits of the user's umask.
+    """Write a file atomically, so that it is complete or unchanged whatever happens.
+
+    `write` writes a temporary file in the same folder, which is flushed to the disk and renamed.
+    The mode of the file is rw-rw-rw- without the bits of the user's umask.
 
     Raises what `write` raises, and OSError.
     """
-    number, name = tempfile.mkstemp(prefix=f".{file.name[:80]}.", suffix=".tmp", dir=file.parent)
-    os.close(number)
+    descriptor, name = tempfile.mkstemp(
+        prefix=f".{file.name[:80]}.", suffix=".tmp", dir=file.parent
+    )
+    os.close(descriptor)
     temporary = Path(name)
     try:
         write(temporary)
         temporary.chmod(_file_mode())
         _flush(temporary)
         temporary.replace(file)
-        _flush(file.parent)  # the rename itself survives a power cut
+        _flush(file.parent)  # otherwise a power cut could undo the rename
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
-    """The file for appending, in a folder created if necessary, which this process alone writes to
-    in the context.
+    """A file for appending that this process alone writes to while the context is open.
 
-    what: the start of the error's sentence: "Another run is writing into".  Raises BadInputError if
-    another process holds it or a folder is a file; MissingCapabilityError if it cannot be written.
+    The file and its folder are created if necessary.
+
+    what: the start of the error's sentence, before the folder: "Another run is writing into".
+    hint: of the error.
+
+    Raises BadInputError if another process holds the file's lock, or if a folder of its path is a
+    file; MissingCapabilityError if it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +239,10 @@ def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
 def check_target(
     file: Path, *, replace: bool, hint: str = "Give --force to overwrite it, or another name."
 ) -> None:
-    """Raise in advance what `write_text` would raise for a file that cannot be written."""
+    """Raise what `write_text` would raise for a file that cannot be written.
+
+    hint: of the error if the file exists.
+    """
     if file.is_dir():
         raise BadInputError(f"{file} is a folder.", "Name a file.")
     if not file.parent.is_dir():
@@ -230,21 +256,22 @@ def check_target(
 
 
 def check_writable(folder: Path) -> None:
-    """Raises MissingCapabilityError if this user may not write into the folder, and BadInputError
-    if it is a file.
+    """Raise MissingCapabilityError if this user may not write into a folder, and BadInputError if
+    it is a file.
 
     The folder need not exist yet.
     """
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    paths = (folder, *folder.absolute().parents)
+    nearest_existing = next(path for path in paths if os.path.lexists(path))
     try:
-        with tempfile.TemporaryDirectory(prefix=".ssdprof-", dir=there):
+        with tempfile.TemporaryDirectory(prefix=".ssdprof-", dir=nearest_existing):
             pass
     except OSError as error:
         raise unwritable(folder, error) from error
 
 
 def unwritable(path: Path, error: OSError) -> SsdprofError:
-    """The error for a `path` that cannot be written."""
+    """The error for a path that cannot be written."""
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return BadInputError(
             f"The folder {path} cannot be made: a file is in its place.", "Name another folder."
@@ -262,16 +289,18 @@ def unwritable(path: Path, error: OSError) -> SsdprofError:
 
 
 def safe_name(model: str) -> str:
-    """The last part of a model's name as part of a folder's name: letters, digits, '.', '_' and
-    '-'.
+    """The last part of a model's name, with only letters, digits, '.', '_' and '-', so that it can
+    be part of a folder's name.
     """
     last = model.rstrip("/").rsplit("/", 1)[-1]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
 
 
 def why(error: Exception) -> str:
-    """The reason of an error, in the words of the operating system if there are any."""
-    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()
+    """The reason of an error in lower case, in the operating system's words if it has any."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error).lower()
 
 
 def _flush(path: Path) -> None:
@@ -284,8 +313,9 @@ def _flush(path: Path) -> None:
 
 
 def _file_mode() -> int:
-    """rw-rw-rw- without the bits of the user's umask: safetensors writes files that only their
-    owner may read.
+    """The mode of new files: rw-rw-rw- without the bits of the user's umask.
+
+    A temporary file, and a file of safetensors, can be read by its owner only.
     """
     umask = os.umask(0)
     os.umask(umask)

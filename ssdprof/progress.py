@@ -1,5 +1,6 @@
-"""Progress of long commands: stages call a Watcher, which the command line draws; the times of
-their steps.
+"""The progress of long commands, and the times of their steps.
+
+Stages report progress to a `Watcher`; the command line has one that draws it.
 """
 
 import math
@@ -9,14 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Advance = Callable[[int], None]
-_QUIET_S = 2.0
+_QUIET_S = 2.0  # the least time between two lines on the progress of an inner step
 
 
 class Watcher:
-    """Receives messages and progress, and never changes a result.  This one shows nothing."""
+    """Receives messages and progress, and never changes a result.  This class shows nothing."""
 
     def say(self, text: str) -> None:
-        """One sentence that the user should see now."""
+        """Show a sentence to the user at once."""
 
     def step(
         self,
@@ -25,22 +26,28 @@ class Watcher:
         *,
         unit: str = "",  # noqa: ARG002
     ) -> AbstractContextManager[Advance]:
-        """A long step.  The context's value is called with the amount done since the last call.
+        """A context in which a long step runs.  Steps may be nested.
 
-        total: in `unit`, a plural noun; None if it is unknown.  A step may hold other steps.
+        The value of the context is a function for progress.  It is called with the amount of work
+        that was done since the last call.
+
+        text: the step, in words.  total: the amount of work; None if it is not known.  unit: a
+        plural noun for the amounts.
         """
         return nullcontext(_ignore)
 
 
 def _ignore(*_: object) -> None:
-    """Ignore progress or a step."""
+    """Do nothing with the progress of a step, or with its time."""
 
 
 class LineWatcher(Watcher):
-    """Prints lines on stderr: as steps begin and, for outermost ones, whenever they advance; for
-    inner ones at most every two seconds, because a log is read afterwards.
+    """Prints lines on stderr.
 
-    levels: of steps that have lines.
+    There is a line when a step begins, and when it advances.  An inner step has a line at most
+    every two seconds, so that a log does not become long.
+
+    levels: the number of levels of nested steps that have lines.
     """
 
     def __init__(self, levels: int = 1) -> None:
@@ -52,7 +59,7 @@ class LineWatcher(Watcher):
 
     @contextmanager
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
-        """Writes to stderr when the step begins, and as it advances."""
+        """See `Watcher.step`."""
         self._depth += 1
         depth = self._depth
         done = 0
@@ -75,10 +82,10 @@ class LineWatcher(Watcher):
 
 
 class StepClock:
-    """Times the steps of a job, and tracks its budget.
+    """Times the steps of a job, and knows how much is left of its time budget.
 
-    budget: seconds of wall clock from now on; None: no limit.  on_step: gets the name and the
-    seconds of every step.
+    budget: seconds of wall-clock time from now on; None for no limit.
+    on_step: called with the name and the seconds of every step.
     now: the clock, in seconds.
     """
 
@@ -89,16 +96,17 @@ class StepClock:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ends = math.inf if budget is None else now() + budget
-        self._on_step, self.now = on_step, now
+        self._end_s = math.inf if budget is None else now() + budget
+        self._on_step = on_step
+        self.now = now
 
     def left(self) -> float:
-        """Remaining seconds of the budget; infinite without one, and 0 when it is spent."""
-        return max(0.0, self._ends - self.now())
+        """The remaining seconds of the budget; infinite without one, and 0 when it is spent."""
+        return max(0.0, self._end_s - self.now())
 
     @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """Call `on_step` after the block, unless it raises."""
-        began = self.now()
+    def step(self, name: str) -> Iterator[None]:
+        """Call `on_step` after the block, unless the block raises."""
+        began_s = self.now()
         yield
-        self._on_step(what, round(self.now() - began, 3))
+        self._on_step(name, round(self.now() - began_s, 3))

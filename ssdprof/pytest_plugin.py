@@ -1,5 +1,5 @@
-"""For pytest: the fixture `ssdprof_judge`, which compares a kernel as `ssdprof.compare` does, and
-fails the test unless the kernel passed.
+"""A plugin for pytest: the fixture `ssdprof_judge` compares a kernel as `ssdprof.compare` does, and
+fails the test unless the kernel passes.
 
     def test_my_kernel(ssdprof_judge):
         ssdprof_judge(inputs, my_kernel)
@@ -30,16 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def ssdprof_judge(request: pytest.FixtureRequest) -> Callable[..., Results]:
-    """judge(inputs, kernel, **options) -> the results of `ssdprof.compare`, which has the options.
+    """A function judge(inputs, kernel, **options) that returns the results of `ssdprof.compare`.
 
-    kernel: a function (inputs) -> (out, final_states), or a name as those of --impl.
+    kernel: a function (inputs) -> (out, final_states), or a name as in `--impl`.
+    options: those of `ssdprof.compare`.
     """
-    options: dict[str, Any] = {}
-    for marker in request.node.iter_markers("ssdprof"):
-        options = marker.kwargs | options  # the nearest marker comes first
+    marked_options: dict[str, Any] = {}
+    for marker in request.node.iter_markers("ssdprof"):  # the nearest marker comes first
+        marked_options = marker.kwargs | marked_options
 
-    def judge(inputs: Inputs, kernel: str | Kernel, **more: Any) -> Results:
-        results = ssdprof.compare(inputs, [kernel], **(options | more))
+    def judge(inputs: Inputs, kernel: str | Kernel, **options: Any) -> Results:
+        results = ssdprof.compare(inputs, [kernel], **(marked_options | options))
         if not results.passed:
             pytest.fail(str(results), pytrace=False)
         return results

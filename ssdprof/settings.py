@@ -1,6 +1,7 @@
 """The settings of a project for all commands: `[tool.ssdprof]` in pyproject.toml, or ssdprof.toml.
 
-An example is in docs/ci.md.  Gates of the command line come before those of the file.
+An example is in docs/ci.md.  A gate of the command line replaces a gate of the file on the same
+value.
 """
 
 import os
@@ -49,11 +50,13 @@ class ProjectSettings(Record):
 
 
 def load(file: Path | None = None) -> ProjectSettings:
-    """The settings of `file`, or of the nearest file that has any, from the current folder upwards.
+    """The settings of a project.
 
-    In a folder ssdprof.toml comes before pyproject.toml.  Without a file, all settings are empty.
-    Raises BadInputError if the file cannot be read, is not TOML, or has an unknown key or a value
-    that does not fit.
+    file: None for the nearest file with settings, from the current folder upwards.  In a folder,
+        ssdprof.toml comes before pyproject.toml.  If there is no such file, all settings are empty.
+
+    Raises BadInputError if the file cannot be read, is not TOML, or has an unknown key or a wrong
+    value.
     """
     candidates: list[Path] = [file] if file else []
     if file is None:
@@ -75,8 +78,11 @@ def load(file: Path | None = None) -> ProjectSettings:
 def gates(
     config: Path | None, requested: Sequence[Condition], *, prefill: bool = False
 ) -> tuple[Condition, ...]:
-    """The gates of the command line, then those of the settings file on other values.  Raises
-    BadInputError.
+    """The gates of the command line, then the gates of the settings file on other values.
+
+    prefill: whether to take the file's gates for prefills.
+
+    Raises BadInputError if the file or one of its gates is not valid.
     """
     settings = load(config)
     texts = settings.prefill.gates if prefill else settings.gates
@@ -86,7 +92,7 @@ def gates(
 def besides(
     conditions: Iterable[Condition], requested: Iterable[Condition]
 ) -> tuple[Condition, ...]:
-    """The conditions on values on which no requested condition is."""
+    """The conditions on values without a requested condition."""
     values = {(gate.metric, gate.at) for gate in requested}
     return tuple(gate for gate in conditions if (gate.metric, gate.at) not in values)
 
@@ -98,16 +104,19 @@ def without_speed(
     machine: str,
     say: Callable[[str], None],
 ) -> tuple[AnyCondition, ...]:
-    """The conditions without those on speed, for a machine without a GPU.  Says which of the
-    settings file were left out.
+    """The conditions without those on speed, for a machine without a GPU.
 
-    requested: texts of the conditions that the option gave.  machine: for messages.
-    Raises MissingCapabilityError if one of these is on speed.
+    requested: the texts of the conditions that the user gave with an option; the other conditions
+        are of the settings file.
+    option, machine: named in messages.
+    say: prints a sentence for each condition of the settings file that is left out.
+
+    Raises MissingCapabilityError if a requested condition is on speed.
     """
-    kept: list[AnyCondition] = []
+    not_on_speed: list[AnyCondition] = []
     for condition in conditions:
         if condition.metric not in OF_SPEED:
-            kept.append(condition)
+            not_on_speed.append(condition)
         elif condition.text in requested:
             words = f"{option} {condition.text}"
             raise MissingCapabilityError(
@@ -116,11 +125,11 @@ def without_speed(
             )
         else:
             say(f"{condition.text} of the settings file is not judged: {machine} has no GPU.")
-    return tuple(kept)
+    return tuple(not_on_speed)
 
 
 def _values(file: Path) -> dict[str, Any] | None:
-    """The table of ssdprof; None if a pyproject.toml has none."""
+    """The settings in a file, before they are checked; None if a pyproject.toml has none."""
     try:
         document = tomllib.loads(regular(file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -146,7 +155,10 @@ def _values(file: Path) -> dict[str, Any] | None:
 
 
 def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
-    """The settings.  Raises BadInputError, which names the key.  source: for messages."""
+    """The settings with these values.  source: the file and the table, for messages.
+
+    Raises BadInputError, which names the wrong key.
+    """
     try:
         return ProjectSettings.model_validate(values)
     except ValidationError as error:

@@ -1,3 +1,3 @@
-"""Capture: run a model on a prompt, and take the inputs of its layers where they call their
+"""Capture: runs a model on a prompt, and takes the inputs of its layers when they call their
 operator.
 """

@@ -1,10 +1,10 @@
-"""Computes the convolution before and the gated norm after a mixer's operator by the bundled
+"""Computes the convolution before a mixer's operator, and the gated norm after it, with the bundled
 kernels.
 
 Without the package causal_conv1d, transformers uses torch's depthwise convolution, which transposes
-the layout, and its gated norms are half a dozen elementwise kernels in fp32.  Both are replaced
-where the mixer calls them: the convolution as a global of the modeling file, as the operator is,
-the norm as the forward of its module.
+the layout.  Its gated norms are half a dozen elementwise kernels in fp32.  Both are replaced where
+the mixer calls them.  The convolution, like the operator, is a global of the modeling file; the
+norm is the forward of a module.
 """
 
 import inspect
@@ -24,13 +24,15 @@ from ssdprof.kernels.registry import UnsupportedError
 
 CONVOLUTION = "causal_conv1d_fn"  # the global of a modeling file that a mixer calls for a prompt
 _SILU = ("silu", "swish")
-_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
-# rows of a probe, and how far a norm may be from the bundled one, by RMS: 16 bit rounds to 2^-9
-_PROBED = (3, 2**-5)
+_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")  # arguments for packed sequences
+_PROBE_ROWS = 3
+# relative distance by RMS at which a model's norm is taken for the bundled one; 16 bits round to
+# 2^-9
+_TOLERANCE = 2**-5
 
 
 def gated_norms(mixer: Mixer) -> list[nn.Module]:
-    """Modules of the mixer whose forward takes a gate."""
+    """The mixer's child modules whose forward takes a gate."""
     return [
         module
         for module in mixer.module.children()
@@ -39,31 +41,28 @@ def gated_norms(mixer: Mixer) -> list[nn.Module]:
 
 
 def norm_form(module: nn.Module) -> dict[str, Any] | None:
-    """Options of `gated_rms_norm` with which it gives the result of `module` on a probe; None if
-    there are none.
+    """Options with which `gated_rms_norm` computes what `module` computes, tested on random rows;
+    None if there are none.
     """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None:
         return None
-    rows, tolerance = _PROBED
-    generator = torch.Generator().manual_seed(0)
-    x, gate = (
-        torch.randn(rows, len(weight), generator=generator).to(weight.device, weight.dtype)
-        for _ in range(2)
+    width = len(weight)
+    probe = torch.randn(2, _PROBE_ROWS, width, generator=torch.Generator().manual_seed(0))
+    x, gate = probe.to(weight.device, weight.dtype)
+    # models keep the size of a group, their number, or nothing if the whole width is one group
+    group_sizes = (
+        getattr(module, "group_size", width),
+        width // getattr(module, "n_groups", 1),
+        width,
     )
     with torch.no_grad():
         expected = module(x, gate).float()
-        width = len(weight)  # possible groups: from the module's attributes, and the whole width
-        sizes = (
-            getattr(module, "group_size", width),
-            width // getattr(module, "n_groups", 1),
-            width,
-        )
-        for group_size in dict.fromkeys(sizes):
+        for group_size in dict.fromkeys(group_sizes):
             for norm_first in (False, True):
                 form = {"group_size": group_size, "norm_first": norm_first, "eps": eps}
                 bundled = gated_rms_norm(x, gate, weight, **form).float()
-                if float((bundled - expected).norm()) <= tolerance * float(expected.norm()):
+                if float((bundled - expected).norm()) <= _TOLERANCE * float(expected.norm()):
                     return form
     return None
 
@@ -76,16 +75,15 @@ class ConvAndNorm:
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
         self._namespaces = namespaces(mixers)
-        norms = list(chain.from_iterable(map(gated_norms, mixers)))
-        forms = [(module, norm_form(module)) for module in norms]
+        modules = list(chain.from_iterable(map(gated_norms, mixers)))
+        forms = [(module, norm_form(module)) for module in modules]
         self._norms = [(module, form) for module, form in forms if form is not None]
-        left = len(norms) - len(self._norms)
-        without = [namespace for namespace in self._namespaces if CONVOLUTION not in namespace]
+        unknown_norms = len(modules) - len(self._norms)
         parts = []
-        if without:
+        if any(CONVOLUTION not in namespace for namespace in self._namespaces):
             parts.append("the convolution")
-        if left:
-            parts.append(f"{left} gated norms of a form that the kernel does not have")
+        if unknown_norms:
+            parts.append(f"{unknown_norms} gated norms of a form that the kernel does not have")
         self.left_to_model = tuple(parts)
 
     @contextmanager
@@ -112,8 +110,8 @@ def _convolve(
     activation: str | None = None,
     **others: object,
 ) -> Tensor:
-    """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's
-    kernels read it.
+    """Replaces the convolution of transformers: (b, d, l) -> (b, d, l).  In memory the result is
+    (b, l, d), as the operator's kernels read it.
     """
     if activation not in (None, *_SILU):
         raise UnsupportedError(f"the bundled convolution has no {activation}, only silu")
@@ -125,4 +123,5 @@ def _convolve(
 
 
 def _norm(module: Any, form: dict[str, Any], hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """Replaces the forward of a gated norm of transformers."""
     return gated_rms_norm(hidden_states, gate, module.weight, **form)

@@ -31,13 +31,16 @@ Head = Callable[[Tensor], Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logit
 
 # --- attention and cache
 
+# arguments of attention that mean more than a causal mask
 _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 @contextmanager
 def attention(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> Iterator[None]:
-    """While the context is open, `model` (a transformers model) attends by `attend`, with no mask
-    built for it.
+    """While the context is open, `model` (a transformers model) computes attention with `attend`,
+    and builds no mask.
+
+    name: the name under which transformers registers the function.
     """
     transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
@@ -58,13 +61,12 @@ def _attend(
     scaling: float | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Causal from the lower right: query (b, heads, q, d), key and value (b, key heads, k, d) ->
-    (b, q, heads, d).
+    """Causal attention of a segment: query (b, heads, q, d), key and value (b, key heads, k, d) ->
+    (b, q, heads, d).  Only for prompts without padding.
 
-    With a cache, queries are the last positions of the keys.  transformers' own sdpa path builds
-    that mask as a tensor, queries x keys, which rules out flash attention and costs 2 GiB at 16K x
-    128K.  torch knows the mask by name, so a CUDA device needs no tensor.  Only for prompts without
-    padding.
+    With a cache, the queries are the last positions of the keys.  transformers' sdpa path builds
+    this mask as a tensor, queries x keys, which rules out flash attention and takes 2 GiB at 16K x
+    128K.  torch has the mask by name, so that a CUDA device needs no tensor.
     """
     for name in _NOT_CAUSAL_ALONE:
         if extra.get(name) is not None:
@@ -84,22 +86,22 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-# since transformers 5.24; before it, and with some models
+# the first since transformers 5.24, the second before it, the third with some models
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def counting_cache(model: PreTrainedModel, seen: Sequence[int]) -> Any | None:
-    """An empty cache for `model` with `seen[0]` tokens, or None when it has an attention layer and
-    makes a fitting one.
+    """A cache for a model without an attention layer; None for other models, which make their own.
 
-    transformers' own cache raises without an attention layer.  The number of tokens determines the
-    shape of a mask, which no layer of such a model reads.
+    transformers asks a cache for the number of tokens in it, and its own cache raises without an
+    attention layer.  This cache answers with `seen[0]`.  The number only determines the shape of a
+    mask, which no layer of such a model reads.
     """
     cache = transformers.DynamicCache(config=model.config)
     if any(isinstance(layer, transformers.cache_utils.CacheLayerMixin) for layer in cache.layers):
         return None
 
-    # the library's signatures
+    # both functions have the signatures of transformers
     def mask_sizes(query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG001
         return seen[0] + query_length, 0
 
@@ -109,7 +111,7 @@ def counting_cache(model: PreTrainedModel, seen: Sequence[int]) -> Any | None:
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """The name of `model`'s cache: of its argument of `forward`, and of the field of its output."""
+    """The name of the cache among the arguments of the model's `forward`, and in its output."""
     accepted = inspect.signature(model.forward).parameters
     return next(name for name in _CACHE_NAMES if name in accepted)
 
@@ -117,16 +119,17 @@ def cache_name(model: PreTrainedModel) -> str:
 # --- feeding tokens
 
 
-# the next tokens (b, l) -> the last hidden state, or logits
+# ids of the next tokens (b, t) -> last hidden states (b, t, hidden), or logits
 Feed = Callable[[Tensor], Tensor]
 
 
 def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
-    """Feeds tokens to a model, and returns its first output.  cached: each call continues the
-    previous one.
+    """A function that runs the model on the next tokens and returns its first output.
 
-    Positions are passed explicitly, because some models start every segment at 0 otherwise.  No
-    attention mask is passed: an all-ones mask costs a synchronisation and has no effect.
+    Positions are passed explicitly, because some models otherwise start every segment at 0.  No
+    attention mask is passed, because an all-ones mask costs a synchronisation and has no effect.
+
+    cached: whether each call continues the previous one.
     """
     accepted = inspect.signature(model.forward).parameters
     name = cache_name(model)
@@ -138,27 +141,27 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
 
     @torch.no_grad()
     def feed(ids: Tensor) -> Tensor:
-        """The model's first output for the next tokens, ids (b, t), after those already fed."""
+        """The model's first output for ids (b, t), which follow the tokens fed before."""
         nonlocal cache
         stop = seen[0] + ids.shape[1]
         arguments = {**fixed, name: cache}
         if "position_ids" in accepted:
-            arguments["position_ids"] = torch.arange(seen[0], stop, device=ids.device).expand(
-                ids.shape[0], -1
-            )
+            position_ids = torch.arange(seen[0], stop, device=ids.device)
+            arguments["position_ids"] = position_ids.expand(ids.shape[0], -1)
         output = model(ids, **arguments)
         cache = output.get(name)
         seen[0] = stop
-        last: Tensor = output[0]
-        return last
+        first_output: Tensor = output[0]
+        return first_output
 
     return feed
 
 
 def prefill(model: PreTrainedModel, ids: Tensor, segment_length: int) -> Tensor:
-    """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
-    last hidden state of the last segment, or, of a model with a language-model head, the logits of
-    its last position.  Fills the cache, as for generating tokens afterwards.
+    """Run `model` (a transformers model in eval mode) on ids (b, l) without padding.
+
+    Returns the hidden states of the last segment; from a model with a language-model head, the
+    logits of the last position.  Fills the cache, as if tokens were generated afterwards.
     """
     last, _ = prefilled(model, ids, segment_length, goes_on=True)
     return last
@@ -167,7 +170,11 @@ def prefill(model: PreTrainedModel, ids: Tensor, segment_length: int) -> Tensor:
 def prefilled(
     model: PreTrainedModel, ids: Tensor, segment_length: int, *, goes_on: bool
 ) -> tuple[Tensor, Feed]:
-    """The output of `prefill`, and a `Feed` for the tokens after the prompt if it `goes_on`."""
+    """The output of `prefill`, and the `Feed` that made it.
+
+    goes_on: whether the feed will get more tokens after the prompt, so that a prompt of one segment
+        needs a cache too.
+    """
     segments = split_prompt(ids.shape[1], segment_length)
     several = len(segments) > 1
     feed = feeding(model, cached=several or goes_on)
@@ -178,11 +185,10 @@ def prefilled(
 
 
 def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
-    """Feed `count` tokens, each the most probable one after those before it; returns them, (b,
-    count).
+    """Generate `count` tokens after a prompt, (b, count), each the most probable one.  An
+    end-of-text token does not end the generation.
 
-    last: the output of `feed` for the prompt.  head: computes logits from it.  An end-of-text token
-    does not stop it.
+    last: the output of `feed` for the prompt.  head: computes logits from it.
     """
     tokens = []
     for _ in range(count):
@@ -193,8 +199,9 @@ def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
 
 
 def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int) -> list[int]:
-    """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
-    in eval mode.
+    """The ids of `count` tokens after ids (1, l), each the most probable one.
+
+    model: a causal language model in eval mode.
     """
     last, feed = prefilled(model, ids, segment_length, goes_on=True)
     tokens: list[int] = generate(feed, last, lambda logits: logits, count)[0].tolist()
@@ -206,16 +213,16 @@ def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int)
 
 @dataclass(frozen=True)
 class PromptRun:
-    """Token ids and the model that they go through.
+    """A prompt and the model that runs on it.  Raises the errors of `check_ids`.
 
-    model: a transformers model in eval mode.  ids: (b, l), on its device; (1, l) for packed
-    sequences.
-    segment_length: tokens per forward call.  model_type: for messages.
-    layers: of which the operators matter.
-    serving: packed sequences go through the model one by one, so that nothing passes from one to
-    the next.
-    head: logits of hidden states, for decode steps.
-    Raises what `check_ids` raises.
+    model: a transformers model in eval mode.
+    ids: token ids (b, l), on the model's device; (1, l) for packed sequences.
+    segment_length: tokens per forward call.
+    model_type: the model's name in messages.
+    layers: the layers whose operator calls are captured.
+    serving: how a server would run the prompt.  Packed sequences go through the model one by one,
+        so that nothing passes from one to the next.
+    head: hidden states -> logits, for decode steps.
     """
 
     model: PreTrainedModel
@@ -236,8 +243,8 @@ class PromptRun:
 
     @property
     def wanted(self) -> dict[int, LayerRef]:
-        """`layers` by decoder index.  Raises BadInputError for none, and for a layer that no mixer
-        has.
+        """`layers` by decoder index.  Raises BadInputError if there are none, or if the model has
+        another operator, or none, in one of them.
         """
         operator_of = {mixer.layer_index: mixer.operator for mixer in self.mixers}
         for layer in self.layers:
@@ -253,13 +260,13 @@ class PromptRun:
 
     @property
     def segments(self) -> int:
-        """Forward calls of the model before the first decode step."""
+        """The number of forward calls of the model before the first decode step."""
         lengths = self.serving.packed or (self.ids.shape[1],)
         return sum(len(split_prompt(length, self.segment_length)) for length in lengths)
 
     @property
     def remark(self) -> str:
-        """A sentence on differences from a server; empty if there are none."""
+        """A sentence for the report on differences from a server; empty if there are none."""
         if not self.serving.packed:
             return ""
         return (
@@ -269,11 +276,12 @@ class PromptRun:
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
-        """The captured calls of one layer's operator: decode steps, or the others."""
+        """The calls of one layer's operator that are captured: only the decode steps, or only the
+        calls before them.  None stands for a whole prompt.
+        """
         calls = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
-        return tuple(
-            call for call in calls if (call is not None and call.kind == "decode") is decode
-        )
+        steps = tuple(call for call in calls if call is not None and call.kind == "decode")
+        return steps if decode else tuple(call for call in calls if call not in steps)
 
     def run(
         self,
@@ -281,28 +289,31 @@ class PromptRun:
         on_step: Callable[[OperatorCall], object] | None = None,
     ) -> int:
         """Run the model once with `handler` as its operator.  Returns the number of calls, without
-        steps.
+        decode steps.
 
         Exceptions of the handler pass through.  Exceptions of the model's code become
         BadInputError, because a config that transformers accepts may still describe a model that
         does not run.
         """
-        raised: list[BaseException] = []
+        raised_by_handlers: list[BaseException] = []
 
-        def noting(function: Callable[[OperatorCall], T]) -> Callable[[OperatorCall], T]:
-            """A handler that notes an exception: a model may catch it."""
+        def noting_errors(function: Callable[[OperatorCall], T]) -> Callable[[OperatorCall], T]:
+            """The handler, which also adds its exceptions to `raised_by_handlers`."""
 
-            def noted(call: OperatorCall) -> T:
+            def call_and_note(call: OperatorCall) -> T:
                 try:
                     return function(call)
                 except BaseException as error:
-                    raised.append(error)
+                    raised_by_handlers.append(error)
                     raise
 
-            return noted
+            return call_and_note
 
+        handler = noting_errors(handler)
+        if on_step is not None:
+            on_step = noting_errors(on_step)
         try:
-            with intercept(self.mixers, noting(handler), on_step and noting(on_step)) as count:
+            with intercept(self.mixers, handler, on_step) as count:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
@@ -311,7 +322,7 @@ class PromptRun:
                 "Use a shorter --seq, or --layers first:N with fewer layers.",
             ) from error
         except Exception as error:
-            if error in raised or isinstance(error, SsdprofError):
+            if error in raised_by_handlers or isinstance(error, SsdprofError):
                 raise
             raise BadInputError(
                 f"This {self.model_type} model does not run: {library_message(error)}.",
@@ -322,8 +333,8 @@ class PromptRun:
         return count["calls"]
 
     def _feed(self) -> None:
-        """Call the model with the prompt, each packed sequence by itself, and then with the tokens
-        that it generates.
+        """Run the model on the prompt, one packed sequence after the other, each followed by the
+        tokens that the model generates after it.
         """
         for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
             decode = self.serving.decode
@@ -333,7 +344,7 @@ class PromptRun:
                 generate(feed, last, self.head, decode)
 
     def _check(self, count: CallCount) -> None:
-        """BadInputError unless every layer made every call."""
+        """Raise BadInputError unless every layer made every call and every decode step."""
         steps = len(self.mixers) * self.serving.decode
         if count["steps"] > steps:
             raise BadInputError(
@@ -359,9 +370,7 @@ class PromptRun:
 
 
 def check_ids(vocabulary: int, ids: Tensor) -> None:
-    """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this
-    size.
-    """
+    """Raise BadInputError unless ids are (batch, tokens) of int64, from 0 to `vocabulary` - 1."""
     if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
         raise BadInputError(
             f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}."
@@ -379,42 +388,42 @@ def check_ids(vocabulary: int, ids: Tensor) -> None:
 
 
 def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> Tensor:
-    """The last hidden states of `prompt.model`, a base model, with `handler` in place of the
-    model's operators.
+    """The last hidden states of `prompt.model`, a base model without a head, with `handler` in
+    place of its operators: (b, l, hidden) in the model's dtype, on its device.
 
-    131,072 positions of 150,000 logits are 37 GiB in bf16; the hidden states before them are less
-    than 1 GiB.
+    `logits` takes some of their positions.  All logits would be too large: 131,072 positions of
+    150,000 logits are 37 GiB in bf16, and their hidden states less than 1 GiB.
 
-    (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
+    Raises the errors of `PromptRun.run`.
     """
-    pieces: list[Tensor] = []  # one for each segment
+    segments: list[Tensor] = []
 
-    def keep(_module: object, _arguments: object, output: Sequence[Tensor]) -> None:
-        pieces.append(output[0])
+    def collect(_module: object, _arguments: object, output: Sequence[Tensor]) -> None:
+        segments.append(output[0])
 
-    hook = prompt.model.register_forward_hook(keep)
+    hook = prompt.model.register_forward_hook(collect)
     try:
         prompt.run(handler)
     finally:
         hook.remove()
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    return segments[0] if len(segments) == 1 else torch.cat(segments, dim=1)
 
 
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n,
-    hidden).
+    """The logits (b, n, vocabulary) that `model`, a causal language model, computes from last
+    hidden states (b, n, hidden).
 
-    The model's own forward computes them, scaled, capped and cast as its family does; only its
-    decoder is left out.
+    The model's own forward runs without its decoder, so that logits are scaled, capped and cast as
+    in its family.
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    with torch.no_grad(), _decoded(model.base_model, hidden):
+    with torch.no_grad(), _decoder_returns(model.base_model, hidden):
         scores: Tensor = model(input_ids=placeholder, use_cache=False).logits
     return scores
 
 
 class _Output:
-    """What a decoder returns, with the hidden states and nothing else."""
+    """A decoder's output that has hidden states and nothing else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -423,13 +432,13 @@ class _Output:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
-        """Caches, attentions and router logits: there are none."""
+        """None for caches, attentions and router logits."""
 
 
 @contextmanager
-def _decoded(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
-    """While the context is open, the decoder returns `hidden` without computing anything."""
-    # of a model whose weights are in several places; else its class has the only one
+def _decoder_returns(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
+    """While the context is open, the decoder `base` returns `hidden` without computing anything."""
+    # a model whose weights are on several devices has a `forward` of its own; others, of the class
     replaced = vars(base).get("forward")
 
     def forward(*_args: object, **_kwargs: object) -> _Output:

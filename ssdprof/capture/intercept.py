@@ -47,7 +47,8 @@ class OperatorCall:
 
 Handler = Callable[[OperatorCall], Result]
 OnStep = Callable[[OperatorCall], object]
-# "calls": of the operator; "steps": for one token with a cached state, which the model computes
+# numbers of the operator's calls, and of calls for one token with a cached state, which the model
+# computes itself
 CallCount = Counter[Literal["calls", "steps"]]
 
 
@@ -57,12 +58,14 @@ def intercept(
 ) -> Iterator[CallCount]:
     """While the context is open, `handler` computes every operator call of `mixers`.
 
-    on_step: sees the calls for one token with a cached state before the model computes them itself,
-    which may overwrite the state.  The model is restored when the context closes, also after an
-    exception.  The handler's exceptions pass through the model's forward unchanged.
+    on_step: gets each call for one token with a cached state before the model computes it, because
+        the model may overwrite the state.
+
+    The model is restored when the context closes, also after an exception.  The handler's
+    exceptions pass through the model's forward unchanged.
     """
     count: CallCount = Counter()
-    started: list[Mixer] = []  # the mixer that runs and has not yet called its operator
+    started: list[Mixer] = []  # the mixer that runs and has not yet called its operator, or none
 
     def entering(mixer: Mixer) -> Callable[..., None]:
         def enter(*_: object) -> None:
@@ -99,19 +102,21 @@ def intercept(
     with ExitStack() as restore:
         for mixer in mixers:
             restore.callback(mixer.module.register_forward_pre_hook(entering(mixer)).remove)
-        for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
+        # one mixer for each global that is replaced
+        callers = {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}
+        for mixer in callers.values():
             namespace = mixer.namespace
             step = operators.get(mixer.operator).binding.step
             handled = partial(call_handler, mixer.function, namespace[mixer.function])
             restore.enter_context(replaced(namespace, mixer.function, handled))
             if step in namespace:
-                seen = partial(call_step, namespace[step])
-                restore.enter_context(replaced(namespace, step, seen))
+                handled_step = partial(call_step, namespace[step])
+                restore.enter_context(replaced(namespace, step, handled_step))
         yield count
 
 
 def namespaces(mixers: Sequence[Mixer]) -> list[dict[str, Any]]:
-    """The globals of their modeling files, each once."""
+    """The globals of the mixers' modeling files, once for each file."""
     return list({id(mixer.namespace): mixer.namespace for mixer in mixers}.values())
 
 
@@ -134,12 +139,13 @@ def bind(
     *,
     step: bool = False,
 ) -> OperatorCall:
-    """The call of a mixer, with inputs of its operator, without a copy and with the model's
-    strides.
+    """A mixer's call as an `OperatorCall`, whose inputs are the model's tensors, without a copy and
+    with the model's strides.
 
     Models pass the keyword arguments of their forward through to the operator (`use_cache`,
-    `output_router_logits`, ...).  Those have no effect on it and are dropped.  step: it is a call
-    of the operator's `step`.
+    `output_router_logits`, ...).  These have no effect on the operator and are dropped.
+
+    step: whether it is a call of `CallBinding.step`.
 
     Raises BadInputError for a call that the operator's inputs cannot express; the message names the
     argument.

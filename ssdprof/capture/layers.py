@@ -1,9 +1,10 @@
 """Runs a model on a prompt and passes on the operator inputs of the wanted layers, one layer at a
 time.
 
-transformers' torch path hands the operator transposed views, with neighbouring positions next to
-each other.  A production model's causal convolution writes one token-major buffer, (b, l,
-conv_dim), and passes views of it (`CallBinding.views`).  Captures are brought into that layout.
+transformers passes transposed views to the operator, in which neighbouring elements are
+neighbouring positions.  The causal convolution of a production model writes one token-major buffer,
+(b, l, conv_dim), and the model passes views of it (`CallBinding.views`).  Captures are copied into
+the second layout.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from ssdprof.operators.operator import Output
 class CapturedLayer:
     """The inputs of one call of a layer's operator.
 
-    call: which one; None: the one for a whole prompt
-    inputs: token-major, on the model's device; the values and dtypes are the model's
-    remark: one sentence if the inputs differ from what the config says
-    served: the output that a server recorded; final states in any dtype
-    slots: of the sequences, in the server's pool of states; empty if they are not known
-    gap: whether calls of the layer may be missing before this one
+    call: which call it is; None: the only one, on a whole prompt.
+    inputs: token-major, on the model's device, with the model's values and dtypes.
+    remark: a sentence for the report if the inputs differ from what the config says.
+    served: the output that a server recorded, with final states in any dtype.
+    slots: slot of each sequence in the server's pool of states; empty if they are not known.
+    gap: whether calls of the layer may be missing before this one.
     """
 
     layer: LayerRef
@@ -61,21 +62,21 @@ OnLayer = Callable[[CapturedLayer], object]
 def capture_layers(
     prompt: PromptRun, on_layer: OnLayer, *, host_budget_bytes: int | None = None
 ) -> int:
-    """Run the model on the prompt and call `on_layer` for each of its layers and each of their
-    calls (`Serving.calls`).
+    """Run the model on the prompt and call `on_layer` for each of the prompt's layers and each of
+    their calls (`Serving.calls`).
 
-    The operators of the model, a base model, are computed by ours, exact, with fp32 states.  With
-    one segment, on_layer is called while that layer runs.  With several segments or packed
-    sequences, the layers' inputs are concatenated in main memory, and after the prompt each layer's
-    are moved to the model's device for on_layer.  Chunks are segments that are passed on
-    immediately, with their initial states.  The model itself computes decode steps; their inputs
-    are passed on immediately.
+    Bundled kernels compute the operators of the model, a base model, with exact intermediates and
+    fp32 states.  With one segment, on_layer is called while the layer runs.  With several segments
+    or packed sequences, the inputs of each layer are concatenated in main memory; after the prompt
+    they are moved to the model's device for on_layer.  Chunks are segments whose inputs are passed
+    on immediately, with their initial states.  The model itself computes decode steps, whose inputs
+    are passed on immediately too.
 
-    host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If
-        the layers need more, they are captured in groups, each with its own prefill.  If a single
-        layer needs more, the disk is used.
+    host_budget_bytes: main memory for concatenated inputs; None: half of the available memory.  If
+        the layers need more, they are captured in groups, each with its own run of the prompt.  If
+        a single layer needs more, the disk is used.
 
-    Returns how often the operators were called.  Never more than one layer's inputs are on the
+    Returns the number of operator calls.  At any time the inputs of at most one layer are on the
     model's device.  Whatever ends the capture (an exception of on_layer, Ctrl-C), the model is left
     as it was.  Raises BadInputError if part of the model bypasses its operator or a token id is
     beyond the vocabulary, MissingCapabilityError if memory is too small.
@@ -88,45 +89,55 @@ def capture_layers(
             pass_on(call)
             return call.replacement()
 
-        return prompt.run(
-            handler, _passing_on(prompt, wanted, on_layer, decode=True) if serving.decode else None
-        )
+        return prompt.run(handler, _passing_on_steps(prompt, wanted, on_layer))
     budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
-    # in the order in which they run
+    # layer index -> bytes of its inputs, in the order in which layers run
     sizes = {
         mixer.layer_index: prompt.ids.numel() * capture_bytes_per_token(mixer)
         for mixer in prompt.mixers
         if mixer.layer_index in wanted
     }
-    if on_disk := max(sizes.values()) > budget:
+    on_disk = max(sizes.values()) > budget
+    if on_disk:
         budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
     groups = list(_groups(prompt, wanted, sizes, budget))
     return sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
 
 
+def _passing_on_steps(
+    prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer
+) -> Callable[[OperatorCall], None] | None:
+    """`_passing_on` for decode steps; None if the prompt has none."""
+    if not prompt.serving.decode:
+        return None
+    return _passing_on(prompt, wanted, on_layer, decode=True)
+
+
 def _passing_on(
     prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, decode: bool
 ) -> Callable[[OperatorCall], None]:
-    """A handler of calls that passes those of the wanted layers to `on_layer` while they run.
+    """A handler that passes calls of the wanted layers to `on_layer` while the model runs.
 
-    decode: handle the decode steps; False: the calls before them.
+    decode: whether it handles the decode steps; otherwise the calls before them.
     """
     upcoming = {index: iter(prompt.calls(decode=decode)) for index in wanted}
 
     def pass_on(call: OperatorCall) -> None:
-        """Pass the call on, unless its layer has had all calls that are captured."""
+        """Pass the call on, unless all decode steps of its layer that are captured are done."""
         layer = wanted.get(call.mixer.layer_index)
-        which = next(upcoming[layer.index], None) if layer else None
-        if layer is None or (decode and which is None):
+        if layer is None:
             return
-        # A copy, where the model begins: what the model does next may overwrite it, and may be on
-        # another GPU.
+        call_ref = next(upcoming[layer.index], None)
+        if decode and call_ref is None:
+            return
+        # A copy, because the model may overwrite its tensors next, on the device where the model
+        # begins, because the layer may be on another GPU.
         on_layer(
             CapturedLayer(
                 layer=layer,
                 inputs=token_major(call.inputs, prompt.ids.device),
                 remark=call.remark,
-                call=which,
+                call=call_ref,
             )
         )
 
@@ -136,12 +147,12 @@ def _passing_on(
 def _capture_together(
     prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool
 ) -> int:
-    """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the
-    end.
+    """Run the model, concatenate each layer's inputs of all segments and packed sequences, and pass
+    them on at the end.  Returns the number of operator calls.
     """
     buffers: dict[int, PromptBuffer] = {}
-    remarks: dict[int, str] = {}  # of the first segment
-    filled = dict.fromkeys(wanted, 0)
+    remarks: dict[int, str] = {}  # those of the first segment
+    filled = dict.fromkeys(wanted, 0)  # positions in each layer's buffer
 
     def handler(call: OperatorCall) -> Result:
         index = call.mixer.layer_index
@@ -154,9 +165,8 @@ def _capture_together(
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.replacement()
 
-    steps = _passing_on(prompt, wanted, on_layer, decode=True) if prompt.serving.decode else None
-    calls = prompt.run(handler, steps)
-    (whole,) = prompt.calls(decode=False)
+    calls = prompt.run(handler, _passing_on_steps(prompt, wanted, on_layer))
+    (call_ref,) = prompt.calls(decode=False)
     for index, layer in wanted.items():
         inputs = buffers.pop(index).inputs(prompt.model.device)
         if prompt.serving.packed:
@@ -165,8 +175,9 @@ def _capture_together(
             layer=layer,
             inputs=inputs,
             remark=f"{remarks[index]} {prompt.remark}".strip(),
-            call=whole,
+            call=call_ref,
         )
+        # the device has room for one layer's inputs only
         del inputs
         on_layer(captured)
         del captured
@@ -176,8 +187,9 @@ def _capture_together(
 def _groups(
     prompt: PromptRun, wanted: dict[int, LayerRef], sizes: dict[int, int], budget: int
 ) -> Iterator[dict[int, LayerRef]]:
-    """`wanted` in groups whose inputs take at most `budget` bytes.  sizes: bytes of each layer's
-    inputs.
+    """Divide the layers `wanted` into groups whose inputs take at most `budget` bytes.
+
+    sizes: layer index -> bytes of the layer's inputs.
     """
     group: dict[int, LayerRef] = {}
     used = 0
@@ -199,21 +211,21 @@ def _groups(
 
 
 def capture_bytes_per_token(mixer: Mixer) -> int:
-    """Bytes of the operator's inputs for one position."""
+    """Bytes of the operator's inputs for one position of the prompt."""
     item = next(mixer.module.parameters()).element_size()
     per_head = operators.get(mixer.operator).binding.gate_bytes(item, mixer.sizes)
     return item * conv_width(mixer.module) + per_head * gates(mixer.module)
 
 
 def gates(mixer: nn.Module) -> int:
-    """Heads with a gate: the numbers in A_log, which of Kimi Delta Attention a module inside the
-    mixer has.
+    """The number of heads that have a gate: the size of the parameter A_log.  In Kimi Delta
+    Attention, a module inside the mixer has that parameter.
     """
     return next(gate.numel() for name, gate in mixer.named_parameters() if name.endswith("A_log"))
 
 
 def conv_width(mixer: nn.Module) -> int:
-    """Channels of the convolution before the operator."""
+    """The number of channels of the convolution before the operator."""
     return sum(module.in_channels for module in mixer.children() if isinstance(module, nn.Conv1d))
 
 
@@ -221,7 +233,9 @@ def conv_width(mixer: nn.Module) -> int:
 
 
 def token_major(inputs: Inputs, device: torch.device | None = None) -> Inputs:
-    """A copy of `inputs` in token-major layout, on its own device or on another."""
+    """A copy of the inputs in token-major layout, on `device`; None: on the device of the
+    inputs.
+    """
     device = device or inputs.device
     buffer = PromptBuffer(inputs, inputs.length, device)
     buffer.write(inputs, 0)
@@ -230,20 +244,20 @@ def token_major(inputs: Inputs, device: torch.device | None = None) -> Inputs:
 
 class PromptBuffer:
     """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled
-    piece by piece.
+    segment after segment.
 
-    first: the first piece.  It gives widths and dtypes, and everything that has no position (A, D,
-        dt_bias and the state before the prompt).
-    on_disk: the buffer is in the temporary folder, mapped into main memory.
+    first: the inputs of the first segment.  They determine widths and dtypes, and everything that
+        has no position (A, D, dt_bias and the state before the prompt).
+    on_disk: whether the buffer is in the temporary folder, mapped into main memory.
 
-    BadInputError if `first` holds packed sequences and is not the whole: their boundaries are those
-    of one call.
+    Raises BadInputError if `first` has packed sequences and is not the whole prompt, because their
+    boundaries are those of one call.
     """
 
     def __init__(
         self, first: Inputs, seqlen: int, device: torch.device, *, on_disk: bool = False
     ) -> None:
-        """Allocates the buffer, and copies what has no position; `write` copies the rest."""
+        """Allocate the buffer, and copy the tensors that have no positions."""
         binding = operators.get(first.operator).binding
         tensors = first.tensors
         if "cu_seqlens" in tensors and first.length != seqlen:
@@ -265,32 +279,33 @@ class PromptBuffer:
         }
         positioned = {*views, *self._per_position}
         self._static = {
-            # A copy: the state before the prompt may belong to the cache, which is written in
-            # place.
+            # a copy, because the state before the prompt may belong to the cache, which the model
+            # overwrites
             name: tensor.detach().to(device, copy=True)
             for name, tensor in tensors.items()
             if name not in positioned
         }
-        # Only values: a reference to `first` would keep the model's own tensors alive.
+        # no reference to `first`, which would keep the model's tensors alive
         self._kind: type[Any] = type(first)
         self._scalars = first.scalars
 
-    def write(self, piece: Inputs, start: int) -> int:
-        """Copy the positions of `piece` to start, start + 1, ...; returns their number."""
+    def write(self, segment: Inputs, start: int) -> int:
+        """Copy the inputs of a segment to the positions from `start`.  Returns their number."""
         for name, target in {**self._views(self._buffer), **self._per_position}.items():
-            target[:, start : start + piece.length].copy_(piece.tensors[name].detach())
-        return piece.length
+            target[:, start : start + segment.length].copy_(segment.tensors[name].detach())
+        return segment.length
 
     def inputs(self, device: torch.device) -> Inputs:
-        """The whole prompt's inputs on `device`; views of this buffer if it is on that device."""
-        moved = {
-            name: tensor.to(device)
-            for name, tensor in {**self._per_position, **self._static}.items()
-        }
+        """The inputs of the whole prompt on `device`; views of this buffer if it is there."""
+        others = {**self._per_position, **self._static}
+        moved = {name: tensor.to(device) for name, tensor in others.items()}
         whole: Inputs = self._kind(**self._scalars, **moved, **self._views(self._buffer.to(device)))
         return whole
 
     def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The buffer (b, l, conv_dim) as the tensors that are side by side in it, (b, l, heads,
+        width).
+        """
         views = {}
         offset = 0
         for name, (heads, width) in self._head_shapes.items():
@@ -301,8 +316,8 @@ class PromptBuffer:
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in an unlinked temporary file.  MissingCapabilityError if the disk is full, instead
-    of SIGBUS later.
+    """A tensor in a temporary file without a name.  Raises MissingCapabilityError if the disk is
+    full, so that no access ends in SIGBUS later.
     """
     size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
@@ -314,15 +329,13 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 f"{error.strerror}.",
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             ) from error
-        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(
-            shape
-        )
+        flat = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
+        return flat.view(shape)
 
 
 def packed(inputs: Inputs, lengths: Sequence[int]) -> Inputs:
-    """`inputs`, (1, l, ...), as packed sequences of these lengths.
-
-    BadInputError if the operator's inputs cannot be packed.
+    """The inputs (1, l, ...) as packed sequences of these lengths.  Raises BadInputError if inputs
+    of the operator cannot be packed.
     """
     if "cu_seqlens" not in {field.name for field in fields(inputs)}:
         raise BadInputError(

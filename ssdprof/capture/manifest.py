@@ -1,5 +1,5 @@
-"""The manifest of a folder of captures.  Imports no torch: a folder that cannot be used is refused
-at once.
+"""The manifest of a folder of captures.  Imports no torch, so that a folder that cannot be used is
+refused at once.
 """
 
 import os
@@ -19,7 +19,7 @@ BROKEN_OFF = (
 
 
 def is_capture(path: Path) -> bool:
-    """Whether `path` is a folder of captures, good or damaged."""
+    """Whether `path` is a folder of captures, even if it is damaged."""
     return os.path.isfile(path / MANIFEST)
 
 
@@ -33,8 +33,8 @@ def is_foreign(folder: Path) -> bool:
 def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest in `folder`.
 
-    Raises BadInputError, naming the file, for one that is missing, damaged or of another schema
-    version; MissingCapabilityError for one that may not be read.
+    Raises BadInputError, which names the file, if it is missing, damaged or of another schema
+    version, and MissingCapabilityError if there is no permission to read it.
     """
     path = folder / MANIFEST
     if is_foreign(folder):

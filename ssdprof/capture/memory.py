@@ -1,5 +1,5 @@
-"""The memory that a model needs in addition to its weights while its operators' inputs are captured
-and replayed.
+"""Predicts the memory that a model needs besides its weights while its operators' inputs are
+captured and replayed.
 
 The model's own code runs on the meta device, where tensors have shapes and dtypes but no memory,
 and the bytes of live tensors are counted.
@@ -28,19 +28,19 @@ from ssdprof.core.target import Serving, split_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the
-# unfused one's states of every chunk.
+# Peak memory of replaying a layer, in units of its inputs: the outputs of two implementations, and
+# the states of every chunk of the unfused one.
 REPLAY_PER_CAPTURE = 6
-# What must be free on a GPU, in units of the largest sum of live tensors, because torch's allocator
-# has gaps between them: 1.26 was measured with a mixture of experts.
+# Memory that must be free on a GPU, in units of the largest sum of live tensors, because torch's
+# allocator has gaps between tensors: 1.26 was measured with a mixture of experts.
 FRAGMENTED = 1.3
-SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # of a prompt that does not fit as a whole
+SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # tried for a prompt that does not fit as a whole
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
-    """Counts the bytes of the tensors that operations make on a device inside the context.
+    """Counts the bytes of the tensors that operations create on a device inside the context.
 
-    now: those alive.  peak: the most that were alive at once.
+    now: bytes of the tensors that are alive.  peak: the largest value of `now` so far.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -57,13 +57,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Runs the operation and counts those of its outputs whose storage is new.  The two
-        operations that a model without weights cannot run get a result of the right shape.
+        """Runs the operation and counts those of its outputs whose storage is new.
+
+        Two operations do not run on the meta device and are replaced here.
         """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1  # the answer to models that check whether masks are trivial
+            return 1  # models read a number to check whether a mask is trivial; true
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
-            # torch's own knows bf16 only
+            # torch has it for bf16 only
             return self._count(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
         arguments = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
         out = func(*args, **(kwargs or {}))
@@ -97,19 +98,23 @@ def predict_memory(
     on_gpu: bool,
     serving: Serving = Serving(),  # noqa: B008
 ) -> tuple[int, int]:
-    """Peak bytes without the weights of `model`, on the meta device, while the decoder layers
-    `wanted` are captured.
+    """Peak memory of a capture, in bytes and without the weights.
 
-    The first number is without replaying them.  The second is what must be free: with replaying and
-    gaps, without what main memory collects.
+    Returns two numbers: the peak while layers are captured and not replayed, and the memory that
+    must be free on the device to capture and replay them, with gaps of the allocator, but without
+    the inputs that are concatenated in main memory.
 
-    seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: kernels compute operators and
-    attention without memory besides their outputs.  Decode steps, which are single tokens, are not
-    included.
+    model: a model on the meta device.
+    wanted: indices of the decoder layers that are captured.
+    seqlen: tokens of the prompt, or of all packed sequences.
+    on_gpu: whether kernels compute operators and attention, without memory besides their outputs.
+
+    Decode steps are not included, because they have single tokens.
     """
     longest = max(serving.packed, default=seqlen)
-    # tokens in the cache when the last segment runs, which takes most
+    # tokens in the cache when the last segment runs, which needs the most memory
     before = longest - max(stop - start for start, stop in split_prompt(longest, segment_length))
+    # whether each layer's inputs are passed on, and replayed, while the model runs
     on_the_way = serving.chunk is not None or not (before or serving.packed)
     mixers = find_mixers(model)
     with _without_values(model, mixers), LiveBytes("meta") as live:
@@ -131,15 +136,15 @@ def predict_memory(
         for mixer in mixers
         if mixer.layer_index in wanted
     ]
-    # collected in main memory, and copied back after the prompt
+    # the inputs are concatenated in main memory, and copied to the device after the prompt
     capturing = max(peak, *layers) if on_gpu else peak + sum(layers)
     return capturing, int(needed * max(peak, (1 + REPLAY_PER_CAPTURE) * max(layers)))
 
 
 @contextmanager
 def _without_values(model: PreTrainedModel, mixers: Sequence[Mixer]) -> Iterator[None]:
-    """While the context is open, `model` computes its convolutions and attention by functions that
-    run on the meta device, as a package's kernel does not.
+    """While the context is open, the model computes convolutions and attention by functions that
+    run on the meta device.  A package's kernel would not.
     """
     with ExitStack() as restore:
         for namespace in namespaces(mixers):
@@ -151,46 +156,49 @@ def _without_values(model: PreTrainedModel, mixers: Sequence[Mixer]) -> Iterator
 
 
 class _Handler:
-    """Answers the operators' calls, and counts what they take.
+    """A handler of operator calls that counts their memory.
 
-    replayed: decoder layers that are replayed while the model runs.  replaying: live bytes then, at
-    most.
+    replayed: indices of the decoder layers that are replayed while the model runs.
+    replaying: the largest number of live bytes during a replay.
     """
 
     def __init__(self, live: LiveBytes, replayed: set[int], *, on_gpu: bool) -> None:
         self._live = live
         self._replayed = replayed
         self._on_gpu = on_gpu
-        self._intermediates: dict[Hashable, int] = {}  # bytes, by form of the call
+        self._intermediates: dict[Hashable, int] = {}  # form of a call -> bytes at its peak
         self.replaying = 0
 
     def __call__(self, call: OperatorCall) -> Result:
         if call.mixer.layer_index in self._replayed:
             copies = token_major(call.inputs).tensors.values()
             size = sum(tensor.nbytes for tensor in copies)
-            del copies  # like a captured layer that was passed on
+            del copies  # they are counted below, and freed after the replay
             live_bytes = self._live.now + (1 + REPLAY_PER_CAPTURE) * size
             self.replaying = max(self.replaying, live_bytes)
         return _outputs(call) if self._on_gpu else self._computed(call)
 
     def _computed(self, call: OperatorCall) -> Result:
-        """Computes each form of call once, because a long one takes seconds even without values."""
+        """The result of a call with the memory of its intermediates.
+
+        Each form of call is computed once, because a long one takes seconds even without values.
+        """
         live = self._live
         form = call.inputs.form
         if form in self._intermediates:
             live.peak = max(live.peak, live.now + self._intermediates[form])
             return _outputs(call)
-        peak = live.peak
+        earlier_peak = live.peak
         start = live.now
-        live.peak = start  # from here on the peak of this call alone
+        live.peak = start  # so that it becomes the peak of this call alone
         result = call.replacement()
         self._intermediates[form] = live.peak - start
-        live.peak = max(peak, live.peak)
+        live.peak = max(earlier_peak, live.peak)
         return result
 
 
 def _outputs(call: OperatorCall) -> Result:
-    """The outputs of the operator's kernels, without values."""
+    """Tensors in the shapes and dtypes of the operator's output, on the meta device."""
     device = call.inputs.device
     forms = call.operator.oracle.forms(call.inputs)
     out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
@@ -200,17 +208,19 @@ def _outputs(call: OperatorCall) -> Result:
 def _attend(
     _module: object, query: Tensor, _key: object, value: Tensor, *_: object, **__: object
 ) -> tuple[Tensor, None]:
-    """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash
-    attention.
+    """Stands for attention: query (b, heads, q, d) -> (b, q, heads, d).  Only the output needs
+    memory, as in flash attention.
     """
     batch, heads, length = query.shape[:3]
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 
 
 def _tensors(tree: object) -> list[Tensor]:
+    """The tensors among the arguments or results of an operation."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
+    """Identifies a tensor's storage while that is alive."""
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -1,8 +1,8 @@
-"""The prompt of a run: a text, and its token ids by the checkpoint's tokenizer.
+"""The prompt of a run: a text, and its token ids from the checkpoint's tokenizer.
 
 The default text, in `text/`, is a megabyte of English reference prose that never changes; README.md
-there names its source.  transformers loads tokenizers; an error names the file and quotes the
-library's message.
+there names its source.  transformers loads tokenizers; an error message names the file and quotes
+the message of transformers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 PromptKind = Literal["default", "file", "random"]
-HELD_OUT_BYTES = 100_000  # the first tenth: the demo model was not trained on it
+HELD_OUT_BYTES = 100_000  # the first tenth of the text, on which the demo model was not trained
 CONFIG = "tokenizer_config.json"
 VOCABULARY = "tokenizer.json"
 _TEXT = Path(__file__).with_name("text")
 _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
-LONGEST_TEXT = 2**24  # tokens; no warning about the trained length
-CHARACTERS_PER_TOKEN = 8  # of the text that is read first; English has 4 to 5
-MARGIN = 64  # tokens that may change when the text behind them is cut off
+LONGEST_TEXT = 2**24  # tokens up to which the tokenizer gives no warning about the trained length
+CHARACTERS_PER_TOKEN = 8  # for the part of the text that is read first; English has 4 to 5
+MARGIN = 64  # tokens at the end of a text that may change if the text goes on
 _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
 
 
@@ -42,7 +42,7 @@ _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokeniz
 
 
 def default_text() -> bytes:
-    """The whole text, UTF-8.  Raises BadInputError if the installed file is damaged."""
+    """The whole text in UTF-8.  Raises BadInputError if the installed file is damaged."""
     file = _TEXT / "text.txt.xz"
     try:
         return lzma.decompress(file.read_bytes())
@@ -54,14 +54,14 @@ def default_text() -> bytes:
 
 
 def held_out_text() -> bytes:
-    """The part on which the demo model is evaluated.  It comes first, so that short prompts are new
-    to that model.
+    """The part of the text on which the demo model is evaluated.  It comes first, so that short
+    prompts are new to that model.
     """
     return default_text()[:HELD_OUT_BYTES]
 
 
 def training_text() -> bytes:
-    """The part on which the demo model was trained."""
+    """The part of the text on which the demo model was trained."""
     return default_text()[HELD_OUT_BYTES:]
 
 
@@ -69,8 +69,8 @@ def training_text() -> bytes:
 
 
 def _load(folder: Path) -> Tokenizer:
-    """The tokenizer, without remote code; tokenizer.json if its class is unavailable.
-    BadInputError if damaged.
+    """Load the tokenizer in a folder, without remote code; from tokenizer.json alone if its class
+    cannot be loaded.  Raises BadInputError if there is none or it is damaged.
     """
     if (folder / CONFIG).is_file():
         read_object(folder / CONFIG, f"{CONFIG} of the checkpoint", _AGAIN)
@@ -89,12 +89,12 @@ def _load(folder: Path) -> Tokenizer:
                 ) from error
             loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
         loaded.model_max_length = LONGEST_TEXT
-        len(loaded)  # raises for a vocabulary that it cannot use
+        len(loaded)  # raises an error for a damaged vocabulary
     return loaded
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text, with the special tokens that the tokenizer adds by default."""
+    """Token ids of a text, with the special tokens that the tokenizer adds by default."""
     with refusals("the tokenizer", _AGAIN):
         ids: list[int] = tokenizer(text)["input_ids"]
     return ids
@@ -117,20 +117,20 @@ def build_prompt(
 ) -> tuple[torch.Tensor, Prompt]:
     """Token ids (batch, seqlen) int64 on the CPU, and the record that describes them.
 
-    tokenizer_folder: None if there is no tokenizer; then only kind "random" works, and draws from
-    `vocab_size` ids.  unread: a file of a tokenizer that ssdprof does not read.
+    tokenizer_folder: None: there is no tokenizer, and the only kind is "random", which draws from
+        `vocab_size` ids.
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random"
-        draws uniformly from the tokenizer's vocabulary, special tokens left out, with `seed`.
-    batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` in
-        all, packed into one row, each from another place.
-    Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special
-    token does so here, before every row and packed sequence.  One prompt is the first `seqlen`
-    tokens.  Several prompts follow each other in the text, and overlap if it is too short.  A text
-    is never repeated.
+        draws uniformly from the tokenizer's vocabulary without special tokens, with `seed`.
+    batch: number of rows.  packed: lengths of sequences that are packed into one row, `seqlen` in
+        sum.  Each row and sequence is from another place of the text.
+    unread: a file of a tokenizer that ssdprof does not read; empty if there is none.
 
-    Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short
-    a text.
-    MissingCapabilityError: a file that may not be read.
+    Text is encoded as the tokenizer does by default, so that every row and packed sequence may
+    begin with a special token.  A single row is the first `seqlen` tokens.  Several follow each
+    other in the text, and overlap if it is too short.  A text is never repeated.
+
+    Raises BadInputError if there is no usable tokenizer, if the file is missing, empty or not
+    UTF-8, or if the text is too short; MissingCapabilityError if the file may not be read.
     """
     if (kind == "file") != (file is not None):
         raise BadInputError(
@@ -166,18 +166,22 @@ def build_prompt(
 
 
 def _no_tokenizer(unread: str) -> BadInputError:
-    """The error for a text without a tokenizer to encode it.  unread: see `build_prompt`."""
-    what = "The checkpoint has no tokenizer."
+    """The error for a text if there is no tokenizer to encode it.  unread: see `build_prompt`."""
+    message = "The checkpoint has no tokenizer."
     if unread:
-        what = (
+        message = (
             f"The checkpoint's tokenizer is of a kind that ssdprof does not read: {unread}; it "
             "runs no remote code."
         )
-    return BadInputError(what, "Name one with --tokenizer, or take random tokens: --prompt random.")
+    return BadInputError(
+        message, "Name one with --tokenizer, or take random tokens: --prompt random."
+    )
 
 
 def _identified(folder: Path, tokenizer: Tokenizer) -> str:
-    """A tokenizer by its content: the folder's name is specific to this machine."""
+    """Words that identify a tokenizer by its content, because the folder's name is specific to this
+    machine.
+    """
     file = folder / VOCABULARY
     if not file.is_file():
         return type(tokenizer).__name__
@@ -187,33 +191,33 @@ def _identified(folder: Path, tokenizer: Tokenizer) -> str:
 def _text_ids(
     tokenizer: Tokenizer, file: Path | None, lengths: Sequence[int]
 ) -> tuple[torch.Tensor, str]:
-    """Ids (sum of lengths) of the default text or of a file, and a phrase on their source."""
+    """Token ids (sum of lengths) of the default text or of a file, and words on their source."""
     name = "The default text" if file is None else f"The prompt file {file.name}"
     try:
-        with (
-            file.open(encoding="utf-8-sig")
-            if file
-            else io.StringIO(default_text().decode("utf-8")) as stream
-        ):
-            ids = _first_ids(tokenizer, stream, lengths, name)
+        if file is None:
+            ids = _first_ids(tokenizer, io.StringIO(default_text().decode("utf-8")), lengths, name)
+        else:
+            with file.open(encoding="utf-8-sig") as stream:
+                ids = _first_ids(tokenizer, stream, lengths, name)
     except UnicodeDecodeError as error:
         raise BadInputError(
             f"{name} is not UTF-8 text: {error.reason}.", "Give a text file."
         ) from error
     except OSError as error:
         raise unreadable(name, error, "Give the path of a text file.") from error
-    pieces, how = _pieces(tokenizer, ids, lengths)
+    pieces, remark = _pieces(tokenizer, ids, lengths)
     source = f"the user's file {file.name}" if file else _DEFAULT
-    return torch.tensor(pieces), source + how
+    return torch.tensor(pieces), source + remark
 
 
 def _random_ids(
     tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int
 ) -> torch.Tensor:
-    """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size`
-    ids.
+    """Random token ids (seqlen) from the tokenizer's vocabulary without special tokens; without a
+    tokenizer, from 0 to `vocab_size` - 1.
     """
-    vocabulary: Sequence[int] = range(vocab_size or 0)  # no table: a config may say any number
+    # a range, because a damaged config may say any number
+    vocabulary: Sequence[int] = range(vocab_size or 0)
     if tokenizer is not None:
         with refusals("the tokenizer", _AGAIN):
             vocabulary = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
@@ -229,20 +233,22 @@ def _random_ids(
 def _first_ids(
     tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str
 ) -> list[int]:
-    """The first `sum(lengths)` ids of the stream, or all if it is shorter but enough for different
-    pieces.
+    """The first `sum(lengths)` token ids of the text in the stream, or all of them if the text is
+    shorter.  Raises BadInputError if it is too short for pieces of these lengths that differ.
+
+    name: of the text, for messages.
     """
     content = ""
     seqlen = sum(lengths)
-    least = max(lengths) + len(lengths) - 1
-    wanted = CHARACTERS_PER_TOKEN * seqlen
+    least = max(lengths) + len(lengths) - 1  # each piece begins one token after the one before
+    characters = CHARACTERS_PER_TOKEN * seqlen
     while True:
-        content += stream.read(wanted - len(content))
+        content += stream.read(characters - len(content))
         ids = _encode(tokenizer, content)
-        ended = len(content) < wanted
+        ended = len(content) < characters
         if ended or len(ids) >= seqlen + MARGIN:
             break
-        wanted *= 2
+        characters *= 2
     if ended and not content.strip():
         raise BadInputError(
             f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for."
@@ -266,31 +272,28 @@ def _first_ids(
 def _pieces(
     tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], str]:
-    """Pieces of `ids`, overlapping if they must, each with the special tokens of a text; a phrase
-    on the cuts.
+    """Cut the ids of a text into pieces of these lengths, which overlap if the text is too short.
+    Each begins with the special tokens with which the tokenizer begins a text.
+
+    Returns the ids of all pieces, one after the other, and words on the cuts; none for one piece.
     """
     if len(lengths) == 1:
         return list(ids[: lengths[0]]), ""
-    # special tokens, of which a tokenizer may put some behind a text
-    alone = _encode(tokenizer, "")
+    # an empty text has all special tokens; those that the whole text begins with come first
+    special = _encode(tokenizer, "")
     count = 0
-    for special, token in zip(alone, ids, strict=False):
-        if special != token:
-            break
+    while count < min(len(special), len(ids)) and special[count] == ids[count]:
         count += 1
-    opening, body = alone[:count], ids[count:]
-    inside = [max(length - len(opening), 0) for length in lengths]
-    starts = [0, *accumulate(inside[:-1])]
-    together, longest = sum(inside), max(inside)
-    overlap = together > len(body)
-    if overlap:
-        starts = [start * (len(body) - longest) // (together - longest) for start in starts]
+    opening, body = special[:count], ids[count:]
+    body_lengths = [max(length - len(opening), 0) for length in lengths]
+    starts = [0, *accumulate(body_lengths[:-1])]
+    needed, longest = sum(body_lengths), max(body_lengths)
+    words = "one after the other"
+    if needed > len(body):
+        # move the starts together, so that the last piece ends with the text
+        starts = [start * (len(body) - longest) // (needed - longest) for start in starts]
+        words = "that overlap, because the text is too short for all of them"
     pieces: list[int] = []
-    for start, length, whole in zip(starts, inside, lengths, strict=True):
-        pieces += [*opening[:whole], *body[start : start + length]]
-    how = (
-        "that overlap, because the text is too short for all of them"
-        if overlap
-        else "one after the other"
-    )
-    return pieces, f", {len(lengths)} pieces of it {how}"
+    for start, body_length, length in zip(starts, body_lengths, lengths, strict=True):
+        pieces += [*opening[:length], *body[start : start + body_length]]
+    return pieces, f", {len(lengths)} pieces of it {words}"

@@ -1,13 +1,14 @@
-"""Reads what a server wrote of its operators' calls as a capture, its outputs included.
+"""Reads the operator calls that a server recorded as a capture, with the server's outputs.
 
 flashinfer          the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
-safetensors         `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
-                    operator's own names; or files that say this themselves: those of `ssdprof
-                    record`
-flashinfer-bench    definitions and workloads, which have no outputs; each becomes a layer
+safetensors         a file PROCESS_NUMBER.safetensors for each call, with the operator's names of
+                    tensors.  Either `recording.json` describes all calls, or each file describes
+                    its call, as those of `ssdprof record` do
+flashinfer-bench    definitions and workloads, which have no outputs; each workload becomes a layer
 
-Calls are in the order in which their process made them.  Where they name no layer, a forward pass
-calls every layer of an operator once, on the same sequences.  docs/from-a-server.md describes all.
+Calls are in the order in which their process made them.  If they do not name their layers, it is
+assumed that a forward pass calls every layer of an operator once, on the same sequences.
+docs/from-a-server.md describes all of these.
 """
 
 from __future__ import annotations
@@ -52,23 +53,29 @@ from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
 T = TypeVar("T")
-# inputs, what the server computed, and the slots of the sequences in its pool of states
+# the inputs; the server's output, None if it was not recorded; the slots of the sequences in the
+# server's pool of states, empty if they were not recorded
 Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
 Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
-WARM_UP = 64  # tokens of the longest sequence with which servers start
+WARM_UP = 64  # tokens of the longest sequence with which servers warm up
 _OUTPUT = ("out", "final_states")
 _AGAIN = "Record again: docs/from-a-server.md says how."
-_METADATA_BYTES = 1 << 24
+_METADATA_BYTES = 1 << 24  # size of the largest file with metadata that is read
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
-    process: empty for a workload, which has no output.  load: gives inputs and output.
-    layer: its name; empty if it is not known.  number: among the calls of the layer; None if calls
-    may be missing before this one.  why: what was wrong with it while it was recorded.
+    """A recorded call of an operator.
+
+    process: name of the process that made it; empty for a workload, which has no output.
+    shape: numbers of tokens and of sequences.
+    identity: text that differs between any two calls.
+    load: () -> inputs and output.
+    layer: name of the layer; empty if it is not known.
+    number: number among the calls of the layer; None if calls may be missing before this one.
+    problem: what went wrong while the call was recorded; empty if nothing did.
     """
 
     operator: str
@@ -78,19 +85,21 @@ class _Call:
     load: Callable[[], Recorded]
     layer: str = ""
     number: int | None = None
-    why: str = ""
+    problem: str = ""
 
 
-# the calls of a forward pass, in order, by their layers
+# the calls of a forward pass in order, each with its layer
 _Pass: TypeAlias = "tuple[tuple[LayerRef, _Call], ...]"
+# all calls of a recording; what kind of call was not read -> their number; the recorder's name
+_Reading: TypeAlias = "tuple[list[_Call], Counter[str], str]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCalls:
     """The forward passes of a server.
 
-    passes: of all processes, one after the other, each with the calls of its layers in order.
-    left_out: a sentence on calls that are not among them; empty if there are none.
+    passes: the passes of all processes, one process after the other.
+    left_out: a sentence on recorded calls that belong to no pass; empty if there are none.
     """
 
     ref: CheckpointRef
@@ -99,10 +108,12 @@ class ServerCalls:
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """One for each number of tokens."""
-        identity = "".join(call.identity for _, call in chain.from_iterable(self.passes))
+        """A prompt for each number of tokens that passes have."""
+        calls = [call for _, call in chain.from_iterable(self.passes)]
+        identity = "".join(call.identity for call in calls)
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        counts = Counter(calls[0][1].shape[0] for calls in self.passes)
+        first_calls = [first for (_, first), *_ in self.passes]
+        counts = Counter(call.shape[0] for call in first_calls)
         return tuple(
             Prompt(
                 kind="recorded",
@@ -115,48 +126,53 @@ class ServerCalls:
         )
 
     def layers(self, wanted: str = "all") -> Iterator[CapturedLayer]:
-        """Every call of the wanted layers, loaded one at a time.  Raises BadInputError,
-        MissingCapabilityError.
+        """Every call of the wanted layers, loaded one at a time.  Raises BadInputError for damaged
+        files, MissingCapabilityError if main memory is too small.
         """
         chosen = select_indices(wanted, [layer.index for layer in self.ref.layers])
-        last: dict[tuple[str, int], int] = {}  # number of the last call, by process and layer
+        last: dict[tuple[str, int], int] = {}  # process, layer index -> number of its last call
         for number, calls in enumerate(self.passes, 1):
             for layer, call in calls:
                 before = last.get((call.process, layer.index), -1)
                 if call.number is not None:
                     last[call.process, layer.index] = call.number
                 if layer.index in chosen:
-                    tokens, count = call.shape
-                    rank = re.match(r"rank(\d{1,6})-", call.process)  # as `record` names files
-                    which = CallRef(
-                        kind="packed",
-                        number=number,
-                        count=len(self.passes),
-                        prompt_seqlen=tokens,
-                        sequences=count,
-                        rank=int(rank[1]) if rank else None,
-                    )
-                    inputs, served, slots = call.load()
-                    remark = f"While it was recorded: {call.why}." if call.why else ""
-                    if call.process and not served:
-                        remark = f"No output of {layer.name} was recorded in pass {number}."
-                    yield CapturedLayer(
-                        layer=layer,
-                        inputs=inputs,
-                        call=which,
-                        served=served,
-                        slots=slots,
-                        remark=remark,
-                        gap=call.number not in (None, before + 1),
-                    )
+                    gap = call.number not in (None, before + 1)
+                    yield self._captured(layer, call, number, gap=gap)
+
+    def _captured(self, layer: LayerRef, call: _Call, number: int, *, gap: bool) -> CapturedLayer:
+        """A call of the pass `number`, loaded."""
+        tokens, sequences = call.shape
+        rank = re.match(r"rank(\d{1,6})-", call.process)  # as `record` names files
+        call_ref = CallRef(
+            kind="packed",
+            number=number,
+            count=len(self.passes),
+            prompt_seqlen=tokens,
+            sequences=sequences,
+            rank=int(rank[1]) if rank else None,
+        )
+        inputs, served, slots = call.load()
+        remark = f"While it was recorded: {call.problem}." if call.problem else ""
+        if call.process and not served:
+            remark = f"No output of {layer.name} was recorded in pass {number}."
+        return CapturedLayer(
+            layer=layer,
+            inputs=inputs,
+            call=call_ref,
+            served=served,
+            slots=slots,
+            remark=remark,
+            gap=gap,
+        )
 
 
 def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
-    """Read the metadata of all calls, and no tensors.  name: of the recording; by default the
-    folder's.
+    """Read the metadata of all calls in a recording, and no tensors.
 
-    Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
-    forward pass.
+    name: name of the recording; by default that of the folder.
+
+    Raises BadInputError if the folder is not of this kind, is damaged, or holds no forward pass.
     """
     calls, unread, source = _READERS[kind](folder)
     left_out_calls = dict(sorted(unread.items()))
@@ -165,15 +181,14 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     else:
         passes, incomplete = _counted_passes(calls)
         left_out_calls |= incomplete
-    counts = [f"{plural(number, CALL)} {why}" for why, number in left_out_calls.items()]
+    counts = [f"{plural(count, CALL)} {kind_words}" for kind_words, count in left_out_calls.items()]
     left_out = f"Left out: {words(counts)}." if counts else ""
     if not passes:
         raise BadInputError(
             f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
         )
-    layers = tuple(
-        sorted({layer for calls in passes for layer, _ in calls}, key=attrgetter("index"))
-    )
+    called = {layer for layer, _ in chain.from_iterable(passes)}
+    layers = tuple(sorted(called, key=attrgetter("index")))
     ref = CheckpointRef(
         requested=str(folder),
         source="local",
@@ -187,14 +202,16 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
 
 
 def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
-    """Forward passes of calls that name their layers: a pass ends where its process does, where
-    other sequences begin, and before a layer that it has already.  Nothing is left out.
+    """The forward passes of calls that name their layers.  A pass ends with its process, before a
+    call on other sequences, and before a layer that it already has.
     """
     operators_of = {call.layer: call.operator for call in calls}
-    names = sorted(operators_of, key=_by_numbers)
-    # of "model.layers.3.linear_attn", 3, if these tell the layers apart
-    numbers = [int(number[0]) for name in names if (number := re.search(r"\d+", name))]
-    indices = numbers if len(set(numbers)) == len(names) else range(len(names))
+    names = sorted(operators_of, key=_sort_key)
+    # indices are the numbers in the names, 3 of "model.layers.3.linear_attn", if these differ
+    numbers = [re.search(r"\d+", name) for name in names]
+    indices = [int(number[0]) for number in numbers if number]
+    if len(set(indices)) < len(names):
+        indices = [*range(len(names))]
     layers = {
         name: LayerRef(
             index=index,
@@ -204,29 +221,29 @@ def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
         for index, name in zip(indices, names, strict=True)
     }
     passes: list[dict[LayerRef, _Call]] = []
-    before: tuple[str, tuple[int, int]] | None = None
+    previous: tuple[str, tuple[int, int]] | None = None
     for call in calls:
         layer = layers[call.layer]
-        same = (call.process, call.shape)
-        if same != before or layer in passes[-1]:
+        process_and_shape = (call.process, call.shape)
+        if process_and_shape != previous or layer in passes[-1]:
             passes.append({})
         passes[-1][layer] = call
-        before = same
+        previous = process_and_shape
     return [tuple(calls.items()) for calls in passes]
 
 
-def _by_numbers(name: str) -> list[tuple[int, str]]:
+def _sort_key(name: str) -> list[tuple[int, str]]:
     """A key by which "layers.9" comes before "layers.10"."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+    return [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _counted_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
-    """Forward passes through the layers of each operator, of which a process's last may be cut off;
-    numbers of calls of a warm-up, and of no whole pass.
+    """The forward passes of calls that do not name their layers, and the numbers of calls that are
+    left out, by kind.  The layers of one operator follow those of another.
     """
     numbered: list[_Pass] = []
     left_out: Counter[str] = Counter()
-    first = 0
+    first = 0  # index of the operator's first layer
     for operator in dict.fromkeys(call.operator for call in calls):
         passes = _equal_passes([call for call in calls if call.operator == operator], left_out)
         count = max(map(len, passes), default=0)
@@ -240,53 +257,57 @@ def _counted_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
 
 
 def _equal_passes(calls: Iterable[_Call], left_out: Counter[str]) -> list[tuple[_Call, ...]]:
-    """Forward passes of the calls of one operator.  Counts the calls that it leaves out.
+    """The forward passes of the calls of one operator.  Adds to `left_out` the numbers of calls
+    that it leaves out.
 
-    Consecutive calls of one shape, a run, are whole passes.  The last pass of a process may be cut
-    off and stays; another incomplete pass is left out, and so is a first pass of a few tokens of
-    one sequence, with which servers warm up.
+    A run, which is consecutive calls of one shape, consists of whole passes.  If it does not, its
+    last pass is incomplete.  An incomplete pass at the end of a process is kept, because recording
+    may have ended in it; others are left out.  So is a first pass of a few tokens of one sequence,
+    with which servers warm up.
     """
     processes = [
-        [list(run) for _, run in groupby(of_process, key=attrgetter("shape"))]
-        for _, of_process in groupby(calls, key=attrgetter("process"))
+        [list(run) for _, run in groupby(process_calls, key=attrgetter("shape"))]
+        for _, process_calls in groupby(calls, key=attrgetter("process"))
     ]
     layers = _layer_count(processes)
     passes: list[tuple[_Call, ...]] = []
     for runs in processes:
-        of_process: list[tuple[_Call, ...]] = []
+        process_passes: list[tuple[_Call, ...]] = []
         for run in runs:
-            cut = len(run) % layers
-            starts = range(0, len(run) - cut, layers)
-            of_process += [tuple(run[start : start + layers]) for start in starts]
-            if cut and run is runs[-1]:
-                of_process.append(tuple(run[-cut:]))
-            elif cut:
-                left_out["of incomplete passes"] += cut
-        tokens, count = of_process[0][0].shape if of_process else (0, 0)
-        if len(of_process) > 1 and tokens <= WARM_UP and count == 1:
-            left_out["of a warm-up"] += len(of_process.pop(0))
-        passes += of_process
+            incomplete = len(run) % layers
+            starts = range(0, len(run) - incomplete, layers)
+            process_passes += [tuple(run[start : start + layers]) for start in starts]
+            if incomplete and run is runs[-1]:
+                process_passes.append(tuple(run[-incomplete:]))
+            elif incomplete:
+                left_out["of incomplete passes"] += incomplete
+        if len(process_passes) > 1:
+            tokens, sequences = process_passes[0][0].shape
+            if tokens <= WARM_UP and sequences == 1:
+                left_out["of a warm-up"] += len(process_passes.pop(0))
+        passes += process_passes
     return passes
 
 
 def _layer_count(processes: list[list[list[_Call]]]) -> int:
-    """The number of calls in a forward pass: the greatest that divides the lengths of all runs.
+    """The number of calls in a forward pass: the greatest common divisor of the lengths of runs.
 
-    The last run of a process may be cut off, and its first may have begun before the recording, so
-    these count only if there are no others.
+    processes: the runs of each process.  The last run of a process may be cut off, and its first
+    may have begun before the recording, so these count only if there are no others.
     """
-    inner = [run for runs in processes for run in runs[1:-1]]
-    complete = [run for runs in processes for run in runs[:-1]]
-    every = list(chain.from_iterable(processes))
-    return math.gcd(*map(len, inner or complete or every)) or 1
+    for usable in (slice(1, -1), slice(-1), slice(None)):
+        runs = list(chain.from_iterable(runs[usable] for runs in processes))
+        if runs:
+            return math.gcd(*map(len, runs))
+    return 1
 
 
 def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
-    """The call, with `slots` as numbers, after its checks.
+    """Check a call and return it.
 
-    ValueError if an output does not have its shape, the bounds of sequences do not rise, or an
-    argument is no tensor and no finite number; a limit may be infinite.  KeyError if an output has
-    a dtype that records do not have.
+    Raises ValueError if an output does not have its shape, if the bounds of sequences do not rise,
+    or if a scalar argument is not finite; a limit in a tuple may be infinite.  Raises KeyError if
+    an output has a dtype that records do not have.
     """
     spans_of(inputs)
     for name, value in vars(inputs).items():
@@ -307,22 +328,22 @@ def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) 
 
 
 def _reading(path: Path, read: Callable[..., T], *arguments: object) -> T:
-    """What `read` returns, with BadInputError that names the path for all that is wrong with its
-    files.
+    """`read(path, *arguments)`.  Any error of the files becomes a BadInputError that names the
+    path.
     """
     try:
         return read(path, *arguments)
     except (SsdprofError, MemoryError):
         raise
-    except Exception as error:  # of any class: the files may hold anything
+    except Exception as error:  # any class is possible, because the files may hold anything
         raise BadInputError(
             f"The recording's {path} cannot be used: {library_message(error)}.", _AGAIN
         ) from error
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room
-    for it twice.
+    """The tensors in a file of torch.save or safetensors, by name.  Raises MissingCapabilityError
+    if main memory cannot hold them twice.
     """
     _check_room(file, regular(file, math.inf).stat().st_size)
     if file.suffix == ".safetensors":
@@ -335,7 +356,9 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_room(file: Path, size: int) -> None:
-    if 2 * size > (room := host_memory()):
+    """Raise MissingCapabilityError if main memory cannot hold `size` bytes twice."""
+    room = host_memory()
+    if 2 * size > room:
         raise MissingCapabilityError(
             f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
             "twice.",
@@ -346,35 +369,37 @@ def _check_room(file: Path, size: int) -> None:
 # --- FlashInfer's recorder
 
 
-# by function of FlashInfer: the operator, and what makes its inputs and output of a call
+# function of FlashInfer -> the operator, and the entry of its `CallBinding.recorded`
 _Known: TypeAlias = "dict[str, tuple[str, Callable[..., Any]]]"
 
 
-def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """The calls of known functions in order, the numbers of others, and the version."""
+def _flashinfer(folder: Path) -> _Reading:
+    """Read the folder of FlashInfer's recorder."""
     known: _Known = {}
     for name in operators.names():
-        recorded = operators.get(name).binding.recorded
-        known |= {function: (name, read) for function, read in recorded.items()}
+        for function, convert in operators.get(name).binding.recorded.items():
+            known[function] = (name, convert)
     calls: list[tuple[tuple[int, int], _Call]] = []
-    others: Counter[str] = Counter()
-    versions: dict[str, None] = {}
+    unread: Counter[str] = Counter()
+    versions: dict[str, None] = {}  # a set in order
     for file in sorted(folder.glob("*_call*/metadata.jsonl")):
         order, version, call = _reading(file, _flashinfer_call, known)
         if isinstance(call, str):
-            others[call] += 1
+            unread[call] += 1
         else:
             versions[version] = None
             calls.append((order, call))
-    if not calls and not others:
+    if not calls and not unread:
         raise BadInputError(f"{folder} holds no recording of FlashInfer.", _AGAIN)
     calls.sort(key=itemgetter(0))
-    return [call for _, call in calls], others, f"FlashInfer {', '.join(versions)}"
+    return [call for _, call in calls], unread, f"FlashInfer {', '.join(versions)}"
 
 
 def _flashinfer_call(file: Path, known: _Known) -> tuple[tuple[int, int], str, _Call | str]:
-    """Process and number, version, and the call, or what kind of call cannot be replayed.  Raises
-    errors of any class.
+    """Read the metadata of one call.  Raises errors of any class.
+
+    Returns the process and the number of the call, by which calls are sorted; the version of
+    FlashInfer; and the call, or, if it cannot be replayed, a text that says what kind it is.
     """
     text = regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
     metadata = parse_json(text)
@@ -386,7 +411,7 @@ def _flashinfer_call(file: Path, known: _Known) -> tuple[tuple[int, int], str, _
         return order, version, f"of {function}"
     if metadata.get("graph_capture"):
         return order, version, "inside CUDA graphs"
-    operator, read = known[function]
+    operator, convert = known[function]
     names = _names(metadata["function_signature"])
     shapes = {
         _argument(key, names): value["shape"]
@@ -399,13 +424,15 @@ def _flashinfer_call(file: Path, known: _Known) -> tuple[tuple[int, int], str, _
         process=str(process),
         shape=(int(shapes["q"][0]), int(shapes["cu_seqlens"][0]) - 1),
         identity=text,
-        load=partial(_reading, file.parent, _load_flashinfer, read, names, scalars),
+        load=partial(_reading, file.parent, _load_flashinfer, convert, names, scalars),
     )
     return order, version, call
 
 
 def _names(signature: str) -> list[str]:
-    """Parameters of a function in order: "(q: Tensor, k: Optional[Tensor] = None) -> Tensor"."""
+    """Names of the parameters in a signature such as "(q: Tensor, k: Optional[Tensor] = None) ->
+    Tensor", in order.
+    """
     function = ast.parse(f"def function{signature}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     arguments = function.args
@@ -416,18 +443,21 @@ def _names(signature: str) -> list[str]:
 
 
 def _argument(key: str, names: list[str]) -> str:
-    """ "arg_1", "kwarg_g" -> the parameter's name."""
-    kind, _, which = key.partition("_")
-    return names[int(which)] if kind == "arg" else which
+    """The parameter's name of a recorded argument, "arg_1" or "kwarg_g".
+
+    names: of all parameters, in order.
+    """
+    kind, _, number_or_name = key.partition("_")
+    return names[int(number_or_name)] if kind == "arg" else number_or_name
 
 
 def _load_flashinfer(
-    path: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
+    path: Path, convert: Callable[..., Any], names: list[str], scalars: dict[str, Any]
 ) -> Recorded:
-    """A call in the folder that FlashInfer's recorder wrote for it.
+    """Load a call from the folder that FlashInfer's recorder wrote for it.
 
-    read: makes inputs and output of the arguments and of what the function returned.  names: of its
-    parameters.
+    convert: entry of `CallBinding.recorded`.  names: names of the function's parameters.  scalars:
+    the arguments that are no tensors, by name.
     """
     files = {file.stem: file for file in path.iterdir() if file.suffix in (".pt", ".safetensors")}
     if "inputs" not in files:
@@ -436,61 +466,64 @@ def _load_flashinfer(
     # the server may have died in the call
     outputs = _tensors(files["outputs"]) if "outputs" in files else {}
     returned = [outputs[key] for key in sorted(outputs) if key.startswith("result")]
-    inputs, output = read(scalars | tensors, returned)
+    inputs, output = convert(scalars | tensors, returned)
     return _checked(inputs, output, tensors.get("state_indices"))
 
 
 # --- safetensors in the operator's own names
 
 
-def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """The calls in files of safetensors, with none left out, and what recorded them.
+def _safetensors(folder: Path) -> _Reading:
+    """Read a folder with a file of safetensors for each call.
 
-    A file describes its call itself, or else is as `recording.json` describes all of them.
+    `recording.json` describes the calls of those files that do not describe their calls themselves.
     """
     files = sorted(folder.glob("*_*.safetensors"))
     texts = [_reading(file, _text_of_call) for file in files]
-    described: dict[str, Any] = {}
+    of_folder: dict[str, Any] = {}
     if not all(texts) or not files:
-        described = _reading(folder / MANIFEST, _description)
+        of_folder = _reading(folder / MANIFEST, _description_of_folder)
     calls = []
-    sources: dict[str, None] = {}
-    if described:
-        sources[str(described["source"])] = None
+    sources: dict[str, None] = {}  # a set in order
+    if of_folder:
+        sources[str(of_folder["source"])] = None
     for file, text in zip(files, texts, strict=True):
-        call = _reading(file, partial(_described, text=text)) if text else described
-        operator = call["operator"]
-        arguments = dict(call.get("arguments", {}))
-        sources[call["source"]] = None
+        description = of_folder
+        if text:
+            description = _reading(file, partial(_description, text=text))
+        operator = description["operator"]
+        arguments = dict(description.get("arguments", {}))
+        sources[description["source"]] = None
         calls.append(
             _Call(
                 operator=operator,
                 process=file.stem.rpartition("_")[0],
                 shape=_reading(file, _shape, operators.get(operator).inputs.FIRST),
-                identity=f"{file.name} {operator} {call['source']} {arguments}",
+                identity=f"{file.name} {operator} {description['source']} {arguments}",
                 load=partial(_reading, file, _load_safetensors, operator, arguments),
-                layer=str(call.get("layer", "")),
-                number=call.get("number"),
-                why=str(call.get("why", "")),
+                layer=str(description.get("layer", "")),
+                number=description.get("number"),
+                problem=str(description.get("why", "")),
             )
         )
     return calls, Counter(), words(sources)
 
 
 def _text_of_call(file: Path) -> str:
-    """What a file says of its call, in JSON; empty if nothing."""
+    """The JSON text in which a file describes its call; empty if it has none."""
     with safe_open(file, framework="pt", device="cpu") as opened:
         metadata: dict[str, str] = opened.metadata() or {}
     return metadata.get("call", "")
 
 
-def _description(path: Path) -> dict[str, Any]:
-    return _described(path, text=regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+def _description_of_folder(path: Path) -> dict[str, Any]:
+    """The description in `recording.json`."""
+    return _description(path, text=regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
 
 
-def _described(_path: Path, *, text: str) -> dict[str, Any]:
-    """Operator, source, scalar arguments, and perhaps the layer and the number of its calls before.
-    Raises errors of any class.
+def _description(_path: Path, *, text: str) -> dict[str, Any]:
+    """Parse the description of a call: operator, source, scalar arguments, and optionally the
+    layer, the number among its calls, and what went wrong.  Raises errors of any class.
     """
     description = parse_json(text)
     if description["operator"] not in operators.names():
@@ -499,15 +532,21 @@ def _described(_path: Path, *, text: str) -> dict[str, Any]:
 
 
 def _shape(file: Path, first: str) -> tuple[int, int]:
-    """Tokens and sequences, from the header.  first: an input of the operator that has both."""
+    """The numbers of tokens and sequences of a call, from the header of its file.
+
+    first: name of an input (1, tokens, ...).
+    """
     with safe_open(file, framework="pt", device="cpu") as opened:
-        packed = "cu_seqlens" in opened.keys()  # noqa: SIM118
-        sequences = opened.get_slice("cu_seqlens").get_shape()[0] - 1 if packed else 1
+        sequences = 1
+        if "cu_seqlens" in opened.keys():  # noqa: SIM118
+            sequences = opened.get_slice("cu_seqlens").get_shape()[0] - 1
         return opened.get_slice(first).get_shape()[1], sequences
 
 
 def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:
-    """A call in the operator's own names; one without `cu_seqlens` is a pack of one sequence."""
+    """Load a call whose tensors have the operator's names.  Without `cu_seqlens` it has one
+    sequence.
+    """
     tensors = _tensors(file)
     slots = tensors.pop("slots", None)
     output = tuple(tensors.pop(name) for name in _OUTPUT if name in tensors)
@@ -521,14 +560,12 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
         inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
     call = _checked(inputs, output if len(output) == 2 else None, slots)
-    return _side_by_side(*call) if inputs.state_every else call
+    return _as_batch(*call) if inputs.state_every else call
 
 
-def _side_by_side(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
-    """A packed verification whose sequences have equal lengths, reshaped to a batch (sequences,
-    length, ...); any other unchanged.
-
-    As a batch it also runs on kernels that return only final states.
+def _as_batch(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
+    """A packed verification, reshaped to a batch (sequences, length, ...) if its sequences have
+    equal lengths, so that it also runs on kernels that return only final states.
     """
     assert inputs.cu_seqlens is not None
     lengths = set(inputs.cu_seqlens.diff().tolist())
@@ -547,9 +584,9 @@ def _side_by_side(inputs: Inputs, served: Output | None, slots: tuple[int, ...])
 # --- definitions and workloads of flashinfer-bench
 
 
-def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """The calls of workloads, the numbers of those that have no counterpart here, and what wrote
-    them.
+def _flashinfer_bench(folder: Path) -> _Reading:
+    """Read a folder of definitions and workloads.  Workloads of definitions that no operator has
+    are not read.
     """
     files = sorted((folder / "definitions").rglob("*.json"))
     documents = dict(_reading(file, _definition) for file in files)
@@ -558,27 +595,32 @@ def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
         entries += _reading(file, _workloads, folder, documents)
     if not entries:
         raise BadInputError(f"{folder} holds no workloads of flashinfer-bench.", _AGAIN)
-    others = Counter(entry for entry in entries if isinstance(entry, str))
+    unread = Counter(entry for entry in entries if isinstance(entry, str))
     calls = [entry for entry in entries if isinstance(entry, _Call)]
-    return calls, others, "flashinfer-bench"
+    return calls, unread, "flashinfer-bench"
 
 
 def _definition(file: Path) -> tuple[str, Document]:
-    """The name of a definition, and the definition.  Raises errors of any class."""
+    """Read a definition.  Returns its name and the document.  Raises errors of any class."""
     document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
     return str(document["name"]), document
 
 
 def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list[_Call | str]:
-    """A line each: the call, or what call has no counterpart.  Raises errors of any class."""
+    """Read a file of workloads.  Returns the calls in order; in place of a call that no operator
+    has, a text that says what kind it is.  Raises errors of any class.
+
+    documents: name of a definition -> the definition.
+    """
     entries: list[_Call | str] = []
     for line in regular(file).read_text(encoding="utf-8").splitlines():
         entry = parse_json(line)
         name, workload = entry["definition"], entry["workload"]
         document = documents[name]
-        known = [pair for pair in operators.definitions() if pair[1].defines(document)]
-        entries += [] if known else [f"of {name}"]
-        for operator, definition in known:
+        matching = [pair for pair in operators.definitions() if pair[1].defines(document)]
+        if not matching:
+            entries.append(f"of {name}")
+        for operator, definition in matching:
             sizes = _sizes(document, workload)
             tokens = math.prod(sizes[axis] for axis in definition.tokens)
             sequences = sizes[definition.sequences]
@@ -594,14 +636,14 @@ def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list
                 identity=line,
                 load=load,
                 layer=printable(f"{name} {workload['uuid']}"),
-                number=1,  # nothing is known of calls before it
+                number=1,  # not 0: a gap, because calls before it are not known
             )
             entries.append(call)
     return entries
 
 
 def _sizes(document: Document, workload: Document) -> dict[str, int]:
-    """Axis -> its size."""
+    """Name of an axis -> its size: variable axes are in the workload, others in the definition."""
     return {
         axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
         for axis, form in document["axes"].items()
@@ -611,7 +653,11 @@ def _sizes(document: Document, workload: Document) -> dict[str, int]:
 def _load_workload(
     file: Path, folder: Path, read: Callable[..., Inputs], document: Document, workload: Document
 ) -> Recorded:
-    """A call whose tensors have the shapes and dtypes of its definition."""
+    """Load or draw the tensors of a workload.  Raises ValueError for tensors that do not have the
+    shapes and dtypes of the definition.
+
+    file: for messages.  read: `Definition.read`.
+    """
     values: Document = {}
     sizes = _sizes(document, workload)
     for name, form in document["inputs"].items():
@@ -637,7 +683,11 @@ def _load_workload(
 
 
 def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Normal numbers, the same whenever `name` is.  q and k have length 1: states stay finite."""
+    """Random numbers ~ N(0, 1), which depend on `name` only.  q and k have length 1, so that states
+    stay finite.
+
+    name: identity of the workload and name of the input.
+    """
     if not dtype.is_floating_point:
         raise ValueError(f"random integers are no {name.split()[-1]}")
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

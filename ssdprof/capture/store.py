@@ -1,8 +1,9 @@
-"""Folders of captured operator inputs: a safetensors file per call, and a manifest.
+"""Folders of captured operator inputs: a safetensors file for each call, and a manifest.
 
-Files and the manifest are written atomically, a file before its entry.  The manifest has `complete:
-false` until the writer closes without an error, and all of its entries are valid at any time: an
-earlier complete capture is replaced with the last manifest, by files of other names.
+Files and the manifest are written atomically, each file before its entry in the manifest.  The
+manifest has `complete: false` until the writer closes without an error.  All of its entries are
+valid at any time: a writer that replaces a complete capture gives its files other names, and writes
+its manifest only at the end.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ from ssdprof.files import LOCK, check_writable, locked, put, uninterrupted
 from ssdprof.kernels.oracle import spans_of
 from ssdprof.operators.tensors import dtype_named, stored_dtype_name
 
-_SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
+_SERVED = ("served.out", "served.final_states")  # names of the server's outputs in a file
 
 
 def default_folder(
     checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]
 ) -> Path:
-    """The folder of captures without --out: in the assets cache of huggingface_hub, by model,
-    layers, prompt and serving mode.
+    """The folder for captures if there is no --out: in the assets cache of huggingface_hub, named
+    by model, prompts, modes of serving and layers.
     """
-    served = [
+    prompt_keys = [
         (prompt.token_sha256, prompt.batch, prompt.serving.model_dump(mode="json"))
         for prompt in prompts
     ]
-    key = [checkpoint.revision, served, [layer.index for layer in layers]]
+    key = [checkpoint.revision, prompt_keys, [layer.index for layer in layers]]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     lengths = "-".join(str(prompt.seqlen) for prompt in prompts)
     return cached_assets_path(
@@ -70,30 +71,31 @@ def default_folder(
 
 
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
-    """Raise in advance if `CaptureWriter` would refuse the folder.  out: None for the default
-    one.
+    """Raise the error of `CaptureWriter` in advance if it would refuse the folder.
+
+    out: None for the default folder.
     """
     check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
     if out is not None:
-        _refuse(out, overwrite)
+        _refuse(out, overwrite=overwrite)
 
 
-def _refuse(folder: Path, overwrite: bool) -> None:
-    """Raise for a complete or unreadable capture that may not be replaced, and for the manifest of
-    something else.
+def _refuse(folder: Path, *, overwrite: bool) -> None:
+    """Raise BadInputError if the folder has another program's manifest; without `overwrite`, also
+    if it has a complete capture or one that cannot be read.
     """
     if not is_capture(folder) or (overwrite and not is_foreign(folder)):
         return
-    before = read_manifest(folder)
-    if before.complete:
+    manifest = read_manifest(folder)
+    if manifest.complete:
         raise BadInputError(
-            f"{folder} holds a complete capture of {before.checkpoint.repo_id} already.",
+            f"{folder} holds a complete capture of {manifest.checkpoint.repo_id} already.",
             "Name another folder, or give --force.",
         )
 
 
 def _complete_files(folder: Path) -> set[str]:
-    """The files of a complete capture; empty if there is none."""
+    """Names of the files of the complete capture in the folder; empty if there is none."""
     with suppress(SsdprofError):
         manifest = read_manifest(folder)
         if manifest.complete:
@@ -102,10 +104,13 @@ def _complete_files(folder: Path) -> set[str]:
 
 
 class CaptureWriter:
-    """Writes a folder of captures; a context manager.  The manifest is complete unless the context
-    raises.
+    """A context manager that writes a folder of captures.
 
-    An earlier complete capture stays until then.
+    The manifest becomes complete when the context closes without an error.  An earlier complete
+    capture stays until then.
+
+    kept: names of the files of an earlier complete capture, until the context closes.
+    manifest: the manifest so far.
 
     Raises BadInputError if another process writes there, or if the folder holds a complete capture
     and `overwrite` is not set; MissingCapabilityError if the disk is full or not writable.
@@ -120,9 +125,12 @@ class CaptureWriter:
         segment_length: int,
         overwrite: bool = False,
     ) -> None:
-        """Touches no file before the context is entered.  segment_length: see `capture_layers`."""
+        """Touches no file; entering the context does.
+
+        segment_length: tokens per forward call.
+        """
         self.folder, self._overwrite = folder, overwrite
-        self.kept: set[str] = set()  # files of an earlier complete capture, until the end
+        self.kept: set[str] = set()
         self.manifest = CaptureManifest(
             version=VERSION,
             checkpoint=checkpoint,
@@ -133,16 +141,16 @@ class CaptureWriter:
         )
 
     def __enter__(self) -> CaptureWriter:
-        with ExitStack() as held:
+        with ExitStack() as lock:
             hint = "Wait for it, or name another folder."
-            held.enter_context(
+            lock.enter_context(
                 locked(self.folder / LOCK, "Another capture is being written to", hint)
             )
-            _refuse(self.folder, self._overwrite)
+            _refuse(self.folder, overwrite=self._overwrite)
             self.kept = _complete_files(self.folder)
             self._write_manifest(self.manifest)
             self._remove_all_but(self.kept)
-            self._held = held.pop_all()
+            self._lock = lock.pop_all()  # nothing failed: it stays locked until the context closes
         return self
 
     def __exit__(
@@ -151,7 +159,7 @@ class CaptureWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._held, uninterrupted():
+        with self._lock, uninterrupted():
             if kind is None:
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
                 self.kept = {capture.file for capture in self.manifest.layers}
@@ -159,8 +167,8 @@ class CaptureWriter:
                 self._remove_all_but(self.kept)
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
-        """Store one call of a layer, then name it in the manifest.  ValueError if it is in the
-        manifest already.
+        """Store one call of a layer, then add it to the manifest.  Raises ValueError if the
+        manifest has it already.
         """
         served = dict(zip(_SERVED, captured.served or (), strict=False))
         tensors = captured.inputs.tensors | served
@@ -201,7 +209,7 @@ class CaptureWriter:
         return capture
 
     def _remove_all_but(self, kept: set[str]) -> None:
-        """Remove the files of other captures, and what a killed process left."""
+        """Remove files of captures, also those that a killed process left, except for `kept`."""
         for pattern in (
             "layer_*_seqlen_*.safetensors",
             ".layer_*_seqlen_*.tmp",
@@ -212,8 +220,8 @@ class CaptureWriter:
                     file.unlink(missing_ok=True)
 
     def _write_manifest(self, manifest: CaptureManifest) -> None:
-        """Into the folder unless an earlier complete capture is there and this one is not
-        complete.
+        """Set `manifest`, and write it to the folder, unless it is incomplete and the folder has an
+        earlier complete capture.
         """
         text = manifest.model_dump_json(indent=1) + "\n"
         if manifest.complete or not self.kept:
@@ -227,14 +235,16 @@ class CaptureWriter:
 def load(folder: Path) -> tuple[CaptureManifest, Callable[..., CapturedLayer]]:
     """The manifest of a folder of captures, and `read_layer` for this folder.
 
-    Raises BadInputError, naming the file, for a manifest that is missing, unreadable or of another
-    schema version.
+    Raises BadInputError, which names the file, for a manifest that is missing, unreadable or of
+    another schema version.
     """
     return read_manifest(folder), partial(read_layer, folder)
 
 
 def check(folder: Path, manifest: CaptureManifest, chosen: Sequence[LayerCapture]) -> None:
-    """Raise what a run of these captures would raise; an interrupted capture fails it."""
+    """Raise the error of a run of these captures in advance.  A run fails if a capture is damaged
+    or was interrupted.
+    """
     for capture in chosen:
         read_layer(folder, capture)
     if not manifest.complete:
@@ -244,8 +254,8 @@ def check(folder: Path, manifest: CaptureManifest, chosen: Sequence[LayerCapture
 def read_layer(
     folder: Path, capture: LayerCapture, device: torch.device | str = "cpu"
 ) -> CapturedLayer:
-    """One layer of the manifest in `folder`, on `device`.  Checks every byte; raises
-    BadInputError.
+    """Load an entry of the manifest in `folder` to `device`.  Raises BadInputError if any byte is
+    not what was written.
     """
     device = torch.device(device)
     tensors = _checked_tensors(folder, capture)
@@ -260,7 +270,7 @@ def read_layer(
         inputs = operators.get(capture.layer.operator).inputs(**tensors, **capture.scalars)
         if inputs.length != capture.seqlen:
             raise ValueError(f"it does not have {capture.seqlen:,} tokens")
-        # kernels do not check the values, and would read out of bounds
+        # checks cu_seqlens, which kernels do not: they would read out of bounds
         spans_of(inputs)
     except (TypeError, ValueError) as error:
         raise BadInputError(
@@ -278,7 +288,9 @@ def read_layer(
 
 
 def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Tensor]:
-    """What the file of a call holds, inputs and served outputs by name, all as it was written."""
+    """The tensors in the file of a call, inputs and served outputs by name.  Raises BadInputError
+    if they are not those that were written.
+    """
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
         raise BadInputError(
             f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.",
@@ -290,9 +302,11 @@ def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Ten
         raise BadInputError(f"{path} is missing.", AGAIN)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            if other := records.keys() ^ set(file.keys()):
+            differing = records.keys() ^ set(file.keys())
+            if differing:
                 raise BadInputError(
-                    f"{path} and the manifest differ in tensor {', '.join(sorted(other))}.", AGAIN
+                    f"{path} and the manifest differ in tensor {', '.join(sorted(differing))}.",
+                    AGAIN,
                 )
             tensors = {name: file.get_tensor(name) for name in records}
     except OSError as error:
@@ -313,12 +327,10 @@ def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Ten
 
 
 def _file_words(call: CallRef | None, seqlen: int) -> str:
-    """ "seqlen_512", "seqlen_512_chunk_003": identifies the prompt and the call."""
-    return (
-        f"seqlen_{seqlen}"
-        if call is None
-        else f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"
-    )
+    """The prompt and the call in the name of a file: "seqlen_512", "seqlen_512_chunk_003"."""
+    if call is None:
+        return f"seqlen_{seqlen}"
+    return f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"
 
 
 def _sha256(tensor: torch.Tensor) -> str:
@@ -326,7 +338,7 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    """`files.put`, with errors for captures."""
+    """`files.put`.  Its errors become MissingCapabilityError with a hint for captures."""
     try:
         put(path, write)
     except (OSError, SafetensorError) as error:

@@ -1,9 +1,9 @@
-"""Captures as a folder of flashinfer-bench, and its workloads computed by our kernels.
+"""Writes captures as a folder of flashinfer-bench, with the bundled kernels as solutions.
 
 definitions/OP/NAME.json     what is computed, with a reference in fp64
 workloads/OP/NAME.jsonl      a line for each call
-blob/workloads/OP/NAME/      its tensors
-solutions/OP/NAME/           our kernels
+blob/workloads/OP/NAME/      the tensors of the calls
+solutions/OP/NAME/           the bundled kernels
 
 `recording.py` reads such folders.
 """
@@ -29,7 +29,8 @@ from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.definition import UNWRITTEN, Definition, Document, Values
 from ssdprof.operators.operator import Operator, Output
 
-_VARIABLE = ("total_seq_len", "num_seqs", "len_cu_seqlens", "batch_size")  # axes
+# axes whose sizes are part of a workload; the sizes of the others are part of its definition
+_VARIABLE = ("total_seq_len", "num_seqs", "len_cu_seqlens", "batch_size")
 _REFERENCE = """from itertools import pairwise
 
 import torch
@@ -52,17 +53,21 @@ def run({names}):
 
 
 def solve(kind: str, implementation: str, *values: Any) -> Output:
-    """The outputs of a definition of this kind, from its inputs in order."""
+    """The outputs of a call, computed by a bundled implementation.  Solutions call this function.
+
+    kind: name of a `Definition`.  values: the inputs of the definition in order.
+    """
     operator, definition = next(pair for pair in operators.definitions() if pair[1].name == kind)
     inputs: Values = dict(zip(definition.inputs, values, strict=True))
     run = kernels.get(operator.name, implementation).run
-    return definition.finish(inputs, *run(definition.read(**inputs), kernels.Precision()))
+    out, final_states = run(definition.read(**inputs), kernels.Precision())
+    return definition.finish(inputs, out, final_states)
 
 
 def write_folder(captures: Path, folder: Path) -> list[str]:
     """Write the calls of a capture.  Returns sentences on what was rounded and left out.
 
-    Raises BadInputError if there is nothing to write, and OSError.
+    Raises BadInputError if no call can be written, and OSError.
     """
     manifest, read = store.load(captures)
     documents: dict[Path, Document] = {}
@@ -93,9 +98,9 @@ def write_folder(captures: Path, folder: Path) -> list[str]:
             "inputs": _write_values(folder, path / f"{identity}.safetensors", values),
         }
         lines[path].append(json.dumps({"definition": path.name, "workload": workload}))
-        again = definition.read(**values)
+        read_back = definition.read(**values)
         for gate in operator.binding.per_position:
-            change = _change(inputs.tensors[gate], again.tensors[gate])
+            change = _largest_change(inputs.tensors[gate], read_back.tensors[gate])
             rounded[gate] = max(change, rounded[gate])
     sentences = []
     if left_out:
@@ -103,31 +108,31 @@ def write_folder(captures: Path, folder: Path) -> list[str]:
         sentences.append(f"Left out: {skipped}.")
     if not lines:
         raise BadInputError(" ".join([f"{captures} has no call to write.", *sentences]))
-    for path, of_definition in lines.items():
-        _put_text(folder / "workloads" / f"{path}.jsonl", "\n".join(of_definition))
+    for path, path_lines in lines.items():
+        _put_text(folder / "workloads" / f"{path}.jsonl", "\n".join(path_lines))
     changes = words(f"{gate} by up to {100 * change:.2g} %" for gate, change in rounded.items())
     return [f"Raw gates have the dtype of the values, which changes {changes}.", *sentences]
 
 
 def _defined(operator: Operator, inputs: Inputs) -> tuple[Definition, Values]:
-    """The definition whose call this is, and the inputs in its terms.  ValueError if there is
-    none.
+    """The operator's first definition that describes the call, and the definition's inputs, in
+    order.  Raises ValueError with the reason of the last definition if none does.
     """
-    why = UNWRITTEN
+    reason = UNWRITTEN
     for definition in operator.load_definitions():
         try:
             values = definition.write(inputs)
         except ValueError as error:
-            why = str(error)
+            reason = str(error)
         else:
             return definition, {name: values[name] for name in definition.inputs}
-    raise ValueError(why)
+    raise ValueError(reason)
 
 
 def _document(
     path: Path, definition: Definition, values: Values, sizes: Mapping[str, int]
 ) -> Document:
-    """The definition of a call."""
+    """The JSON document of the definition of a call, at `path` in the folder of definitions."""
     inputs = {
         name: {"shape": axes or None, "dtype": str(values[name].dtype).removeprefix("torch.")}
         for name, axes in definition.inputs.items()
@@ -152,7 +157,7 @@ def _document(
 
 
 def _write_definition(folder: Path, path: Path, definition: Definition, document: Document) -> None:
-    """The definition, and our kernels as its solutions."""
+    """Write the definition, and the bundled implementations as its solutions."""
     _put_text(folder / "definitions" / f"{path}.json", json.dumps(document, indent=1))
     for implementation in ("fused", "unfused"):
         name = f"ssdprof_{implementation}_{path.name}"
@@ -176,28 +181,33 @@ def _write_definition(folder: Path, path: Path, definition: Definition, document
 
 
 def _write_values(folder: Path, file: Path, values: Values) -> Document:
-    """Write the tensors of a call.  Returns where each input is, or its value."""
+    """Write the tensors of a call to `file` among the blobs.  Returns the workload's inputs: where
+    each tensor is, and the values of scalars.
+    """
     path = Path("blob", "workloads", file)
     tensors = {name: value.contiguous() for name, value in values.items() if value.ndim}
     _put(folder / path, partial(save_file, tensors))
-    return {
-        name: {"type": "safetensors", "path": str(path), "tensor_key": name}
-        if name in tensors
-        else {"type": "scalar", "value": value.item()}
-        for name, value in values.items()
-    }
+    inputs: Document = {}
+    for name, value in values.items():
+        if name in tensors:
+            inputs[name] = {"type": "safetensors", "path": str(path), "tensor_key": name}
+        else:
+            inputs[name] = {"type": "scalar", "value": value.item()}
+    return inputs
 
 
-def _change(before: Tensor, after: Tensor) -> float:
-    """The largest relative one."""
+def _largest_change(before: Tensor, after: Tensor) -> float:
+    """The largest relative change of an element; elements that are 0 do not count."""
     ratio = after.double().flatten() / before.double().flatten()
     return float((ratio - 1).abs().nan_to_num(0, 0).max())
 
 
 def _put_text(file: Path, text: str) -> None:
+    """Write a text file atomically."""
     _put(file, lambda temporary: temporary.write_text(f"{text}\n", encoding="utf-8"))
 
 
 def _put(file: Path, write: Callable[[Path], object]) -> None:
+    """`files.put`, which writes atomically, in a folder that may not exist yet."""
     file.parent.mkdir(parents=True, exist_ok=True)
     put(file, write)

@@ -1,3 +1,5 @@
-"""The commands.  `options` declares them; a module of this folder is imported when one of its
+"""The commands.
+
+`jobs.options` declares their options.  `cli` imports a module of this folder when one of its
 commands runs.
 """

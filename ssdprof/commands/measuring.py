@@ -1,5 +1,7 @@
-"""`ssdprof run`, `capture`, `answers`, `prefill`, `bench`, `tune` and `stalls`: they run
-a model or kernels.  Their options were checked before.
+"""The commands that run a model or kernels: `ssdprof run`, `capture`, `answers`, `prefill`,
+`bench`, `tune` and `stalls`.
+
+`cli` has checked their options, and passes what they refer to, such as the model, as arguments.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,11 +61,16 @@ class StoredCapture(Record):
     manifest: CaptureManifest
 
 
-def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> None:
-    """Run, or plan with --dry-run, then time prefills and profile stalls as the options say."""
+def run(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> None:
+    """Run a model or stored captures, then time prefills and profile stalls as the options say.
+
+    With `--dry-run`, only show the plan.
+
+    ranks: this process as one of several; None if it is the only one.
+    """
 
     def check() -> None:
-        run_job.check(options, found, ranks)
+        run_job.check(options, target, ranks)
         if options.prefill:
             require_gpu(*prefill_job.NEEDS_GPU)
         if options.stalls:
@@ -71,11 +78,11 @@ def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> Non
 
     if options.dry_run:
         if output.reports(ranks):
-            _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
+            _plan(target, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
-        folder, report = run_job.run(options, found, ranks, watcher)
+        folder, report = run_job.run(options, target, ranks, watcher)
     if not output.reports(ranks):
         return
     shown = render(compose(report)) if options.full else brief.render(report)
@@ -94,7 +101,11 @@ def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> Non
 
 @contextmanager
 def _reported(what: str, codes: list[ExitCode]) -> Iterator[None]:
-    """An error of what follows a run is printed, and adds its exit code: the run's report stays."""
+    """While the context is open, print an error and append its exit code to `codes`, so that a job
+    after a run does not end the command before the run's report is judged.
+
+    what: the results that are missing after an error, in words.
+    """
     try:
         yield
     except SsdprofError as error:
@@ -103,35 +114,43 @@ def _reported(what: str, codes: list[ExitCode]) -> Iterator[None]:
 
 
 def _plan(
-    found: Target | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool
+    target: Target | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool
 ) -> None:
-    """Show the plan of a dry run, and raise what would keep the model from running."""
-    planned = plan(found, tensor_parallel=tensor_parallel)
+    """Show the plan of a dry run, then raise the error that would keep the model from running.
+
+    check: raises what the job would raise before it loads the model.
+    """
+    planned = plan(target, tensor_parallel=tensor_parallel)
     output.show_plan(planned, as_json=as_json)
     check()
-    check_start(planned, found)
+    check_start(planned, target)
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
     """Time and show prefills in the run's folder.  Returns the exit code of `ssdprof prefill`."""
-    wanted = PrefillOptions(
+    prefill_options = PrefillOptions(
         **{field.name: getattr(options, field.name) for field in fields(ModelOptions)},
         smallest_difference=options.smallest_difference,
-        no_tuned=True,  # the run has said which are in use
+        no_tuned=True,  # the run has already loaded the tuned configurations
         out=folder / "prefill",
     )
     with terminal.only_data_on_stdout():
-        folder, report = prefill_job.prefill(wanted, TerminalWatcher())
+        prefill_folder, report = prefill_job.prefill(prefill_options, TerminalWatcher())
     if not options.json:
         terminal.out().print("", render(compose(report)), sep="\n")
-    terminal.say(f"Prefill times are in {folder}.")
+    terminal.say(f"Prefill times are in {prefill_folder}.")
     return ExitCode.OK if Outcome(report).passed else ExitCode.GATE_FAILED
 
 
 def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
-    """Profile, show and store stalls.  Returns the exit code of `ssdprof stalls`."""
-    wanted = StallsOptions(where=str(folder), no_tuned=options.no_tuned, command=options.command)
-    _, profiled = stalls_job.profile(wanted, TerminalWatcher())
+    """Profile, show and store the stalls of a run.  Returns the exit code of `ssdprof stalls`.
+
+    report: of the run, whose verdict is shown again at the end.
+    """
+    stalls_options = StallsOptions(
+        where=str(folder), no_tuned=options.no_tuned, command=options.command
+    )
+    _, profiled = stalls_job.profile(stalls_options, TerminalWatcher())
     if not options.json:
         lines = map(verdict, verdict_lines(report))
         terminal.out().print(render(stall_report.compose(profiled)), *lines, sep="\n")
@@ -140,8 +159,9 @@ def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
 
 
 def capture(options: CaptureOptions, target: Target | None) -> None:
-    """Store the inputs of a model's layers, and print the folder.  target: None for a recording of
-    a server.
+    """Store the inputs of a model's layers, and print the folder.
+
+    target: None to convert a recording of a server.
     """
     if target is not None and options.dry_run:
         check = partial(run_job.check_capture, options.out, overwrite=options.force)
@@ -183,7 +203,7 @@ def bench(
 ) -> None:
     """Time kernels on generated inputs.
 
-    names: implementations.  too_large: sizes that do not fit this GPU.
+    names: of the implementations.  too_large: the sizes that do not fit on this GPU.
     """
     watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
@@ -193,19 +213,17 @@ def bench(
 
 
 def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
-    """Search, and keep each tuned configuration as soon as it is found; or delete those that are
-    kept.
-    """
+    """Search for configurations on the sizes `cells`; with `--clear`, delete the stored ones."""
     if options.clear:
-        gone = [f"Removed {file}." for file in tuned.clear()]
-        terminal.say("\n".join(gone) or f"There is nothing in {tuned.folder()}.")
+        removed = [f"Removed {file}." for file in tuned.clear()]
+        terminal.say("\n".join(removed) or f"There is nothing in {tuned.folder()}.")
         return
     device = tune_job.gpu_to_tune()
     watcher = TerminalWatcher()
     improved: list[bool] = []
 
     def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
-        """After each search, so that an interruption loses nothing."""
+        """Store the result of one search at once, so that an interruption loses nothing."""
         tuned.keep(report.environment, calls, config)
         improved.append(config is not None)
 
@@ -220,7 +238,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
 
 
 def stalls(options: StallsOptions) -> None:
-    """Profile, or read reports of ncu, then print and write what was found."""
+    """Profile, or read reports of ncu, then print and write the stall report."""
     folder = None
     if options.files:
         report = analyse([read(path) for path in options.files])

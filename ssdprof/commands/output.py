@@ -1,4 +1,4 @@
-"""What a command shows: progress, a report, the plan of a dry run; and how it ends."""
+"""What commands show: progress, a report, or the plan of a dry run.  Their exit codes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,11 +31,11 @@ from ssdprof.report.terminal import render
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
-_ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
+_ETA_FROM = 3600.0  # seconds from which the speed is estimated, since a layer may take minutes
 
 
 class TerminalWatcher(LineWatcher):
-    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines."""
+    """Draws steps as progress bars on stderr.  If stderr is no terminal, it prints lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,10 @@ class TerminalWatcher(LineWatcher):
 
     @contextmanager
     def _bar(self, text: str, total: int | None, *, unit: str) -> Iterator[Advance]:
-        """A bar below those of outer steps, written at progress: a thread would share the
-        interpreter with timed work.
+        """A bar below the bars of outer steps.
+
+        It is drawn whenever the step advances, and not by a thread, which would share the
+        interpreter with the work that is timed.
         """
         is_outermost = self._bars is None
         bars = self._bars or self._new_bars()
@@ -75,16 +77,16 @@ class TerminalWatcher(LineWatcher):
                     self._bars = None
 
     def _new_bars(self) -> Progress:
-        """Bars of progress.  In a narrow window their words wrap, and counters stay whole."""
-        whole = Column(no_wrap=True)
+        """A display of bars.  In a narrow window their words wrap, and their numbers do not."""
+        no_wrap = Column(no_wrap=True)
         return Progress(
             TextColumn("{task.description}", markup=False, table_column=Column()),
             BarColumn(bar_width=12),
-            MofNCompleteColumn(table_column=whole),
+            MofNCompleteColumn(table_column=no_wrap),
             TextColumn("{task.fields[unit]}"),
-            TimeElapsedColumn(table_column=whole),
+            TimeElapsedColumn(table_column=no_wrap),
             TextColumn("ETA"),
-            TimeRemainingColumn(table_column=whole),
+            TimeRemainingColumn(table_column=no_wrap),
             console=self._console,
             transient=True,
             auto_refresh=False,
@@ -93,16 +95,19 @@ class TerminalWatcher(LineWatcher):
 
 
 def reports(ranks: Ranks | None) -> bool:
-    """Whether this process reports: the first rank does for all."""
+    """Whether this process prints the report, which the first rank does for all ranks."""
     return ranks is None or ranks.first
 
 
 def watcher_of(ranks: Ranks | None) -> Watcher:
+    """A watcher that shows progress; on all ranks but the first one, it shows nothing."""
     return TerminalWatcher() if reports(ranks) else Watcher()
 
 
 def finish(folder: Path, report: Report, *, as_json: bool) -> None:
-    """Print what a command has stored in a folder, and end with exit code 1 unless it passed."""
+    """Print the report that a command has stored in a folder, and end with exit code 1 unless it
+    passed.
+    """
     is_brief = report.kind == "run" or report.of_states
     shown = brief.render(report) if is_brief else render(compose(report))
     show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
@@ -110,7 +115,7 @@ def finish(folder: Path, report: Report, *, as_json: bool) -> None:
 
 
 def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
-    """Print a report.  note: a sentence on stderr, without --json."""
+    """Print a report: as JSON, or else `shown` after a note on stderr."""
     if as_json:
         print(dump(report))
     else:
@@ -123,7 +128,8 @@ def end(report: Report) -> None:
     """End with exit code 1 unless all requested cases were compared and passed, and all conditions
     hold.
 
-    The reasons are named on stderr; of the failed cases of a run its report tells.
+    The reasons are printed on stderr.  For a run these are only the broken conditions, because the
+    report on the screen names the failed cases.
     """
     outcome = Outcome(report)
     if outcome.passed:
@@ -134,7 +140,7 @@ def end(report: Report) -> None:
 
 
 def fail(lines: Iterable[str]) -> NoReturn:
-    """Print one line for each reason on stderr, and end with exit code 1."""
+    """Print the lines on stderr, and end with exit code 1."""
     for line in lines:
         terminal.say(line)
     raise typer.Exit(ExitCode.GATE_FAILED)
@@ -164,6 +170,6 @@ def show_plan(plan: DryRun, *, as_json: bool) -> None:
     lines += [f"  {note}" for note in plan.notes]
     lines += [f"  {name:<10}{value}" for name, value in rows.items() if value]
     for file in plan.files:
-        here = "  (here)" if file.cached else ""
-        lines.append(f"  {size_words(file.size_bytes):>12}  {file.name}{here}")
+        remark = "  (here)" if file.cached else ""
+        lines.append(f"  {size_words(file.size_bytes):>12}  {file.name}{remark}")
     terminal.out().print(Text("\n".join(lines)))

@@ -1,5 +1,8 @@
-"""`ssdprof runs`, `accuracy`, `export`, `compare`, `models`, `doctor` and `schemas`: they show what
-is stored or known, without torch.  `record`: what a program has stored.
+"""The commands that show what is stored or known, without torch: `ssdprof runs`, `accuracy`,
+`export`, `case`, `compare`, `models`, `doctor` and `schemas`.
+
+Here is also the end of `ssdprof record`, which reads the calls that a program has stored, and of a
+command whose child process has died.
 """
 
 from __future__ import annotations
@@ -55,19 +58,21 @@ else:
     run_job = lazy("ssdprof.jobs.run")
 
 _REPORTS = ("run", "bench", "prefill", "answers")
-_OF_ACCURACY = ("match", "rms")  # metrics of gates
-_OF_COMPARISONS = ("markdown", "html", "json")  # formats
+_ACCURACY_METRICS = ("match", "rms")  # metrics of gates that `ssdprof accuracy` judges
+_COMPARISON_FORMATS = ("markdown", "html", "json")
 SUMMARY = "GITHUB_STEP_SUMMARY"
 OUTPUT = "GITHUB_OUTPUT"
-_OF_SIGNAL = 128  # what shells add to the number of a signal
+_SIGNAL_EXIT_CODE = 128  # shells add the number of a signal that ended a program
 
 
 # --- runs
 
 
 def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
-    """List the runs in a folder.  history: tables of runs that compared the same, instead of one of
-    all.
+    """List the runs in a folder.
+
+    history: whether to show a table for each set of runs that compared the same cases, in place of
+        one table of all runs.
     """
     if folder is not None and not folder.is_dir():
         raise BadInputError(
@@ -76,10 +81,10 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         )
     stored = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
-    tables = list(brief.history(stored) if history else filter(None, [brief.runs(listed)]))
+    tables = list(brief.history(stored)) if history else [brief.runs(listed)]
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
-    elif tables:
+    elif any(tables):
         for table in tables:
             terminal.out().print(SplitTable(table))
     else:
@@ -88,27 +93,31 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         )
 
 
-# --- after a process that did not come to its end
+# --- after the child process that runs users' kernels
 
 
 def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
-    """End as a child process did that ran users' kernels; if it could not say how, report what it
-    left.
+    """End the command as the child process ended that ran the user's own kernels.
+
+    If the process died, close and print the report that it was writing.
+
+    names: of the kernels.  ended: what the child process said, and how it ended.
     """
-    if (code := ended.last("exit")) is not None:
+    code = ended.last("exit")
+    if code is not None:
         raise typer.Exit(int(code))
-    why = f"The process that ran {' and '.join(names)} {ended.ending}"
+    reason = f"The process that ran {' and '.join(names)} {ended.ending}"
     rank, _, folder = (ended.last("report") or "").partition(" ")
-    report = (
-        reports.close(Path(folder), int(rank), ended.last("case") or "", why) if folder else None
-    )
+    report = None
+    if folder:
+        report = reports.close(Path(folder), int(rank), ended.last("case") or "", reason)
     if ended.stop_signals:
-        raise KeyboardInterrupt(f"{why}.")
+        raise KeyboardInterrupt(f"{reason}.")
     if report is None:
         raise BadInputError(
-            f"{why}.", "Nothing had been compared yet.  Leave it out, or correct it."
+            f"{reason}.", "Nothing had been compared yet.  Leave it out, or correct it."
         )
-    terminal.say(f"{why}.")
+    terminal.say(f"{reason}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
     output.finish(Path(folder), report, as_json=as_json)
@@ -118,20 +127,28 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
 
 
 def accuracy(options: options.AccuracyOptions) -> None:
-    """Judge a stored run again, by the gates of the options, then the run's, then the settings'."""
-    gates = tuple(map(parse_gate, options.gate or ()))
-    limits = [gate for gate in settings.gates(options.config, ()) if gate.metric in _OF_ACCURACY]
+    """Show the accuracy of a stored run, and judge the run again.
+
+    A gate of the options replaces a gate of the run on the same value, which replaces a gate of the
+    settings.
+    """
+    of_options = tuple(map(parse_gate, options.gate or ()))
+    of_settings = [
+        gate for gate in settings.gates(options.config, ()) if gate.metric in _ACCURACY_METRICS
+    ]
     folder, report = reports.load(options.run, "run")
     if options.impl is not None:
         names = parse_implementations("--impl", options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)
-        for name in (name for name in names if name not in known):
-            raise BadInputError(
-                f"Run {report.id} has no implementation {name!r}.", nearest(name, known)
-            )
+        for name in names:
+            if name not in known:
+                raise BadInputError(
+                    f"Run {report.id} has no implementation {name!r}.", nearest(name, known)
+                )
         report = report.restricted(implementations=names)
-    kept = (*gates, *settings.besides(report.conditions, gates))
-    report = report.changed(conditions=(*kept, *settings.besides(limits, kept)))
+    gates = (*of_options, *settings.besides(report.conditions, of_options))
+    gates = (*gates, *settings.besides(of_settings, gates))
+    report = report.changed(conditions=gates)
     wanted = precisions_for("fp32", options.intermediates, parse_states(options.states))
     table = brief.accuracy_table(report, wanted, every_state=options.states != "all")
     shown = report.restricted(precisions=wanted)
@@ -144,15 +161,19 @@ def accuracy(options: options.AccuracyOptions) -> None:
 
 def export(options: options.ExportOptions) -> None:
     """Write a report in a format, by default that of the file's suffix."""
-    chosen = options.format or (
-        "json" if options.json else documents.format_of(options.output or Path())
-    )
-    if options.json and chosen != "json":
-        raise both("--json", f"--format {chosen}")
-    if chosen == "flashinfer-bench":
+    format_name: str
+    if options.format is not None:
+        format_name = options.format
+    elif options.json:
+        format_name = "json"
+    else:
+        format_name = documents.format_of(options.output or Path())
+    if options.json and format_name != "json":
+        raise both("--json", f"--format {format_name}")
+    if format_name == "flashinfer-bench":
         _to_workloads(options)
         return
-    if chosen == "github":
+    if format_name == "github":
         if options.output is not None:
             raise BadInputError(
                 f"--format github writes to the files that {SUMMARY} and {OUTPUT} name.",
@@ -165,21 +186,17 @@ def export(options: options.ExportOptions) -> None:
                 "Elsewhere take --format markdown, or name files with these variables.",
             )
     folder, report = reports.load(options.run, *_REPORTS)
-    if chosen == "github":
+    if format_name == "github":
         _to_github(report)
     else:
         target = _target(options.output, force=options.force)
-        _write(
-            documents.exported(chosen, folder, report, target),
-            target,
-            force=options.force,
-            source=f" from {folder}",
-        )
+        text = documents.exported(format_name, folder, report, target)
+        _write(text, target, force=options.force, source=f" from {folder}")
     output.end(report)
 
 
 def _to_workloads(options: options.ExportOptions) -> None:
-    """Write captures as a folder of flashinfer-bench."""
+    """Write captures as workloads for flashinfer-bench, into a folder."""
     if options.output is None:
         raise BadInputError(f"--format {options.format} writes a folder.", "Name it: -o DIR.")
     if options.output.is_dir() and any(options.output.iterdir()) and not options.force:
@@ -192,7 +209,7 @@ def _to_workloads(options: options.ExportOptions) -> None:
         raise BadInputError(
             f"{where} holds no captures.", "Name a capture's folder, or run with --save-captures."
         )
-    from ssdprof.capture.workloads import write_folder  # imports torch
+    from ssdprof.capture.workloads import write_folder  # late, because it imports torch
 
     try:
         for sentence in write_folder(captures, options.output):
@@ -215,7 +232,10 @@ def _to_github(report: Report) -> None:
 
 
 def _target(file: Path | None, *, force: bool) -> Path | None:
-    """The file of -o, checked for writing; None for stdout or "-".  Raises BadInputError."""
+    """The file of `-o`; None for stdout, which "-" stands for, too.
+
+    Raises BadInputError if it cannot be written.
+    """
     if file is None or str(file) == "-":
         return None
     files.check_target(file, replace=force)
@@ -223,6 +243,7 @@ def _target(file: Path | None, *, force: bool) -> Path | None:
 
 
 def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> None:
+    """Write a text into a file, or to stdout if there is none.  source: ends the message."""
     if target is None:
         print(text)
     else:
@@ -232,6 +253,7 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 
 # --- case
 
+# Python code that loads the tensors of a failed call and computes the call again.
 _SCRIPT = """{title}
 
 import pathlib, torch, ssdprof
@@ -247,31 +269,37 @@ for title, output in ("kept", call.actual), ("now", call.run()):
 
 
 def case(options: options.CaseOptions) -> None:
-    """Print a case of a report: how to run it again, or as JSON; or save the call that failed."""
-    folder, report = reports.load(options.run, *(() if options.run else _REPORTS))
-    known = {case.id: case for case in report.cases}
-    named = known | {case.name: case for case in report.cases}
-    case = named.get(options.case)
+    """Print the command that runs a case of a report again, or the case as JSON, or save the call
+    that failed.
+    """
+    kinds = () if options.run else _REPORTS
+    folder, report = reports.load(options.run, *kinds)
+    by_id = {case.id: case for case in report.cases}
+    by_name = {case.name: case for case in report.cases}
+    case = by_id.get(options.case) or by_name.get(options.case)
     if case is None:
         raise BadInputError(
-            f"Report {report.id} has no case {options.case!r}.", nearest(options.case, known)
+            f"Report {report.id} has no case {options.case!r}.", nearest(options.case, by_id)
         )
-    words = report.again(case)
+    command = report.again(case)
     if options.save is not None:
         _save_failure(folder / reports.FAILURES, case, options.save)
     elif options.json:
         print(case.model_dump_json(exclude_defaults=True, indent=1))
-    elif not words:
+    elif not command:
         raise BadInputError(f"No command made report {report.id}.", "Call ssdprof.compare again.")
     else:
         result = ": ".join(filter(None, (case.result, case.why)))
-        print(f"{case.id}  {case.name}\n{result}\n{shlex.join(words)}")
+        print(f"{case.id}  {case.name}\n{result}\n{shlex.join(command)}")
 
 
 def _save_failure(folder: Path, case: Case, target: Path) -> None:
-    """Copy the failed calls of a case, and write a script for each."""
-    kept = sorted(folder.glob(f"{case.id}*.safetensors"))
-    if not kept:
+    """Copy the stored tensors of a case's failed calls, and write a script for each call.
+
+    folder: where a run stores such tensors.
+    """
+    stored = sorted(folder.glob(f"{case.id}*.safetensors"))
+    if not stored:
         others = ", ".join(sorted({file.stem.partition("-")[0] for file in folder.glob("*")}))
         raise BadInputError(
             f"The run kept no tensors of {case.name}.",
@@ -279,7 +307,7 @@ def _save_failure(folder: Path, case: Case, target: Path) -> None:
             f"{others or 'none here'}.",
         )
     target.mkdir(parents=True, exist_ok=True)
-    for file in kept:
+    for file in stored:
         script = target / f"{file.stem}.py"
         shutil.copy(file, target)
         title = repr(f"{case.name}: {case.why or file.stem}")
@@ -301,7 +329,11 @@ def compare(options: options.CompareOptions) -> None:
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
     target = _target(options.output, force=options.force)
-    chosen = options.format or (documents.format_of(target, _OF_COMPARISONS) if target else "")
+    format_name: str = options.format or "screen"
+    if options.json:
+        format_name = "json"
+    elif target and not options.format:
+        format_name = documents.format_of(target, _COMPARISON_FORMATS)
     base_folder, base = reports.load(options.base)
     new_folder, new = reports.load(options.new)
     if new.environment.gpu is None:
@@ -315,11 +347,11 @@ def compare(options: options.CompareOptions) -> None:
     after = documents.stalls_of_run(new_folder)
     changes = tuple(stalls.changes(before, after))
     document = comparison.compose(compared, changes, every=bool(options.format or target))
-    if options.json or chosen == "json":
+    if format_name == "json":
         _write(pairs.DOCUMENT.dump_json(compared, indent=1).decode(), target, force=options.force)
-    elif chosen == "html":
+    elif format_name == "html":
         _write(html.of_document(document), target, force=options.force)
-    elif chosen:
+    elif format_name == "markdown":
         _write(markdown.render(document), target, force=options.force)
     else:
         terminal.out().print(render(document))
@@ -342,21 +374,24 @@ def models(*, as_json: bool) -> None:
         return
     for family in FAMILIES:
         outline = operators.get(family.operator)
-        rows = [_checkpoint(known, outline.words) for known in family.checkpoints]
+        rows = [_checkpoint(checkpoint, outline.words) for checkpoint in family.checkpoints]
         title = f"{family.title}: {outline.title}, model type {family.model_type}"
         note = f"{' or '.join(family.typed)} takes {family.flagship}." if family.typed else ""
         shown = table(title, rows, ("checkpoint", "operator's sizes"), note=note)
         terminal.out().print(SplitTable(shown), "")
 
 
-def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:
-    layers = f"{known.operator_layers} of {known.layers}" if known.operator_layers else "not known"
+def _checkpoint(checkpoint: KnownCheckpoint, template: str) -> TableRow:
+    """The row of a checkpoint.  template: the operator's sizes in words."""
+    layers = "not known"
+    if checkpoint.operator_layers:
+        layers = f"{checkpoint.operator_layers} of {checkpoint.layers}"
     return {
-        "checkpoint": known.repo,
-        "parameters": f"{known.parameters / 1e9:g} B",
+        "checkpoint": checkpoint.repo,
+        "parameters": f"{checkpoint.parameters / 1e9:g} B",
         "layers": layers,
-        "trained on": count(known.trained_context),
-        "operator's sizes": words.format(**known.dims) if known.dims else "not known",
+        "trained on": count(checkpoint.trained_context),
+        "operator's sizes": template.format(**checkpoint.dims) if checkpoint.dims else "not known",
     }
 
 
@@ -364,7 +399,7 @@ def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:
 
 
 def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
-    """A line for each requirement; absent libraries say which implementations need them."""
+    """Print a row for each requirement, with its hint."""
     if as_json:
         terminal.print_json([check.model_dump() for check in checks])
         return
@@ -383,9 +418,9 @@ def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
 
 # --- schemas
 
-# Name -> the commands that print such a document, and its type, [] after it for a list of them.
-# A version in a name is also a field of the document.
 _DRY = "run --dry-run, capture --dry-run, answers --dry-run"
+# Name of a document -> the commands that print it, and its type, with [] after it for a list.  The
+# version in a name is also a field of the document.
 SCHEMAS = {
     "report-v4": (
         "run, accuracy, answers, prefill, bench, tune, export",
@@ -404,13 +439,15 @@ SCHEMAS = {
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of a document, whose name may lack its version.  BadInputError for an unknown
-    name.
+    """The JSON schema of a document.
+
+    name: a key of `SCHEMAS`, with or without its version.  Raises BadInputError for any other.
     """
-    name = {known.partition("-v")[0]: known for known in SCHEMAS}.get(name, name)
+    versioned = {known.partition("-v")[0]: known for known in SCHEMAS}
+    name = versioned.get(name, name)
     if name not in SCHEMAS:
         raise BadInputError(f"There is no schema {name!r}.", nearest(name, SCHEMAS))
-    path = SCHEMAS[name][1]
+    _, path = SCHEMAS[name]
     kind: Any = resolve_name(path.removesuffix("[]"))
     adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if path.endswith("[]") else kind)
     title = f"ssdprof {name.partition('-v')[0].replace('-', ' ')}"
@@ -422,6 +459,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def schemas(name: str | None) -> None:
+    """Print a schema, or without a name the list of all schemas."""
     if name is not None:
         print(json.dumps(schema(name), indent=1, sort_keys=True))
         return
@@ -433,7 +471,10 @@ def schemas(name: str | None) -> None:
 
 
 def record(options: RecordOptions, code: int) -> None:
-    """Make a capture of the calls that the program's processes stored.  code: how it ended."""
+    """Make a capture of the calls that a program stored, and end as the program ended.
+
+    code: its exit code; if negative, the number of the signal that ended it.
+    """
     try:
         _capture_calls(options)
     except SsdprofError as error:
@@ -444,15 +485,16 @@ def record(options: RecordOptions, code: int) -> None:
 
 
 def _capture_calls(options: RecordOptions) -> None:
-    """Make a capture of the stored calls, and delete them; or say why there are none."""
+    """Make a capture of the stored calls and delete them, or print why there are none."""
     calls = options.out / CALLS
     stored = len(list(calls.glob("*_*.safetensors")))
     if stored:
-        os.umask(0o077)  # the folder may have been there, for others to read
-        asked = CaptureOptions(
+        os.umask(0o077)  # other users may be allowed to read the folder, but not the captures
+        capture_options = CaptureOptions(
             model=str(calls), recorded="safetensors", out=options.out, force=options.force
         )
-        run_job.capture_recording(asked, output.TerminalWatcher(), name=options.out.resolve().name)
+        name = options.out.resolve().name
+        run_job.capture_recording(capture_options, output.TerminalWatcher(), name=name)
         terminal.say(f"{plural(stored, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
     elif (calls / SEEN).exists():
         terminal.say("No call was stored: none of those that were recorded went wrong.")
@@ -465,10 +507,10 @@ def _capture_calls(options: RecordOptions) -> None:
 
 
 def _end_by_signal(number: int) -> None:
-    """End this process as the signal ended the program, without a core of its own."""
+    """End this process by the signal that ended the program, without writing a core file."""
     sys.stdout.flush()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # nothing can be set for SIGKILL
+    with suppress(OSError):  # SIGKILL has no handler to reset
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    raise typer.Exit(_OF_SIGNAL + number)  # of a signal that ends nothing
+    raise typer.Exit(_SIGNAL_EXIT_CODE + number)  # if the signal does not end a process

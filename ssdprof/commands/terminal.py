@@ -1,4 +1,4 @@
-"""Terminal output: data on stdout, everything else on stderr."""
+"""The terminal: data go to stdout, everything else goes to stderr."""
 
 import codecs
 import ctypes
@@ -17,8 +17,9 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, harmless, mask
 
 
 class Unread(io.FileIO):
-    """A stream of progress and warnings, which are no data: what cannot be written, because its
-    reader has gone or its disk is full, is dropped.
+    """A file of progress and warnings, which drops what cannot be written.
+
+    Nothing is lost with them if the reader has gone or the disk is full.
     """
 
     def write(self, data: Any) -> int:
@@ -29,12 +30,15 @@ class Unread(io.FileIO):
 
 
 def unread(number: int, *, close: bool) -> io.TextIOWrapper:
-    """A text stream on a file descriptor, by lines.  close: when it is closed."""
+    """A text stream that writes lines to a file descriptor, and drops what cannot be written.
+
+    close: whether to close the descriptor with the stream.
+    """
     raw = io.BufferedWriter(Unread(number, "w", closefd=close))
     return io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
 
 
-WIDTH_OF_A_PIPE = 120
+WIDTH_OF_A_PIPE = 120  # characters; also of a file
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
 
 
@@ -45,15 +49,17 @@ def reader_is_gone() -> NoReturn:
 
 
 def drop_output() -> None:
-    """Discard the remaining output: the interpreter's last flush would fail and change the exit
-    code.
+    """Discard the remaining output of stdout.
+
+    Otherwise the interpreter's last flush would fail and change the exit code.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def check_working_directory() -> None:
-    """BadInputError if another process has removed it, because libraries would end the process
-    without a message.
+    """Raise BadInputError if another process has removed the working directory.
+
+    Libraries would otherwise end the process without a message.
     """
     try:
         os.getcwd()
@@ -64,15 +70,17 @@ def check_working_directory() -> None:
 
 
 def prepare() -> None:
-    """Make stdout and stderr accept any text, and keep the profiler of torch 2.13 from writing
-    there.
+    """Make stdout and stderr accept any text, and keep the profiler of torch 2.13 from writing to
+    them.
 
-    Characters that a stream cannot encode, under LC_ALL=C say, become \\uXXXX, which JSON reads
-    back.  MissingCapabilityError if stdout is closed, so that a long job does not end without
-    output.
+    A character that a stream cannot encode, as under LC_ALL=C, is written as \\uXXXX, which JSON
+    reads back.
+
+    Raises MissingCapabilityError if stdout is closed, so that a long job does not end without
+    output, and if Python runs without docstrings.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
-    closed = sys.stdout is None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it is imported
+    is_closed = sys.stdout is None
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lasts
     elif sys.stderr is sys.__stderr__:
@@ -86,23 +94,25 @@ def prepare() -> None:
             "Python runs without docstrings, which transformers needs.",
             "Unset PYTHONOPTIMIZE, or leave out -OO.",
         )
-    if closed:
+    if is_closed:
         raise MissingCapabilityError(
             "Standard output is closed.", "Redirect it to a file or to /dev/null."
         )
 
 
 def _json_escape(error: UnicodeError) -> tuple[str, int]:
-    """An error handler for codecs: writes each UTF-16 unit that cannot be encoded as \\uXXXX."""
+    """An error handler for codecs, which writes each UTF-16 unit of the text as \\uXXXX.
+
+    Returns the replacement, and the position at which encoding continues.
+    """
     assert isinstance(error, UnicodeEncodeError)
-    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
-    return "".join(
-        f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)
-    ), error.end
+    encoded = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    units = (encoded[start : start + 2].hex() for start in range(0, len(encoded), 2))
+    return "".join(f"\\u{unit}" for unit in units), error.end
 
 
 def out() -> Console:
-    """stdout, for data.  A pipe or a file has no width of its own."""
+    """A console on stdout, for data.  On a pipe or a file it is `WIDTH_OF_A_PIPE` wide."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH_OF_A_PIPE)
@@ -111,26 +121,28 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """stderr, for progress, warnings and errors.  Text is printed without markup, because a path
-    may look like it.
+    """A console on stderr, for progress, warnings and errors.
+
+    It does not interpret markup, because a path may look like markup.
     """
     return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
-    """A sentence on stderr, harmless wherever its words came from."""
+    """Print a sentence on stderr.  Characters that would control the terminal are escaped."""
     err().print(Text(harmless(text)))
 
 
 @contextmanager
 def only_data_on_stdout() -> Iterator[None]:
-    """While the context is open, output of users' kernels and of libraries, from Python or C, goes
-    to stderr.
+    """While the context is open, all output to stdout goes to stderr.
+
+    This includes output of users' kernels and of libraries, from Python and from C.
     """
     sys.stdout.flush()
     with (
         os.fdopen(os.dup(1), "wb") as stdout,
-        # a kernel may close it
+        # on a descriptor of its own, because a kernel may close stderr
         unread(os.dup(2), close=True) as diverted,
         redirect_stdout(diverted),
     ):
@@ -138,16 +150,16 @@ def only_data_on_stdout() -> Iterator[None]:
         try:
             yield
         finally:
-            # the buffers of the C library, which are separate from Python's
+            # write the buffers of the C library, which are separate from Python's
             ctypes.CDLL(None).fflush(None)
             os.dup2(stdout.fileno(), 1)
 
 
 def print_json(value: object) -> None:
-    """A value of plain types as JSON on stdout."""
+    """Print a value of plain types as JSON on stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def command_line() -> tuple[str, ...]:
-    """The command as typed, for the report; secrets in it are masked."""
+    """The command as typed, with secrets masked, for the report."""
     return ("ssdprof", *(masked(word) for word in sys.argv[1:]))

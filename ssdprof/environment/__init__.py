@@ -1,3 +1,3 @@
-"""The machine of a measurement: its hardware, versions, clocks and memory, what it lacks, and its
-other processes.
+"""The machine of a measurement: its hardware, versions, clocks and memory, missing requirements,
+and child processes.
 """

@@ -1,5 +1,5 @@
-"""Python processes of this installation: children, and those that torchrun started.  Imports no
-torch.
+"""Python processes of this installation: child processes, and the processes that torchrun started.
+Imports no torch.
 """
 
 import atexit
@@ -19,31 +19,34 @@ from typing import NamedTuple
 
 from ssdprof.errors import BadInputError, how_ended
 
-_LINGER_S = 10  # for a process that has done its work; threads of a user's kernel may keep it
-_SILENT_S = 600.0  # a user's kernel that is at work for so long without a sign of life hangs
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-# of environment variables that a process with code of others does not get
+_LINGER_S = (
+    10  # for exit handlers of a finished process, which threads of a user's kernel may block
+)
+_SILENT_S = 600.0  # a user's kernel that runs for so long without a sign of life is stopped
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+# in names of environment variables that are withheld from processes that run others' code
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
 
 
 def python(module: str) -> tuple[str, ...]:
-    """The command that runs a module of the same installation.
-
-    -P: files in the current directory do not hide modules.
+    """The command that runs a module of the same installation.  With -P, files in the current
+    directory do not hide modules.
     """
     return (sys.executable, "-P", "-m", module)
 
 
 def search_path() -> dict[str, str]:
-    """The environment variable that gives the child process the search path of this process."""
+    """The environment variable that gives a child process the module search path of this one."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def run(
     command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]
 ) -> tuple[int | None, str]:
-    """Run a command in its own process group: its exit code, None if it takes too long, and its
-    output, stdout and stderr together.  No process of the group is left.
+    """Run a command in a process group of its own.  Afterwards no process of the group is left.
+
+    Returns the exit code, or None if the command took longer than `timeout_s` seconds, and the
+    text of stdout and stderr together.
     """
     code: int | None = None
     with (
@@ -58,12 +61,12 @@ def run(
         ) as process,
     ):
         try:
-            until = time.monotonic() + timeout_s
-            while code is None and time.monotonic() < until:
+            deadline = time.monotonic() + timeout_s
+            while code is None and time.monotonic() < deadline:
                 alive()
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(min(1.0, timeout_s))
-        finally:  # the command may have started others, and any of them may hang
+        finally:  # the command may have started other processes, and any of them may hang
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
@@ -71,9 +74,10 @@ def run(
 
 
 def started(environment: Mapping[str, str] = os.environ) -> int:
-    """Processes that torchrun started, this one included; 1 without torchrun.
+    """The number of processes that torchrun started, this one included; 1 without torchrun.
 
-    BadInputError for a WORLD_SIZE, RANK, LOCAL_RANK or MASTER_PORT that torchrun does not set.
+    Raises BadInputError for a WORLD_SIZE, RANK, LOCAL_RANK or MASTER_PORT that torchrun would not
+    set.
     """
     count = environment.get("WORLD_SIZE") or "1"
     if not re.fullmatch(r"[1-9][0-9]{0,8}", count):
@@ -94,19 +98,23 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def sample_again(folder: Path, number: int) -> None:
-    """Have a fresh process, of this number, add samples to a report: see `jobs.sample`."""
-    words = (*python("ssdprof.jobs.sample"), str(folder), str(number))
-    subprocess.run(words, env=os.environ | search_path(), stdout=subprocess.DEVNULL)
+    """Run `jobs.sample` in a new process, number `number` of the report in `folder`, to which it
+    adds samples.
+    """
+    command = (*python("ssdprof.jobs.sample"), str(folder), str(number))
+    subprocess.run(command, env=os.environ | search_path(), stdout=subprocess.DEVNULL)
 
 
 # --- a command in a child process, which may end in any way
 
 
 class Ended(NamedTuple):
-    """A child process that has ended, as its parent knows it.
+    """What a parent knows of a child process that has ended.
 
-    lines: what it told.  code: as in `subprocess`.  stop_signals: number of signals that asked this
-    process to stop.  quiet_s: from its last line to its end.
+    lines: the lines that the child sent with `tell`.
+    code: exit code, negative for a signal, as in `subprocess`.
+    stop_signals: number of signals that asked the parent to stop.
+    quiet_s: seconds from the child's last line to its end.
     """
 
     lines: list[str]
@@ -116,43 +124,45 @@ class Ended(NamedTuple):
 
     @property
     def ending(self) -> str:
-        """How it ended without saying so, as the end of a sentence about it: "ended early, with
+        """The predicate of a sentence on a child that ended without `finish`: "ended early, with
         SIGSEGV".
         """
-        if self.code == 1 and self.quiet_s >= _SILENT_S:  # faulthandler's exit code
+        # 1 is the exit code of faulthandler, which `tell` starts
+        if self.code == 1 and self.quiet_s >= _SILENT_S:
             return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
         return f"ended early, with {how_ended(self.code)}"
 
     def last(self, word: str) -> str | None:
-        """The rest of the last line that begins with this word; None if no line does."""
+        """What follows `word` in the last line that begins with it; None if no line does."""
         for line in reversed(self.lines):
-            first, _, rest = line.partition(" ")
+            first, _, text = line.partition(" ")
             if first == word:
-                return rest
+                return text
         return None
 
 
-_parent: int | None = None  # where this process tells its parent, if it was forked by `fork`
-_at_work = False  # whether a user's kernel is
-_alive_s = 0.0  # when it last told that it is alive
+_parent: int | None = None  # file descriptor for `tell`; None: this process is no child of `fork`
+_at_work = False  # whether a user's kernel runs
+_alive_s = 0.0  # time of the last "alive", in seconds of time.monotonic
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, in any way."""
+    """Have the kernel kill this process when the process `parent` ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def tell(line: str) -> None:
-    """Tell the parent a line, the first word of which says what it is.  From "case CASE" to "case"
-    a kernel is at work: if it then says nothing for `_SILENT_S`, Python prints where it hangs, and
-    ends this process.
+    """Send the parent a line, whose first word says what kind it is.
+
+    From "case CASE" to "case" a user's kernel runs.  If no line is sent for `_SILENT_S` meanwhile,
+    Python prints where the kernel hangs, and ends this process.
     """
     global _at_work
     if _parent is None:
         return
-    with suppress(OSError):  # what runs here may have closed it
+    with suppress(OSError):  # a user's kernel may have closed the file
         os.write(_parent, f"{line}\n".encode())
     if line.startswith("case"):
         _at_work = line != "case"
@@ -163,7 +173,7 @@ def tell(line: str) -> None:
 
 
 def alive() -> None:
-    """Tell the parent, at most once a second, that the kernel at work has not hung."""
+    """Tell the parent that the user's kernel has not hung, at most once a second."""
     global _alive_s
     if _parent is not None and time.monotonic() > _alive_s + 1.0:
         _alive_s = time.monotonic()
@@ -171,8 +181,10 @@ def alive() -> None:
 
 
 def finish(code: int) -> None:
-    """End a supervised process with all of its threads, if its output could be written; else the
-    parent reports.
+    """End a child of `fork` with all of its threads.  Elsewhere this has no effect.
+
+    The parent gets "exit CODE" only if stdout and stderr could be written; without it, the parent
+    reports the error.
     """
     if _parent is None:
         return
@@ -190,17 +202,19 @@ def finish(code: int) -> None:
 
 
 def fork() -> Ended | None:
-    """Go on in a child process, which leads a session of its own: None.  In this one, how the child
-    ended.
+    """Go on in a child process, which leads a session of its own.
 
-    Must be called before there are threads, and before a GPU is used.  No process of the child's
-    session is left.
+    Returns None in the child.  In the parent it waits for the child and returns how that ended;
+    then no process of the child's session is left.  Must be called before there are threads, and
+    before a GPU is used.
     """
     global _parent
     stop_signals = 0
 
     def stop(*_: object) -> None:
-        """A handler of signals."""
+        """The parent's signal handler: asks the child to stop; from the second signal on, kills
+        it.
+        """
         nonlocal stop_signals
         stop_signals += 1
         with suppress(ProcessLookupError):
@@ -211,7 +225,7 @@ def fork() -> Ended | None:
         pid = os.fork()
         if not pid:
             os.setsid()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sends SIGTERM after Ctrl-C
             end_with(parent)
             _parent = os.dup(channel.fileno())
             return None

@@ -34,9 +34,8 @@ _PACKAGES = (
     "flash-linear-attention",
     "flashinfer-python",
 )
-# The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner
-# are not among them: an idle GPU is not in the timed region, and the clocks themselves show the
-# limit.
+# Bits of NVML's reasons why a GPU is slower than it could be.  Two reasons are left out: a GPU
+# does not idle while it is timed, and the clocks themselves show a limit that the owner has set.
 _THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -48,21 +47,22 @@ _THROTTLE_REASONS = {
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-# The files with a limit, the usage, and the part of the usage that is page cache: the kernel frees
-# it when memory is needed.  A checkpoint that was just downloaded or read is in the page cache.
+# Of control groups in versions 1 and 2: the file with the limit, the file with the usage, and the
+# entries of memory.stat for page cache, which counts as usage although Linux frees it when memory
+# is needed.  A checkpoint that was just downloaded or read is in the page cache.
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 _V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
-TRANSFER_BYTES = 256 << 20  # read from a file or copied to a GPU; 0.1 s from a fast disk
+TRANSFER_BYTES = 256 << 20  # for a measurement of transfer speed: 0.1 s from a fast disk
 
 
 def collect() -> Environment:
-    """The current GPU, if there is one, the machine and the versions.  Holds no host name, user
-    name, path or token.
+    """The current GPU, if there is one, the machine and the versions.  The record has no host name,
+    user name, path or token.
     """
     versions = {name: installed_version(name) for name in _PACKAGES}
     packages = {name: version for name, version in versions.items() if version is not None}
     if torch.cuda.is_available():
-        # Triton's own, or that of TRITON_PTXAS_PATH
+        # the ptxas that Triton runs: its own, or that of TRITON_PTXAS_PATH
         packages["ptxas"] = str(knobs.nvidia.ptxas.version)
     return Environment(
         gpu=gpu(),
@@ -74,7 +74,7 @@ def collect() -> Environment:
 
 
 def gpu() -> Gpu | None:
-    """torch's current CUDA device."""
+    """The record of torch's current CUDA device; None without one."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -94,7 +94,7 @@ def _driver_version(nvml: ModuleType) -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """None if the distribution is not installed."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -103,10 +103,9 @@ def installed_version(package: str) -> str | None:
 
 def kernels_hash(operator: str) -> str:
     """SHA-256 of an operator's machine code for sm_90, as Triton 3.6.0 compiles the launches of the
-    compiler's tests.
+    compiler's tests.  Empty for an operator without bundled kernels.
 
-    It is computed when the kernels change (tests/kernels/machine_code.py) and read here.  Empty for
-    an operator without bundled kernels.
+    It is read from a file that tests/kernels/machine_code.py writes when the kernels change.
     """
     hashes: dict[str, str] = json.loads(
         files("ssdprof.kernels").joinpath("machine_code.json").read_text("utf-8")
@@ -115,7 +114,7 @@ def kernels_hash(operator: str) -> str:
 
 
 def _cpu_model() -> str:
-    """The processor's name from Linux, else its architecture."""
+    """The processor's name in /proc/cpuinfo; elsewhere than on Linux, its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -129,15 +128,17 @@ def _cpu_model() -> str:
 
 
 def read_clocks() -> Clocks | None:
-    """Read the clocks of torch's current GPU: one reading, as the first and as the last.  None
-    without a GPU, without NVML, or if the driver does not report them.
+    """The present clocks, temperature and throttling of torch's current GPU.  None without a GPU,
+    without NVML, or if the driver does not report them.
+
+    `Clocks` has the first and the last reading of a measurement; here both are the same.
     """
     uuid = current_uuid()
     if uuid is None:
         return None
 
     def reading(nvml: ModuleType) -> Clocks:
-        """Clocks, temperature and throttling now, as the first and as the last reading."""
+        """The answer to `ask_nvml`."""
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         sm = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
         memory = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)
@@ -156,8 +157,8 @@ def read_clocks() -> Clocks | None:
 
 
 def current_uuid() -> str | None:
-    """The UUID of torch's current GPU, by which NVML finds it whatever CUDA_VISIBLE_DEVICES hides
-    or reorders.
+    """The UUID of torch's current GPU, with which NVML finds the GPU although CUDA_VISIBLE_DEVICES
+    may hide or reorder others.  None without a GPU.
     """
     if not torch.cuda.is_available():
         return None
@@ -165,8 +166,8 @@ def current_uuid() -> str | None:
 
 
 def ask_nvml(question: Callable[[ModuleType], T]) -> T | None:
-    """NVML's answer; None if its library cannot be loaded, the driver does not run, or does not
-    know.
+    """The result of `question(pynvml)`; None if NVML cannot be loaded, the driver does not run, or
+    it does not support the question.
     """
     try:
         pynvml.nvmlInit()
@@ -186,8 +187,8 @@ def ask_nvml(question: Callable[[ModuleType], T]) -> T | None:
 def free_memory(device: torch.device) -> int:
     """Bytes that this process can still allocate on `device`.
 
-    On a GPU, others may hold memory, and `torch.cuda.set_per_process_memory_fraction` may have set
-    a limit.
+    On a GPU, other processes may use memory, and `torch.cuda.set_per_process_memory_fraction` may
+    have set a limit.
     """
     if device.type != "cuda":
         return host_memory()
@@ -199,8 +200,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
-    """Free and total bytes of a GPU, the current one by default.  MissingCapabilityError if CUDA
-    cannot start it.
+    """Free and total bytes of a GPU, by default of the current one.  Raises MissingCapabilityError
+    if CUDA cannot start the GPU.
     """
     try:
         return torch.cuda.mem_get_info(device)
@@ -213,30 +214,37 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
 
 
 def host_memory() -> int:
-    """Bytes of main memory available to this process: its share, if torchrun started several."""
+    """Bytes of main memory available to this process.  Processes of torchrun share the memory."""
     return _available() // started()
 
 
 def _available() -> int:
     """Bytes of main memory by Linux's estimate, or less if a control group limits it."""
-    return min((_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_groups()))
+    linux_estimate = _numbers(_MEMINFO)["MemAvailable:"] * 1024  # from KiB
+    return min((linux_estimate, *_left_in_groups()))
 
 
 def _left_in_groups() -> Iterator[int]:
-    """The memory that each limit of this process's control groups leaves, for versions 2 and 1."""
+    """Bytes of main memory that the limit of each control group of this process leaves, for control
+    groups in both versions.
+    """
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
-    except OSError:  # a kernel without control groups
+    except OSError:  # Linux without control groups
         return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers not in ("", "memory"):
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):  # empty in version 2
             continue
         top = _GROUPS / controllers
         limit, used, cached = _V1 if controllers else _V2
-        inner = top / path.lstrip("/")  # missing in a container that sees its own group as the root
-        for group in (inner, *inner.parents[: len(inner.parts) - len(top.parts)]):
+        # a container sees its group as the root, so that this folder may not exist, but `top` does
+        innermost = top / path.lstrip("/")
+        depth = len(innermost.parts) - len(top.parts)
+        for group in (innermost, *innermost.parents[:depth]):
             try:
-                allowed, taken = (int((group / name).read_text()) for name in (limit, used))
+                allowed = int((group / limit).read_text())
+                taken = int((group / used).read_text())
                 sizes = _numbers(group / "memory.stat")
                 yield allowed - taken + sum(sizes.get(name, 0) for name in cached)
             except (OSError, ValueError):  # no such group, or its limit is "max"
@@ -244,33 +252,35 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The numbers of a file with a name and a number in each line."""
-    return {name: int(number) for name, number, *_ in map(str.split, file.read_text().splitlines())}
+    """Name -> number, from a file with a name and a number in each line."""
+    rows = [line.split() for line in file.read_text().splitlines()]
+    return {row[0]: int(row[1]) for row in rows}
 
 
 # --- transfer speeds
 
 
 def read_bytes_per_s(file: Path) -> float | None:
-    """Speed of the disk: reads the beginning of `file`, after dropping it from the system's cache
-    if possible.
+    """Speed at which the beginning of a file is read, in bytes a second; None for an empty file.
 
-    None for an empty file.
+    The file is first dropped from the system's page cache, if that is possible.
     """
     with file.open("rb", buffering=0) as opened:
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(opened.fileno(), 0, TRANSFER_BYTES, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
         size = 0
-        while size < TRANSFER_BYTES and (
-            piece := opened.read(min(16 << 20, TRANSFER_BYTES - size))
-        ):
-            size += len(piece)
+        while size < TRANSFER_BYTES:
+            block = opened.read(min(16 << 20, TRANSFER_BYTES - size))
+            if not block:
+                break
+            size += len(block)
         return size / (time.perf_counter() - began) if size else None
 
 
 def copy_bytes_per_s(device: torch.device, most: int) -> float:
-    """Speed of a copy from main memory, not pinned, to a GPU.  The first copy is a warm-up.
+    """Speed of a copy from pageable main memory to a GPU, in bytes a second.  The first of two
+    copies is a warm-up.
 
     most: bytes for which the GPU has room.
     """

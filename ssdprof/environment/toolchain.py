@@ -1,8 +1,8 @@
-"""What Triton, torch and profiles need on a machine with a GPU, checked before the first kernel is
-compiled.
+"""Checks the requirements of Triton, torch and profiles on a machine with a GPU, before the first
+kernel is compiled.
 
-Triton compiles a small C module for each kernel's launch: it calls a C compiler with Python's
-headers and links the driver's library.  A slim container has none of them.
+Triton compiles a small C module for the launch of each kernel.  It calls a C compiler with Python's
+headers and links the driver's library.  A slim container has none of these.
 """
 
 import os
@@ -28,14 +28,14 @@ DRIVER_LIBRARY = "libcuda.so.1"
 _LDCONFIG = "/sbin/ldconfig"
 _MAPS = "/proc/self/maps"
 _NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
-# A slim image has no list of packages until it is fetched.
+# package manager -> command that installs packages; a slim image must update its list first
 _INSTALLERS = {
     "apt-get": "apt-get update && apt-get install -y",
     "dnf": "dnf install -y",
     "zypper": "zypper install -y",
     "pacman": "pacman -S",
 }
-_C_LIBRARY = {
+_C_LIBRARY = {  # package manager -> package with the headers
     "apt-get": "libc6-dev",
     "dnf": "glibc-devel",
     "zypper": "glibc-devel",
@@ -44,21 +44,26 @@ _C_LIBRARY = {
 
 
 class Check(Record):
-    """A line of `ssdprof doctor`.
+    """The check of a requirement: a line of `ssdprof doctor`.
 
-    status: ok: it works; warn: it works with a restriction; missing: features that need it do not
-    work here.
+    status: "ok" if it is met; "warn" if it is met with a restriction; "missing" if features that
+        need it do not work here.
+    hint: what to do; empty if the status is "ok".
     """
 
     name: Text
     status: Literal["ok", "warn", "missing"]
     detail: Text
-    hint: Text = ""  # empty if ok
+    hint: Text = ""
 
 
 def _need(name: str, met_by: str, lacking: str, command: str) -> Check:
-    """A requirement, which `command` meets.  Package managers need root; `export` and `unset` do
-    not.
+    """The check of a requirement that `command` would meet.
+
+    met_by: the program or file that meets it; empty if it is not met.
+    lacking: a clause that says what is missing.
+
+    Package managers need root; `export` and `unset` do not.
     """
     if met_by:
         return Check(name=name, status="ok", detail=met_by)
@@ -68,7 +73,7 @@ def _need(name: str, met_by: str, lacking: str, command: str) -> Check:
 
 
 def needs() -> Iterator[Check]:
-    """All requirements for compiling a kernel, met or not."""
+    """The checks of all requirements for compiling a kernel."""
     compiler = _compiler()
     yield compiler
     if compiler.status == "ok":
@@ -82,18 +87,18 @@ def require_gpu(what: str, hint: str) -> torch.device:
     """The current GPU.  Raises MissingCapabilityError without one, in interpreter mode, or if
     Triton cannot compile.
 
-    what: the start of the sentence, such as "A bench needs".
+    what: beginning of the message, such as "A bench needs".  hint: what to do without a GPU.
     """
     if not torch.cuda.is_available() or INTERPRETED:
-        why = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
-        raise MissingCapabilityError(f"{what} an NVIDIA GPU, and {why}.", unusable_gpu() or hint)
+        reason = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
+        raise MissingCapabilityError(f"{what} an NVIDIA GPU, and {reason}.", unusable_gpu() or hint)
     require_toolchain()
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def require_toolchain() -> None:
-    """Raises MissingCapabilityError for the first unmet requirement, or for a GPU that CUDA cannot
-    start.
+    """Raises MissingCapabilityError for the first requirement that is not met, or if CUDA cannot
+    start the GPU.
     """
     for need in needs():
         if need.status == "missing":
@@ -105,41 +110,46 @@ def require_toolchain() -> None:
 
 
 def unusable_gpu() -> str:
-    """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there
-    is none.
+    """The reason why torch uses no GPU although the driver has one, with a hint.  Empty if torch
+    uses a GPU, or there is none.
     """
     if torch.cuda.is_available():
         return ""
     version, uuids = ask_nvml(_driver) or (0, [])
     if not uuids:
         return ""
-    there = plural(len(uuids), "NVIDIA GPU")
+    gpus = plural(len(uuids), "NVIDIA GPU")
     if torch.version.cuda is None:
-        return f"The driver has {there}, and this torch is built without CUDA.  {cuda_torch()}"
+        return f"The driver has {gpus}, and this torch is built without CUDA.  {cuda_torch()}"
     if int(torch.version.cuda.split(".")[0]) > version // 1000:
-        cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
+        driver_cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
         return (
-            f"The driver has {there} and runs {cuda}, and this torch is built for CUDA "
+            f"The driver has {gpus} and runs {driver_cuda}, and this torch is built for CUDA "
             f"{torch.version.cuda}.  Update NVIDIA's driver.  {cuda_torch('Or run')}"
         )
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    first = shown.split(",")[0].strip()
-    there_is = first.startswith("MIG-") or any(first == str(number) for number in range(len(uuids)))
-    if not there_is and not (
-        first.startswith("GPU-") and any(uuid.startswith(first) for uuid in uuids)
-    ):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if not _names_a_gpu(visible.split(",")[0].strip(), uuids):
         return (
-            f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset "
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpus} from torch.  Run: unset "
             "CUDA_VISIBLE_DEVICES"
         )
     return (
-        f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; "
+        f"The driver has {gpus}, and torch cannot start one.  Run: python -c 'import torch; "
         "torch.cuda.init()'"
     )
 
 
+def _names_a_gpu(name: str, uuids: Sequence[str]) -> bool:
+    """Whether a name in CUDA_VISIBLE_DEVICES is that of a GPU: its number, the beginning of its
+    UUID, or a MIG device, which is not checked.
+    """
+    if name.startswith("MIG-") or name in map(str, range(len(uuids))):
+        return True
+    return name.startswith("GPU-") and any(uuid.startswith(name) for uuid in uuids)
+
+
 def cuda_torch(begins: str = "Run") -> str:
-    """The command that installs the build of torch that fits the driver."""
+    """A sentence with the command that installs the build of torch for this machine's driver."""
     command = (
         f"uv pip install --python {sys.executable} --torch-backend auto "
         "--reinstall-package torch torch"
@@ -148,7 +158,7 @@ def cuda_torch(begins: str = "Run") -> str:
 
 
 def installs(what: Literal["ncu", "driver"]) -> str:
-    """The command that installs NVIDIA's profiler or driver, by this machine's package manager."""
+    """The command that installs NVIDIA's profiler or driver with this machine's package manager."""
     if what == "driver" and shutil.which("ubuntu-drivers"):
         return "ubuntu-drivers install"
     package = {"ncu": "nsight-compute", "driver": "nvidia-driver"}[what]
@@ -156,21 +166,28 @@ def installs(what: Literal["ncu", "driver"]) -> str:
 
 
 def others_on_gpu(uuid: str) -> int | None:
-    """Number of other processes that compute on the GPU; None if the driver does not report it."""
+    """The number of other processes that compute on the GPU; None if the driver does not report
+    it.
+    """
 
     def count(nvml: ModuleType) -> int:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         return len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
 
     running = ask_nvml(count)
-    # In a container, process ids are those of the host: one of them is this process.
-    mine = 1 if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-    return None if running is None else max(0, running - mine)
+    if running is None:
+        return None
+    # this process is one of them; in a container its id cannot be told from the host's ids
+    uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return max(0, running - 1) if uses_gpu else running
 
 
 def find_ncu() -> str | None:
-    """The ncu on PATH, else the latest where NVIDIA's installers put it."""
-    if on_path := shutil.which("ncu"):
+    """The path of the program ncu: on PATH, otherwise the latest one in the folders of NVIDIA's
+    installers; None if there is none.
+    """
+    on_path = shutil.which("ncu")
+    if on_path is not None:
         return on_path
     for pattern in _NCU_FOLDERS:
         for folder in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
@@ -180,35 +197,39 @@ def find_ncu() -> str | None:
 
 
 def ncu_version(program: str) -> str:
-    """Such as "2025.3.1.0".  MissingCapabilityError if the program does not run, or does not
-    say.
+    """The version of ncu, such as "2025.3.1.0".  Raises MissingCapabilityError if the program does
+    not run or does not report its version.
     """
     try:
         answer = subprocess.run(
             [program, "--version"], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        why = f"does not run: {str(error).rstrip('.')}"
-        raise MissingCapabilityError(f"ncu {why}.", "Reinstall Nsight Compute.") from error
-    if version := re.search(r"Version (\d+\.\d+(\.\d+)*)", answer):
-        return version[1]
-    raise MissingCapabilityError("ncu does not report its version.", "Reinstall Nsight Compute.")
+        raise MissingCapabilityError(
+            f"ncu does not run: {str(error).rstrip('.')}.", "Reinstall Nsight Compute."
+        ) from error
+    version = re.search(r"Version (\d+\.\d+(\.\d+)*)", answer)
+    if version is None:
+        raise MissingCapabilityError(
+            "ncu does not report its version.", "Reinstall Nsight Compute."
+        )
+    return version[1]
 
 
 def _compiler() -> Check:
-    """The C compiler, searched as Triton does."""
-    wanted = os.environ.get("CC")
-    if wanted is not None:
-        return _need(
-            "C compiler", shutil.which(wanted) or "", f"CC={wanted} is not a program", "unset CC"
-        )
+    """The check for the C compiler that Triton would call."""
+    from_environment = os.environ.get("CC")
+    if from_environment is not None:
+        compiler = shutil.which(from_environment) or ""
+        lacking = f"CC={from_environment} is not a program"
+        return _need("C compiler", compiler, lacking, "unset CC")
     compiler = shutil.which("gcc") or shutil.which("clang") or ""
     lacking = "there is no C compiler (gcc or clang)"
     return _need("C compiler", compiler, lacking, f"{_installer()} gcc")
 
 
 def _c_library(compiler: str) -> Check:
-    """The headers of the C library, which may be missing in a slim image with a compiler."""
+    """The check for the headers of the C library, which a slim image with a compiler may lack."""
     package = _C_LIBRARY[_manager()]
     header = "dlfcn.h"
     try:
@@ -239,45 +260,51 @@ def _headers() -> Check:
 
 
 def _driver_library() -> Check:
-    """The driver's library, as Triton finds it: TRITON_LIBCUDA_PATH, else the linker's cache, then
-    LD_LIBRARY_PATH.
+    """The check for the driver's library where Triton looks for it: in TRITON_LIBCUDA_PATH; without
+    that variable in the linker's cache; if the cache has none, in LD_LIBRARY_PATH.
     """
-    named = os.environ.get("TRITON_LIBCUDA_PATH")
+    from_environment = os.environ.get("TRITON_LIBCUDA_PATH")
     linked = _linked_folders()
     on_path = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    if named:
-        folders = [named]
-        lacking = f"TRITON_LIBCUDA_PATH={named} does not hold"
+    if from_environment:
+        folders = [from_environment]
+        lacking = f"TRITON_LIBCUDA_PATH={from_environment} does not hold"
     else:
         folders = [] if linked is None else linked or on_path
         lacking = "the linker does not find"
     lacking += f" {DRIVER_LIBRARY}, the library of NVIDIA's driver"
-    if elsewhere := _loaded_from() or _with_driver_library(on_path):
+    elsewhere = _loaded_from() or _with_driver_library(on_path)
+    if elsewhere:
         command = f"export TRITON_LIBCUDA_PATH={elsewhere}"
     else:
-        command = "unset TRITON_LIBCUDA_PATH" if named else "ldconfig"
+        command = "unset TRITON_LIBCUDA_PATH" if from_environment else "ldconfig"
     return _need("driver library", _with_driver_library(folders), lacking, command)
 
 
 def _with_driver_library(folders: Sequence[str]) -> str:
     """The first folder that contains the driver's library; empty if none does."""
-    return next(
-        (folder for folder in folders if folder and os.path.exists(f"{folder}/{DRIVER_LIBRARY}")),
-        "",
-    )
+    for folder in folders:
+        if folder and os.path.exists(f"{folder}/{DRIVER_LIBRARY}"):
+            return folder
+    return ""
 
 
 def _loaded_from() -> str:
-    """The folder of the driver's library in this process; empty if it is not loaded."""
+    """The folder from which this process has loaded the driver's library; empty if it has not."""
     try:
         mapped = Path(_MAPS).read_text().splitlines()
     except OSError:
         return ""
-    return next((os.path.dirname(line.split()[-1]) for line in mapped if "/libcuda.so" in line), "")
+    for line in mapped:
+        if "/libcuda.so" in line:
+            return os.path.dirname(line.split()[-1])
+    return ""
 
 
 def _linked_folders() -> list[str] | None:
-    """Folders from the linker's cache; None without ldconfig, which Triton does not expect."""
+    """Folders with the driver's library in the linker's cache; None without ldconfig, which Triton
+    calls without a check.
+    """
     try:
         answer = subprocess.run(
             [_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=30
@@ -290,8 +317,8 @@ def _linked_folders() -> list[str] | None:
 
 
 def _cache() -> Check:
-    """Triton's folder for compiled kernels, from which it also loads modules."""
-    # stays "~" for a user without a home, as in Triton
+    """The check for Triton's folder of compiled kernels, from which it also loads modules."""
+    # without a home directory this stays "~", as in Triton
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
     existing = usable(folder)
@@ -313,18 +340,19 @@ def _cache() -> Check:
 
 
 def usable(folder: Path) -> Path | None:
-    """The folder, or the deepest one above it that exists; None if this user may not write
-    there.
-    """
+    """The folder, or its deepest parent that exists; None if this user may not write there."""
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    return existing if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK) else None
+    is_writable = os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
+    return existing if is_writable else None
 
 
 def _manager() -> str:
-    return next((name for name in _INSTALLERS if shutil.which(name)), "apt-get")
+    """The package manager of this machine; apt-get if no known one is found."""
+    return next(filter(shutil.which, _INSTALLERS), "apt-get")
 
 
 def _installer() -> str:
+    """The command that installs packages on this machine."""
     return _INSTALLERS[_manager()]
 
 
@@ -332,7 +360,6 @@ def _driver(nvml: ModuleType) -> tuple[int, list[str]]:
     """The latest version of CUDA that the driver supports, 12040 for 12.4, and the UUIDs of its
     GPUs.
     """
+    cuda_version = nvml.nvmlSystemGetCudaDriverVersion_v2()
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    return nvml.nvmlSystemGetCudaDriverVersion_v2(), [
-        str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles
-    ]
+    return cuda_version, [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]

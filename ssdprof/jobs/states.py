@@ -144,7 +144,7 @@ def _exact(operator: Operator, inputs: Inputs, marks: Sequence[int]) -> Iterator
     for start, stop in pairwise((0, *marks)):
         tokens = {name: tensor[:, start:stop] for name, tensor in tensors.items()}
         piece = replace(inputs, **tokens).after(states)
-        blocks = operator.oracle.blocks(piece, block)
+        blocks = operator.oracle.blocks(piece, block=block)
         out, states = joined(piece, blocks, torch.float64, torch.float64)
         yield Output(out, states)
 

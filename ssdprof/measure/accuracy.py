@@ -8,14 +8,16 @@ maximum norm and in the RMS norm,
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
 must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).
-The error of a single `lo` may be small by chance, so the largest of several counts: of shorter
-chunks, and in which each operand has another error.  docs/measuring.md says why.  All three are
-compared in blocks of positions: only the outputs under test are ever held whole, in their own
-dtype.
+The error of a single `lo` may be small by chance, so the largest error of several ones counts: some
+have shorter chunks, and in others ("draws") every operand has a random error.  docs/measuring.md
+says why.  All tensors are compared in blocks of positions, so that only the outputs under test are
+ever in memory as a whole, in their own dtype.
 
-Every sum is in fp64 and every comparison too: a difference of two fp32, fp16 or bf16 numbers is
-then exact unless their exponents are more than 29 binary digits apart, so the comparator's own
-rounding does not affect a result.  The host reads nothing before `result`.
+Sums and comparisons are in fp64.  A difference of two fp32, fp16 or bf16 numbers is then exact
+unless their exponents are more than 29 binary digits apart, so the comparator's own rounding does
+not affect a result.  The host does not wait for the device before `result`.
+
+Shapes in this module: b is the batch, l the positions, h the heads.
 """
 
 from __future__ import annotations
@@ -41,23 +43,27 @@ from ssdprof.operators.rounding import FLUSHED, Gate, Rounded, coarsest_rounding
 from ssdprof.operators.tensors import dtype_name
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
-K = TypeVar("K", bound=Hashable)  # of candidates
-SpanInputs = tuple[Inputs, Span, Gate]  # the inputs of a call, and where a block of it is
+K = TypeVar("K", bound=Hashable)  # the type of the candidates' keys
+# the inputs of a call, the positions of one block in them, and the decays of that block
+SpanInputs = tuple[Inputs, Span, Gate]
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
-_FINE_DRAWS = 8  # of lo with fp32 inputs
-# of one block and the tensors computed from it
+_FINE_DRAWS = 8  # draws of `lo` for fp32 inputs; 16-bit inputs have `DRAWS`
+# memory for one block and the tensors that are computed from it, by type of device
 _WORKING_BYTES = {"cuda": 5 << 30, "cpu": 256 << 20}
-# positions; on a GPU it leaves room for all draws at once
+# positions of the longest block; on a GPU there is then room for all draws at once
 _LONGEST_BLOCK = {"cuda": 1024, "cpu": 2048}
-_SHORT = 16  # tokens of a sequence
+_SHORT = 16  # tokens of a sequence up to which draws are evaluated at once on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An output to verify.  baseline: the key of the candidate that it is also compared with.
-    name: shown where it is the baseline of another candidate; empty: its key.
-    cuts: it declares that it cuts the operands of matrix products to tf32.
+    """An output to verify.
+
+    precision: what the implementation may round.
+    baseline: the key of the candidate with which it is also compared; None: there is none.
+    name: shown where this is the baseline of another candidate; empty: its key is shown.
+    cuts: whether the implementation declares that it cuts operands of matrix products to tf32.
     """
 
     output: Output
@@ -68,7 +74,9 @@ class Candidate:
 
     @property
     def nulls(self) -> dict[str, bool]:
-        """The rounded forms that it may be, by name, and whether they cut operands."""
+        """The null hypotheses of the tests: the names of the rounded forms of which the output may
+        be one, and whether they cut operands to tf32.
+        """
         forms = {str(self.precision): False}
         if self.cuts:
             forms[f"{self.precision}, cut"] = True
@@ -98,10 +106,12 @@ def compare(
 
 
 class _Comparison(Generic[K]):
-    """Sums over the blocks of the oracle, of all candidates."""
+    """Compares all candidates with the oracle, block by block.
+
+    Candidates of the same precision share their rounded forms.
+    """
 
     def __init__(self, inputs: Inputs, candidates: Mapping[K, Candidate]) -> None:
-        """Rounded forms are shared by candidates of one precision."""
         self._inputs = inputs
         self._candidates = candidates
         self._operator = operators.get(inputs.operator)
@@ -119,33 +129,43 @@ class _Comparison(Generic[K]):
         exact = 1 + len(self._shorter)
         self._outs = _TensorSums("out", candidates, coarse, exact)
         self._states = _TensorSums("final_states", candidates, coarse, exact)
-        self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)
-        self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
+        self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)  # (h)
+        # the first block of the current sequence; there is none yet
+        self._origin = Span(sequence=-1, batch=0, start=0, stop=0)
 
     def _forms(self, precision: Precision, cuts: bool, count: int) -> list[Rounded]:
-        """The rounded forms of a precision: an exact one for each chunk length, then forms with
-        random errors, each of which makes several draws together.
+        """The rounded forms of a precision.
+
+        First one without random errors for the usual chunk length and one for each shorter length;
+        then forms with random errors, which make `count` draws, `_together` in each form.
+        cuts: the forms with random errors cut operands to tf32.
         """
 
         def new() -> Rounded:
             return self._oracle.rounded(self._inputs, precision)
 
-        exact = [new() for _ in (None, *self._shorter)]
-        draws = count // self._together
-        return exact + [new().perturb(seed, cuts=cuts) for seed in range(draws)]
+        exact = [new() for _ in range(1 + len(self._shorter))]
+        seeds = range(count // self._together)
+        return exact + [new().perturb(seed, cuts=cuts) for seed in seeds]
 
     def _advance(self, forms: list[Rounded], spans: Sequence[SpanInputs]) -> Iterator[Tensor]:
-        """out of a span (h, l, ...) by each evaluation.  spans: for each exact form, and at last
-        for the draws.
+        """`out` of a block, (h, l, ...), by each rounded form, and by each draw of forms with
+        random errors.
+
+        spans: the block for each form without random errors, then the block for the others, in
+        which it is repeated `_together` times.
         """
-        *exact, wide = spans
-        for form, span in zip(forms, exact, strict=False):
-            yield _head_first(form.advance(*span)[0])
-        for form in forms[len(exact) :]:
-            yield from map(_head_first, form.advance(*wide)[0].chunk(self._together, 1))
+        *exact_spans, wide_span = spans
+        exact = len(exact_spans)
+        for form, span in zip(forms[:exact], exact_spans, strict=True):
+            out, _ = form.advance(*span)
+            yield _head_first(out)
+        for form in forms[exact:]:
+            outs, _ = form.advance(*wide_span)
+            yield from map(_head_first, outs.chunk(self._together, 1))
 
     def _states_of(self, forms: list[Rounded]) -> Iterator[Tensor]:
-        """The states (h, rows, width) after the span by each evaluation."""
+        """The states after the block, (h, rows, width), in the order of `_advance`."""
         exact = 1 + len(self._shorter)
         for form in forms[:exact]:
             yield _rows(form.state)
@@ -153,12 +173,16 @@ class _Comparison(Generic[K]):
             yield from map(_rows, form.state.chunk(self._together))
 
     def blocks(self) -> Iterable[Block]:
-        return self._oracle.blocks(self._inputs, self._length)
+        """The blocks of the oracle, in the order in which `add` takes them."""
+        return self._oracle.blocks(self._inputs, block=self._length)
 
     def add(self, block: Block) -> None:
-        """Compare a block of all candidates.  Blocks come in the order of the oracle, because
-        rounded forms carry their states from one to the next.
+        """Compare a block of all candidates.
+
+        Blocks come in the order of `blocks`, because rounded forms carry their states from one to
+        the next.
         """
+        # row: of `final_states`; None: the state after the block is none of the final ones
         span, exact_out, exact_state, row = block
         inputs = self._inputs
         oracle = self._oracle
@@ -167,12 +191,13 @@ class _Comparison(Generic[K]):
         chunk = oracle.fitting_chunk(inputs, span.length)
         gate = oracle.gate(inputs, span, chunk)
         self._largest_exponent = torch.maximum(self._largest_exponent, gate.largest_exponent())
-        # the span several times side by side, for draws that are made together
-        wide, whole = self._operator.repeated(inputs, span, self._together)
         spans: list[SpanInputs] = [(inputs, span, gate)]
         for size in self._shorter:
             spans.append((inputs, span, oracle.gate(inputs, span, min(size, chunk))))
-        spans.append((wide, whole, gate if wide is inputs else oracle.gate(wide, whole, chunk)))
+        # the block several times side by side, for draws that are made together
+        wide, wide_span = self._operator.repeated(inputs, span, self._together)
+        wide_gate = gate if wide is inputs else oracle.gate(wide, wide_span, chunk)
+        spans.append((wide, wide_span, wide_gate))
         self._outs.add(
             _head_first(exact_out).double(),
             {null: self._advance(forms, spans) for null, forms in self._rounded.items()},
@@ -191,6 +216,7 @@ class _Comparison(Generic[K]):
             )
 
     def results(self) -> dict[K, tuple[Accuracy, ...]]:
+        """The accuracy of each candidate's `out` and `final_states`.  Waits for the device."""
         dtype = self._out.dtype
         accuracies: dict[K, tuple[Accuracy, ...]] = {}
         for key, candidate in self._candidates.items():
@@ -203,13 +229,13 @@ class _Comparison(Generic[K]):
 
 
 class _TensorSums(Generic[K]):
-    """Running comparison of one output tensor of all candidates."""
+    """The running comparison of one output tensor, `out` or `final_states`, of all candidates."""
 
     def __init__(
         self, name: TensorName, candidates: Mapping[K, Candidate], coarse: bool, exact: int
     ) -> None:
-        """coarse: of 16-bit inputs, whose errors are tested.  exact: rounded forms without random
-        errors.
+        """coarse: whether the inputs have 16 bits; only then are errors tested (`RoundingTests`).
+        exact: number of rounded forms without random errors.
         """
         index = _NAMES.index(name)
         self._tensors = {key: candidate.output[index] for key, candidate in candidates.items()}
@@ -220,75 +246,85 @@ class _TensorSums(Generic[K]):
         self._dtype = first.dtype
         self._candidates = candidates
 
-        scale = _rms(first)  # of all comparisons, so that their shares compare
+        scale = _rms(first)  # one for all comparisons, so that their shares of matches compare
 
         def deviation(against: str) -> RunningDeviation:
             return RunningDeviation(against, self.shape, heads, scale)
 
-        baselines = {key: c.baseline for key, c in candidates.items() if c.baseline is not None}
+        # the deviation of the oracle itself, rounded to the dtype of the output
         self._floor = deviation(ORACLE)
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
-        self._from_baseline = {
-            key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()
-        }
+        self._from_baseline: dict[K, RunningDeviation] = {}
+        for key, candidate in candidates.items():
+            if candidate.baseline is not None:
+                baseline_name = candidates[candidate.baseline].name or str(candidate.baseline)
+                self._from_baseline[key] = deviation(baseline_name)
         self._rounding_tests = RoundingTests(
             self.shape[1] if name == "out" else None, tested=coarse, exact=exact
         )
+        # for each dtype, whether all of a head of the oracle's tensor fits in it: (h)
         self._fits_oracle = {
             dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE
         }
 
     def add(self, high: Tensor, rounded: Mapping[str, Iterable[Tensor]], region: Region) -> None:
-        """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h,
-        rows, width).
+        """Compare a block.
+
+        high: the oracle's block, (h, rows, width), fp64.
+        rounded: by name, the blocks of each rounded form: those without random errors, then draws.
         """
         floor = high.to(self._dtype)
         if self.name == "final_states":
             for dtype in _COARSE:
                 self._fits_oracle[dtype] &= _fits(floor, dtype)
         self._floor.add(floor.double(), high, region)
-        cut = {key: region.cut(tensor) for key, tensor in self._tensors.items()}
+        blocks = {key: region.cut(tensor) for key, tensor in self._tensors.items()}
         start = region.positions[0] if region.positions else 0
         errors = {null: (form - high for form in forms) for null, forms in rounded.items()}
         self._rounding_tests.add(
-            high, floor.double(), dict(enumerate(cut.values())), errors, start, region.origin
+            high, floor.double(), dict(enumerate(blocks.values())), errors, start, region.origin
         )
-        for key, block in cut.items():
+        for key, block in blocks.items():
             self._from_oracle[key].add(block, high, region)
             baseline = self._candidates[key].baseline
             if baseline is not None:
-                self._from_baseline[key].add(block, cut[baseline], region)
+                self._from_baseline[key].add(block, blocks[baseline], region)
 
     def result(self, key: K, eps: Tensor, unit: float) -> Accuracy:
-        """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
+        """The accuracy of one candidate's tensor.  Waits for the device.
+
+        eps: the relative error of the coarsest rounding, (h); see the module.  unit: the unit
+        roundoff of the inputs' dtype.
+        """
         from_baseline = self._from_baseline.get(key)
         claimed = self._candidates[key].precision.state_dtype
-        of_states = self.name == "final_states"
+        is_states = self.name == "final_states"
+        nulls = [*self._candidates[key].nulls]
+        index = list(self._tensors).index(key)
+        uses = [self._budget_use(key, eps, "max"), self._budget_use(key, eps, "rms")]
         return Accuracy(
             tensor=self.name,
             dtype=dtype_name(self._dtype),
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            checks=self._rounding_tests.checks(
-                list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps
-            ),
-            budget=tuple(
-                use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))
-            ),
-            coarser=self._coarser_than(key, claimed) if of_states else None,
-            claimed=dtype_name(claimed) if of_states else None,
+            checks=self._rounding_tests.checks(index, nulls, unit, eps),
+            budget=tuple(use for use in uses if use is not None),
+            coarser=self._coarser_than(key, claimed) if is_states else None,
+            claimed=dtype_name(claimed) if is_states else None,
         )
 
     def _budget_use(self, key: K, eps: Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
-        """Errors of the head that uses most of its budget.  None without a budget: the exact output
-        is not finite.
+        """The error and the budget of the head that uses most of its budget, in this norm.
+
+        None if that budget is not finite, because the oracle's output is not.
         """
         deviation = self._from_oracle[key]
         high = self._floor.other
         low = self._rounding_tests.norms([*self._candidates[key].nulls])
 
         def size(norms: HeadNorms) -> Tensor:
+            """The norm of each head, (h)."""
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
 
         error = size(deviation.error)
@@ -297,21 +333,26 @@ class _TensorSums(Generic[K]):
         head = int((error / budget).argmax())
         if not bool(budget[head].isfinite()):
             return None
-        used = float(error[head])
-        most = float(budget[head])
-        position = deviation.position_of_max(head)
-        return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
+        return BudgetUse(
+            norm=norm,
+            head=head,
+            error=float(error[head]),
+            budget=float(budget[head]),
+            position=deviation.position_of_max(head),
+        )
 
     def _coarser_than(self, key: K, claimed: torch.dtype) -> DType | None:
-        """The dtype of fp32 states that hold only 16-bit numbers in a head, which no norm shows;
-        None if none does.
+        """A 16-bit dtype, coarser than the claimed one, in which all states of a head fit, although
+        the oracle's do not; None if there is none.
+
+        Such states were rounded to that dtype, which need not exceed the budget.
         """
+        states = self._tensors[key].transpose(0, 1)
         for dtype in _COARSE:
-            coarser = torch.finfo(dtype).eps > torch.finfo(claimed).eps
-            if coarser and bool(
-                (_fits(self._tensors[key].transpose(0, 1), dtype) & ~self._fits_oracle[dtype]).any()
-            ):
-                return dtype_name(dtype)
+            if torch.finfo(dtype).eps > torch.finfo(claimed).eps:
+                rounded_heads = _fits(states, dtype) & ~self._fits_oracle[dtype]
+                if bool(rounded_heads.any()):
+                    return dtype_name(dtype)
         return None
 
 
@@ -326,8 +367,8 @@ def _rows(state: Tensor) -> Tensor:
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether every element of a head survives a rounding to `dtype`, or is near zero: (h, ...) ->
-    (h).
+    """For each head, whether a rounding to `dtype` changes no element except those near zero:
+    (h, ...) -> (h).
     """
     fits = (tensor.to(dtype).to(tensor.dtype) == tensor) | (tensor.abs() < FLUSHED)
     return fits.flatten(1).all(1)
@@ -338,9 +379,8 @@ def check_output(output: Output, inputs: Inputs) -> None:
     these inputs.
     """
     device = inputs.device
-    for name, tensor, form in zip(
-        _NAMES, output, operators.get(inputs.operator).oracle.forms(inputs), strict=True
-    ):
+    forms = operators.get(inputs.operator).oracle.forms(inputs)
+    for name, tensor, form in zip(_NAMES, output, forms, strict=True):
         if (
             tuple(tensor.shape) != form.shape
             or tensor.dtype != form.dtype
@@ -353,7 +393,9 @@ def check_output(output: Output, inputs: Inputs) -> None:
 
 
 def block_length(oracle: OracleSpec, inputs: Inputs, device: torch.device) -> int:
-    """Positions per block: whole chunks, at most `_LONGEST_BLOCK`, within the working memory."""
+    """Positions per block of the oracle: whole chunks, at least one, as many as `_LONGEST_BLOCK`
+    and `_WORKING_BYTES` allow.
+    """
     chunk = oracle.chunk_size(inputs)
     fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)
     length: int = max(chunk, min(fitting, _LONGEST_BLOCK[device.type]) // chunk * chunk)
@@ -361,23 +403,28 @@ def block_length(oracle: OracleSpec, inputs: Inputs, device: torch.device) -> in
 
 
 def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) -> int:
-    """The number of draws that are evaluated at once, a divisor of `count`: as many as fit into the
-    memory of a block, where small operations take the time of their calls: on a GPU, and for short
-    sequences.  A rounded form takes a third of a block's memory at most.
+    """The number of draws that are evaluated at once, a divisor of `count`.
+
+    On a GPU, and for short sequences, an operation takes as long as its launch, so that as many
+    draws as fit in memory are evaluated at once.  Elsewhere it is one.
+    block: positions per block.
     """
     device = inputs.device.type
     sequences = inputs.sequences if inputs.cu_seqlens is not None else 1
     if not operator.divided or (device == "cpu" and inputs.length > _SHORT * sequences):
         return 1
     needed = operator.oracle.bytes_per_position(inputs) * min(block, inputs.length)
+    # a rounded form takes at most a third of the memory of a block of the oracle
     fitting = max(1, 3 * _WORKING_BYTES[device] // needed)
-    return max(some for some in range(1, count + 1) if some <= fitting and count % some == 0)
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    return max(number for number in divisors if number <= fitting)
 
 
 # --- the difference of two tensors, block by block
 
-_NOWHERE = torch.iinfo(torch.int64).max
-_LARGEST = 1e145  # of a difference: the squares of whole tensors of larger ones overflow in fp64
+_NOWHERE = torch.iinfo(torch.int64).max  # an index behind all elements
+# Larger differences count as not finite: the sum of their squares would overflow in fp64.
+_LARGEST = 1e145
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,14 +432,14 @@ class Region:
     """The region of a block in its tensor: positions start..stop of a row of `out`, or a sequence
     of `final_states`.
 
-    Blocks are compared with the head first, as (h, rows, width): rows are positions, or those of a
-    state.
+    Blocks are compared with the head first, as (h, rows, width).  A row is a position of `out`, or
+    a row of a state.
     """
 
     shape: tuple[int, ...]  # of the tensor: (b, l, h, ...), or (sequences, h, ...)
-    row: int  # batch or sequence
+    row: int  # index in the first dimension of the tensor: of the batch, or of the sequence
     positions: tuple[int, int] | None  # (start, stop); None for states
-    origin: int = 0  # first position of the sequence
+    origin: int = 0  # first position of the sequence to which the block belongs
 
     def cut(self, tensor: Tensor) -> Tensor:
         """The block of a tensor of `shape`, head first, in fp64."""
@@ -402,42 +449,48 @@ class Region:
         return _rows(block).double()
 
     def flat(self, head: Tensor, j: Tensor) -> Tensor:
-        """Row-major index in the tensor of element (head, j) of the block."""
+        """Row-major index in the tensor of element j of a head of the block.
+
+        j counts the elements of (rows, width) of the head, row by row.
+        """
         if self.positions is None:
-            _, heads, *rest = self.shape
-            return (self.row * heads + head) * prod(rest) + j
-        _, length, heads, *rest = self.shape
-        width = prod(rest)
-        return (
-            (self.row * length + self.positions[0] + j // width) * heads + head
-        ) * width + j % width
+            _, heads, *state_dims = self.shape
+            return (self.row * heads + head) * prod(state_dims) + j
+        _, length, heads, *value_dims = self.shape
+        width = prod(value_dims)
+        position = self.positions[0] + j // width
+        return ((self.row * length + position) * heads + head) * width + j % width
 
 
 class RunningDeviation:
-    """Accumulates a `Deviation`.  scale: RMS of the tensor, fp64, on its device."""
+    """Accumulates the `Deviation` of a tensor, "ours", from another one, block by block."""
 
     def __init__(self, against: str, shape: tuple[int, ...], heads: int, scale: Tensor) -> None:
-        """against: the other tensor, in words.  shape: of the tensors."""
+        """against: names the other tensor in reports.  shape: shape of both tensors.
+        scale: a scalar in fp64, the RMS of the tensor, for tolerances relative to it.
+        """
         device = scale.device
         self.against = against
         self.shape = shape
         self._scale = scale
         self.error = HeadNorms(heads, device)
         self.other = HeadNorms(heads, device)
-        # of error and other in slices of the positions: (2, slices), fp64
+        # sums of squares of the error and of the other tensor in each slice of positions:
+        # (2, slices), fp64; None for states
         self._squares: Tensor | None = None
         self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
+        # matches for each absolute tolerance, then for each relative one
         self._matches = torch.zeros(2 * len(TOLERANCES) - 1, dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
         self.elements = 0
 
     def add(self, ours: Tensor, other: Tensor, region: Region) -> None:
-        """Compare a block; both (h, rows, width), fp64.
+        """Compare a block.  ours, other: (h, rows, width), fp64.
 
-        An element matches if it equals the other one or if both are finite and |ours - other| <=
-        atol + rtol |other|.  So a NaN never matches, and an infinity matches only the same
-        infinity.
+        An element matches at tolerance t if it equals the other one, or if both are finite and
+        |ours - other| <= t (1 + |other|), or, for relative tolerances, t (scale + |other|).  So a
+        NaN never matches, and an infinity matches only the same infinity.
         """
         if ours.numel() == 0:
             return
@@ -456,7 +509,8 @@ class RunningDeviation:
             self._add_slices((errors, others), *region.positions)
 
         equal = ours == other
-        absolute, relative = (distance / (unit + other_finite) for unit in (1.0, self._scale))
+        absolute = distance / (1.0 + other_finite)
+        relative = distance / (self._scale + other_finite)
         shares = [(absolute, tolerance) for tolerance in TOLERANCES]
         shares += [(relative, tolerance) for tolerance in TOLERANCES[1:]]
         for i, (share, tolerance) in enumerate(shares):
@@ -470,7 +524,11 @@ class RunningDeviation:
         self.elements += ours.numel()
 
     def _add_slices(self, rows: tuple[Tensor, ...], start: int, stop: int) -> None:
-        """rows: sums of squares (h, rows), of error and other."""
+        """Add sums of squares to their slices of the positions.
+
+        rows: the sums of squares of the error and of the other tensor, each (h, rows).
+        start, stop: the positions of the rows.
+        """
         slices = min(SLICES, self.shape[1])
         device = self._scale.device
         if self._squares is None:
@@ -482,41 +540,41 @@ class RunningDeviation:
             sums += torch.where(in_slice, squares.sum(0), 0.0).sum(1)
 
     def result(self) -> Deviation:
-        """worst_head: the one with the largest RMS ratio of its own; worst_position: that of
-        max_abs, in any head.
+        """The deviation of the whole tensor.  Waits for the device.
 
-        Waits for the device.
+        `worst_head` is the head with the largest ratio of its RMS error to its RMS.
+        `worst_position` is the position of `max_abs`, which may be in another head.
         """
         ratios = rms_ratio(self.error.square_sum, self.other.square_sum)
+        whole_ratio = rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum())
+        along: list[float | None] = []
+        if self._squares is not None:
+            along = [_finite(ratio) for ratio in rms_ratio(*self._squares).tolist()]
         nonfinite = int(self._nonfinite)
-        shares = (100.0 * count / max(self.elements, 1) for count in self._matches.tolist())
-        zero, small, large, small_rms, large_rms = shares
+        percents = [100.0 * count / max(self.elements, 1) for count in self._matches.tolist()]
+        zero, small, large, small_rms, large_rms = percents  # in the order of `add`
         return Deviation(
             against=self.against,
             elements=self.elements,
             matches=(zero, small, large),
             matches_rms=(small_rms, large_rms),
-            rms_ratio=_finite(
-                float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum()))
-            ),
+            rms_ratio=_finite(float(whole_ratio)),
             max_abs=float(self.error.max.max()),
             worst_head=int(ratios.argmax()),
             worst_position=self.position_of_max(int(self.error.max.argmax())),
             nonfinite=nonfinite,
             first_nonfinite=unravel(int(self._first_nonfinite), self.shape) if nonfinite else None,
             scale_max_abs=float(self.other.max.max()),
-            along=()
-            if self._squares is None
-            else tuple(map(_finite, rms_ratio(*self._squares).tolist())),
+            along=tuple(along),
         )
 
     def position_of_max(self, head: int) -> tuple[int, ...]:
-        """The position of the largest difference in `head`."""
+        """The position in the tensor of the largest difference in `head`."""
         return unravel(int(self._worst_index[head]), self.shape)
 
 
 def _rms(tensor: Tensor) -> Tensor:
-    """RMS of the finite elements, fp64."""
+    """The RMS of a tensor, whose elements that are not finite count as 0; a scalar in fp64."""
     norm: Tensor = torch.linalg.vector_norm(finite(tensor), dtype=torch.float64)
     return norm / math.sqrt(max(tensor.numel(), 1))
 
@@ -527,11 +585,12 @@ def rms_ratio(error_squares: Tensor, other_squares: Tensor) -> Tensor:
 
 
 def _finite(ratio: float) -> float | None:
+    """The ratio; None if it is not finite."""
     return ratio if math.isfinite(ratio) else None
 
 
 def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The position of a row-major index."""
+    """The position in a tensor of this shape of a row-major index."""
     position = []
     for size in reversed(shape):
         index, coordinate = divmod(index, size)
@@ -543,35 +602,38 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def oracle_output(inputs: Inputs) -> Output:
-    """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed
-    in blocks.
-    """
+    """The oracle's output: `out` in the dtype of the operator's output, final states in fp32."""
     oracle = operators.get(inputs.operator).oracle
-    blocks = oracle.blocks(inputs, block_length(oracle, inputs, inputs.device))
+    blocks = oracle.blocks(inputs, block=block_length(oracle, inputs, inputs.device))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 22  # elements widened to int64 at a time
-_ODD = 6364136223846793005  # Knuth's multiplier
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_BLOCK = 1 << 22  # elements that are converted to int64 at a time
+_ODD = 6364136223846793005  # the multiplier of Knuth's MMIX random number generator
 
 
 def fingerprint(*tensors: Tensor) -> tuple[int, ...]:
     """For each tensor a weighted sum of its elements' bits, modulo 2**64, with odd weights.
 
-    The same for the same bits in any run and on any device.  One changed element always changes it,
-    because an odd weight has an inverse; a NaN is compared by its bits.
+    It is the same for the same bits in any run and on any device.  One changed element always
+    changes it, because an odd weight has an inverse modulo 2**64.  A NaN is compared by its bits.
     """
     return tuple(_fingerprint(tensor) for tensor in tensors)
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The fingerprint of each tensor, by its name."""
     return {name: _fingerprint(tensor) for name, tensor in tensors.items()}
 
 
 def changes(before: Mapping[str, int], inputs: Mapping[str, Tensor]) -> str:
-    """A phrase if bits of a call's inputs are no longer those of `before`; else empty."""
-    changed = [name for name, after in fingerprints(inputs).items() if after != before[name]]
+    """A phrase that names the inputs whose bits have changed; empty if none has.
+
+    before: the `fingerprints` of the inputs before the call.
+    """
+    now = fingerprints(inputs)
+    changed = [name for name in now if now[name] != before[name]]
     return f"it changes its inputs: {', '.join(changed)}" if changed else ""
 
 
@@ -581,7 +643,10 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    """A hash of a tensor's bits: a sum with odd weights, in integers of 64 bit that wrap around."""
+    """The fingerprint of one tensor, in integers of 64 bits that wrap around.
+
+    The sum of each block of elements is added to the sum so far times an odd number.
+    """
     bits = bits_of(tensor).flatten()
     weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,52 +12,59 @@ from torch import Tensor
 
 from ssdprof.core.case import AnswerBand
 
-BANDS = (0, 1024, 16384)  # starts of the bands of positions: errors of a state grow with length
-_WORKING_BYTES = 2**30  # of a block of positions
-_FP64_COPIES = 6  # of a block's logits, held at the same time
+# first positions of the bands, which are compared separately because errors of states may grow
+BANDS = (0, 1024, 16384)
+_WORKING_BYTES = 2**30  # memory for the comparison of one block of positions
+_FP64_COPIES = 6  # fp64 tensors of the size of a block's logits that exist at the same time
 
 
-# For each position (n,) on the CPU; "kl", "margin" and losses in fp64 and nats, tokens in int64:
+# Tensors (n,) on the CPU, with an element for each position.  Tokens are int64, all others fp64 and
+# in nats:
 #     kl                      KL(reference || candidate)
-#     reference_token, token  the most likely ones; the first if several are equal
-#     margin                  log-probability, by the reference, of its own token less that of the
-#                             candidate's
+#     reference_token, token  the most likely next token by the reference, and by the candidate; the
+#                             first one if several are equally likely
+#     margin                  by the reference, the log-probability of `reference_token` minus that
+#                             of `token`
 #     reference_loss, loss    minus the log-probability of the prompt's next token; NaN at the last
 #                             position
 Divergence = dict[str, Tensor]
 
 
 def rows_that_fit(vocabulary: int) -> int:
-    """Positions whose logits are compared at once."""
+    """The number of positions whose logits are compared at once.  vocabulary: number of tokens."""
     return max(1, _WORKING_BYTES // (8 * _FP64_COPIES * vocabulary))
 
 
 def compare_logits(reference: Tensor, candidate: Tensor, targets: Tensor) -> Divergence:
-    """A block of positions.  reference, candidate: logits (n, vocabulary).
+    """The divergence of a block of positions.
 
-    targets: ids (m) of the next tokens, m = n, or n - 1 for the last block of a prompt.
+    reference, candidate: logits, (n, vocabulary).
+    targets: ids of the next tokens, (m): m is n, or n - 1 for the last block of a prompt.
     Computed in fp64, so that divergences far below the rounding of a logit are not lost.
     """
-    high, low = (logits.double().log_softmax(-1) for logits in (reference, candidate))
-    kl = torch.nn.functional.kl_div(low, high, log_target=True, reduction="none").sum(-1)
-    tops = high.argmax(-1)
-    others = low.argmax(-1)
-    margin = _at(high, tops) - _at(high, others)
+    reference = reference.double().log_softmax(-1)
+    candidate = candidate.double().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(candidate, reference, log_target=True, reduction="none").sum(-1)
+    reference_token = reference.argmax(-1)
+    token = candidate.argmax(-1)
 
     def loss(log_probabilities: Tensor) -> Tensor:
         losses = torch.full_like(kl, torch.nan)
         losses[: len(targets)] = -_at(log_probabilities[: len(targets)], targets)
         return losses
 
-    numbers = {"kl": kl, "reference_token": tops, "token": others, "margin": margin}
     return {
-        name: part.cpu()
-        for name, part in (numbers | {"reference_loss": loss(high), "loss": loss(low)}).items()
+        "kl": kl.cpu(),
+        "reference_token": reference_token.cpu(),
+        "token": token.cpu(),
+        "margin": (_at(reference, reference_token) - _at(reference, token)).cpu(),
+        "reference_loss": loss(reference).cpu(),
+        "loss": loss(candidate).cpu(),
     }
 
 
 def joined(blocks: Sequence[Divergence]) -> Divergence:
-    """The blocks of a prompt as one."""
+    """The divergence of a whole prompt, from those of its blocks."""
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
@@ -67,22 +75,26 @@ def first_nonfinite(comparison: Divergence) -> int | None:
 
 
 def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
-    """The band of all positions, then, for a long prompt, one for each part of it."""
+    """The statistics of all positions, and, for a prompt that reaches into several bands, of each
+    of these.
+    """
     count = len(comparison["kl"])
-    edges = zip(BANDS, (*BANDS[1:], count), strict=True)
-    parts = [(start, min(stop, count)) for start, stop in edges if start < count]
-    if len(parts) == 1:
-        parts = []
-    return tuple(_band(comparison, start, stop) for start, stop in [(0, count), *parts])
+    bounds = [*(start for start in BANDS if start < count), count]
+    ranges = [(0, count)]
+    if len(bounds) > 2:
+        ranges += pairwise(bounds)
+    return tuple(_band(comparison, start, stop) for start, stop in ranges)
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
-    """The statistics of some positions."""
-    cut = {name: part[start:stop] for name, part in comparison.items()}
+    """The statistics of the positions from `start` up to `stop`, which is not included."""
+    cut = {name: tensor[start:stop] for name, tensor in comparison.items()}
     kl = cut["kl"].numpy()
     margin = cut["margin"]
+    # without the last position of the prompt, where losses are NaN
     losses = torch.stack([cut["reference_loss"], cut["loss"]])
-    flipped = (cut["token"] != cut["reference_token"]).nonzero()[:, 0]
+    reference_losses, other_losses = losses[:, losses.isfinite().all(0)].numpy()
+    flipped = (cut["token"] != cut["reference_token"]).nonzero()[:, 0]  # positions in the band
     worst = int(flipped[margin[flipped].argmax()]) if len(flipped) else None
     return AnswerBand(
         start=start,
@@ -96,56 +108,59 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
         flip_margin_median=float(margin[flipped].quantile(0.5)) if len(flipped) else None,
         flip_margin_max=None if worst is None else float(margin[worst]),
         flip_position=None if worst is None else start + worst,
-        **_perplexities(*losses[:, losses.isfinite().all(0)].numpy()),
+        **_perplexities(reference_losses, other_losses),
     )
 
 
 def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
-    """The fields of a band, from the losses at the same positions (n,)."""
+    """The perplexities of a band, as fields of `AnswerBand`; None if there is no loss.
+
+    reference, other: losses at the same positions, (n,), in nats.
+    """
     if not len(reference):
-        return dict.fromkeys(
-            (
-                "reference_perplexity",
-                "perplexity",
-                "perplexity_increase_pct",
-                "perplexity_interval_pct",
-            )
-        )
-    interval = mean_interval(other - reference)
-    differences = (float((other - reference).mean()), *interval)
-    increase, low, high = (
-        float(100 * np.expm1(difference)) for difference in differences
-    )  # percent
+        return {
+            "reference_perplexity": None,
+            "perplexity": None,
+            "perplexity_increase_pct": None,
+            "perplexity_interval_pct": None,
+        }
+    difference = other - reference
+    low, high = mean_interval(difference)
     return {
         "reference_perplexity": float(np.exp(reference.mean())),
         "perplexity": float(np.exp(other.mean())),
-        "perplexity_increase_pct": increase,
-        "perplexity_interval_pct": (low, high),
+        "perplexity_increase_pct": _increase_pct(difference.mean()),
+        "perplexity_interval_pct": (_increase_pct(low), _increase_pct(high)),
     }
 
 
+def _increase_pct(loss_difference: float) -> float:
+    """By how many percent a perplexity increases if the mean loss increases by so many nats."""
+    return float(100 * np.expm1(loss_difference))
+
+
 def _at(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """(n, vocabulary) and (n) -> (n)"""
+    """The log-probability of each position's token: (n, vocabulary), (n) -> (n)."""
     return log_probabilities.gather(-1, tokens[:, None])[:, 0]
 
 
 # --- the mean of an autocorrelated series
 
-RESAMPLES = 2000
+RESAMPLES = 2000  # of the bootstrap
 _SEED = 0
 
 
 def mean_interval(values: NDArray[np.float64]) -> tuple[float, float]:
-    """95 % interval of the mean of values (n,), n >= 1, by a circular block bootstrap.
+    """The 95 % interval of the mean of values (n,), n >= 1, by a circular block bootstrap.
 
-    Blocks are sqrt(n) long, because predictions of neighbouring tokens are correlated: resampling
-    single values would make the interval too narrow.  Source: Politis and Romano
-    1992, "A circular block-resampling procedure for stationary data".
+    Predictions of neighbouring tokens are correlated, so that resampling single values would make
+    the interval too narrow.  Blocks of sqrt(n) values are resampled instead.  Source: Politis and
+    Romano 1992, "A circular block-resampling procedure for stationary data".
     """
     count = len(values)
     length = max(1, round(math.sqrt(count)))
     sums = np.cumsum(np.concatenate([[0.0], values, values[: length - 1]]))
-    # (n,), of the blocks that begin at each value
+    # the mean of the block that begins at each value, (n,); behind the last value is the first
     block_means = (sums[length:] - sums[:-length]) / length
     generator = np.random.default_rng(_SEED)
     starts = generator.integers(count, size=(RESAMPLES, math.ceil(count / length)))

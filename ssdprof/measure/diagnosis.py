@@ -1,4 +1,4 @@
-"""What else is known of a wrong output: where its error begins, and which rounding is as large."""
+"""Describes the error of a wrong output: where it begins, and which rounding has such an error."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,52 +17,51 @@ from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
-BORDERS = (256, 128, 64, 32, 16)
-LONGEST = 2048  # positions on which roundings are compared
-AS_LARGE = 1.5  # ratio of two errors of the same size
-FAR_ABOVE = 16  # of a unit roundoff: the relative error of a wrong row
+BORDERS = (256, 128, 64, 32, 16)  # sizes of chunks and tiles, at whose multiples errors may begin
+LONGEST = 2048  # the most positions on which roundings are compared
+AS_LARGE = 1.5  # errors count as equally large up to this ratio
+FAR_ABOVE = 16  # a row is wrong if its relative error exceeds so many unit roundoffs
 COARSE = (torch.bfloat16, torch.float16)
 
 
 def diagnosed(
     inputs: Inputs, candidate: Candidate, accuracies: Sequence[Accuracy]
 ) -> tuple[Accuracy, ...]:
-    """The accuracies, with a remark on each output that does not pass and is finite."""
-    if not any(accuracy.reason for accuracy in accuracies):
-        return tuple(accuracies)
-    return tuple(
-        accuracy.changed(remark=_remark(inputs, candidate, accuracy))
-        if accuracy.reason and not accuracy.vs_oracle.nonfinite
-        else accuracy
-        for accuracy in accuracies
-    )
+    """The accuracies, with a remark on each tensor that does not pass and is finite."""
+    diagnosed: list[Accuracy] = []
+    for accuracy in accuracies:
+        if accuracy.reason and not accuracy.vs_oracle.nonfinite:
+            accuracy = accuracy.changed(remark=_remark(inputs, candidate, accuracy))
+        diagnosed.append(accuracy)
+    return tuple(diagnosed)
 
 
 def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
-    """Why a tensor is outside its budget: where the error begins, and a rounding that explains it;
-    empty if it is within the budget.
+    """Where the error of a tensor begins, and a rounding that explains it; empty if the tensor is
+    within its budget.
     """
-    use = next((use for use in accuracy.budget if use.error > use.budget), None)
-    if use is None:
+    exceeded = [use for use in accuracy.budget if use.error > use.budget]
+    if not exceeded:
         return ""
     is_out = accuracy.tensor == "out"
-    words = _beginning(inputs, candidate.output, is_out, use)
-    return "; ".join(filter(None, (words, _known_rounding(inputs, candidate, is_out))))
+    beginning = _beginning(inputs, candidate.output, is_out, exceeded[0])
+    return "; ".join(filter(None, (beginning, _known_rounding(inputs, candidate, is_out))))
 
 
 # --- where an error begins
 
 
 def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> str:
-    """The first sequence in which a head is outside its budget, and where in it the error of out
-    begins: "from position 128 of sequence 0 (300 tokens) on, a multiple of 128, all is wrong".
+    """The first sequence in which the head of `use` is outside its budget, and where in it the
+    error of `out` begins: "from position 128 of sequence 0 (300 tokens) on, a multiple of 128, all
+    is wrong".
+
+    is_out: whether `out` is wrong; else `final_states` is.
     """
     expected = oracle_output(inputs)
     for span in spans_of(inputs):
-        actual, exact = (
-            _rows_of_head(output_of(inputs, whole, span), is_out, use.head)
-            for whole in (output, expected)
-        )
+        actual = _rows_of_head(output_of(inputs, output, span), is_out, use.head)
+        exact = _rows_of_head(output_of(inputs, expected, span), is_out, use.head)
         error = actual - exact
         errors = error.abs().amax(1) if use.norm == "max" else error.square().mean(1).sqrt()
         outside = errors > use.budget
@@ -71,23 +70,26 @@ def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> 
         name = f"sequence {span.sequence} ({span.length:,} tokens)"
         if not is_out:
             return f"the first wrong state is that of {name}"
-        smallest = FAR_ABOVE * unit_roundoff(output[0].dtype) * exact
-        is_wrong = error.square().mean(1) > smallest.square().mean(1)
+        limit = FAR_ABOVE * unit_roundoff(output[0].dtype) * exact
+        is_wrong = error.square().mean(1) > limit.square().mean(1)
         first = int(outside.byte().argmax())
         return _beginning_in(name, first, _border(is_wrong.double(), first))
     return ""
 
 
 def _rows_of_head(output: Output, is_out: bool, head: int) -> Tensor:
-    """(rows, width) in fp64: the positions of out of a single sequence, or its states, flat."""
+    """A head of the output of one sequence, (rows, width), fp64: a row for each position of `out`,
+    or for each state, flattened.
+    """
     out, states = output
     return (out[0, :, head] if is_out else states[:, head].flatten(1)).double()
 
 
 def _beginning_in(name: str, first: int, border: int | None) -> str:
-    """A phrase on where in a sequence the error begins.
+    """A phrase that says where in a sequence the error begins.
 
-    name: of the sequence.  first: its first position outside of the budget.  border: see `_border`.
+    name: names the sequence.  first: its first position outside of the budget.  border: see
+    `_border`.
     """
     if border is None:
         return f"the first position outside is {first} of {name}"
@@ -98,13 +100,15 @@ def _beginning_in(name: str, first: int, border: int | None) -> str:
 
 
 def _border(wrong: Tensor, first: int) -> int | None:
-    """The position, at most `first`, before which a sequence is right and from which on it is
-    wrong, in nine of ten positions.  wrong: (l), 1 or 0.
+    """The position, at most `first`, before which nine of ten positions of a sequence are right,
+    and from which on nine of ten are wrong; None if there is none.
+
+    wrong: (l), 1 for a wrong position, else 0.
     """
-    count = torch.arange(len(wrong), device=wrong.device)
-    before = wrong.cumsum(0) - wrong
-    share_before = before / count.clamp(min=1)
-    share_after = (wrong.sum() - before) / (len(wrong) - count)
+    count = torch.arange(len(wrong), device=wrong.device)  # positions before each position
+    wrong_before = wrong.cumsum(0) - wrong
+    share_before = wrong_before / count.clamp(min=1)
+    share_after = (wrong.sum() - wrong_before) / (len(wrong) - count)
     border = int((share_after - share_before)[: first + 1].argmax())
     return border if share_after[border] >= 0.9 and share_before[border] <= 0.1 else None
 
@@ -113,30 +117,34 @@ def _border(wrong: Tensor, first: int) -> int | None:
 
 
 def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
-    """ "the error is as large as if states were kept in bf16"; empty if no rounding causes an error
-    of this size.
+    """A phrase such as "the error is as large as if states were kept in bf16"; empty if no rounding
+    causes an error of this size.
 
-    The errors of heads are compared, at the beginning of the longest sequence.
+    The RMS errors of heads are compared, at the beginning of the longest sequence.
     """
     oracle = operators.get(inputs.operator).oracle
     span = longest_of(inputs)
-    which = int(not is_out)
+    index = 0 if is_out else 1  # of the tensor in an output
+    heads_dim = 2 if is_out else 1
     start = replace(span, stop=min(span.stop, span.start + LONGEST))
     if not is_out and start != span:
-        return ""
+        return ""  # the state after the first positions is not known
     part = alone(inputs, start)
-    out = candidate.output[0][span.batch, start.start : start.stop]
-    output = out[None], candidate.output[1][rows_of_states(inputs, span)][-1:]
-    blocks = oracle.blocks(part, block_length(oracle, part, part.device))
-    exact = joined(part, blocks, torch.float64, torch.float64)[which][-1:]
+    out, states = candidate.output
+    output = (
+        out[span.batch, start.start : start.stop][None],
+        states[rows_of_states(inputs, span)][-1:],
+    )
+    blocks = oracle.blocks(part, block=block_length(oracle, part, part.device))
+    exact = joined(part, blocks, torch.float64, torch.float64)[index][-1:]
 
     def errors(rounded: Output) -> Tensor:
         """The RMS error of each head, (h)."""
-        heads_first = (rounded[which].double() - exact).movedim(2 - which, 0)
+        heads_first = (rounded[index].double() - exact).movedim(heads_dim, 0)
         return heads_first.flatten(1).square().mean(1).sqrt()
 
     actual = errors(output)
-    for words, form in _coarser(part, candidate.precision, exact, output[which].dtype):
+    for words, form in _coarser(part, candidate.precision, exact, output[index].dtype):
         ratio = actual / errors(form)
         alike = (ratio < AS_LARGE) & (ratio > 1 / AS_LARGE)
         if float(alike.double().mean()) > 0.75:
@@ -147,7 +155,10 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
 def _coarser(
     part: Inputs, precision: Precision, exact: Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[str, Output]]:
-    """Roundings that the precision does not allow, in words, and outputs with them."""
+    """Roundings that the precision does not allow, in words, and outputs with them.
+
+    part: one sequence.  exact: its exact tensor, fp64.  dtype: the dtype of the tensor under test.
+    """
     others = {}
     for coarse in COARSE:
         if torch.finfo(coarse).eps > torch.finfo(precision.state_dtype).eps:
@@ -165,7 +176,7 @@ def _coarser(
 
 
 def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
-    """The outputs of a sequence with the roundings of a precision, in chunks of each length."""
+    """The outputs of one sequence with the roundings of a precision: one for each chunk length."""
     oracle = operators.get(part.operator).oracle
     (span,) = spans_of(part)
     for chunk in (oracle.chunk_size(part), *oracle.shorter_chunks(part)):

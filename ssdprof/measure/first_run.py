@@ -32,11 +32,12 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
 from ssdprof.operators.operator import Output, in_pieces, pieces
 
+# files of ssdprof, torch, Triton and Python, whose frames at the start of a traceback are left out
 _KNOWN = re.compile(
     rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/site-packages/(torch|triton)/|"
     r"/lib/python|^<"
 )
-_FRAMES = 5  # of a traceback
+_FRAMES = 5  # the most frames that a reason shows
 T = TypeVar("T")
 Run = Callable[[], Output]
 Fields = dict[str, Any]  # of a case
@@ -46,10 +47,12 @@ Fields = dict[str, Any]  # of a case
 class Call:
     """A run of an implementation on an operator's inputs.  Compared by identity.
 
-    precision: the declared one.  label: for display, with the precision.
-    precheck: called before the first call.  "ran", or the status and the reason of a call that must
-        not be made in this process.
-    out_of_bounds: a phrase on writes to the inputs or next to them; empty if there were none.
+    precision: the precision that the implementation declares.
+    label: names the call in reports and messages.
+    precheck: called before the first call.  Returns ("ran", ""), or the status and the reason of a
+        call that must not be made in this process.
+    out_of_bounds: called after the first call.  Returns a phrase on writes to the inputs or next to
+        them; empty if there were none.
     """
 
     implementation: Implementation
@@ -61,6 +64,11 @@ class Call:
 
     @cached_property
     def run(self) -> Run:
+        """The function that computes the output.
+
+        If the implementation cannot return states inside of sequences, or cannot read a pool, the
+        function makes several calls, or copies the states.
+        """
         implementation = self.implementation
         is_cut = self._inputs[0] is not self.inputs
         if not (is_cut or self._copies_states):
@@ -69,8 +77,8 @@ class Call:
 
     @cached_property
     def _inputs(self) -> list[Inputs]:
-        """The inputs of each call; all but the first get their initial states from the call
-        before.
+        """The inputs of each call of the implementation: one, or a piece for each state that is
+        returned.  Every piece but the first gets its initial states from the call before.
         """
         if not self.inputs.state_every or self.implementation.keeps(self.inputs):
             return [self.inputs]
@@ -79,6 +87,7 @@ class Call:
 
     @property
     def _copies_states(self) -> bool:
+        """Whether states are copied out of the pool, because the implementation cannot read it."""
         return self.inputs.state_indices is not None and not self.implementation.pools
 
     @property
@@ -87,16 +96,17 @@ class Call:
 
     @property
     def outputs_that_fit(self) -> int:
-        """The number of outputs in half of the free memory: the rest is for a workspace and a block
-        of the oracle.
+        """The number of outputs that fit in half of the free memory; the other half is for a
+        workspace and for a block of the oracle.
         """
-        size = (
-            self.inputs.values.nbytes + math.prod(self.inputs.final_shape) * torch.float32.itemsize
-        )
-        return free_memory(self.device) // 2 // size
+        out_bytes = self.inputs.values.nbytes
+        states_bytes = math.prod(self.inputs.final_shape) * torch.float32.itemsize
+        return free_memory(self.device) // 2 // (out_bytes + states_bytes)
 
     def _plan(self) -> Plan:
-        """The implementation's, with the calls and copies that are made for it."""
+        """The implementation's plan.  Its reason also names the several calls and the copies that
+        `run` makes.
+        """
         inputs = self._inputs[0]
         if self._copies_states:
             inputs = inputs.after(self.inputs.initial)
@@ -111,21 +121,25 @@ class Call:
         return replace(plan, reason=reason)
 
     def as_fp32(self, output: Output) -> Output:
-        """The output in the form that is compared with the oracle: a library's final states may
-        have another dtype.
+        """The output in the form that is compared with the oracle, with final states in fp32.
+
+        Only a library's, and those that a server recorded, may have another dtype.
         """
         out, final_states = output
-        foreign = self.implementation.kind in ("library", "served")
-        return (out, final_states.to(torch.float32)) if foreign else output
+        if self.implementation.kind in ("library", "served"):
+            return out, final_states.to(torch.float32)
+        return output
 
     def first_run(
         self, seconds: float | None = None, *, launches: bool = True
     ) -> tuple[Output | None, Fields]:
-        """Plan and run the call.  The output, or None unless it ran, and the fields of its case.
+        """Plan and run the call.  Returns the output, None unless it ran, and the fields of its
+        case.
 
         An error of the implementation becomes a status and a reason.
-        seconds: the call is timed, and stopped with TimeIsUp after this number of seconds.
-        launches: record the Triton kernels that run (walks all live objects).
+        seconds: the call is timed, and stopped with TimeIsUp after this number of seconds; None: it
+            is neither.
+        launches: record the Triton kernels that run, which walks all live objects.
 
         Raises MissingCapabilityError if a fault in the call made the GPU unusable, and
         KeyboardInterrupt if the call is interrupted.
@@ -151,8 +165,8 @@ class Call:
             with recording as launched:
                 output, workspace, late = run_and_measure(run, self.device)
             check_output(output, self.inputs)
-            if words := late or self.out_of_bounds():
-                return None, fields | {"reason": words}
+            if fault := late or self.out_of_bounds():
+                return None, fields | {"reason": fault}
         except Exception as error:
             status, reason = status_of(error, self.device, self.implementation.name)
             return None, fields | {"status": status, "reason": reason}
@@ -167,25 +181,28 @@ class Call:
 
 # --- how long a first call, in which kernels are compiled, may take
 
-_AGAIN = 1.0  # s; an exception that a callback swallows is raised once more
-_LATEST = 1.0  # s; how long to wait for a call's threads
+_AGAIN = 1.0  # seconds until TimeIsUp is raised once more, in case a callback swallowed the first
+_LATEST = 1.0  # seconds to wait for the threads that a call started
 
 
 class TimeIsUp(BaseException):
-    """A first call was stopped.  Not an Exception, because the interrupted library might handle
-    one.
+    """A first call was stopped because it took too long.
+
+    Not an Exception, because the interrupted library might handle that.  The message is empty, or
+    continues a sentence on the budget: " in the first call of fused".
     """
 
 
 def timed_first_call(
     run: Callable[[], Output], device: torch.device, seconds: float
 ) -> tuple[Output, FirstCall]:
-    """Make the call and wait for the GPU.  Raises TimeIsUp after this number of seconds.
+    """Make the call and wait for the GPU.  Returns the output, and the time of the call with the
+    compile time of each kernel.
 
-    A call can be stopped between two steps of a compiler, and while it waits for one, but not
-    during the GPU's work.
+    Raises TimeIsUp after this number of seconds.  The call is stopped between two steps of a
+    compiler, or while it waits for a compiler's process, but not while it waits for the GPU.
     """
-    compiled: dict[str, float] = {}
+    compiled: dict[str, float] = {}  # kernel -> seconds
 
     def note(
         *, src: ASTSource, times: triton.knobs.CompileTimes, cache_hit: bool, **_: object
@@ -194,7 +211,7 @@ def timed_first_call(
         if not cache_hit:
             compiled[src.name] = max(times.total / 1e6, compiled.get(src.name, 0.0))
 
-    before = triton.knobs.compilation.listener
+    original_listener = triton.knobs.compilation.listener
     began = time.monotonic()
     triton.knobs.compilation.listener = note
     try:
@@ -203,7 +220,7 @@ def timed_first_call(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     finally:
-        triton.knobs.compilation.listener = before
+        triton.knobs.compilation.listener = original_listener
     return output, FirstCall(seconds=time.monotonic() - began, compiled=compiled)
 
 
@@ -217,23 +234,23 @@ def _at_most(seconds: float) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise TimeIsUp
 
-    before = signal.signal(signal.SIGALRM, ring)
+    original_handler = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), _AGAIN)
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), _AGAIN)  # 0 would switch it off
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
+    finally:  # again, because the timer may have raised in the inner `finally`
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, original_handler)
 
 
 # --- errors in kernels: the status of the case, an unusable GPU, or an interrupt
 
 
 def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fault, str]:
-    """The status of a case whose implementation raised an error, and the reason.
+    """The status of a case whose implementation raised an error, and the reason in words.
 
     culprit: the name of the implementation.  Raises what `refuse_if_interrupted` and
     `refuse_if_lost` raise.
@@ -248,8 +265,8 @@ def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fau
 
 
 def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
-    """Call `work`.  Raises MissingCapabilityError with the culprit's name if `work` makes the GPU
-    unusable.
+    """The result of `work`.  Raises MissingCapabilityError with the culprit's name if `work` makes
+    the GPU unusable.
     """
     try:
         return work()
@@ -296,14 +313,16 @@ def _answers(device: torch.device) -> bool:
 
 
 def type_and_message(error: BaseException) -> str:
-    """ "RuntimeError: boom (my_kernels.py:12 in my_ssd, my_kernels.py:30 in inner)", with the
-    user's frames.
+    """An error as a reason, with the user's frames: "RuntimeError: boom (my_kernels.py:12 in
+    my_ssd, my_kernels.py:30 in inner)".
     """
     return f"{type(error).__name__}: {first_line(error)}{_trail(error)}"
 
 
 def _trail(error: BaseException) -> str:
-    """The frames from the first one outside of ssdprof, torch and Triton on, if there are any."""
+    """The frames of the traceback, from the first one outside of ssdprof, torch and Triton:
+    " (file:line in function, ...)"; empty if there is none.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     while frames and _KNOWN.search(frames[0].filename):
         frames.pop(0)
@@ -317,18 +336,19 @@ def _trail(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message that is not empty, or where an error without a message was
-    raised.
+    """The first line of the error's message that is not empty; if there is none, the place where
+    the error was raised.
 
-    Errors of compilers and of CUDA may fill pages.
+    Messages of compilers and of CUDA may fill pages.
     """
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = [f"in {Path(frame.filename).name}, line {frame.lineno}" for frame in frames] or [
-        "outside of Python"
-    ]
-    return next(
-        (line for line in str(error).splitlines() if line.strip()), f"no message, raised {where[0]}"
-    )
+    for line in str(error).splitlines():
+        if line.strip():
+            return line
+    frames = traceback.extract_tb(error.__traceback__)
+    place = "outside of Python"
+    if frames:
+        place = f"in {Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+    return f"no message, raised {place}"
 
 
 # --- the Triton kernels that a call launched, and their compiled resources
@@ -336,12 +356,12 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """When the block ends, the list has the kernels launched in it, each once, in order of the
-    first launch.
+    """The context's value is a list.  When the block ends, it has the Triton kernels that were
+    launched in it, each once, in the order of their first launches.
 
-    Stays empty in Triton's interpreter, and for libraries that launch no Triton kernel.
+    It stays empty in Triton's interpreter, and for libraries that launch no Triton kernel.
     """
-    handles: dict[int, None] = {}
+    handles: dict[int, None] = {}  # the driver's handles of the launched functions
 
     def note(metadata: Any) -> None:
         handles[metadata.data["function"]] = None
@@ -350,18 +370,20 @@ def recorded_launches() -> Iterator[list[Launch]]:
     with _at_launch(note):
         yield launches
     if handles:
-        # Triton keeps no list of compiled kernels, the garbage collector does.  By exact type,
-        # because isinstance asks every object for its __class__, which wakes lazy modules and
-        # proxies.
+        # Triton keeps no list of compiled kernels, but the garbage collector knows all objects.
+        # Their exact types are compared, because isinstance asks every object for its __class__,
+        # which makes lazy modules import themselves.
         loaded = {
-            thing.function: thing for thing in gc.get_objects() if type(thing) is CompiledKernel
+            kernel.function: kernel for kernel in gc.get_objects() if type(kernel) is CompiledKernel
         }
         launches += [describe(loaded[handle]) for handle in handles if handle in loaded]
 
 
 @contextmanager
 def counted_launches() -> Iterator[list[object]]:
-    """The list has one entry for every launch of a Triton kernel in the block."""
+    """The context's value is a list, which gets an entry for every launch of a Triton kernel in the
+    block.
+    """
     seen: list[object] = []
     with _at_launch(seen.append):
         yield seen
@@ -379,21 +401,14 @@ def _at_launch(note: Callable[[Any], None]) -> Iterator[None]:
 
 
 def describe(kernel: Any) -> Launch:
-    """A compiled kernel: its compile-time arguments and options as `config`, its resources as the
-    driver loaded it.
+    """A compiled kernel of Triton as a launch: its compile-time arguments and options as `config`,
+    and its resources as the driver reports them.
     """
     metadata = kernel.metadata
-    source = kernel.src
     config: dict[str, int | str | bool] = {}
-    if isinstance(source, ASTSource):
-        for path, value in source.constants.items():
-            parameter = source.fn.params[path[0]]
-            if parameter.is_constexpr and len(path) == 1:
-                # bundled kernels take their constants as one argument
-                grouped = isinstance(value, SimpleNamespace) or is_dataclass(value)
-                for name, argument in (vars(value) if grouped else {parameter.name: value}).items():
-                    constant = getattr(argument, "value", argument)  # of Triton's constexpr
-                    config[name] = constant if isinstance(constant, int | str) else str(constant)
+    for name, argument in _constants(kernel.src).items():
+        constant = getattr(argument, "value", argument)  # of Triton's constexpr
+        config[name] = constant if isinstance(constant, int | str) else str(constant)
     config |= {"num_warps": metadata.num_warps, "num_stages": metadata.num_stages}
     return Launch(
         kernel=metadata.name,
@@ -404,16 +419,38 @@ def describe(kernel: Any) -> Launch:
     )
 
 
+def _constants(source: object) -> dict[str, Any]:
+    """The compile-time arguments of a kernel, by name.
+
+    An argument that groups several constants, as bundled kernels have it, is listed by its fields.
+    A kernel that was not compiled from Python source has none.
+    """
+    constants: dict[str, Any] = {}
+    if isinstance(source, ASTSource):
+        for path, value in source.constants.items():
+            parameter = source.fn.params[path[0]]
+            if not parameter.is_constexpr or len(path) > 1:
+                continue
+            if isinstance(value, SimpleNamespace) or is_dataclass(value):
+                constants |= vars(value)
+            else:
+                constants[parameter.name] = value
+    return constants
+
+
 # --- memory
 
-_peaks_before_reset: dict[int, int] = {}  # device index -> bytes
+# device index -> the peak in bytes before `run_and_measure` reset torch's own
+_peaks_before_reset: dict[int, int] = {}
 
 
 def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None, str]:
-    """The call's output, on a GPU the peak of its allocations through torch beyond it, and the
-    phrase of `completed`.
+    """The call's output, its workspace in bytes, and the phrase of `completed`.
 
-    Meant for an implementation's first call, which also allocates memory that later calls reuse.
+    The workspace is the peak of the call's allocations through torch, without the output; None on
+    the CPU.  The function is meant for an implementation's first call, which also allocates memory
+    that later calls reuse.
+
     Waits for the GPU, so that an error of a kernel is raised here.
     """
     if device.type != "cuda":
@@ -422,32 +459,32 @@ def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None,
     torch.cuda.synchronize(device)
     _peaks_before_reset[_index(device)] = peak_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    allocated = torch.cuda.memory_allocated(device)
     peaks: list[int] = []
 
-    def noted() -> Output:
+    def run_and_note_peak() -> Output:
         output = run()
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+        peaks.append(torch.cuda.max_memory_allocated(device) - allocated)
         return output
 
-    output, late = completed(noted, device)
-    outputs = sum(tensor.untyped_storage().nbytes() for tensor in output)
-    return output, max(0, peaks[0] - outputs), late
+    output, late = completed(run_and_note_peak, device)
+    output_bytes = sum(tensor.untyped_storage().nbytes() for tensor in output)
+    return output, max(0, peaks[0] - output_bytes), late
 
 
 def completed(run: Run, device: torch.device) -> tuple[Output, str]:
-    """The output, and a phrase if it changed after the call and all work on the current stream had
-    ended; else "".
+    """The output, and a phrase if it changed later than it may: after the call had returned and all
+    work on the current stream had ended.  The phrase is empty if it did not.
 
-    Waits for the GPU, and for threads that the call started.
+    Waits for the GPU, and for threads that the call started, `_LATEST` seconds at most.
     """
-    running = threading.enumerate()
+    earlier_threads = threading.enumerate()
     output = run()
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     bits = fingerprint(*output)
     end = time.monotonic() + _LATEST
-    for thread in set(threading.enumerate()).difference(running):
+    for thread in set(threading.enumerate()).difference(earlier_threads):
         thread.join(max(0.0, end - time.monotonic()))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -458,7 +495,7 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset `peak_bytes`."""
+    """Let `peak_bytes` begin anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         _peaks_before_reset.pop(_index(device), None)
@@ -468,7 +505,7 @@ def peak_bytes(device: torch.device) -> int:
     """The peak of torch's allocations on a GPU since `forget_peak`, or since the process began; 0
     on the CPU.
 
-    torch's own peak forgets what came before it was last reset, and `run_and_measure` resets it.
+    `run_and_measure` resets torch's own peak, and keeps the one before.
     """
     if device.type != "cuda":
         return 0
@@ -476,4 +513,5 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _index(device: torch.device) -> int:
+    """The index of the GPU: that of the current one if the device names none."""
     return torch.cuda.current_device() if device.index is None else device.index

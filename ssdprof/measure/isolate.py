@@ -1,13 +1,14 @@
 """Keeps a user's kernel, and a library that the user named, from harming this process and other
-calls: guards around memory, and a process for first calls.
+calls: by guards around memory, and by a separate process for first calls.
 
-A call that hangs is stopped; one that crashes takes its own process with it, and its own CUDA
-context.  All tensors of the call lie between guards, which hold bytes of 0xFF, a NaN in every
-floating dtype, so that reads out of bounds give NaN in the output.
+A call that hangs is stopped.  A call that crashes ends its own process, with its own CUDA context.
+All tensors of the call lie between guards.  These hold bytes of 0xFF, a NaN in every floating
+dtype, so that reads out of bounds give NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER PARENT
 
-FOLDER holds the calls, and gets a `CallVerdict` of each.
+makes the calls in FOLDER, and writes a `CallVerdict` of each into it.  PARENT is the id of the
+process that waits for them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
-from ssdprof.core.base import Status
+from ssdprof.core.base import Status, grouped
 from ssdprof.core.case import Case
 from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
@@ -41,14 +42,19 @@ from ssdprof.measure.accuracy import changes, fingerprint, fingerprints
 from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations
 
-GUARD = 1 << 20  # bytes on each side
-_ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
-_ALLOCATION = re.compile("(new_)?(empty|zeros|ones|full)(_strided|_like)?")  # torch's functions
+GUARD = 1 << 20  # bytes of the guard on each side
+_ALIGNED = 512  # bytes; a copy has the same offset from a multiple of it as the tensor
+# names of the functions of torch that allocate tensors
+_ALLOCATION = re.compile("(new_)?(empty|zeros|ones|full)(_strided|_like)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """A block of memory between two guards.  names: of the tensors in it."""
+    """A block of memory between two guards.
+
+    memory: bytes, with both guards.  start, stop: the bytes between the guards.  names: names of
+    the tensors in the block.
+    """
 
     memory: Tensor
     start: int
@@ -57,29 +63,33 @@ class _Block:
 
     @classmethod
     def of(cls, size: int, offset: int, device: torch.device, names: tuple[str, ...]) -> _Block:
-        """A block of memory between guards.
+        """A block of new memory.
 
-        size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED`
-        bytes.
+        size: bytes between the guards.  offset: bytes from a multiple of `_ALIGNED` to the first of
+        them.
         """
         start = GUARD + offset
-        whole = -(-(start + size + GUARD) // 8)
+        whole = -(-(start + size + GUARD) // 8)  # in int64 numbers, rounded up
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
     def allocated(self, tensor: Tensor, offset: int) -> Tensor:
-        """A tensor in the block, of the same form, from this byte on."""
+        """A tensor in the block, with the shape, strides and dtype of `tensor`.
+
+        offset: bytes from the start of the block.
+        """
         block = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
         return block.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def bits(self) -> tuple[int, ...]:
-        """A fingerprint, with the guards."""
+        """The fingerprint of the block and its guards."""
         return fingerprint(self.memory.view(torch.int64))
 
     def overrun(self) -> str:
-        """ "before", "behind" or "around", by which guard has changed; empty if none has."""
-        sides = self.memory[: self.start], self.memory[self.stop :]
-        before, behind = (int(side.min()) != 0xFF for side in sides)  # the largest byte
+        """Which guard has changed: "before", "behind", or "around" for both; empty if none has."""
+        # a guard is unchanged if its smallest byte is the largest possible one
+        before = int(self.memory[: self.start].min()) != 0xFF
+        behind = int(self.memory[self.stop :].min()) != 0xFF
         if before and behind:
             return "around"
         if before:
@@ -94,23 +104,24 @@ class GuardedInputs:
     """
 
     def __init__(self, inputs: Inputs) -> None:
-        self._blocks: list[tuple[_Block, tuple[int, ...]]] = []  # with its bytes
+        self._blocks: list[tuple[_Block, tuple[int, ...]]] = []  # each with its fingerprint
         copies: dict[str, Tensor] = {}
-        for block, of_block in _copied(inputs.tensors):
+        for block, tensors in _copied(inputs.tensors):
             self._blocks.append((block, block.bits()))
-            copies |= of_block
+            copies |= tensors
         self.inputs = replace(inputs, **copies)
         self._elements = fingerprints(copies)
 
     def out_of_bounds(self) -> str:
         """A phrase on writes to the inputs or next to them; empty if there were none."""
-        if words := changes(self._elements, self.inputs.tensors):
-            return words
+        if fault := changes(self._elements, self.inputs.tensors):
+            return fault
         for block, bits in self._blocks:
-            if where := block.overrun() or (
-                "between the elements of" if block.bits() != bits else ""
-            ):
-                return f"it writes out of bounds, {where} its inputs {', '.join(block.names)}"
+            place = block.overrun()
+            if not place and block.bits() != bits:
+                place = "between the elements of"
+            if place:
+                return f"it writes out of bounds, {place} its inputs {', '.join(block.names)}"
         return ""
 
 
@@ -123,16 +134,18 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without it torch would spend a second on importing its compiler, to keep it out of the
-        next method.
+        """False: `__torch_dispatch__` need not be kept from torch's compiler, whose import takes a
+        second.
         """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace a tensor that torch allocates by one between guards."""
+        """Call a function of torch.  A tensor that it allocates is replaced by one between guards.
+
+        Tensors without memory, such as empty ones and those on the meta device, stay.
+        """
         tensor = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        # meta tensors have no memory
         if (
             not _ALLOCATION.fullmatch(name)
             or tensor.layout != torch.strided
@@ -140,67 +153,72 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or tensor.is_meta
         ):
             return tensor
-        shape = f"a tensor of shape {tuple(tensor.shape)} that it allocates"
-        block = _Block.of(_extent(tensor), 0, tensor.device, (shape,))
+        words = f"a tensor of shape {tuple(tensor.shape)} that it allocates"
+        block = _Block.of(_extent(tensor), 0, tensor.device, (words,))
         self._blocks.append(block)
-        placed = block.allocated(tensor, 0)
-        return placed.copy_(tensor) if "empty" not in name else placed
+        guarded = block.allocated(tensor, 0)
+        return guarded if "empty" in name else guarded.copy_(tensor)
 
     def out_of_bounds(self) -> str:
-        """A phrase on writes next to the tensors, asked in the context; empty if there were
-        none.
+        """A phrase on writes next to the tensors; empty if there were none.
+
+        Called while the context is open.
         """
-        over = ((block.overrun(), block.names[0]) for block in self._blocks)
-        return next(
-            (f"it writes out of bounds, {where} {name}" for where, name in over if where), ""
-        )
+        for block in self._blocks:
+            if place := block.overrun():
+                return f"it writes out of bounds, {place} {block.names[0]}"
+        return ""
 
 
 def unwritten(tensor: Tensor) -> int:
-    """The number of elements whose bytes all equal those of the guards.  In a tensor made under
-    `GuardedAllocations`, they were never written.  A NaN that a GPU or torch computes has other
-    bits.
+    """The number of elements that were never written, in a tensor that was allocated in the context
+    of `GuardedAllocations`.
+
+    Their bytes are those of the guards.  A NaN that a GPU or torch computes has other bits.
     """
     elements = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
     return int((elements == 0xFF).all(-1).sum())
 
 
-def _copied(given: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, Tensor]]]:
-    """Blocks with the memory from the first to the last byte of the tensors that share it, and the
-    tensors' copies.
+def _copied(tensors: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, Tensor]]]:
+    """Copies of the tensors in blocks between guards.
+
+    Tensors that share memory share a block, which is a copy of all bytes from the first to the last
+    of theirs.
     """
-    groups: dict[int, list[str]] = {}
-    for name, tensor in given.items():
-        groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    for names in groups.values():
-        first = min(given[name].data_ptr() for name in names)
-        size = max(given[name].data_ptr() + _extent(given[name]) for name in names) - first
-        storage = given[names[0]].untyped_storage()
-        device = given[names[0]].device
-        source = torch.empty(0, dtype=torch.uint8, device=device)
+    by_storage = grouped(tensors.items(), lambda item: item[1].untyped_storage().data_ptr())
+    for sharing in by_storage.values():
+        _, some = sharing[0]
+        first = min(tensor.data_ptr() for _, tensor in sharing)
+        size = max(tensor.data_ptr() + _extent(tensor) for _, tensor in sharing) - first
+        source = torch.empty(0, dtype=torch.uint8, device=some.device)
+        storage = some.untyped_storage()
         source.set_(storage, first - storage.data_ptr(), (size,), (1,))
-        block = _Block.of(size, first % _ALIGNED, device, tuple(names))
+        names = tuple(name for name, _ in sharing)
+        block = _Block.of(size, first % _ALIGNED, some.device, names)
         block.memory[block.start : block.stop].copy_(source)
-        yield (
-            block,
-            {name: block.allocated(given[name], given[name].data_ptr() - first) for name in names},
-        )
+        copies = {
+            name: block.allocated(tensor, tensor.data_ptr() - first) for name, tensor in sharing
+        }
+        yield block, copies
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from the first to the last element, those between strides counted."""
+    """Bytes of memory from the first to the last element, with gaps between strides."""
     if not tensor.numel():
         return 0
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    last = 0  # index in memory of the last element
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     return (last + 1) * tensor.element_size()
 
 
 @contextmanager
 def while_it_runs(case: Case | None) -> Iterator[None]:
-    """If the process ends in the block, its parent knows which case ran.  Restores what a kernel
-    may have changed.
+    """Tell the parent process which case runs in the block, in case this process ends there.
+
+    At the end of the block, the settings that a kernel may have changed are restored: the working
+    directory, and torch's gradients and default dtype.  None: no case is told.
     """
     folder = Path.cwd()
     grad = torch.is_grad_enabled()
@@ -219,18 +237,20 @@ def while_it_runs(case: Case | None) -> Iterator[None]:
 
 # --- first calls in another process
 
-FIRST_CALL_S = 180.0
-_START_S = 120.0  # for importing torch and loading the inputs, also on a busy machine
+FIRST_CALL_S = 180.0  # limit in seconds for one first call
+_START_S = 120.0  # seconds for importing torch and loading the inputs, also on a busy machine
 _STOPPED = 124  # exit code of a process whose call took too long
 _CALL = "call.pt"
 _VERDICTS = "verdicts.jsonl"
-# of a first call, and the reason; "ran": the call may be made here
+# The status of a first call, and the reason.  After "ran" the call may be made in this process.
 CallVerdict = tuple[Status, str]
 
 
 class IsolatedFirstCall:
-    """First calls of users' kernels and of named libraries, one for each precision and each form of
-    the inputs.  limit_s: seconds for one.
+    """Makes first calls of users' kernels and of named libraries in another process: one for each
+    precision and each form of the inputs.
+
+    limit_s: limit in seconds for one call.
     """
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
@@ -240,22 +260,25 @@ class IsolatedFirstCall:
     def verdict(
         self, implementation: Implementation, inputs: Inputs, precision: Precision
     ) -> CallVerdict:
-        """What the first call of the kernel on inputs of this form, now or earlier, came to."""
+        """The verdict on the first call with inputs of this form, which is made if it was not made
+        earlier.
+        """
         self.prepare(implementation, [inputs], precision)
         return self._verdicts[implementation.name, precision, inputs.form]
 
     def prepare(
-        self, implementation: Implementation, several: Sequence[Inputs], precision: Precision
+        self, implementation: Implementation, forms: Sequence[Inputs], precision: Precision
     ) -> None:
-        """Make the first calls on inputs of several forms in one process, or in more if a call ends
-        it.
+        """Make the first calls with inputs of several forms.
+
+        They are made in one process.  If a call ends it, the others are made in the next one.
         """
-        keys = {(implementation.name, precision, inputs.form): inputs for inputs in several}
+        keys = {(implementation.name, precision, inputs.form): inputs for inputs in forms}
         waiting = {key: inputs for key, inputs in keys.items() if key not in self._verdicts}
         while waiting:
             if implementation.word:
                 verdicts = _tried(implementation, list(waiting.values()), precision, self._limit_s)
-            else:  # a function of this process, which no other one can import
+            else:  # a function of this process, which no other process can import
                 verdicts = [
                     try_call(implementation, inputs, precision) for inputs in waiting.values()
                 ]
@@ -264,8 +287,9 @@ class IsolatedFirstCall:
                 del waiting[key]
 
     def guarded(self, call: Call, inputs: GuardedInputs) -> Call:
-        """The call of a user's kernel on a copy of its inputs, which protects other calls, made in
-        another process first.
+        """The same call on guarded copies of its inputs, which protect other calls.
+
+        Before its first run, it is made once in another process.
         """
         precheck = partial(self.verdict, call.implementation, call.inputs, call.precision)
         return replace(
@@ -274,51 +298,54 @@ class IsolatedFirstCall:
 
 
 def _tried(
-    implementation: Implementation, several: Sequence[Inputs], precision: Precision, limit_s: float
+    implementation: Implementation, forms: Sequence[Inputs], precision: Precision, limit_s: float
 ) -> list[CallVerdict]:
-    """The verdicts of the first calls, up to the one that ended the process; at least one."""
-    inputs = several[0]
+    """Make first calls in another process.  Returns at least one verdict: those of all calls up to
+    the first that failed.
+    """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
         folder = Path(name)
         request = {
-            "operator": inputs.operator,
+            "operator": forms[0].operator,
             "word": implementation.word,
             "precision": str(precision),
-            "arguments": [inputs.tensors | inputs.scalars for inputs in several],
+            "arguments": [inputs.tensors | inputs.scalars for inputs in forms],
             "limit_s": limit_s,
         }
         torch.save(request, folder / _CALL)
-        if inputs.device.type == "cuda":
-            torch.cuda.empty_cache()  # for the other process
+        if forms[0].device.type == "cuda":
+            torch.cuda.empty_cache()  # leaves the memory to the other process
         command = [*child.python("ssdprof.measure.isolate"), name, str(os.getpid())]
         environ = {
             name: value for name, value in os.environ.items() if not child.SECRET.search(name)
         }
         code, output = child.run(
             command,
-            timeout_s=limit_s * len(several) + _START_S,
+            timeout_s=limit_s * len(forms) + _START_S,
             environ=environ | child.search_path(),
         )
-        lines = (
-            (folder / _VERDICTS).read_text(encoding="utf-8").splitlines()
-            if (folder / _VERDICTS).is_file()
-            else []
-        )
-        verdicts: list[CallVerdict] = [tuple(json.loads(line)) for line in lines]
-        if verdicts and (code == 0 or len(verdicts) == len(several)):
+        verdicts: list[CallVerdict] = []
+        if (folder / _VERDICTS).is_file():
+            lines = (folder / _VERDICTS).read_text(encoding="utf-8").splitlines()
+            verdicts += [tuple(json.loads(line)) for line in lines]
+        if verdicts and (code == 0 or len(verdicts) == len(forms)):
             return verdicts
-    last = next((line for line in output.split("\n")[::-1] if line), "")
-    return [*verdicts, ("failed", _death(code, limit_s, last))]
+    last_line = output.rstrip("\n").rpartition("\n")[2]
+    return [*verdicts, ("failed", _death(code, limit_s, last_line))]
 
 
-def _death(code: int | None, limit_s: float, last_words: str) -> str:
-    """The reason why a process with this exit code left no verdict."""
+def _death(code: int | None, limit_s: float, last_line: str) -> str:
+    """The reason why a process left no verdict.
+
+    code: its exit code; None: it was stopped.  last_line: the last line of its output.
+    """
     if code in (None, _STOPPED):
         return f"its first call was stopped after {limit_s:g} s"
     if code < 0:
         return f"its first call ended its process by {how_ended(code)}"
-    words = printable(last_words)
-    return f"its first call ended its process with {how_ended(code)}{f': {words}' if words else ''}"
+    words = printable(last_line)
+    ending = f": {words}" if words else ""
+    return f"its first call ended its process with {how_ended(code)}{ending}"
 
 
 # --- in the other process
@@ -341,13 +368,13 @@ def main() -> None:
         watchdog.cancel()
         with (folder / _VERDICTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdict) + "\n")
-        if verdict[0] == "failed":  # the rest in a process that this call cannot have harmed
+        if verdict[0] == "failed":  # it may have harmed this process: the next one makes the others
             return
 
 
 @torch.no_grad()
 def try_call(implementation: Implementation, inputs: Inputs, precision: Precision) -> CallVerdict:
-    """Make the first call, and check the memory around its tensors."""
+    """Make the first call, in this process, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(
         implementation=implementation,
@@ -357,16 +384,17 @@ def try_call(implementation: Implementation, inputs: Inputs, precision: Precisio
         out_of_bounds=guarded.out_of_bounds,
     )
     try:
-        # it tunes itself, and the guards would keep all memory that it allocates for this
+        # A library may tune itself in its first call.  The guards would keep all the memory that it
+        # allocates for that.
         if implementation.kind == "library":
             call.first_run(launches=False)
         with GuardedAllocations() as memory:
-            output, tried = call.first_run()
+            output, fields = call.first_run()
             if output is None:
-                return tried["status"], tried["reason"]
-            if words := memory.out_of_bounds():
-                return "failed", words
-    # the GPU is unusable for this process, which ends here
+                return fields["status"], fields["reason"]
+            if fault := memory.out_of_bounds():
+                return "failed", fault
+    # the GPU is unusable for this process, which ends after this verdict
     except MissingCapabilityError as error:
         return "failed", type_and_message(error.__cause__ or error)
     for name, tensor in zip(("out", "final_states"), output, strict=True):

@@ -1,9 +1,10 @@
-"""Laws that every correct kernel obeys, on inputs that show more than a model's own:
-docs/measuring.md.
+"""Laws that every correct kernel obeys, tested on inputs that show more faults than a model's own.
+docs/measuring.md describes them.
 
-A law calls one implementation on inputs made from a captured call, and raises `Broken` with the
-first position, or `NotApplicable` with the reason.  What must be bitwise equal is compared by its
-bits; the rest is judged as the captured call is, by `accuracy.compare`.  Nothing is timed.
+A law calls one implementation on inputs that are made from a captured call.  It raises `Broken`
+with the first wrong position, or `NotApplicable` with the reason.  Outputs that must be bitwise
+equal are compared by their bits; others are compared with the oracle, by `accuracy.compare`, as the
+output of the captured call is.  Nothing is timed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from math import inf, log2
 from typing import TypeVar
@@ -53,32 +54,34 @@ from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.rounding import unit_roundoff
 
-Form = TypeVar("Form")  # of inputs, of which a kernel may refuse some
-LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
-CALLS = 4  # of which any may differ, if a kernel does not repeat its bits
-REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
-AMPLIFICATION = 2.0**40
-AMPLIFIED_SHARE = 32
-NEGLIGIBLE = 2.0**-6  # of a rounding
+Form = TypeVar("Form")  # the type of one form of inputs; a kernel may refuse some forms
+LONGEST = {"cuda": 2048, "cpu": 512}  # positions to which sequences are cut, by type of device
+CALLS = 4  # repeated calls that must agree for a kernel to count as repeating its bits
+REPLACED_FROM = 257  # a position that is one past a border of chunks of 16 to 256
+AMPLIFICATION = 2.0**40  # the factor of a history, unless the implementation neglects a share of it
+AMPLIFIED_SHARE = 32  # the first 1/32 of a sequence is its amplified history
+NEGLIGIBLE = 2.0**-6  # a neglected share of a history may be this share of a unit roundoff
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
-DROPPED = 0.08  # RMS error of known outputs; roundings cause up to 0.03
-# of the budget in laws, for a library that needs more than the budget anyway and is tolerated: its
-# RMS error of at most 1 % is about four times that of rounding to bf16
+DROPPED = 0.08  # RMS error from which known outputs are wrong; roundings cause up to 0.03
+# The factor of the budget for a library whose output for the captured call exceeds the budget and
+# is tolerated.  Its RMS error of at most 1 % is about four times that of rounding to bf16.
 TOLERATED_ROOM = 4.0
 
 
 class Broken(Exception):
-    """A law does not hold.  The message is the first position."""
+    """A law does not hold.  The message says what is wrong, and at which position first."""
 
 
 class NotApplicable(Exception):
-    """The message is the reason."""
+    """A law cannot be tested with this call.  The message is the reason."""
 
 
 def tested(name: str, law: Callable[[], str | None]) -> Probe:
-    """Whether a law holds, with the limits that it returns.  Raises MissingCapabilityError if a
-    fault made the GPU unusable.
+    """Test a law, and return the result.
+
+    law: tests it, and returns the limits within which it holds; None or empty: it holds in general.
+    Raises MissingCapabilityError if a fault made the GPU unusable.
     """
     child.alive()
     try:
@@ -86,29 +89,31 @@ def tested(name: str, law: Callable[[], str | None]) -> Probe:
     except Broken as error:
         return Probe(name=name, holds="no", detail=str(error))
     except NotApplicable as error:
-        why = str(error)
+        reason = str(error)
     except torch.OutOfMemoryError:
-        why = "out of memory"
-    return Probe(name=name, holds="not applicable", detail=why)
+        reason = "out of memory"
+    return Probe(name=name, holds="not applicable", detail=reason)
 
 
 def untested(_: object) -> None:
-    """Stands in place of a law that takes too long."""
+    """Replaces a law that takes too long in Triton's interpreter."""
     raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
 
 
-# --- calls and what is judged
+# --- calls, and the comparison of their outputs
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Makes and judges the calls of one implementation.
+    """Makes the calls of one implementation for the laws, and judges their outputs.
 
-    inputs: a captured call, or some of its sequences, each cut to `LONGEST` positions.  whole: the
-    call.  long_heads: numbers of heads of histories that are longer than the call; empty: no form
-    but the call's is tried.
-    latest: the inputs and the output of the last call; of calls that are judged as one longer call,
-    those of the longer one.
+    inputs: the captured call, or some of its sequences, each cut to `LONGEST` positions.
+    whole: the captured call.
+    isolated: makes first calls of users' kernels and named libraries in another process.
+    long_heads: numbers of heads in histories that are longer than the call; empty: only inputs of
+        the call's form are tried.
+    latest: the inputs and the output of the latest call, as a list of one pair, to be stored if
+        they broke a law.  If several calls are judged as one longer call, those of the longer one.
     """
 
     operator: Operator
@@ -121,8 +126,10 @@ class Trial:
     latest: list[tuple[Inputs, Output]] = field(default_factory=list)
 
     def run(self, inputs: Inputs) -> Output:
-        """Raises NotApplicable with the reason if there is no output, and Broken for what no call
-        may do.
+        """The output of a call.
+
+        Raises Broken if the call does what no call may do, such as a write out of bounds, and
+        NotApplicable with the reason if it has no output for another reason.
         """
         call = Call(
             implementation=self.implementation,
@@ -134,51 +141,57 @@ class Trial:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
         if output is not None:
-            if self.implementation.pools:  # a later call may write the same slots
+            if self.implementation.pools:  # the states are the pool, which a later call may write
                 output = output[0], output[1].clone()
             self.latest[:] = [(inputs, output)]
             return output
         reason: str = fields["reason"]
-        # no exception of its own
+        # Phrases on forbidden effects begin with "it" or "its"; the reason of an exception begins
+        # with the name of its class.
         if fields["status"] == "failed" and reason.startswith(("it ", "its ")):
             raise Broken(reason)
         raise NotApplicable(reason)
 
     @cached_property
     def base(self) -> Output:
+        """The output for `inputs`, with which the outputs for changed inputs are compared."""
         return self.run(self.inputs)
 
     def judge(self, inputs: Inputs, output: Output, context: str = "") -> None:
-        """Raises Broken, with the context first, unless the output is within its budget."""
+        """Raises Broken unless the output is within its budget.  context: begins the message."""
         if wrong := self.outside(inputs, output, self.room):
-            if inputs.length > self.latest[0][0].length:
+            latest_inputs, _ = self.latest[0]
+            if inputs.length > latest_inputs.length:  # several calls are judged as one
                 self.latest[:] = [(inputs, output)]
-            known = diagnosed(inputs, self._candidate(output), wrong)
-            raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
+            accuracies = diagnosed(inputs, self._candidate(output), wrong)
+            raise Broken(context + "; ".join(accuracy.reason for accuracy in accuracies))
 
     def _candidate(self, output: Output) -> Candidate:
+        """An output of the implementation, to be compared with the oracle's."""
         return Candidate(
             output=output, precision=self.precision, cuts=self.implementation.cuts_operands
         )
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
-        """The outputs that need more than this many times their budget."""
-        if output[0].dtype == torch.float32:
-            # sums in another order are no fault: their roundings add up as a random walk does
-            room *= output[0].shape[1] ** 0.5
-        scaled = (
-            accuracy.changed(
+        """The accuracies of the tensors that exceed `room` times their budget."""
+        out, _ = output
+        if out.dtype == torch.float32:
+            # Sums in another order are no fault: their roundings add up as a random walk does.
+            room *= out.shape[1] ** 0.5
+        wrong: list[Accuracy] = []
+        for accuracy in compare(inputs, {"": self._candidate(output)})[""]:
+            scaled = accuracy.changed(
                 budget=tuple(use.changed(budget=room * use.budget) for use in accuracy.budget),
                 checks=tuple(test.changed(limit=room * test.limit) for test in accuracy.checks),
             )
-            for accuracy in compare(inputs, {"": self._candidate(output)})[""]
-        )
-        return [accuracy for accuracy in scaled if accuracy.reason]
+            if scaled.reason:
+                wrong.append(scaled)
+        return wrong
 
     @cached_property
     def room(self) -> float:
-        """The share of its budget that an output may use: 1, but more for a library whose output
-        for the captured call was tolerated outside of the budget.
+        """How many times its budget an output may use: 1, or more for a library whose output for
+        the captured call is tolerated outside of the budget.
         """
         with self._latest_kept():
             if self.implementation.kind == "library" and self.outside(self.inputs, self.base, 1.0):
@@ -186,7 +199,7 @@ class Trial:
         return 1.0
 
     def passes(self, inputs: Inputs) -> bool:
-        """Whether a call of these inputs is made, and its output is within its budget."""
+        """Whether the call has an output that is within its budget."""
         with self._latest_kept():
             try:
                 return not self.outside(inputs, self.run(inputs), self.room)
@@ -195,7 +208,9 @@ class Trial:
 
     @contextmanager
     def _latest_kept(self) -> Iterator[None]:
-        """A call inside is not `latest`: it is another one that breaks the law."""
+        """Calls in the block do not change `latest`, because they break no law: they explain one
+        that is broken, or calibrate `room`.
+        """
         latest = self.latest[:]
         yield
         self.latest[:] = latest
@@ -204,20 +219,23 @@ class Trial:
 
     @property
     def has_fp16(self) -> bool:
-        """Whether large numbers would overflow."""
+        """Whether values or states are in fp16, in which large numbers would overflow."""
         return torch.float16 in (self.inputs.values.dtype, self.precision.state_dtype)
 
     @property
     def leak_factor(self) -> float:
-        """Other sequences are multiplied by it: large enough to show a leak of 0.001 of them, or a
-        mask that is wrong in one row.
+        """The factor of values that must not affect other sequences or earlier positions.
+
+        It is large enough to show a leak of 0.001 of them, or a mask that is wrong in one row.
         """
         return 2.0**4 if self.has_fp16 else 2.0**20
 
     @property
     def amplification(self) -> float:
-        """The factor of a history, small enough that the share of it that the implementation
-        declares to neglect stays negligible.
+        """The factor of a history.
+
+        If the implementation declares that it neglects a share of a state, the factor is so small
+        that this share of the history stays negligible.
         """
         share = self.implementation.neglects
         if not share:
@@ -226,7 +244,9 @@ class Trial:
 
     @cached_property
     def several_sequences(self) -> Inputs:
-        """The call's sequences, or the only one as a pack of three parts."""
+        """Inputs with several sequences: those of the call, or its only one as a pack of three
+        parts.
+        """
         first, *others = spans_of(self.inputs)
         if others:
             return self.inputs
@@ -238,16 +258,17 @@ class Trial:
 
     @cached_property
     def longest(self) -> Inputs:
-        """The longest sequence, not packed."""
+        """The longest sequence alone, not packed."""
         return alone(self.inputs, longest_of(self.inputs))
 
     @cached_property
     def halves(self) -> tuple[Inputs, Inputs]:
-        """The longest sequence before and after the largest power of two; the second part begins
-        with zeros.
+        """The longest sequence, cut at the largest power of two that is shorter than it.
+
+        The initial state of the second part is zeros.
         """
         (whole,) = spans_of(self.longest)
-        middle = 1 << (whole.length - 1).bit_length() >> 1
+        middle = (1 << (whole.length - 1).bit_length()) // 2
         if not middle or len(self.longest.LINEAR) == 1:
             raise NotApplicable("the sequences are too short, or have no initial state")
         zeros = torch.zeros(self.longest.states_shape, device=self.longest.device)
@@ -256,8 +277,10 @@ class Trial:
         return first, second.after(zeros)
 
     def finer(self) -> Iterator[Inputs]:
-        """With the model's activations in fp32, or, if that is refused or declared to be cut to
-        tf32, in fp16.
+        """The inputs with the model's activations in a finer dtype: fp32, then fp16.
+
+        fp32 is left out if the implementation declares that it cuts operands to tf32.  A dtype in
+        which numbers would overflow is left out.
         """
         activations = self.operator.binding.activations(self.inputs)
         dtype = next(iter(activations.values())).dtype
@@ -272,7 +295,7 @@ class Trial:
                 yield replace(self.inputs, **cast)
 
     def with_states(self) -> Iterator[Inputs]:
-        """The call as a pack, or as it is, with random initial states."""
+        """The inputs with random initial states: as several sequences, then as they are."""
         if len(self.inputs.LINEAR) == 1:
             return
         forms = [self.inputs]
@@ -283,23 +306,23 @@ class Trial:
 
     @property
     def edges(self) -> Sequence[Sequence[EdgeInputs[Inputs]]]:
-        """The edge inputs of each kind.  A library that was not requested is called in this
-        process, and may not return: it gets the first kind alone.
+        """The edge inputs of each kind.
+
+        A library that the user did not name is called in this process, and might not return from
+        some inputs: it gets only the first kind.
         """
         kinds = self.operator.generated.edges(self.inputs)
-        is_unrequested_library = (
-            self.implementation.kind == "library" and not self.implementation.named
-        )
-        return kinds[:1] if is_unrequested_library else kinds
+        is_unnamed_library = self.implementation.kind == "library" and not self.implementation.named
+        return kinds[:1] if is_unnamed_library else kinds
 
     @property
     def histories(self) -> list[Iterator[History[Inputs]]]:
-        """For each kind of history: its inputs, lazily."""
+        """For each kind of history, an iterator that generates its inputs."""
         histories = self.operator.generated.histories
         return [] if histories is None else list(histories(self.whole, self.long_heads))
 
     def forms(self) -> Iterator[Inputs]:
-        """Inputs of every form that is certain to be called."""
+        """Inputs of every form with which the laws are certain to make a call."""
         yield self.inputs
         with suppress(NotApplicable):
             yield self.several_sequences
@@ -315,8 +338,9 @@ class Trial:
 
 
 def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], None]) -> None:
-    """Judge the first form that the kernel takes.  NotApplicable with its refusals if it takes
-    none.
+    """Judge the first form that the kernel accepts.
+
+    Raises NotApplicable if it accepts none: with `otherwise`, and with its refusals.
     """
     refusals = [otherwise]
     for form in forms:
@@ -330,7 +354,11 @@ def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], N
 def judge_kinds(
     kinds: Sequence[Iterable[Form]], otherwise: str, judge: Callable[[Form], None]
 ) -> None:
-    """`judge_first` of every kind.  NotApplicable if all are refused."""
+    """Call `judge_first` for every kind of forms.
+
+    Raises NotApplicable if all kinds are refused: with the first refusal, or with `otherwise` if
+    there is no kind.
+    """
     refusals: list[NotApplicable] = []
     for forms in kinds:
         try:
@@ -342,9 +370,9 @@ def judge_kinds(
 
 
 def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
-    """The first element that differs, in words; None if none does.
+    """A phrase on the first element that differs between two outputs; None if all are equal.
 
-    Numbers below 2^-100 count as equal: a GPU may flush them to zero.
+    Two NaN count as equal.  So do numbers below 2^-100, because a GPU may flush them to zero.
     """
     for name, tensor, other in zip(("out", "final_states"), outputs, others, strict=False):
         differs = (
@@ -353,7 +381,8 @@ def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str
             & ~(torch.maximum(tensor.abs(), other.abs()) < 2.0**-100)
         )
         if bool(differs.any()):
-            position = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(tensor.shape))
+            index = int(differs.flatten().to(torch.uint8).argmax())
+            position = unravel(index, tuple(tensor.shape))
             return (
                 f"{name} at {position} is {float(tensor[position]):.9g} and "
                 f"{float(other[position]):.9g}"
@@ -374,26 +403,27 @@ def inputs_unchanged(trial: Trial) -> None:
     """A call writes to none of its inputs."""
     before = fingerprints(trial.inputs.tensors)
     trial.run(trial.inputs)
-    if words := changes(before, trial.inputs.tensors):
-        raise Broken(words)
+    if fault := changes(before, trial.inputs.tensors):
+        raise Broken(fault)
 
 
 def other_sequences(trial: Trial) -> None:
-    """The output of a sequence does not change if every second sequence becomes larger."""
+    """If the values of every second sequence become larger, the outputs of the others stay."""
     inputs = trial.several_sequences
     spans = spans_of(inputs)
-    before = trial.run(inputs)
-    after = trial.run(amplified(inputs, spans[::2], trial.leak_factor))
+    original = trial.run(inputs)
+    changed = trial.run(amplified(inputs, spans[::2], trial.leak_factor))
     for span in spans[1::2]:
-        output = output_of(inputs, after, span)
-        if difference := first_difference(output_of(inputs, before, span), output):
+        output = output_of(inputs, changed, span)
+        if difference := first_difference(output_of(inputs, original, span), output):
             context = f"a sequence depends on others: {difference}; "
             trial.judge(alone(inputs, span), output, context)
 
 
 def sequence_alone(trial: Trial) -> None:
-    """The last sequence has the same result among others and alone, except for rounding: tiles
-    depend on shapes.
+    """The last sequence has the same output among others and alone.
+
+    Roundings may differ, because the tiles of a kernel may depend on the shape of the call.
     """
     inputs = trial.several_sequences
     last = spans_of(inputs)[-1]
@@ -407,8 +437,8 @@ def sequence_alone(trial: Trial) -> None:
 
 
 def causality(trial: Trial) -> None:
-    """Later inputs are reversed and become amplified, from one past a border, and from the
-    border.
+    """Later inputs do not change earlier outputs: those from one past a border of chunks, and those
+    from the border.
     """
     length = trial.inputs.values.shape[1]
     if length < 2:
@@ -420,21 +450,27 @@ def causality(trial: Trial) -> None:
 
 
 def _replace_later(trial: Trial, start: int) -> None:
-    """Inputs from position `start` of the tensors on must not change earlier outputs."""
+    """Raise Broken if outputs before position `start` change when the inputs from there on are
+    reversed and amplified.
+    """
     inputs = trial.inputs
-    spans = spans_of(trial.inputs)
+    spans = spans_of(inputs)
     later = [replace(span, start=max(span.start, start)) for span in spans if span.stop > start]
-    before = trial.base[0][:, :start]
-    after = trial.run(amplified(inputs, later, trial.leak_factor))[0][:, :start]
-    if difference := first_difference([before], [after]):
+    original_out, _ = trial.base
+    changed_out, _ = trial.run(amplified(inputs, later, trial.leak_factor))
+    early_out = changed_out[:, :start]
+    if difference := first_difference([original_out[:, :start]], [early_out]):
         parts = [replace(span, stop=min(span.stop, start)) for span in spans if span.start < start]
         early = joined(inputs, parts, packed=is_packed(inputs))
+        _, exact_states = oracle_output(early)  # the kernel's states are after the later inputs
         context = f"inputs from position {start} on change earlier outputs: {difference}; "
-        trial.judge(early, (after, oracle_output(early)[1]), context)
+        trial.judge(early, (early_out, exact_states), context)
 
 
 def linearity(trial: Trial) -> None:
-    """Inputs times 2 give outputs times 2, bit by bit if the kernel repeats its bits."""
+    """Linear inputs times 2 give outputs times 2: bit by bit if the kernel repeats its bits, else
+    within the budget.
+    """
     tensors = trial.inputs.tensors
     doubled = {name: tensors[name] * 2 for name in trial.inputs.LINEAR if name in tensors}
     inputs = replace(trial.inputs, **doubled)
@@ -451,47 +487,58 @@ def linearity(trial: Trial) -> None:
 
 
 def _repeats(trial: Trial, inputs: Inputs, output: Output) -> bool:
+    """Whether several more calls give the same bits as `output`."""
     return all(first_difference(output, trial.run(inputs)) is None for _ in range(CALLS))
 
 
 def cut_in_two(trial: Trial) -> None:
-    before, after = trial.halves
-    first = trial.run(before)
-    second = trial.run(after.after(first[1]))
-    trial.judge(trial.longest, (torch.cat([first[0], second[0]], 1), second[1]))
+    """A sequence in two calls, the second with the state that the first one left, has the output of
+    one call.
+    """
+    first_half, second_half = trial.halves
+    first_out, middle_states = trial.run(first_half)
+    second_out, states = trial.run(second_half.after(middle_states))
+    trial.judge(trial.longest, (torch.cat([first_out, second_out], 1), states))
 
 
 def single_steps(trial: Trial) -> None:
-    """Token by token, each call with the state that the one before left, the output is within its
-    budget.
+    """A sequence in calls of one token, each with the state that the one before left, has the
+    output of one call.
     """
     inputs = trial.longest
     (whole,) = spans_of(inputs)
-    outputs: list[Output] = []
+    outs: list[Tensor] = []
+    states: list[Tensor] = []
     state = inputs.initial
     for start in range(whole.length):
         step = alone(inputs, replace(whole, start=start, stop=start + 1))
-        outputs.append(trial.run(step.after(state)))
-        state = outputs[-1][1]
-    outs, states = zip(*outputs, strict=True)
+        out, state = trial.run(step.after(state))
+        outs.append(out)
+        states.append(state)
     trial.judge(inputs, (torch.cat(outs, 1), torch.cat(states)))
 
 
 def accepted_tokens(trial: Trial) -> None:
-    """The next tokens begin with the state that was kept after any of the drafted ones."""
+    """A call on drafted tokens returns the state after each.  If a second call begins with any of
+    them, and has the tokens after it, the two have the output of one call.
+    """
     inputs = trial.longest
     (whole,) = spans_of(inputs)
-    (out, states) = trial.run(inputs)
-    for kept in range(1, whole.length):
-        rest = alone(inputs, replace(whole, start=kept))
-        more = trial.run(rest.after(states[kept - 1 : kept]))
-        output = torch.cat([out[:, :kept], more[0]], 1), torch.cat([states[:kept], more[1]])
-        trial.judge(inputs, output, f"after {kept} accepted tokens: ")
+    out, states = trial.run(inputs)
+    for accepted in range(1, whole.length):
+        later = alone(inputs, replace(whole, start=accepted))
+        later_out, later_states = trial.run(later.after(states[accepted - 1 : accepted]))
+        output = (
+            torch.cat([out[:, :accepted], later_out], 1),
+            torch.cat([states[:accepted], later_states]),
+        )
+        trial.judge(inputs, output, f"after {accepted} accepted tokens: ")
 
 
 def edge_inputs(trial: Trial) -> None:
-    """The output for edge inputs is within the budget.  A broken law names the trait that is at
-    fault, and the sizes of the inputs.
+    """The output for edge inputs is within the budget.
+
+    If it is not, the message names the trait of the inputs that causes the fault, and their sizes.
     """
 
     def judge(edge: EdgeInputs[Inputs]) -> None:
@@ -509,7 +556,7 @@ def edge_inputs(trial: Trial) -> None:
 
 
 def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
-    """The trait without which the kernel passes, with its rule; else all traits."""
+    """The trait without which the kernel passes, with its rule; if there is none, all traits."""
     for trait in edge.traits:
         if trial.passes(edge.make(left_out=trait)):
             return f"{trait.name} ({trait.rule})" if trait.rule else trait.name
@@ -517,8 +564,11 @@ def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
 
 
 def amplified_history(trial: Trial) -> str:
-    """Test the call and, where other forms are called, a pack with initial states.  Returns the
-    limits in which the law holds.
+    """The output is right even if a sequence begins with numbers that are much larger than all
+    later ones, whose effect must fade as the decays say.
+
+    The call itself is tested and, if other forms may be called, one with initial states.  Returns
+    the limits within which the law holds: the factor, if it is a reduced one.
     """
     if trial.has_fp16:
         raise NotApplicable("fp16 numbers would overflow")
@@ -529,9 +579,7 @@ def amplified_history(trial: Trial) -> str:
     kinds: list[Iterable[Inputs]] = [[trial.inputs]]
     if trial.long_heads:
         kinds.append(trial.with_states())
-    judge_kinds(
-        kinds, "no such inputs could be tried", lambda inputs: _judge_amplified(trial, inputs)
-    )
+    judge_kinds(kinds, "no such inputs could be tried", partial(_judge_amplified, trial))
     share = trial.implementation.neglects
     if not share:
         return ""
@@ -539,42 +587,48 @@ def amplified_history(trial: Trial) -> str:
 
 
 def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
-    """The first values of each sequence, and its initial state, become larger.  At most `LONGEST`
-    positions of a sequence are judged; without other forms, of the longest one alone.
+    """Amplify the initial states, and the first 1/`AMPLIFIED_SHARE` of each sequence's values, and
+    judge the output.
+
+    At most `LONGEST` positions of a sequence are judged.  If only the call's form is tried, only
+    the longest sequence is.
     """
     longest = LONGEST[inputs.device.type]
+    values_name, *state_names = inputs.LINEAR
     linear = {
         name: inputs.tensors[name] * trial.amplification
-        for name in inputs.LINEAR[1:]
+        for name in state_names
         if name in inputs.tensors
     }
-    linear[inputs.LINEAR[0]] = values = inputs.values.clone()
+    values = inputs.values.clone()
     for span in spans_of(inputs):
         stop = span.start + min(span.length, longest) // AMPLIFIED_SHARE
         values[span.batch, span.start : stop] *= trial.amplification
-    inputs = replace(inputs, **linear)
+    inputs = replace(inputs, **linear, **{values_name: values})
     out, states = trial.run(inputs)
     for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
         judged = replace(span, stop=min(span.stop, span.start + longest))
         part = alone(inputs, judged)
-        # the states after these positions are known only where the sequence ends there
-        ends = judged == span
-        after = states[rows_of_states(inputs, span)] if ends else oracle_output(part)[1]
+        if judged == span:
+            final_states = states[rows_of_states(inputs, span)]
+        else:  # the call returned no states after the judged positions
+            _, final_states = oracle_output(part)
         if span.length:
-            trial.judge(part, (out[span.batch, judged.start : judged.stop][None], after))
+            judged_out = out[span.batch, judged.start : judged.stop][None]
+            trial.judge(part, (judged_out, final_states))
 
 
 def turning_keys(trial: Trial) -> None:
-    judge_kinds(
-        trial.histories,
-        "no such inputs could be tried",
-        lambda history: _judge_history(trial, history),
-    )
+    """Outputs are right if they depend on tokens that are far before them; see
+    `InputGenerator.histories`.
+    """
+    judge_kinds(trial.histories, "no such inputs could be tried", partial(_judge_history, trial))
 
 
 def _judge_history(trial: Trial, history: History[Inputs]) -> None:
-    """Raise Broken, with the largest RMS error of a kind of heads, if that error is above
-    `DROPPED`.
+    """Raise Broken if the relative RMS error of any kind of known outputs is above `DROPPED`.
+
+    The message names the kind with the largest error.
     """
     inputs, outputs = history
     out, _ = trial.run(inputs)
@@ -585,7 +639,8 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     if not bool(bad.any()):
         return
     batch, length, heads = out.shape[:3]
-    # before the first window, such a call has no history that could be dropped
+    # The first known outputs of a call without initial states have no history that could have been
+    # dropped.
     without_history = bool(bad[0]) and inputs.initial is None
     fault = "outputs are wrong" if without_history else "history that matters is dropped"
     raise Broken(
@@ -597,13 +652,14 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
 
 
 def _errors_of(known: KnownOutputs, out: Tensor) -> Tensor:
-    """The relative RMS error at each of the known positions."""
+    """The relative RMS error at each of the n known positions, (n), fp64; infinity for NaN."""
     actual = out[known.batch, known.positions][:, known.heads].double()
     error = (actual - known.expected).square().sum((1, 2)).sqrt()
     return (error / known.expected.square().sum((1, 2)).sqrt()).nan_to_num(nan=inf)
 
 
 def finer_inputs(trial: Trial) -> None:
+    """The output for inputs in a finer dtype is within its budget, which is smaller."""
     judge_first(
         trial.finer(),
         "a fault below the rounding of 16-bit inputs could not be seen",
@@ -611,7 +667,7 @@ def finer_inputs(trial: Trial) -> None:
     )
 
 
-Law = Callable[[Trial], str | None]  # returns the limits in which it holds
+Law = Callable[[Trial], str | None]  # returns the limits within which it holds
 LAWS: dict[str, Law] = {
     REPEATS: repeats_bitwise,
     "inputs unchanged": inputs_unchanged,
@@ -627,7 +683,7 @@ LAWS: dict[str, Law] = {
     TURNING_KEYS: turning_keys,
     "finer inputs": finer_inputs,
 }
-# those that call what was compiled for the captured call
+# laws that need no other compiled kernels than the captured call does
 OF_THE_SAME_FORM = frozenset(
     {
         REPEATS,
@@ -644,8 +700,8 @@ OF_THE_SAME_FORM = frozenset(
 
 def laws_of(trial: Trial) -> dict[str, Law]:
     """The laws that these inputs can test."""
-    steps = trial.inputs.state_every == 1
-    left_out = {"cut in two"} if steps else {"single steps", "accepted tokens"}
+    is_drafted = trial.inputs.state_every == 1
+    left_out = {"cut in two"} if is_drafted else {"single steps", "accepted tokens"}
     if not trial.histories:
         left_out.add(TURNING_KEYS)
     return {name: law for name, law in LAWS.items() if name not in left_out}

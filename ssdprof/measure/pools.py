@@ -1,13 +1,15 @@
-"""Laws of the states between calls: what a server's calls on a pool must do, and must leave alone.
+"""Laws of the states between calls: what a server's calls on a pool of states must do, and what
+they must leave alone.
 
 A law makes calls of one implementation on a pool of random states, with random tokens for a layer
 of the captured sizes.  Every call is judged in the same way (`Room.check`):
 
-- out, and each new state, against the fp64 oracle of the same tokens after the same states, alone
-- every other bit of the pool's memory, and of the call's tensors, as it was before
+- `out` and the new states are compared with those of the fp64 oracle, for the same tokens and
+  initial states without a pool.
+- All other bits of the pool's memory, and the call's other tensors, must be what they were before.
 
-so that a law is only the call in which a fault would show.  `LAWS` is the list.  docs/serving.md
-says what the laws prove.
+So a law only says in which calls a fault would show.  `LAWS` lists them.  docs/serving.md says what
+they prove.
 """
 
 from __future__ import annotations
@@ -44,15 +46,16 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.serving import PoolRun, pool_run
 
-SLOTS = 13
-# bits of a NaN that arithmetic changes, so that a guard that is read and written shows too
+SLOTS = 13  # of a pool, unless a law needs others
+# Bits of a signalling NaN.  Arithmetic makes a quiet NaN of it, so that a guard that was read and
+# written back has changed.
 SIGNALLING = {torch.float32: 0x7FA00000, torch.bfloat16: 0x7FA0}
 GUARD = 64  # elements before, behind and, where there are gaps, between the slots of a pool
-STREAM = 256  # tokens that calls take in turn
-NO_SLOT = -(1 << 20)  # in the columns of a wider table that do not belong to the call
-CALLS = 64  # of a chain
-REPLAYS = 10
-SLACK = 2.0**-12  # of the largest number of a head
+STREAM = 256  # random tokens, which calls use one after the other
+NO_SLOT = -(1 << 20)  # index in those columns of a wider table that do not belong to the call
+CALLS = 64  # calls in the chain of `mixed_calls`
+REPLAYS = 10  # replays of a CUDA graph; products of matrices that keep another stream busy
+SLACK = 2.0**-12  # tolerance of `rounded_once`, relative to the largest number of a head
 TokenTensors = dict[str, Tensor]  # the tensors of some tokens, by name
 
 
@@ -61,11 +64,14 @@ TokenTensors = dict[str, Tensor]  # the tensors of some tokens, by name
 
 @dataclass(frozen=True)
 class PoolRow:
-    """A sequence of a call.
+    """A sequence of a call on a pool.
 
-    tokens: how many.  columns: the slot that it begins with is columns[accepted - 1]; -1: zeros.
-    writes: the slot of its final state, or the slots of the state after each token; -1: not kept;
-    (): the slot that was read.
+    tokens: number of tokens.
+    columns: slots, of which the sequence begins with columns[accepted - 1]; -1: it begins with
+        zeros.
+    writes: the slot of the final state, or one slot for the state after each token; -1: that state
+        is not kept; (): the final state replaces the initial one.
+    accepted: number of the tokens of the previous call that were accepted, from 1.
     """
 
     tokens: int
@@ -75,32 +81,34 @@ class PoolRow:
 
     @property
     def read(self) -> int:
+        """The slot of the initial state; -1: zeros."""
         return self.columns[self.accepted - 1]
 
     @property
     def kept(self) -> dict[int, int]:
-        """Token -> the slot of the state after it."""
+        """Index of a token -> the slot of the state after it; without states that are not kept."""
         slots = self.writes or (self.read,)
         first = self.tokens - len(slots)
         return {first + i: slot for i, slot in enumerate(slots) if slot >= 0 and self.tokens}
 
     @property
     def live(self) -> bool:
-        """Neither padding nor without tokens."""
+        """Whether the row has tokens and is no padding."""
         return self.tokens > 0 and (self.read >= 0 or bool(self.kept))
 
     @property
     def padding(self) -> PoolRow:
-        """A row of the same form that neither reads nor writes."""
+        """A row with as many tokens and slots, all of them -1, that neither reads nor writes."""
         return PoolRow(self.tokens, (-1,) * len(self.columns), (-1,) * len(self.writes))
 
 
 def row(tokens: int, read: int, *writes: int) -> PoolRow:
+    """A sequence that begins with the slot `read`.  writes: see `PoolRow`."""
     return PoolRow(tokens, (read,), writes)
 
 
 def rows_of(*slots: int, tokens: int = 1) -> list[PoolRow]:
-    """Sequences that begin with these slots and write them."""
+    """Sequences that begin with these slots, and write their final states into the same slots."""
     return [row(tokens, slot) for slot in slots]
 
 
@@ -108,47 +116,52 @@ def rows_of(*slots: int, tokens: int = 1) -> list[PoolRow]:
 class Pool:
     """A pool of states, between guards.
 
-    states: (slots, heads, ...), in `memory`, the elements from the first to the last guard; empty
-    for a pool that is too large to look at.
+    states: (slots, heads, ...), a view of `memory`.
+    memory: all elements, from the first guard to the last; empty for a pool that is too large to be
+        compared.
     """
 
     states: Tensor
     memory: Tensor
 
     def changed(self, before: Tensor, written: Sequence[int]) -> str:
-        """The first place outside of the written slots whose bits changed; empty if there is none.
+        """The first place outside of the written slots whose bits have changed, in words; empty if
+        there is none.
 
-        before: a copy of `memory`.
+        before: a copy of `memory` before the call.  written: the slots that the call may write.
         """
         states = self.states
-        other = torch.ones_like(self.memory, dtype=torch.bool)
-        if not len(other):
+        protected = torch.ones_like(self.memory, dtype=torch.bool)
+        if not len(protected):
             return ""
-        form = states.shape, states.stride(), states.storage_offset()
-        other.as_strided(*form)[written] = False
-        differs = other & (bits_of(self.memory) != bits_of(before))
+        slots = protected.as_strided(states.shape, states.stride(), states.storage_offset())
+        slots[written] = False
+        differs = protected & (bits_of(self.memory) != bits_of(before))
         if not bool(differs.any()):
             return ""
         index = int(differs.byte().argmax()) - int(states.storage_offset())
         slot, inside = divmod(index, states.stride(0))
         head = inside // states.stride(1)
-        words = f"slot {slot}, head {head}"
+        words = [f"slot {slot}, head {head}"]
         if slot not in range(len(states)) or head >= states.shape[1]:
-            words = f"the memory behind slot {slot}"
-        for holds, name in (
-            (slot == 0, "the first slot"),
-            (slot == len(states) - 1, "the last slot"),
-            (slot - 1 in written or slot + 1 in written, "beside one that is written"),
-        ):
-            words += f", {name}" if holds else ""
-        return words
+            words = [f"the memory behind slot {slot}"]
+        if slot == 0:
+            words.append("the first slot")
+        if slot == len(states) - 1:
+            words.append("the last slot")
+        if slot - 1 in written or slot + 1 in written:
+            words.append("beside one that is written")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolCall:
     """A call on a pool.
 
-    rows: its sequences.  parts: the tensors of all their tokens, (batch, tokens, ...).
+    rows: its sequences.
+    parts: the tensors of all their tokens: (rows, tokens, ...), or (1, tokens of all rows, ...) if
+        they are packed.
+    inputs: the inputs of the call: these tensors, the pool, and the indices of the slots.
     """
 
     rows: Sequence[PoolRow]
@@ -158,26 +171,28 @@ class PoolCall:
 
     @property
     def live(self) -> list[tuple[int, PoolRow]]:
+        """The live rows, each with its index in the call."""
         return [(i, row) for i, row in enumerate(self.rows) if row.live]
 
     @property
     def written(self) -> list[int]:
-        """The slots that the rows write."""
+        """The slots that the live rows write."""
         slots: list[int] = []
         for _, row in self.live:
             slots += row.kept.values()
         return slots
 
     def of_row(self, i: int, tensor: Tensor) -> Tensor:
-        """The part of a tensor (batch, tokens, ...) that belongs to row i."""
+        """The part of a tensor of the form of `parts` that belongs to row i, (tokens, ...)."""
         start = sum(row.tokens for row in self.rows[:i])
         return tensor.flatten(0, 1)[start : start + self.rows[i].tokens]
 
     def tokens_of(self, i: int, count: int | None = None) -> TokenTensors:
-        """The tokens of row i, or its first ones, (count, ...)."""
+        """The tensors of the first `count` tokens of row i, (count, ...); None: of all."""
         return {name: self.of_row(i, tensor)[:count] for name, tensor in self.parts.items()}
 
     def initial(self, read: int) -> Tensor:
+        """The state in the slot `read`, (heads, ...), fp32; zeros for -1."""
         states = self.pool.states
         return states[read].float() if read >= 0 else torch.zeros_like(states[0]).float()
 
@@ -188,7 +203,9 @@ class PoolCall:
 class Room:
     """Makes and judges the calls of one law.
 
-    like: a captured call, which has the sizes, dtypes and options of all calls.
+    run: calls the implementation on a pool.
+    like: the captured call, from which all calls have their sizes, dtypes and options.
+    calls, kept: the number of calls made, and of those that left alone what they must.
     """
 
     def __init__(
@@ -197,12 +214,13 @@ class Room:
         self.implementation = implementation
         self.precision = precision
         self.pool_run = run
-        indices = ("state_indices", "write_indices", "accepted", "cu_seqlens")
-        self._states = like.LINEAR[1]
-        self._like = replace(like, **dict.fromkeys((*indices, self._states)), state_every=0)
+        self._states = like.LINEAR[1]  # the name of the initial states
+        absent = ("state_indices", "write_indices", "accepted", "cu_seqlens", self._states)
+        self._like = replace(like, **dict.fromkeys(absent), state_every=0)
         self.device: torch.device = like.device
-        self._taken = 0  # of the stream
-        self.calls = self.kept = 0  # made, and found to leave alone what they must
+        self._taken = 0  # tokens of the stream that calls have used
+        self.calls = 0
+        self.kept = 0
 
     @cached_property
     def _stream(self) -> TokenTensors:
@@ -216,20 +234,21 @@ class Room:
             tokens=Tokens(sequences=1, seqlen=STREAM),
         )
         generated = operator.binding.positional(operator.generated.draw(cell, self.device))
-        # a gate that generators leave out has the form of the values
+        values = generated[like.LINEAR[0]]
+        # A gate that the generator leaves out has the form of the values.
         return {
-            name: generated.get(name, generated[like.LINEAR[0]].flip(1)).to(tensor.dtype)
+            name: generated.get(name, values.flip(1)).to(tensor.dtype)
             for name, tensor in operator.binding.positional(like).items()
         }
 
     def take(self, batch: int, count: int) -> TokenTensors:
-        """The next tokens, (batch, count, ...), views of the stream."""
+        """Views of the next tokens of the stream, (batch, count, ...); at its end, of the first."""
         if self._taken + batch * count > STREAM:
             self._taken = 0
-        part = slice(self._taken, self._taken + batch * count)
+        tokens = slice(self._taken, self._taken + batch * count)
         self._taken += batch * count
         return {
-            name: tensor[0, part].view(batch, count, *tensor.shape[2:])
+            name: tensor[0, tokens].view(batch, count, *tensor.shape[2:])
             for name, tensor in self._stream.items()
         }
 
@@ -242,17 +261,20 @@ class Room:
         turned: bool | None = None,
         far: int = 0,
     ) -> Pool:
-        """Random states between guards of NaN.
+        """A pool of random states between guards of NaN.
 
-        gap: elements between slots.  turned: the last two axes change places in memory; None: as
-        the implementation needs it.  far: elements from slot to slot, and as many before the first
-        as behind it, so that an offset that wraps around stays in the memory; hardly any of it is
-        ever touched.  There is room for a slot before the first, which some libraries take for
-        padding.
+        Before the first slot there is memory for another one, which some libraries use for padding.
+
+        gap: elements between slots.
+        turned: whether the last two dimensions are exchanged in memory; None: as the implementation
+            needs it.
+        far: elements from one slot to the next; 0: slots are as close as `gap` says.  As many
+            elements lie before the first slot as behind it, so that an offset that wraps around
+            stays in the memory, of which hardly any is touched.
         """
         heads, rows, columns = self._like.states_shape[1:]
         turned = self.implementation.turned_pools if turned is None else turned
-        inner = (heads, columns, rows) if turned else (heads, rows, columns)
+        inner = (heads, columns, rows) if turned else (heads, rows, columns)  # of a slot, in memory
         stride = far or math.prod(inner) + gap
         before = slots * far or stride + GUARD
         try:
@@ -277,9 +299,12 @@ class Room:
         index: torch.dtype = torch.int32,
         wide: bool = False,
     ) -> PoolCall:
-        """A call of these rows: side by side if all have as many tokens, else packed.
+        """A call of these rows: side by side if all have the same number of tokens, else packed.
 
-        parts: their tokens; None: the next ones.  padding: what the tokens of padded rows are.
+        parts: the tensors of the tokens; None: the next tokens of the stream.
+        padding: the number that fills the tokens of rows that are not live; None: they are tokens
+            of the stream.
+        index: dtype of the indices.
         wide: the indices are columns of wider tables.
         """
         counts = [row.tokens for row in rows]
@@ -292,7 +317,7 @@ class Room:
                 tensor[[i for i, row in enumerate(rows) if not row.live]] = padding
 
         def table(values: Sequence[Sequence[int]]) -> Tensor:
-            """(rows, columns), or (rows) of a single column."""
+            """The indices as a tensor (rows, columns), or (rows) if there is a single column."""
             indices = torch.tensor(values, dtype=index, device=self.device)
             if wide:
                 others = torch.full_like(indices, NO_SLOT)
@@ -310,39 +335,46 @@ class Room:
         return PoolCall(rows=rows, pool=pool, parts=parts, inputs=inputs)
 
     def _bounds(self, counts: Sequence[int]) -> Tensor:
+        """`cu_seqlens` of packed sequences with these numbers of tokens."""
         bounds = [0, *accumulate(counts)]
         return torch.tensor(bounds, dtype=torch.int32, device=self.device)
 
     # --- judging
 
     def check(self, call: PoolCall, run: PoolRun | None = None) -> Output:
-        """Make the call and judge it.  The live rows' out, packed, and states.  Raises Broken.
+        """Make the call and judge it.  Returns the live rows' `out`, packed, and their states.
 
-        run: replaces the implementation.
+        run: is called instead of the implementation; None: the implementation is.
+        Raises Broken if the output is outside its budget, or if the call changes what it must not.
         """
-        parts = [call.tokens_of(i) for i, _ in call.live]
-        every = max(len(row.writes) for _, row in call.live) > 1
-        plain = self.alone(parts, [call.initial(row.read) for _, row in call.live], every=every)
+        live = call.live
+        every = max(len(row.writes) for _, row in live) > 1  # the state after each token is kept
+        # made before the call, which may write the initial states
+        plain = self.alone(
+            [call.tokens_of(i) for i, _ in live],
+            [call.initial(row.read) for _, row in live],
+            every=every,
+        )
         out = self.run(call, run)
-        packed = torch.cat([call.of_row(i, out) for i, _ in call.live])[None]
+        packed = torch.cat([call.of_row(i, out) for i, _ in live])[None]
         tokens: list[str] = []
-        for i, row in call.live:
+        for i, row in live:
             tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
         states, slots = self._kept_states(call, plain, every)
         output = Output(packed, states)
-        dtype = call.pool.states.dtype
-        self.compare(plain, output, dtype, tokens=tokens, states=slots)
+        self.compare(plain, output, call.pool.states.dtype, tokens=tokens, states=slots)
         return output
 
     def _kept_states(self, call: PoolCall, plain: Inputs, every: bool) -> tuple[Tensor, list[str]]:
-        """The states after the live rows, (states, heads, ...), as the pool has them now, and the
-        label of each: "call 3, row 1, slot 11".  A state that no slot keeps is the oracle's.
+        """The states of the live rows, (states, heads, ...), fp32, as the pool has them now, and a
+        label for each: "call 3, row 1, slot 11".
 
-        plain, every: see `alone`.
+        plain: the same sequences without a pool.  every: the states after each token, not only the
+        final ones.  In place of a state that is not kept, the oracle's is returned.
         """
         states = torch.empty(plain.final_shape, device=self.device)
         labels: list[str] = []
-        dropped: list[int] = []
+        dropped: list[int] = []  # indices of states that are not kept
         for i, row in call.live:
             for token in range(0 if every else row.tokens - 1, row.tokens):
                 slot = row.kept.get(token)
@@ -356,13 +388,17 @@ class Room:
         return states, labels
 
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
-        """out of the call, after a look at what it must not change."""
+        """Make the call, and return `out`.  run: see `check`.
+
+        Raises Broken if the call fails, or changes what it must not, and NotApplicable if the
+        implementation refuses it.
+        """
         self.calls += 1
         pool = call.pool
-        before = call.pool.memory.clone()
+        before = pool.memory.clone()
         tensors = call.inputs.tensors
-        del tensors[self._states]
-        given = fingerprints(tensors)
+        del tensors[self._states]  # the pool, which the call may write
+        original_bits = fingerprints(tensors)
         child.alive()
         try:
             out, returned = (run or self.pool_run)(call.inputs, self.precision)
@@ -374,22 +410,28 @@ class Room:
                 raise NotApplicable(reason) from None
             raise Broken(f"call {self.calls}: {reason}") from None
         values = call.parts[self._like.LINEAR[0]]
-        wrong = changes(given, tensors)
         if returned is not pool.states:
-            wrong = "it returns another tensor than the pool"
+            fault = "it returns another tensor than the pool"
         elif (out.shape, out.dtype) != (values.shape, values.dtype):
-            wrong = f"out is {out.dtype} of shape {tuple(out.shape)}"
-        elif not wrong and (place := pool.changed(before, call.written)):
-            wrong = f"it changes {place}, which no row writes"
-        if wrong:
-            raise Broken(f"call {self.calls}: {wrong}")
+            fault = f"out is {out.dtype} of shape {tuple(out.shape)}"
+        else:
+            fault = changes(original_bits, tensors)
+            place = pool.changed(before, call.written)
+            if place and not fault:
+                fault = f"it changes {place}, which no row writes"
+        if fault:
+            raise Broken(f"call {self.calls}: {fault}")
         self.kept += 1
         return out
 
     def alone(
         self, parts: Sequence[TokenTensors], initial: Sequence[Tensor], *, every: bool = False
     ) -> Inputs:
-        """Sequences without a pool, packed.  every: with the state after each token."""
+        """Inputs of packed sequences without a pool.
+
+        parts: the tensors of each sequence's tokens.  initial: the initial state of each.
+        every: their output has the state after each token, not only the final states.
+        """
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
         packed[self._states] = torch.stack(list(initial))
         counts = [len(part[self._like.LINEAR[0]]) for part in parts]
@@ -406,33 +448,39 @@ class Room:
         tokens: Sequence[str],
         states: Sequence[str],
     ) -> None:
-        """Raises Broken with the position unless the output is within its budget.
+        """Compare an output with the oracle's.  Raises Broken with the first wrong position unless
+        it is within its budget.
 
-        dtype: of the pool.  tokens, states: the names of all tokens and of all states in messages.
+        plain: the inputs without a pool.  dtype: dtype of the pool.
+        tokens, states: the names of all tokens and of all states in messages.
         """
         candidate = Candidate(
             output=output,
             precision=replace(self.precision, state_dtype=dtype),
             cuts=self.implementation.cuts_operands,
         )
-        for accuracy in compare(plain, {"": candidate})[""]:
-            if accuracy.reason:
-                exact = oracle_output(plain)
-                position = accuracy.vs_oracle.first_nonfinite or accuracy.vs_oracle.worst_position
-                if accuracy.tensor == "out":  # (1, tokens, heads, ...)
-                    names = tokens
-                    position = position[1:]
-                    errors = (output[0].float() - exact[0].float())[0]
-                else:  # (states, heads, ...)
-                    names = states
-                    errors = output[1].float() - exact[1].float()
-                index, head = _first_beyond(accuracy, errors) or position[:2]
-                raise Broken(f"{names[index]}, head {head}: {accuracy.reason}")
+        wrong = [accuracy for accuracy in compare(plain, {"": candidate})[""] if accuracy.reason]
+        if not wrong:
+            return
+        accuracy = wrong[0]
+        exact = oracle_output(plain)
+        position = accuracy.vs_oracle.first_nonfinite or accuracy.vs_oracle.worst_position
+        if accuracy.tensor == "out":  # (1, tokens, heads, ...)
+            names = tokens
+            position = position[1:]
+            errors = (output[0].float() - exact[0].float())[0]
+        else:  # (states, heads, ...)
+            names = states
+            errors = output[1].float() - exact[1].float()
+        index, head = _first_beyond(accuracy, errors) or position[:2]
+        raise Broken(f"{names[index]}, head {head}: {accuracy.reason}")
 
 
 def _first_beyond(accuracy: Accuracy, errors: Tensor) -> tuple[int, int] | None:
-    """The first token or state with an error beyond the budget of a head, and the head; None if
-    none is.  errors: (tokens or states, heads, ...).
+    """The first token or state whose error is beyond the budget of a head in the maximum norm, and
+    that head; None if there is none.
+
+    errors: (tokens or states, heads, ...).
     """
     for use in accuracy.budget:
         beyond = errors[:, use.head].abs().flatten(1).amax(1) > use.budget
@@ -441,18 +489,22 @@ def _first_beyond(accuracy: Accuracy, errors: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return not torch.equal(bits_of(one), bits_of(other))
+def _differ(first: Tensor, second: Tensor) -> bool:
+    """Whether any bit of two tensors of one form differs."""
+    return not torch.equal(bits_of(first), bits_of(second))
 
 
 class Chain:
-    """Calls of some sequences on one pool, of which each has several slots in no order.
+    """Several calls of some sequences on one pool, where each sequence has several slots, which lie
+    in no order.
 
-    columns: the slots of each sequence.  current: the column of its state; None: it is new.
-    histories: what each sequence, those that ended too, has taken, and what it gave.
+    columns: the slots of each sequence.
+    current: for each sequence, the column of its state; None: it is new, and begins with zeros.
+    histories: the tokens and outputs of each sequence.  ended: of sequences that have ended.
     """
 
     def __init__(self, room: Room, count: int, width: int) -> None:
+        """count: number of sequences.  width: slots of each."""
         self.room = room
         self.rng = random.Random(count)
         slots = self.rng.sample(range(count * width + 2), count * width)
@@ -473,11 +525,12 @@ class Chain:
     def call(
         self, sequences: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Make a call of some of the sequences, and note what each gave.
+        """Make a call of some of the sequences, and add it to their histories.
 
-        tokens: of each of these sequences; if all have as many, the state after each is kept, and a
-        padded row stands among them.
-        accepted: how many of them are accepted; the sequence goes on from there.
+        sequences: their indices.
+        tokens: the number of tokens of each.  If all have the same number, the state after each
+            token is kept, and the call has a padded row.
+        accepted: the number of these tokens that are accepted.  The sequence continues after them.
         """
         packed = len(set(tokens)) > 1
         rows = [self._row(i, count, packed) for i, count in zip(sequences, tokens, strict=True)]
@@ -497,7 +550,10 @@ class Chain:
                 history.final = self.pool.states[self.columns[i][column]].clone()
 
     def _row(self, i: int, tokens: int, packed: bool) -> PoolRow:
-        """Sequence i in a call.  packed: it keeps its last state, in its first slot."""
+        """Sequence i in a call.
+
+        packed: only its final state is kept, in its first slot; else the state after each token is.
+        """
         columns = self.columns[i]
         writes = columns[:1] if packed else columns[:tokens]
         current = self.current[i]
@@ -509,7 +565,9 @@ class Chain:
         return PoolRow(tokens, columns, writes, current + 1)
 
     def check(self) -> None:
-        """Every sequence must be as it is alone, from its start.  Raises Broken."""
+        """Compare every sequence with the oracle, as one call from its first token.  Raises Broken
+        if an output is wrong.
+        """
         histories = [history for history in (*self.ended, *self.histories) if history.outs]
         parts: list[TokenTensors] = []
         outs: list[Tensor] = []
@@ -530,9 +588,11 @@ class Chain:
 
 @dataclass
 class PoolHistory:
-    """What a sequence has taken: the tokens of each call, and out for them.
+    """The accepted tokens of a sequence, and its outputs.
 
-    initial, final: the states before and after.  labels: of each token.  last: of the last call.
+    initial, final: the state before the first and after the last token, (heads, ...).
+    parts, outs: of each call, the tensors of the tokens, and `out` for them, (tokens, ...).
+    labels: names each token in messages.  last: names the latest call.
     """
 
     initial: Tensor
@@ -547,15 +607,15 @@ class PoolHistory:
 
 
 def other_slots(room: Room) -> None:
-    """An odd number of sequences, in slots in any order, with guards between slots."""
+    """An odd number of sequences, whose slots lie in any order, with guards between the slots."""
     pool = room.pool(gap=GUARD)
     for slots in ((5, 11, 3, 2, 7), (0, 12, 6)):
         room.check(room.call(pool, rows_of(*slots)))
 
 
 def padded_rows(room: Room) -> None:
-    """Rows with index -1 among others, the first and the last slot in use or not; and before
-    others, which begin beyond a block of 16 rows.
+    """Padded rows, with index -1, among others, where the first and the last slot are in use or
+    not; and so many before others that these are beyond a block of 16 rows.
     """
     pool = room.pool()
     for slots, padding in (
@@ -581,7 +641,7 @@ def new_sequences(room: Room) -> None:
 
 
 def shared_prefix(room: Room) -> None:
-    """Several sequences that read one slot and write others, one of which keeps nothing."""
+    """Several sequences that begin with the same slot and write others; one keeps no state."""
     _read_and_write(room, (3, 1), (8, 0), (3, 5), (3, -1))
 
 
@@ -593,8 +653,8 @@ def _read_and_write(room: Room, *pairs: tuple[int, int]) -> None:
 
 
 def drafted_tokens(room: Room) -> None:
-    """A slot for the state after each of five tokens, of which one to five are accepted, twice in a
-    row; then a step without drafts, and drafts again.
+    """Calls on five drafted tokens with a slot for the state after each, of which one to five are
+    accepted, twice in a row; then a step without drafts, and drafts again.
     """
     chain = Chain(room, count=5, width=5)
     for tokens, accepted in (
@@ -608,19 +668,22 @@ def drafted_tokens(room: Room) -> None:
 
 
 def order_and_number(room: Room) -> None:
-    """Sequences among others, in another order, and alone."""
+    """The same sequences in another order, and with fewer others.
+
+    Their bits may change, unless the implementation declares batch invariance.
+    """
     pool = room.pool()
     rows = rows_of(4, 9, 0, 12, 7)
     before = pool.memory.clone()
     whole = room.call(pool, rows)
-    expected = room.check(whole)
+    expected_out, expected_states = room.check(whole)
     for order in ([3, 1, 4, 0, 2], [2], [4, 1]):
         pool.memory.copy_(before)
         parts = {name: tensor[order] for name, tensor in whole.parts.items()}
         out, states = room.check(room.call(pool, [rows[i] for i in order], parts=parts))
         for index, i in enumerate(order):
-            changed = _differ(out[0, index], expected[0][0, i])
-            changed |= _differ(states[index], expected[1][i])
+            changed = _differ(out[0, index], expected_out[0, i])
+            changed |= _differ(states[index], expected_states[i])
             if changed and room.implementation.batch_invariant:
                 raise Broken(
                     f"call {room.calls}, row {index}, slot {rows[i].read}: other rows change its "
@@ -629,7 +692,7 @@ def order_and_number(room: Room) -> None:
 
 
 def indices(room: Room) -> None:
-    """int64, -1 among them, and columns of wider tables."""
+    """Indices in int64, with -1 among them, and indices that are columns of wider tables."""
     pool = room.pool()
     rows = [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
     room.check(room.call(pool, rows_of(2, -1, 7), index=torch.int64))
@@ -638,13 +701,15 @@ def indices(room: Room) -> None:
 
 
 def layouts(room: Room) -> None:
-    """Gaps between slots, and the last axes exchanged, as servers store K and V."""
+    """Pools with gaps between slots, and with the last two dimensions exchanged in memory."""
     for pool in (room.pool(gap=GUARD), room.pool(turned=True)):
         room.check(room.call(pool, rows_of(2, 0, 7)))
 
 
 def rounded_once(room: Room) -> None:
-    """A pool of 16 bits holds what a pool of 32 bits with the same states would hold, rounded."""
+    """A call on a pool in bf16 leaves the states that a call on the same pool in fp32 leaves,
+    rounded once.
+    """
     dtype = torch.bfloat16
     rows = rows_of(9, 4, tokens=16)
     coarse = room.pool(dtype=dtype)
@@ -664,14 +729,16 @@ def rounded_once(room: Room) -> None:
 
 
 def far_slots(room: Room) -> None:
-    """A pool whose last slot lies 2^31 elements behind the first: 32 bits wrap around."""
+    """A pool whose last slot lies 2^31 elements behind the first, so that offsets in 32 bits wrap
+    around.
+    """
     pool = room.pool(slots=3, dtype=torch.bfloat16, far=1 << 30)
     room.check(room.call(pool, rows_of(2, 1)))
 
 
 def mixed_calls(room: Room) -> None:
-    """A chain of calls of chunks, prompts, drafts and steps of some of four sequences, among which
-    sequences end and new ones take their slots.
+    """A chain of calls of some of four sequences: packed chunks of 0 to 8 tokens, drafted tokens,
+    and single steps.  Sequences end, and new ones take their slots.
     """
     chain = Chain(room, count=4, width=4)
     rng = chain.rng
@@ -702,7 +769,7 @@ def replayed_graph(room: Room) -> None:
     graph = torch.cuda.CUDAGraph()
     static = room.call(pool, rows_of(*range(6)))
     before = pool.memory.clone()
-    room.run(static)  # compiles
+    room.run(static)  # compiles the kernels, which must not happen while the graph is captured
     with torch.cuda.graph(graph):
         out, _ = room.pool_run(static.inputs, room.precision)
     pool.memory.copy_(before)
@@ -715,13 +782,16 @@ def replayed_graph(room: Room) -> None:
 
 
 def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor], *, times: int) -> None:
-    """Check calls whose values are copied to the tensors of `static`, of six rows.  again: makes
-    the call with these tensors, and returns its output.
+    """Check several calls on the tensors of one call, with other tokens, slots and numbers of live
+    rows each time.
+
+    static: the call, of six rows, whose tensors are overwritten.  again: makes the call with these
+    tensors, and returns `out`.
     """
     pool = static.pool
     rng = random.Random(REPLAYS)
 
-    def call_again(inputs: Inputs, _: object) -> Output:
+    def call_again(inputs: Inputs, _precision: object) -> Output:
         tensors = static.inputs.tensors
         for name, tensor in inputs.tensors.items():
             if tensor is not pool.states:
@@ -767,22 +837,26 @@ LAWS: dict[str, Callable[[Room], None]] = {
 
 
 def applies(implementation: Implementation, inputs: Inputs) -> bool:
-    """Whether the laws are tested with this call: of an implementation that servers call on a pool,
-    a step, drafted tokens, or a call that begins with slots; any call of a user's kernel that works
-    in index, which is for nothing else.
+    """Whether these laws are tested with this call.
+
+    A user's kernel is tested if it works in place on a pool.  Other implementations that can do so
+    are tested with calls as servers make them: single steps, drafted tokens, and calls that begin
+    with slots of a pool.
     """
     if implementation.kind == "own":
         return implementation.in_place is not None
-    step = inputs.cu_seqlens is None and inputs.length == 1
-    serving = step or inputs.state_every == 1 or inputs.state_indices is not None
-    return serving and pool_run(implementation) is not None
+    is_step = inputs.cu_seqlens is None and inputs.length == 1
+    is_serving = is_step or inputs.state_every == 1 or inputs.state_indices is not None
+    return is_serving and pool_run(implementation) is not None
 
 
 def try_laws(
     implementation: Implementation, inputs: Inputs, precision: Precision, *, quick: bool
 ) -> Iterator[Probe]:
-    """A probe of each law.  inputs: a call that the implementation computed correctly.  quick:
-    without chains of many calls.
+    """The result of each law.
+
+    inputs: the inputs of a call that the implementation computed correctly.  quick: `mixed_calls`,
+    which makes many calls, is listed as untested.
     """
     run = pool_run(implementation)
     assert run is not None
@@ -794,9 +868,10 @@ def try_laws(
 
 
 def _in_room(law: Callable[[Room], None], room: Room) -> str:
-    """Test the law.  Returns which of its calls were refused; empty if none was.
+    """Test the law.  Returns the limits within which it holds: how many of its calls the
+    implementation accepted; empty if it accepted all.
 
-    Raises NotApplicable if all were, or if the law needs a GPU.
+    Raises NotApplicable if it accepted none, or if the law needs a GPU.
     """
     if law in (replayed_graph, beside_another_stream) and room.device.type != "cuda":
         raise NotApplicable("it needs a GPU")

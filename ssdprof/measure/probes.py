@@ -1,4 +1,4 @@
-"""Which laws are tested with which call: each implementation once for a kind of layer."""
+"""Decides which laws are tested with which call, and tests them."""
 
 from __future__ import annotations
 
@@ -31,31 +31,37 @@ from ssdprof.measure.laws import (
 from ssdprof.measure.sequences import is_packed, joined
 from ssdprof.operators.operator import Output
 
-MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
-MOST_SEQUENCES = 3
+MOST_WHOLE_BYTES = 2 << 30  # larger inputs are cut to the beginnings of a few sequences
+MOST_SEQUENCES = 3  # sequences of cut inputs
 QUICK = {"causality", "cut in two"}
-# the name of a law, and the inputs and the output that broke it
+# arguments: the name of the broken law, and the inputs and the output that broke it
 Keep: TypeAlias = "Callable[[str, Inputs, Output], object]"
-LONG_HEADS = (1, 4)  # of histories that are longer than the call
+LONG_HEADS = (1, 4)  # numbers of heads in histories that are longer than the call
 
 
 class Prober:
-    """Probes implementations, each once for a kind of layer: operator, sizes and dtype.  In later
-    layers of a kind it tests the amplified history alone, and not of bundled kernels: how slowly
-    heads forget differs from layer to layer.  Turning keys it tests once for each shape of a call,
-    since kernels cut long calls alone.
+    """Tests the laws of implementations, and decides which are due.
 
-    laws: "quick": `QUICK` alone, where an implementation is new.  "all": in every call, and bundled
-        kernels by every law.  By default these are probed by the laws that call what was compiled
-        for the captured call, at its length, since compiling takes longer than the run; in Triton's
-        interpreter not at all.
-    kinds: of the implementations that are probed.
-    only: the law that is tested; empty: all.
+    Most laws are tested once for each implementation and kind of layer (operator, sizes, dtype).
+    There are two exceptions.  The amplified history is also tested in later layers of a kind, but
+    not with bundled kernels, because layers differ in how slowly their heads forget.  Turning keys
+    are tested once for each shape of a call, because kernels cut only long calls.
+
+    Bundled kernels are tested by the laws whose calls need no other compiled kernels than the
+    captured call, since compiling would take longer than the run; in Triton's interpreter they are
+    not tested.
+
+    kinds: the kinds of implementations that are tested.
     """
 
     def __init__(
         self, isolated: IsolatedFirstCall, *, laws: Laws = "default", only: str = ""
     ) -> None:
+        """isolated: makes the first calls of users' kernels and named libraries.
+        laws: "quick": only the laws in `QUICK`.  "all": every law in every call, also of bundled
+            kernels.
+        only: the one law that is tested; empty: all that are due.
+        """
         self._isolated = isolated
         self._only = only
         self._thorough = laws == "all"
@@ -76,8 +82,10 @@ class Prober:
     ) -> tuple[Probe, ...]:
         """The results of the laws that are due for this call; empty if none is.
 
-        inputs: of a call that the implementation computed correctly.  interpreted: slowly, by
-        Triton's interpreter.  keep: gets the call that broke a law.
+        inputs: the inputs of a call that the implementation computed correctly.
+        interpreted: whether Triton's interpreter ran it.  Then the laws are listed as untested,
+            unless all laws were requested.
+        keep: called with each call that broke a law.
 
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
@@ -110,6 +118,7 @@ class Prober:
 
         trial = self._trial(implementation, inputs, precision, by_every_law, interpreted)
         if tests_kind and implementation.isolated and not (self._quick or too_slow):
+            # all first calls in one other process, which takes seconds to start
             self._isolated.prepare(implementation, list(trial.forms()), precision)
         probes: list[Probe] = []
         for name, law in laws_of(trial).items():
@@ -132,7 +141,7 @@ class Prober:
     ) -> Trial:
         """The trial of an implementation on these inputs, or on the beginnings of their sequences.
 
-        every: all laws will be tested, with sequences of at most `LONGEST` positions.
+        every: all laws will be tested, in which case sequences are cut to `LONGEST` positions.
         """
         part = inputs
         if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
@@ -155,12 +164,12 @@ class Prober:
         )
 
     def probed(self, implementation: Implementation, inputs: Inputs) -> None:
-        """Take this call as probed."""
+        """Note that the laws of this call have been tested, now or by an earlier process."""
         self._done.update(self._keys(implementation, inputs))
         self._latest[implementation.name] = weakref.ref(inputs)
 
     def _keys(self, implementation: Implementation, inputs: Inputs) -> tuple[Hashable, Hashable]:
-        """Keys of the kind of layer, and of the shape of the call."""
+        """A key of the implementation on this kind of layer, and one on this shape of a call."""
         dims = operators.get(inputs.operator).oracle.dims(inputs)
         kind = (
             implementation.name,

@@ -1,9 +1,12 @@
 """Tests of an output's errors against the errors that the roundings of its precision can cause.
 
-docs/measuring.md has the tests.  `DRAWS` evaluations of the rounded form, in which every operand
-has an independent uniform error of at most half a unit in the last place (`Rounded.perturb`),
-show what a correct kernel with 16-bit inputs can do.  Errors are divided by the RMS of the oracle's
-row (one position of a head, or one row of a state), so that rows of any size count alike.
+docs/measuring.md describes the tests.  `DRAWS` evaluations of the rounded form ("draws"), in which
+every operand has an independent uniform error of at most half a unit in the last place
+(`Rounded.perturb`), show the errors that a correct kernel with 16-bit inputs may have.  Errors are
+divided by the RMS of the oracle's row (one position of a head, or one row of a state), so that rows
+of any size count alike.
+
+Shapes in this module: h is the heads; rows are positions of `out`, or rows of a state.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +18,16 @@ from ssdprof.core.accuracy import ErrorTest, TestName
 from ssdprof.core.base import SLICES
 
 DRAWS = 12
+# lengths of chunks and tiles; errors are summed over the positions with the same remainder
 PERIODS = (16, 32, 64, 128, 256)
+# Limits in standard deviations of the draws: of one number for each head, and of one of many
+# numbers, whose deviations are known less well.
 _SIGMAS = 6.0
 _MANY_SIGMAS = 18.0
-_SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
+_SMALLEST_ROW = 1e-30  # rows with a smaller RMS do not count: they may be flushed to zero
 
-# "oracle", "floor", "ours" or "rounded"; the kernel, or the rounded form; the draw of its errors
+# What was evaluated: "oracle", "floor" (the oracle, rounded to the output's dtype), "ours" (a
+# kernel) or "rounded" (a rounded form); the kernel or the rounded form; the number of the draw.
 _Evaluation = tuple[str, Hashable, int]
 
 
@@ -51,29 +58,33 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 class RoundingTests:
-    """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
+    """The tests of one output tensor of several kernels: `add` every block, then call `checks`.
 
-    length: positions of a row of the tensor; None for states, which have no slices of positions.
-    tested: whether errors are tested; else only their norms are known.  Keys name `kernels`,
-    and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
+    Kernels and rounded forms have keys.  A rounded form ("null") is evaluated several times: first
+    without random errors, for `exact` chunk lengths, then for each draw.
     """
 
     def __init__(self, length: int | None, *, tested: bool = True, exact: int = 1) -> None:
+        """length: positions of `out`; None for states, which have no slices of positions.
+        tested: whether errors are tested; else only their norms are summed.
+        exact: evaluations of a rounded form without random errors.
+        """
         self._tested = tested
         self._exact = exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
-        # (h, 2 + width + slices), with e the error and hi the oracle: the sums of e hi and of e^2
-        # over a head, then of e^2 over each of its columns, and over each of its slices
+        # (h, 2 + width + slices), with e the error and hi the oracle, both divided by the RMS of
+        # the row: the sums of e hi and of e^2 over a head, then those of e^2 over each of its
+        # columns, and over each of its slices
         self._sums: dict[_Evaluation, Tensor] = {}
         self._norms: dict[_Evaluation, HeadNorms] = {}
 
     def norms(self, nulls: Sequence[Hashable]) -> list[HeadNorms]:
-        """The errors of every evaluation of these rounded forms."""
+        """The norms of the errors of every evaluation of these rounded forms."""
         return [
             norms
-            for (what, null, _), norms in self._norms.items()
-            if what == "rounded" and null in nulls
+            for (evaluated, null, _), norms in self._norms.items()
+            if evaluated == "rounded" and null in nulls
         ]
 
     def add(
@@ -85,30 +96,32 @@ class RoundingTests:
         start: int,
         origin: int,
     ) -> None:
-        """A block; tensors are (h, rows, width) in fp64.
+        """Add a block.  All tensors are (h, rows, width), fp64.
 
-        high: the oracle; floor: rounded to the output's dtype.  rounded: the errors of these forms,
-        computed as they are taken, so that one is in memory at a time.  start: position of the
-        first row; origin: of the first of its sequence.
+        high: the oracle's block.  floor: the same, rounded to the output's dtype.
+        kernels: the block of each kernel's output.
+        rounded: the errors of each evaluation of each rounded form, as iterables that compute them,
+            so that one is in memory at a time.
+        start: position of the first row.  origin: first position of its sequence.
         """
         rms = high.square().mean(2, keepdim=True).sqrt()  # (h, rows, 1)
-        weights = torch.where(rms > _SMALLEST_ROW, 1 / rms.square(), 0.0)  # of squares
+        weights = torch.where(rms > _SMALLEST_ROW, 1 / rms.square(), 0.0)  # of squares of a row
         scaled = high * weights
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
         def add_error(key: _Evaluation, error: Tensor) -> None:
-            """Add the sums of this block, with rows weighted: see `_sums`."""
+            """Add the block's sums for one evaluation to `_sums` and `_norms`."""
             error = finite(error)
             norms = self._norms.setdefault(key, HeadNorms(len(high), high.device))
-            squares, of_rows = norms.add(error)
+            squares, row_sums = norms.add(error)
             if not self._tested:
                 return
-            with_high = (error * scaled).sum((1, 2))
-            of_columns = (weights.mT @ squares)[:, 0]
-            of_head = of_columns.sum(1)
-            of_slices = (of_rows * weights[..., 0]) @ in_slice
-            heads = torch.stack([with_high, of_head], 1)
-            new = torch.cat([heads, of_columns, of_slices], 1)
+            products = (error * scaled).sum((1, 2))  # e hi, (h)
+            column_sums = (weights.mT @ squares)[:, 0]  # (h, width)
+            head_sums = column_sums.sum(1)  # (h)
+            slice_sums = (row_sums * weights[..., 0]) @ in_slice  # (h, slices)
+            heads = torch.stack([products, head_sums], 1)
+            new = torch.cat([heads, column_sums, slice_sums], 1)
             self._sums[key] = self._sums[key] + new if key in self._sums else new
 
         add_error(("oracle", None, 0), high)
@@ -120,35 +133,43 @@ class RoundingTests:
                 add_error(("rounded", null, draw), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
-        """(rows, s): 1 where the row is in the slice."""
+        """The slices of each row, (rows, slices), fp64: 1 where the row is in the slice, else 0.
+
+        First come slices of consecutive positions, then, for each of `PERIODS`, slices of the
+        positions with the same remainder.
+        """
         if self._length is None:
             return torch.zeros(rows, 0, dtype=torch.float64, device=device)
         position = torch.arange(start, start + rows, device=device)
+        # the index of each row's slice, and the number of slices
         indices = [(position * self._slice_count // self._length, self._slice_count)]
         indices += [((position - origin) % period, period) for period in PERIODS]
-        one_hot = (index[:, None] == torch.arange(count, device=device) for index, count in indices)
-        return torch.cat([columns.double() for columns in one_hot], 1)
+        columns = [index[:, None] == torch.arange(count, device=device) for index, count in indices]
+        return torch.cat(columns, 1).double()
 
     def checks(
         self, name: Hashable, nulls: Sequence[Hashable], unit: float, coarsest: Tensor
     ) -> tuple[ErrorTest, ...]:
-        """The place that uses most of its limit, for each test.  Waits for the device.
+        """For each test, the place (such as a head or a slice) that uses most of its limit.
 
-        nulls: rounded forms, of which the kernel may be any; unit: unit roundoff of the inputs;
-        coarsest: (h), the relative error of the coarsest rounding of each head, which is above it
-        where decays have large exponents.
+        name: the key of the kernel.  nulls: rounded forms, of which the kernel may be any.
+        unit: the unit roundoff of the inputs' dtype.
+        coarsest: (h), the relative error of the coarsest rounding of each head, which is above
+            `unit` where decays have large exponents.
+        Waits for the device.
         """
         if not self._sums:
             return ()
-        norm, floor, kernel = (
-            self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0))
-        )
+        norm = self._sums["oracle", None, 0]
+        floor = self._sums["floor", None, 0]
+        kernel = self._sums["ours", name, 0]
+        evaluations = range(self._exact + DRAWS)
         forms = [
-            torch.stack([self._sums["rounded", null, k] for k in range(self._exact + DRAWS)])
+            torch.stack([self._sums["rounded", null, number] for number in evaluations])
             for null in nulls
         ]
-        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
-        least = unit / 16  # for accumulators that truncate
+        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)  # beyond the draws' errors
+        least = unit / 16  # allowed in any case, for accumulators that truncate
         tests = [
             *self._tests_of_gains(norm, kernel, forms, room, least),
             *self._tests_of_sizes(norm, floor, kernel, forms, room, least),
@@ -162,21 +183,26 @@ class RoundingTests:
     def _tests_of_gains(
         self, norm: Tensor, kernel: Tensor, forms: Sequence[Tensor], room: Tensor, least: float
     ) -> Iterator[ErrorTest | None]:
-        """Tests of the part of a head by which it is too large, 0 if it is right; then of its mean,
-        in which heads count by the precision with which roundings let their gains be known.
+        """Tests of the gain of each head, and of the mean gain of all heads.
 
-        norm, kernel: sums, (h, sums); forms: (exact + DRAWS, h, sums).  room: (h, 1).
+        The gain is the relative amount by which a head is too large: the sum of e hi over the sum
+        of hi^2, 0 if the head is right.  In the mean, heads have weights: the inverse of the
+        variance that the draws show.
+
+        norm, kernel: the sums of the oracle and of the kernel, (h, sums).
+        forms: the sums of each rounded form, (exact + DRAWS, h, sums).
+        room: the additional relative error of each head, (h, 1).  least: see `checks`.
         """
-        gain = finite(kernel[:, :1] / norm[:, :1])
+        gain = finite(kernel[:, :1] / norm[:, :1])  # (h, 1)
         gains = [finite(form[..., :1] / norm[:, :1]) for form in forms]
         yield _worst("gain", *self._gain(gain, gains, least + room))
         if len(norm) > 1:
             variance = gains[0][self._exact :].var(0)
-            certain = torch.where(variance > 0, 1 / variance, 0.0)
-            share = certain / certain.sum()
-            mean = (gain * share).sum(0, keepdim=True)
-            means = [(form * share).sum(1, keepdim=True) for form in gains]
-            yield _worst("mean gain", *self._gain(mean, means, least + (room * share).sum(0)))
+            inverse = torch.where(variance > 0, 1 / variance, 0.0)
+            weights = inverse / inverse.sum()
+            mean = (gain * weights).sum(0, keepdim=True)
+            means = [(form * weights).sum(1, keepdim=True) for form in gains]
+            yield _worst("mean gain", *self._gain(mean, means, least + (room * weights).sum(0)))
 
     def _tests_of_sizes(
         self,
@@ -189,57 +215,64 @@ class RoundingTests:
     ) -> Iterator[ErrorTest | None]:
         """Tests of the RMS error of a head, of its columns, and of its slices of positions.
 
-        Tensors are those of `_tests_of_gains`.
+        floor: the sums of the rounded oracle, (h, sums).  The others: see `_tests_of_gains`.
         """
-        slices = 0 if self._length is None else self._slice_count + sum(PERIODS)
-        # the test, its number of sums, its period
-        parts: list[tuple[TestName, int, int | None]] = [
+        slice_sums = 0 if self._length is None else self._slice_count + sum(PERIODS)
+        # the tests in the order of their sums: the name, the number of sums, the period
+        tests: list[tuple[TestName, int, int | None]] = [
             ("rms", 1, None),
-            ("column", norm.shape[1] - 2 - slices, None),
+            ("column", norm.shape[1] - 2 - slice_sums, None),
         ]
-        if slices:
-            parts.append(("slice", self._slice_count, None))
-            parts += [("period", period, period) for period in PERIODS]
-        begin = 1
-        for test, count, period in parts:
-            part = slice(begin, begin + count)
+        if slice_sums:
+            tests.append(("slice", self._slice_count, None))
+            tests += [("period", period, period) for period in PERIODS]
+        begin = 1  # behind the sum of e hi
+        for test, count, period in tests:
+            sums = slice(begin, begin + count)
             begin += count
-            size = norm[:, part]
-            limits = [_limit(floor[:, part], form[self._exact :, :, part], size) for form in forms]
+            size = norm[:, sums]
+            limits = [_limit(floor[:, sums], form[self._exact :, :, sums], size) for form in forms]
             limit = torch.stack(limits).amax(0) / size + (2 * room).square() + least**2
-            yield _worst(test, (kernel[:, part] / size).sqrt(), limit.sqrt(), period)
+            yield _worst(test, (kernel[:, sums] / size).sqrt(), limit.sqrt(), period)
 
     def _gain(self, ours: Tensor, forms: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
-        """How far a gain is from the middle of what roundings explain, and how far it may be.
+        """How far a gain is from the middle of the range that roundings explain, and half the width
+        of that range.
 
-        ours: (h, 1); forms: (exact + DRAWS, h, 1).  The errors of draws are independent.  Those of
-        real roundings are not, where a number of few bits is multiplied by a factor near 1: the
-        exact forms show that bias, of which a kernel may have twice as much.
+        The errors of draws are independent.  Errors of real roundings are not, where a number of
+        few bits is multiplied by a factor near 1.  The evaluations without random errors show that
+        bias, and a kernel may have twice as much.
+
+        ours: (h, 1).  forms: (exact + DRAWS, h, 1).  room: added on both sides, (h, 1).
         """
-        least = []
-        most = []
+        lows = []
+        highs = []
         for gains in forms:
             exact = gains[: self._exact]
             draws = gains[self._exact :]
             bias = 2 * (exact - draws.mean(0))
             spread = room + 2 * _SIGMAS * draws.std(0)
-            least.append(draws.mean(0) + bias.amin(0).clamp(max=0) - spread)
-            most.append(draws.mean(0) + bias.amax(0).clamp(min=0) + spread)
-        low = torch.stack(least).amin(0)
-        high = torch.stack(most).amax(0)
+            lows.append(draws.mean(0) + bias.amin(0).clamp(max=0) - spread)
+            highs.append(draws.mean(0) + bias.amax(0).clamp(min=0) + spread)
+        low = torch.stack(lows).amin(0)
+        high = torch.stack(highs).amax(0)
         return ours - (low + high) / 2, (high - low) / 2
 
 
 def _limit(floor: Tensor, draws: Tensor, elements: Tensor) -> Tensor:
-    """(h, positions), parts of the head: the largest sum of squares that rounding explains.  draws:
-    (DRAWS, h, positions).
+    """The largest sums of squares that roundings explain, (h, places); a place is a head, a column
+    or a slice.
 
-    The variance of a place is at least that of an average element, times its elements: 12 draws may
-    show none of the few ties that could be rounded the other way.
+    The variance of a place is at least the variance of an average element times the elements of the
+    place: 12 draws may show none of the few ties that could be rounded the other way.
+
+    floor: the sums of the rounded oracle, (h, places).  draws: (DRAWS, h, places).
+    elements: the sums of the oracle, (h, places), which count elements because rows are divided by
+    their RMS.
     """
-    internal = draws - floor
-    of_one = internal.sum(2).var(0) / elements.sum(1)  # (h), the variance of an element
-    variance = torch.maximum(internal.var(0), elements * of_one[:, None])
+    internal = draws - floor  # errors before the output is rounded
+    element_variance = internal.sum(2).var(0) / elements.sum(1)  # (h)
+    variance = torch.maximum(internal.var(0), elements * element_variance[:, None])
     sigmas = _SIGMAS if floor.shape[1] == 1 else _MANY_SIGMAS
     return floor + 4 * (internal.mean(0).clamp(min=0) + sigmas * variance.sqrt())
 
@@ -247,23 +280,22 @@ def _limit(floor: Tensor, draws: Tensor, elements: Tensor) -> Tensor:
 def _worst(
     test: TestName, values: Tensor, limits: Tensor, period: int | None = None
 ) -> ErrorTest | None:
-    """The test of the element with the largest ratio to its limit; None if no limit is positive and
+    """The test of the place that uses most of its limit; None if that limit is not positive and
     finite.
 
-    values, limits: (h, positions).
+    values, limits: (h, places).
     """
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
     index = int(ratio.argmax())
-    head, position = divmod(index, values.shape[1])
-    limit = float(limits[head, position])
+    head, place = divmod(index, values.shape[1])
+    limit = float(limits[head, place])
     if not 0 < limit < float("inf"):
         return None
-    value = float(values[head, position])
     return ErrorTest(
         test=test,
         head=head,
-        position=None if values.shape[1] == 1 else position,
+        position=None if values.shape[1] == 1 else place,
         period=period,
-        value=value,
+        value=float(values[head, place]),
         limit=limit,
     )

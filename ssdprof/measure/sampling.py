@@ -1,5 +1,7 @@
-"""Samples in turns, in several recordings, until ratios are known well enough or the time is over.
-No GPU.
+"""Takes samples of several runs in turns, until the ratios of their times are known well enough or
+the time is over.  Needs no GPU.
+
+A round calls every run once.  A recording is several rounds with the same memory addresses.
 """
 
 import math
@@ -12,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdprof.core.base import grouped
 from ssdprof.core.statistics import settled, steady
 
-Recordings = list[NDArray[np.float64]]  # microseconds: (rounds) of each recording
+Recordings = list[NDArray[np.float64]]  # for each recording its samples in microseconds, (rounds)
 Name = tuple[str, Any]  # the clock, "call" or "device", and the key of the run
-Sampler = Callable[[], float]  # runs once, returns microseconds
-Rounds = dict[Name, NDArray[np.float64]]  # microseconds, of one recording
+Sampler = Callable[[], float]  # runs once, and returns microseconds
+Rounds = dict[Name, NDArray[np.float64]]  # the samples of one recording in microseconds, (rounds)
 SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]
 
 
@@ -27,12 +30,13 @@ class SamplingPlan:
 
     smallest_difference: the smallest relative difference that counts.  Sampling ends when every
         ratio of two call times or of two device times is known well enough for a verdict.
-    warmup_rounds: of each recording, for calls and for replays.
-    min_rounds, max_rounds: of each recording; a noisy recording doubles its rounds, and later
-        recordings start with that number.  Calls and replays have numbers of their own.
-    seconds: of wall clock, for all samplers together.  A recording begins only if it is expected to
-        end in time.  At least min_recordings of min_rounds are taken in any case.
-    seed: of the order of turns and of the memory addresses of recordings.
+    min_recordings, max_recordings: numbers of recordings.
+    warmup_rounds: rounds at the start of each recording whose samples are dropped.
+    min_rounds, max_rounds: numbers of rounds of a recording.  A noisy recording doubles its rounds,
+        and later recordings start with that number; call and device times each have their own.
+    seconds: wall-clock time for all samplers together.  A recording begins only if it is expected
+        to end in time, but at least `min_recordings` of `min_rounds` are taken.
+    seed: seed of the order of turns and of the memory addresses of recordings.
     """
 
     smallest_difference: float = 0.01
@@ -45,7 +49,7 @@ class SamplingPlan:
     seed: int = 0
 
 
-# a first look: the fewest rounds that give an interval, however long they take
+# the fewest rounds that give an interval, however long they take
 FIRST_LOOK = SamplingPlan(
     min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
 )
@@ -59,45 +63,43 @@ def sample_in_turns(
     set_up(generator): new samplers at new addresses; the generator is for random choices.  The
         samplers of the previous recording are freed before.  A name that it leaves out is dropped.
 
-    A recording takes rounds of all samplers of one kind ("call"), then of the next ("device").
-    Every round calls every sampler of its kind once, so element j of recording i is from the same
-    round in all results of a kind.  The order within a round is random, and every second round
+    A recording takes rounds of all samplers of one clock ("call"), then of the next ("device").
+    Every round calls every sampler of its clock once, so element j of recording i is from the same
+    round in all results of a clock.  The order within a round is random, and every second round
     reverses it, so that each sampler comes before and after each other one equally often.
     """
     generator = np.random.default_rng(plan.seed)
     began = now()
-    taken: dict[Name, list[NDArray[np.float64]]] | None = None
-    rounds: dict[str, int] = {}
+    taken: dict[Name, Recordings] = {}
+    rounds: dict[str, int] = {}  # of the latest recording, by clock
     for count in range(1, plan.max_recordings + 1):
         recording_began = now()
         samplers = set_up(generator)
-        kinds = sorted({kind for kind, _ in samplers})
+        clocks = sorted({clock for clock, _ in samplers})
         recorded: Rounds = {}
-        for number, kind in enumerate(kinds, start=1):
-            share = min(1.0, (count - 1 + number / len(kinds)) / plan.min_recordings)
+        for number, clock in enumerate(clocks, start=1):
+            # additional rounds may use the time up to this share of `plan.seconds`
+            share = min(1.0, (count - 1 + number / len(clocks)) / plan.min_recordings)
             times = _record(
-                {name: sampler for name, sampler in samplers.items() if name[0] == kind},
-                replace(plan, min_rounds=rounds.get(kind, plan.min_rounds)),
+                {name: sampler for name, sampler in samplers.items() if name[0] == clock},
+                replace(plan, min_rounds=rounds.get(clock, plan.min_rounds)),
                 generator,
                 until=began + share * plan.seconds,
                 now=now,
             )
-            rounds[kind] = len(next(iter(times.values())))
+            rounds[clock] = len(next(iter(times.values())))
             recorded |= times
-        del samplers  # frees the recording
-        before = taken if taken is not None else {name: [] for name in recorded}
-        taken = {name: [*before[name], times] for name, times in recorded.items()}
+        del samplers  # frees their memory before the next recording
+        taken = {name: [*taken.get(name, ()), times] for name, times in recorded.items()}
         if count < plan.min_recordings:
             continue
-        another_ends = 2 * now() - recording_began  # assuming the duration of this one
-        by_kind = [
-            [recordings for name, recordings in taken.items() if name[0] == kind] for kind in kinds
-        ]
-        if another_ends > began + plan.seconds or all(
-            settled(recordings, plan.smallest_difference) for recordings in by_kind
+        next_end = 2 * now() - recording_began  # if the next recording takes as long as this one
+        by_clock = grouped(taken, lambda name: name[0]).values()
+        if next_end > began + plan.seconds or all(
+            settled([taken[name] for name in names], plan.smallest_difference) for names in by_clock
         ):
             break
-    return dict(taken or {})
+    return taken
 
 
 def _record(
@@ -108,8 +110,10 @@ def _record(
     until: float,
     now: Callable[[], float],
 ) -> Rounds:
-    """The rounds of one recording: the fewest, doubled until they are steady, or the most, or it is
-    time.
+    """The samples of one recording.
+
+    It begins with `min_rounds` rounds, and doubles them until the times are steady, the next
+    doubling would exceed `max_rounds`, or the time `until` has come.
     """
     turns = _turns(list(samplers), generator)
     _take(samplers, islice(turns, plan.warmup_rounds))
@@ -121,13 +125,13 @@ def _record(
         and not steady(recorded.values(), plan.smallest_difference)
     ):
         more = _take(samplers, islice(turns, rounds))
-        recorded = {name: np.concatenate([before, more[name]]) for name, before in recorded.items()}
+        recorded = {name: np.concatenate([times, more[name]]) for name, times in recorded.items()}
         rounds *= 2
     return recorded
 
 
 def _turns(names: list[Name], generator: np.random.Generator) -> Iterator[list[Name]]:
-    """The order of each round, without end."""
+    """The order of the samplers in each round: a random one, its reverse, and so on without end."""
     while True:
         order = [names[index] for index in generator.permutation(len(names))]
         yield order
@@ -135,6 +139,7 @@ def _turns(names: list[Name], generator: np.random.Generator) -> Iterator[list[N
 
 
 def _take(samplers: Mapping[Name, Sampler], turns: Iterator[list[Name]]) -> Rounds:
+    """Run the rounds with the orders in `turns`.  Returns the samples, (rounds) of each sampler."""
     taken: dict[Name, list[float]] = {name: [] for name in samplers}
     for order in turns:
         for name in order:

@@ -1,10 +1,10 @@
-"""Times calls: `CudaTimer` takes single samples, `time_in_turns` those of several implementations
-together.
+"""Times calls: `CudaTimer` takes single samples, `time_in_turns` samples of several implementations
+in turns.
 
-call:   from an idle GPU to the end of the work, through Python, launch overhead included.
+call:   from an idle GPU to the end of the work, through Python, with the overhead of launches.
 device: the same work replayed from a CUDA graph: the time on the GPU alone.
 
-Both start with a cold L2.
+Both start with a cold L2 cache.
 """
 
 import gc
@@ -36,8 +36,8 @@ from ssdprof.operators.operator import Output
 T = TypeVar("T")
 Graph = torch.cuda.CUDAGraph
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
-# taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no
-# time
+# The functions of torch that take the time are looked up here, before any user's kernel is
+# imported, so that a kernel that patches torch changes no time.
 _Event = torch.cuda.Event
 _current_stream = torch.cuda.current_stream
 _synchronize = torch.cuda.synchronize
@@ -46,13 +46,14 @@ _wait = _Event.synchronize
 _elapsed_ms = _Event.elapsed_time
 _replay = torch.cuda.CUDAGraph.replay
 _amax = torch.amax
-_PAGE = 2 << 20  # bytes, CUDA's unit of allocation
-_MOST_PADDING = 32  # pages
+_PAGE = 2 << 20  # bytes; CUDA allocates in multiples of it
+_MOST_PADDING = 32  # pages of the block that shifts the addresses of a recording
 
 
 class CallError(Exception):
-    """A call after the first one raised, or cannot be captured as a CUDA graph; the message is
-    CUDA's or the kernel's.
+    """A call after the first one raised an error, or cannot be captured as a CUDA graph.
+
+    The message is CUDA's or the kernel's.
     """
 
 
@@ -62,8 +63,8 @@ class CudaTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        # four times the L2: replaces every line, and keeps the GPU busy while the host enqueues the
-        # timed work
+        # Four times the L2 cache, and at least 256 MB: reading it replaces every line, and keeps
+        # the GPU busy while the host enqueues the timed work.  4 bytes an element.
         self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
         self._sink = torch.zeros((), device=device)
         self._events = new_events()
@@ -78,14 +79,17 @@ class CudaTimer:
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # otherwise the blocks of the last recordings would be reused
         size = int(generator.integers(1, _MOST_PADDING + 1)) * _PAGE
-        with suppress(torch.OutOfMemoryError):  # if this little memory is missing, recording raises
+        # If there is not even this little memory, the recording itself raises the error.
+        with suppress(torch.OutOfMemoryError):
             self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def record(self, run: Run) -> tuple[Graph, Output]:
-        """The graph of a call, and the output that every replay writes.
+        """The CUDA graph of a call, and the output that every replay writes.
 
-        Captured after one call on another stream, as CUDA graphs need.  Graphs share their
+        The graph is captured after one call on another stream, as CUDA needs.  Graphs share their
         workspace until `reallocate` is called.
+
+        Raises CallError if the call cannot be captured, and torch.OutOfMemoryError.
         """
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
@@ -107,21 +111,27 @@ class CudaTimer:
         return graph, output
 
     def call_us(self, run: Run) -> float:
-        """The GPU is idle when the call begins, so the launch time is not hidden."""
+        """The time of a call, in microseconds.
+
+        The GPU is idle when the call begins, so that the launch time is not hidden.
+        """
         self._evict_l2()
         _synchronize(self.device)
         return elapsed_us(run, self._events)
 
     def device_us(self, graph: Graph) -> float:
-        """The eviction still runs while the graph is enqueued, so it hides the launch time."""
+        """The time of a graph's work on the GPU, in microseconds.
+
+        The eviction of the L2 cache still runs while the graph is enqueued, and hides the launch.
+        """
         self._evict_l2()
         return elapsed_us(partial(_replay, graph), self._events)
 
     def unseen(self, run: Run, samples: Recordings) -> str:
-        """The profiler's times of the kernels, the least of three calls, against the median device
-        time.
+        """A phrase if the profiler shows more GPU work than the device clock; empty if not.
 
-        They may differ by 5 %, and by 2 us for each kernel.
+        The least time of three profiled calls is compared with the median device time, in
+        microseconds.  It may be longer by 5 %, and by 2 us for each kernel.
         """
         traces = []
         for _ in range(3):
@@ -129,16 +139,18 @@ class CudaTimer:
             _synchronize(self.device)
             traces.append(traced(run, self.device))
         busy = min(map(busy_us, traces))
-        us = float(np.median(np.concatenate(samples)))
-        if busy <= 1.05 * us + 2 * len(work(traces[0])):
+        timed = float(np.median(np.concatenate(samples)))
+        if busy <= 1.05 * timed + 2 * len(work(traces[0])):
             return ""
         return (
-            f"its kernels run for {busy:.4g} us by the profiler, but {us:.4g} us by the "
+            f"its kernels run for {busy:.4g} us by the profiler, but {timed:.4g} us by the "
             "device clock"
         )
 
     def _evict_l2(self) -> None:
-        """Evict by reading: written lines would be stored during the timed region."""
+        """Replace all lines of the L2 cache by reading.  Written lines would have to be stored
+        during the timed work.
+        """
         _amax(self._evictor, dim=0, out=self._sink)
 
 
@@ -148,8 +160,8 @@ def new_events() -> Events:
 
 
 def elapsed_us(work: Callable[[], object], events: Events | None = None) -> float:
-    """Microseconds of the current stream from before `work` to the end of what it enqueues.  Waits
-    for it.
+    """The time on the current stream, in microseconds, from before `work` is called to the end of
+    the work that it enqueues.  Waits for that end.
     """
     start, stop = events or new_events()
     _record(start, _current_stream())
@@ -165,13 +177,13 @@ def elapsed_us(work: Callable[[], object], events: Events | None = None) -> floa
 def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
     """The samples of a case, to five significant digits, the resolution of the clocks.
 
-    process: the name of this one.
+    process: the name of this process.  sampled: microseconds.
     """
     rounds = tuple(tuple(float(f"{us:.5g}") for us in recording) for recording in sampled)
     return Samples(process=process, clock=clock, us=rounds)
 
 
-# (name, run) -> why what the run computes now is wrong; empty if it is right
+# (key, run) -> the reason why the output of the run is wrong now; empty if it is right
 OutputCheck = Callable[[str, Run], str]
 
 
@@ -185,14 +197,14 @@ def time_in_turns(
     process: str = "",
     clocks: Sequence[Clock] = get_args(Clock),
 ) -> dict[str, Fields]:
-    """Time every run against the others.  Fields of its case: `samples` by the clocks, or why it
-    has no time.
+    """Time the runs in turns.  Returns fields of the case of each: its `samples` by each clock, or
+    the reason why it has no times.
 
-    check(key, run): "" if what `run` computes is still right.  Called after the timed loop for
-        replays and for calls, unless only call times are taken.  None: nothing is checked.
-    change: called with True before each sample, to change the numbers in the inputs; with False
-    before the checks.
-    process: the name of this one, for the samples.
+    check: checks the outputs of replays and of calls, after all samples are taken; not called if
+        only call times are taken.  None: nothing is checked.
+    change: called with True before each sample, to change the numbers in the inputs, and with False
+        before the checks, to restore them.
+    process: the name of this process in the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
     turns = _Turns(runs, timer, plan, clocks, change)
@@ -203,7 +215,7 @@ def time_in_turns(
         change(False)
     timed: dict[str, Fields] = {}
     for key in [key for key in runs if key not in turns.untimed]:
-        with suppress(CallError):
+        with suppress(CallError):  # `fault_now` notes it in `untimed`
             fault = ""
             if check is not None and turns.recordings:
                 fault = turns.fault_now(key, check, samples["device", key])
@@ -219,8 +231,8 @@ def time_in_turns(
 class _Turns:
     """Samples runs in turns.
 
-    recordings: the latest graph of each run, and the output that its replays write.
-    untimed: why runs are not timed.
+    recordings: the latest CUDA graph of each run, and the output that its replays write.
+    untimed: for each run that cannot be timed, the fields of its case that say why.
     """
 
     runs: Mapping[str, Run]
@@ -232,22 +244,25 @@ class _Turns:
     untimed: dict[str, Fields] = field(default_factory=dict)
 
     def sample(self) -> dict[Name, Recordings]:
-        """If a run raises, sampling restarts without it, so that all results come from the same
-        turns.
+        """The samples of all runs that can be timed.
+
+        If a run raises an error, sampling starts again without it, so that all results come from
+        the same turns.
         """
         while True:
             with suppress(CallError):
                 return sample_in_turns(self._set_up, self.plan)
 
     def fault_now(self, key: str, check: OutputCheck, sampled: Recordings) -> str:
-        """The result of `check` for replays and for calls; all GPU work of the call has ended after
-        it.
+        """The reason why the output of a run is wrong now, or why its samples cannot be right.
+        Empty if neither is the case.
+
+        check: is called for replays and for calls.  sampled: the device times.
         """
 
         def replay() -> Output:
             graph, output = self.recordings[key]
-            # recordings share memory: only the latest replay's output is intact
-            self.timer.device_us(graph)
+            self.timer.device_us(graph)  # graphs share memory, which the latest replay has written
             return output
 
         def checked() -> str:
@@ -257,9 +272,9 @@ class _Turns:
         return self._called(key, checked)
 
     def _set_up(self, generator: np.random.Generator) -> dict[Name, Sampler]:
-        """The samplers of a new recording, in random order."""
+        """The samplers of a new recording, whose graphs are captured in random order."""
         self.recordings.clear()
-        if self.plan.warmup_rounds:  # which allocate the memory after a move
+        if self.plan.warmup_rounds:  # without a warm-up, samples would include allocations
             self.timer.reallocate(generator)
         timed = [key for key in self.runs if key not in self.untimed]
         keys = [timed[index] for index in generator.permutation(len(timed))]
@@ -276,19 +291,19 @@ class _Turns:
         return samplers
 
     def _record(self, key: str) -> None:
-        """Capture a run as a CUDA graph; or note the reason why it is not timed."""
+        """Capture a run as a CUDA graph, or note the reason why it is not timed."""
         record_run = partial(self.timer.record, self.runs[key])
         try:
             self.recordings[key] = blaming(self.timer.device, key, record_run)
+            return
         except CallError as error:
-            why = f"it cannot be captured as a CUDA graph: {error}"
-            self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
+            reason = f"it cannot be captured as a CUDA graph: {error}"
         except torch.OutOfMemoryError as error:
-            why = f"no memory is left for its CUDA graph: {error}"
-            self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
+            reason = f"no memory is left for its CUDA graph: {error}"
+        self.untimed[key] = {"reason": f"{key} is not timed: {reason}"}
 
     def _sampler(self, key: str, time_us: Callable[[Any], float], work: Any) -> Sampler:
-        """A function that measures `work` once.  work: what `time_us` takes, a run or a graph."""
+        """A function that takes one sample.  work: the argument of `time_us`: a run or a graph."""
 
         def sample() -> float:
             if self.change is not None:
@@ -298,8 +313,10 @@ class _Turns:
         return partial(self._called, key, sample)
 
     def _called(self, key: str, work: Callable[[], T]) -> T:
-        """The result.  Raises CallError, or MissingCapabilityError with the key if the GPU is
-        unusable.
+        """The result of `work`, a function that calls the run of this key.
+
+        An error of the run is noted in `untimed`, and CallError is raised.  Raises
+        MissingCapabilityError with the key if the GPU has become unusable.
         """
         try:
             return blaming(self.timer.device, key, work)
@@ -307,6 +324,6 @@ class _Turns:
             raise
         except Exception as error:  # a kernel's own, of any kind
             refuse_if_interrupted(error)
-            why = f"a later call raised {type_and_message(error)}"
-            self.untimed[key] = {"status": "failed", "reason": why}
-            raise CallError(why) from error
+            reason = f"a later call raised {type_and_message(error)}"
+            self.untimed[key] = {"status": "failed", "reason": reason}
+            raise CallError(reason) from error

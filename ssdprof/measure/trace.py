@@ -21,18 +21,19 @@ from triton.runtime.interpreter import GridExecutor
 
 from ssdprof import files
 
-PREFIX = "ssdprof:"
+PREFIX = "ssdprof:"  # of the names of marks
+# categories of the profiler's events: work on the GPU, and calls on the host that launch it
 _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times in microseconds
-# a kernel, copy or fill on the GPU: the part (None if no mark was open at its launch), its name,
-# and microseconds
+# A kernel, copy or fill on the GPU: the part of the program that launched it (None if no mark was
+# open), its name, and its microseconds.
 GpuWork = tuple[str | None, str, float]
 
 
 def marked(part: str) -> AbstractContextManager[object]:
-    """Marks the launches in the block as those of `part`."""
+    """A context that marks the launches in it as those of `part`."""
     return torch.autograd.profiler.record_function(PREFIX + part)
 
 
@@ -41,7 +42,7 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # acc_events: without it torch warns that only the last cycle is kept; there is one
+    # Without acc_events torch warns that only the last cycle of the profiler is kept; there is one.
     with profile(activities=activities, acc_events=True) as profiler:
         run()
         _wait(device)
@@ -53,8 +54,8 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace:
 
 
 def write(file: Path, calls: Mapping[str, Callable[[], object]], device: torch.device) -> None:
-    """Write a trace that Perfetto and Chrome show: one of each call, in a mark of its name, in
-    their order.
+    """Make the calls one after the other, each in a mark of its name, and write a trace of them
+    that Perfetto and Chrome can show.
 
     Raises what `files.write_text` raises.
     """
@@ -87,51 +88,56 @@ def _interpreted() -> Iterator[None]:
 
 
 def _wait(device: torch.device) -> None:
+    """Wait for the GPU, if there is one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def busy_us(trace: Trace) -> float:
-    """The time in which at least one kernel, copy or fill ran on the GPU."""
+    """The time in which at least one kernel, copy or fill ran on the GPU, in microseconds."""
     spans = [
         (float(event["ts"]), float(event["dur"]))
         for event in trace
         if event.get("cat") in _ON_THE_GPU
     ]
     busy = 0.0
-    end = -math.inf
+    busy_until = -math.inf
     for begin, us in sorted(spans):
-        busy += max(0.0, begin + us - max(begin, end))
-        end = max(end, begin + us)
+        busy += max(0.0, begin + us - max(begin, busy_until))  # the part after all earlier spans
+        busy_until = max(busy_until, begin + us)
     return busy
 
 
 def work(trace: Trace) -> list[GpuWork]:
     """All work on the GPU, in the trace's order."""
-    # by thread: begin, -end, part
+    # thread -> its marks: begin, -end, part.  The end is negative so that sorted marks that begin
+    # at the same time have the outer one first.
     marks: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
-    launched = {}
+    launches = {}  # correlation id, which the GPU's work shares -> the event of the launch
     for event in trace:
-        kind = event.get("cat")
+        category = event.get("cat")
         arguments = event.get("args", {})
-        if kind == "user_annotation" and event["name"].startswith(PREFIX):
+        if category == "user_annotation" and event["name"].startswith(PREFIX):
             begin = float(event["ts"])
-            end = float(event["ts"]) + float(event["dur"])
+            end = begin + float(event["dur"])
             marks[event["tid"]].append((begin, -end, event["name"].removeprefix(PREFIX)))
-        elif kind in _LAUNCHES and "correlation" in arguments:
-            launched[arguments["correlation"]] = event
-    for of_thread in marks.values():
-        of_thread.sort()  # an inner mark comes after the outer one, also if both begin at once
-    kernels = []
+        elif category in _LAUNCHES and "correlation" in arguments:
+            launches[arguments["correlation"]] = event
+    for thread_marks in marks.values():
+        thread_marks.sort()
+    gpu_work = []
     for event in trace:
         if event.get("cat") in _ON_THE_GPU:
-            launch = launched.get(event.get("args", {}).get("correlation"))
+            launch = launches.get(event.get("args", {}).get("correlation"))
             part = _open_at(launch["ts"], marks[launch["tid"]]) if launch else None
-            kernels.append((part, event["name"], float(event["dur"])))
-    return kernels
+            gpu_work.append((part, event["name"], float(event["dur"])))
+    return gpu_work
 
 
 def _open_at(time: float, marks: list[tuple[float, float, str]]) -> str | None:
-    """The innermost mark.  Marks of a thread are nested."""
+    """The part of the innermost mark that is open at a time; None if none is.
+
+    marks: those of one thread, which are nested, sorted.
+    """
     begun = marks[: bisect_right(marks, (time, math.inf))]
     return next((part for _, negative_end, part in reversed(begun) if -negative_end > time), None)

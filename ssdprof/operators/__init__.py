@@ -1,4 +1,4 @@
-"""The registry of operators: a line registers one.  Imports no torch, and neither does `get`."""
+"""The registry of operators.  Neither this module nor `get` imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPERATORS: dict[str, Operator] = {
 
 
 def register(operator: Operator) -> Operator:
-    """Add an operator from outside the package.  ValueError if the name is taken."""
+    """Add an operator from outside the package.  Raises ValueError if the name is taken."""
     if operator.name in _OPERATORS:
         raise ValueError(f"an operator {operator.name!r} is registered already")
     _OPERATORS[operator.name] = operator
@@ -31,7 +31,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Operator:
-    """BadInputError for an unknown name."""
+    """The operator of this name.  Raises BadInputError if there is none."""
     if name not in _OPERATORS:
         raise BadInputError(
             f"There is no operator {name!r}.", f"Choose from: {', '.join(names())}."
@@ -40,12 +40,12 @@ def get(name: str) -> Operator:
 
 
 def records() -> tuple[Operator, ...]:
-    """All operators."""
+    """All operators, in order of registration."""
     return tuple(_OPERATORS.values())
 
 
 def definitions() -> Iterator[tuple[Operator, Definition]]:
-    """What flashinfer-bench defines, each with its operator."""
+    """Each operator with each of the calls of it that flashinfer-bench defines."""
     for operator in records():
         for definition in operator.load_definitions():
             yield operator, definition

@@ -1,4 +1,6 @@
-"""States of decoding in a format of a pool: formats by name, and calls step by step."""
+"""States of decoding in the format in which a server's pool stores them: formats by name, and
+calls step by step.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ _FORMATS = {
         StateFormat(name="int8-carried", number="int8", rounding="carried", scale="row"),
     )
 }
-LEAST_RANGE, LARGEST_RANGE = 1e-20, 1e20  # of a fixed scale
+LEAST_RANGE, LARGEST_RANGE = 1e-20, 1e20  # limits of R in "fixed=R", the range of a fixed scale
 
 
 def parse_state_format(text: str) -> StateFormat:
-    """The format of a name, of a name with a scale (`int8:head`, `fp8:fixed=2`), or of a user's
-    MODULE:FUNCTION.
+    """The format that a text names: `int8`, with a scale `int8:head` or `fp8:fixed=2`, or the
+    user's MODULE:FUNCTION.
 
     Raises BadInputError for another text, and for a function that cannot be imported.
     """
@@ -52,21 +54,23 @@ def parse_state_format(text: str) -> StateFormat:
                 f"{nearest(text, _FORMATS)}  A format of your own is MODULE:FUNCTION.",
             )
         return StateFormat(name=text, number="function", function=load(text))
-    known = _FORMATS[name]
+    state_format = _FORMATS[name]
     if not colon:
-        return known
-    if not known.scale:
+        return state_format
+    if not state_format.scale:
         raise BadInputError(
             f"States in {name} have no scale, and {text!r} names one.", f"Write {name}."
         )
     if scale == "head":
-        return replace(known, name=text, scale="head")
-    return replace(known, name=text, scale="fixed", fixed_range=_range_of(text, scale))
+        return replace(state_format, name=text, scale="head")
+    return replace(state_format, name=text, scale="fixed", fixed_range=_fixed_range(text, scale))
 
 
-def _range_of(text: str, scale: str) -> float:
-    """The number of "fixed=4".  BadInputError for another text, or for a number that makes no
-    scale.
+def _fixed_range(text: str, scale: str) -> float:
+    """The number 4 of a scale "fixed=4".  Raises BadInputError for another scale, and for a number
+    outside of LEAST_RANGE to LARGEST_RANGE.
+
+    text: the whole format, for the message.
     """
     word, _, number = scale.partition("=")
     try:
@@ -85,15 +89,17 @@ def _range_of(text: str, scale: str) -> float:
 def stepped_states(
     inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int], seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The operator token by token, with its states kept in a format between steps of `step` tokens.
+    """Compute the operator token by token, and round its states to a format after every `step`
+    tokens.
 
-    The initial states are rounded first.  A step computes in fp32 from what the pool holds; its
-    outputs come before the rounding.  Returns out, of the values' shape, and states (marks,
-    sequences, heads, K, V), of SSD (..., P, N), both in fp32.
+    The initial states are rounded first.  A step computes in fp32 from the rounded states; its
+    outputs are computed before its states are rounded.  Returns out, in the shape of the values,
+    and states (marks, sequences, heads, K, V), for SSD (marks, sequences, heads, P, N), both in
+    fp32.
 
-    marks: numbers of steps after which the pool is returned, 0 for the rounded initial states; a
-    sequence that ended earlier has its last state.  seed: of the random numbers of stochastic
-    formats, 0 to 2**31 - 1.
+    marks: numbers of steps after which states are returned; 0 stands for the rounded initial
+        states.  A sequence that ended earlier has its last state.
+    seed: seed of the random numbers of stochastic formats, 0 to 2**31 - 1.
 
     Raises UnsupportedError for inputs that the kernel does not take, BadInputError for a user's
     function that does not return states, and ValueError for a step, mark or seed out of range.
@@ -110,8 +116,8 @@ def stepped_states(
 def _by_function(
     inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """`stepped_states` with a launch and a call of the user's function for each step; packed
-    sequences one after the other.
+    """`stepped_states` for a user's function: one launch and one call of the function for each step
+    of each sequence.
     """
     positional = operators.get(inputs.operator).binding.positional(inputs)
     run = kernels.get(inputs.operator, DECODER).run
@@ -127,23 +133,26 @@ def _by_function(
         for number, piece in enumerate(pieces, 1):
             cut = slice(piece.start, piece.stop)
             tokens = {name: tensor[row, cut].float() for name, tensor in positional.items()}
-            alone: dict[str, Any] = {inputs.LINEAR[1]: state, "cu_seqlens": None}
-            call = replace(inputs, **tokens, **alone, state_indices=None, state_every=0)
+            one_sequence: dict[str, Any] = {inputs.LINEAR[1]: state, "cu_seqlens": None}
+            call = replace(inputs, **tokens, **one_sequence, state_indices=None, state_every=0)
             out[row, cut], state = run(call, exact)
             state = _rounded(state_format, state)
-            # those of later marks are overwritten by a later step, if there is one
+            # the state for every later mark, until a later step overwrites it
             states[[mark >= number for mark in marks], span.sequence] = state
     return out, states
 
 
 def _rounded(state_format: StateFormat, states: Tensor) -> Tensor:
-    """What the user's function returns.  BadInputError unless it is a tensor of states."""
+    """The states as the user's function rounds them.  Raises BadInputError unless it returns a
+    tensor of the same shape.
+    """
     assert state_format.function is not None
     rounded = state_format.function(states)
     if not isinstance(rounded, torch.Tensor) or rounded.shape != states.shape:
-        what = tuple(rounded.shape) if isinstance(rounded, torch.Tensor) else type(rounded).__name__
+        is_tensor = isinstance(rounded, torch.Tensor)
+        returned = tuple(rounded.shape) if is_tensor else type(rounded).__name__
         raise BadInputError(
-            f"{state_format.name} must return a tensor {tuple(states.shape)}, not {what}.",
+            f"{state_format.name} must return a tensor {tuple(states.shape)}, not {returned}.",
             "It takes states in fp32 and returns them as the pool would.",
         )
     return rounded.float()

@@ -1,5 +1,5 @@
-"""Inputs that no model has and a faulty recording does: outside the domain of the operator's
-formulas, or the same everywhere.
+"""Inputs that no model has but a faulty recording may have: outside the domain of the operator's
+formulas, or the same in every position.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,34 +9,37 @@ from torch import Tensor
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Operator
 
-MANY = 0.1  # of the positions: fewer may be a padding
-MOST = 0.6
-LONGEST_KEY = 2.0  # without the norm inside; a normalised one, rounded, has about 1
+MANY = 0.1  # share of positions; a smaller share may be padding
+MOST = 0.6  # share of positions
+LONGEST_KEY = 2.0  # of calls that do not normalise k inside; a normalised key has about 1
 
 
 def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
-    """A sentence on each input that makes results worthless however accurate they are."""
+    """A sentence for each input that makes results worthless, however accurate they are."""
     tensors = operator.binding.positional(inputs)
     for name, values in tensors.items():
         is_zero = (values == 0).flatten(2).all(-1)
         if values.shape[1] > 1 and bool((values == values[:, :1]).all()):
-            what = "the same" if values.any() else "0"
-            yield f"{name} is {what} in every position, so that wrong kernels may pass."
+            content = "the same" if values.any() else "0"
+            yield f"{name} is {content} in every position, so that wrong kernels may pass."
         elif float(is_zero.float().mean()) >= MOST:
             yield f"{name} is 0 in most positions, so that wrong kernels may pass."
-    outside: Iterable[tuple[str, Tensor, str]] = ()
+    faults: Iterable[tuple[str, Tensor, str]] = ()
     if "g" in tensors:
-        outside = _of_delta_rule(inputs)
+        faults = _faults_of_delta_rule(inputs)
     elif "dt" in tensors:
-        outside = _of_ssd(inputs)
-    for what, is_outside, why in outside:
+        faults = _faults_of_ssd(inputs)
+    for fault, is_outside, consequence in faults:
         share = float(is_outside.float().mean())
         if share >= MANY:
-            yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."
+            extent = "all" if share == 1 else "many"
+            yield f"{fault} in {extent} positions: {consequence}."
 
 
-def _of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
-    """Doubts about inputs of GDN and KDA: what is wrong, at which positions, and what follows."""
+def _faults_of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
+    """Possible faults of inputs of GDN and KDA: a name, a mask of the elements that have the fault,
+    and what follows from it.
+    """
     tensors = inputs.tensors
     yield (
         "g is above 0",
@@ -57,8 +60,8 @@ def _of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
         )
 
 
-def _of_ssd(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
-    """Doubts about inputs of SSD, as `_of_delta_rule` has them."""
+def _faults_of_ssd(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
+    """Possible faults of inputs of SSD, in the form of `_faults_of_delta_rule`."""
     tensors = inputs.tensors
     yield (
         "A is not below 0",

@@ -1,5 +1,5 @@
-"""flash-linear-attention, with its calls to other libraries turned off, so that its own kernels are
-timed.
+"""Imports flash-linear-attention (fla) with its calls to other libraries turned off, so that fla's
+kernels are what is timed.
 """
 
 import os
@@ -8,19 +8,21 @@ from importlib import import_module
 from types import ModuleType
 
 PACKAGE = "flash-linear-attention"
-_ALONE = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads this variable when it is imported
+_ALONE = "FLA_DISABLE_BACKEND_DISPATCH"  # environment variable that fla reads when it is imported
 
 
 def keep_alone() -> None:
-    """Called before models are built: transformers imports fla with their code."""
+    """Turn off the calls.  Must run before models are built, because transformers then imports
+    fla.
+    """
     os.environ.setdefault(_ALONE, "1")
 
 
 def imported(module: str) -> ModuleType:
     """A module of fla.
 
-    Raises ImportError if it is not installed, and if it was imported before while it passed calls
-    to other libraries.
+    Raises ImportError if fla is not installed, and if it was imported while its calls to other
+    libraries were not turned off.
     """
     if module in sys.modules and os.environ.get(_ALONE) != "1":
         raise ImportError(

@@ -1,8 +1,9 @@
-"""The operator "gdn".  Imports torch at first use only."""
+"""The record of the operator "gdn".  torch is imported only when it is first used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
@@ -27,15 +28,12 @@ from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ssdprof.kernels.gdn import adapters, reference
+    from ssdprof.kernels.gdn import adapters
     from ssdprof.operators import gdn_definitions, gdn_tuning
 else:
-    adapters, reference = (
-        lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference")
-    )
-    gdn_definitions, gdn_tuning = (
-        lazy(f"ssdprof.operators.gdn_{part}") for part in ("definitions", "tuning")
-    )
+    adapters = lazy("ssdprof.kernels.gdn.adapters")
+    gdn_definitions = lazy("ssdprof.operators.gdn_definitions")
+    gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
 STAGES = Stages.of("gdn")
 
@@ -56,7 +54,7 @@ def bind(
     kind: str = "GDNInputs",
     **arguments: Any,
 ) -> BoundCall:
-    """The call of a mixer as inputs of this kind."""
+    """The call of a mixer as inputs of the type `kind` in `ssdprof.kernels`."""
     arguments |= {
         "q": q,
         "k": k,
@@ -71,25 +69,30 @@ def bind(
 def recorded(
     arguments: dict[str, Any], returned: Sequence[Tensor]
 ) -> tuple[kernels.GDNInputs, Output | None]:
-    """The inputs of a recorded call of FlashInfer's prefill, and its output if that is complete.
+    """The inputs of a recorded call of FlashInfer's prefill, and its output; None in place of the
+    output if the call returned no final states.
 
-    In this function g is the decay, states are (slots, HV, V, K), and sequences are packed.
+    In FlashInfer's call g is the decay and not its log, states are (slots, HV, V, K), and tokens
+    are packed: (tokens, heads, ...).
     """
-    g, beta, slots = (arguments.get(name) for name in ("g", "beta", "state_indices"))
-    heads = arguments["v"].shape[:2]
-    states = arguments.get("initial_state")
-    decay = arguments["v"].new_ones(heads, dtype=torch.float32) if g is None else g
+    slots = arguments.get("state_indices")
+    decay = arguments.get("g")
+    beta = arguments.get("beta")
+    initial_pool = arguments.get("initial_state")
+    if decay is None:
+        decay = arguments["v"].new_ones(arguments["v"].shape[:2], dtype=torch.float32)
     if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
         raise ValueError("g is not a decay between 0 and 1")
 
-    def of_sequences(pool: Tensor) -> Tensor:
+    def states_of_sequences(pool: Tensor) -> Tensor:
+        """(slots, HV, V, K) -> (sequences, HV, K, V)."""
         return (pool if slots is None else rows(pool, slots)).mT
 
     inputs = kernels.GDNInputs(
         **{name: arguments[name][None] for name in ("q", "k", "v")},
         g=decay.log()[None],
         beta=(torch.ones_like(decay) if beta is None else beta)[None],
-        initial_state=None if states is None else of_sequences(states),
+        initial_state=None if initial_pool is None else states_of_sequences(initial_pool),
         scale=arguments.get("scale"),
         use_qk_l2norm=bool(arguments.get("use_qk_l2norm_in_kernel")),
         cu_seqlens=arguments["cu_seqlens"],
@@ -97,16 +100,12 @@ def recorded(
     if len(returned) != 2:
         return inputs, None
     out, final_states = returned
-    return inputs, (out[None], of_sequences(final_states))
+    return inputs, (out[None], states_of_sequences(final_states))
 
 
 def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
-    """beta, and g in fp32."""
+    """`CallBinding.gate_bytes`: beta has `item` bytes, and g is in fp32."""
     return item + 4
-
-
-def replacement(inputs: kernels.GDNInputs) -> Output:
-    return computed(inputs, reference.gdn_chunked)
 
 
 BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
@@ -129,7 +128,7 @@ BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
     per_position=("g", "beta"),
     always_fp32=("g",),
     gate_bytes=gate_bytes,
-    replacement=replacement,
+    replacement=partial(computed, deferred("gdn.reference:gdn_chunked")),
 )
 
 
@@ -137,7 +136,7 @@ BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
 
 
 def fla_libraries(operator: str) -> dict[str, Library]:
-    """fla's kernels of an operator: for prompts, and token by token."""
+    """fla's two kernels of an operator: one for prompts, and one that goes token by token."""
 
     def load() -> Implementation:
         return adapters.load_fla(fla.imported(adapters.FLA[operator]), operator)
@@ -152,21 +151,27 @@ def fla_libraries(operator: str) -> dict[str, Library]:
 
 
 def of_servers(operator: str) -> dict[str, Library]:
+    """The kernels of vLLM and SGLang for the operator."""
     return generate.of_servers("gdn.servers:load", states_as_inputs, operator)
 
 
 def of_transformers(operator: str) -> dict[str, Library]:
-    """What models compute: by torch, and by fla, which transformers calls where it finds it."""
+    """What models of transformers compute: with torch, and with fla, which they call if it is
+    installed.
+    """
 
-    def version() -> str:
-        numbers = [packages.package_version(name) for name in ("transformers", fla.PACKAGE)]
-        return f"transformers {numbers[0]} with {fla.PACKAGE} {numbers[1]}"
+    def version_with_fla() -> str:
+        transformers_version = packages.package_version("transformers")
+        fla_version = packages.package_version(fla.PACKAGE)
+        return f"transformers {transformers_version} with {fla.PACKAGE} {fla_version}"
 
     load = "gdn.adapters:load_model"
-    by_fla = deferred(load, operator, "fla")
+    load_with_fla = deferred(load, operator, "fla")
     return {
         "model": generate.model(load, operator),
-        "model:installed": installed(fla.PACKAGE, by_fla, states_as_inputs, version=version),
+        "model:installed": installed(
+            fla.PACKAGE, load_with_fla, states_as_inputs, version=version_with_fla
+        ),
     }
 
 
@@ -187,8 +192,8 @@ LIBRARIES = {
 
 
 def refusal(sizes: Mapping[str, int], ranks: int) -> str:
-    """Why the heads cannot be divided among these ranks; empty if they can: every rank takes the
-    same number of key heads, with their value heads.
+    """Why so many ranks cannot divide the heads; empty if they can.  Every rank takes the same
+    number of key heads, with their value heads.
     """
     heads = sizes["key_heads"]
     return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""

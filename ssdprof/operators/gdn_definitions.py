@@ -1,4 +1,4 @@
-"""GDN in definitions of flashinfer-bench: raw gates, and states (n, HV, V, K)."""
+"""GDN as flashinfer-bench defines it: with raw gates a and b, and states (n, HV, V, K)."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -29,10 +29,11 @@ def read(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm: bool = False,
 ) -> GDNInputs:
-    """Inputs of GDN from packed sequences, (tokens, ...), or from n sequences of one length,
-    (n, T, ...).
+    """Inputs of GDN from the inputs of a definition: packed sequences (tokens, ...), or, without
+    cu_seqlens, n sequences of one length (n, T, ...).
 
-    a, b: raw gates; g and beta are computed from them.  scale: 0 stands for the default.
+    a, b (..., HV): raw gates, from which g and beta are computed.
+    scale: factor of q; 0 stands for the default.
     """
     if cu_seqlens is None:
         cu_seqlens = torch.arange(len(q) + 1, device=q.device) * q.shape[1]
@@ -58,10 +59,10 @@ def read_verified(
     intermediate_states_buffer: Tensor | None = None,  # noqa: ARG001
     **others: Any,
 ) -> GDNInputs:
-    """Inputs of a verification of drafted tokens.
+    """Inputs of GDN from a definition that verifies drafted tokens.
 
     Each sequence begins with the state in its slot of the pool `initial_state`.  The buffer is an
-    output of the kernel: it is accepted without effect.
+    output of the kernel, and is ignored here.
     """
     return read(state=rows(initial_state, initial_state_indices), **others)
 
@@ -69,8 +70,8 @@ def read_verified(
 def write(inputs: GDNInputs) -> Values:
     """The inputs of a definition, with the tokens of all sequences packed.
 
-    The raw gates a and b, from which a kernel computes g and beta, are found by inverting softplus
-    and sigmoid in fp64, and rounded to the dtype of q.  A g above 0 counts as 0.
+    The raw gates a and b, from which a kernel computes g and beta, are the inverse softplus and
+    sigmoid in fp64, rounded to the dtype of q.  A g above 0 counts as 0.
     """
     beta = inputs.beta.double()
     g = inputs.g.double().clamp(max=0)
@@ -96,14 +97,19 @@ def write(inputs: GDNInputs) -> Values:
 
 
 def write_step(inputs: GDNInputs) -> Values:
-    """As `write`, for one token of each sequence: (n, 1, ...)."""
+    """The inputs of a definition of one decode step, with tokens (n, 1, ...).  Raises ValueError
+    unless every sequence has one token.
+    """
     if any(span.length != 1 for span in spans_of(inputs)):
         raise ValueError("it has several tokens")
     values = write(inputs)
-    return values | {name: values[name][:, None] for name in PER_TOKEN}
+    for name in PER_TOKEN:
+        values[name] = values[name][:, None]
+    return values
 
 
 def finish(inputs: Values, out: Tensor, final_states: Tensor) -> Output:
+    """`Definition.finish`: out in the shape of v, and states (n, HV, V, K)."""
     return out.reshape(inputs["v"].shape), final_states.mT.contiguous()
 
 
@@ -119,9 +125,9 @@ def gated_delta_rule(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Output:
-    """The reference: token by token, in fp64.
+    """The reference of the definitions: token by token, in fp64.
 
-    q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), states (n, HV, V, K).  Without
+    q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), state (n, HV, V, K).  Without
     cu_seqlens there is one token of each sequence: (n, 1, ...).
     """
     heads = v.shape[-2]
@@ -129,12 +135,15 @@ def gated_delta_rule(
     g = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias.double())
     out = torch.empty_like(v)
     bounds = range(len(v) + 1) if cu_seqlens is None else cu_seqlens.tolist()
+
+    def columns(tensor: Tensor, token: int) -> Tensor:
+        """One token's vectors of all value heads, (HV, K or V, 1)."""
+        vectors = tensor[token].double().reshape(-1, tensor.shape[-1], 1)
+        return vectors.repeat_interleave(heads // tensor.shape[-2], 0)
+
     for n, (start, stop) in enumerate(pairwise(bounds)):
         for t in range(start, stop):
-            query, key, value = (
-                x[t].double().reshape(-1, x.shape[-1], 1).repeat_interleave(heads // x.shape[-2], 0)
-                for x in (q, k, v)
-            )
+            query, key, value = (columns(tensor, t) for tensor in (q, k, v))
             decay = g[t].exp().reshape(heads, 1, 1)
             beta = b[t].double().sigmoid().reshape(heads, 1, 1)
             state[n] *= decay
@@ -144,8 +153,10 @@ def gated_delta_rule(
 
 
 def _axes(*tokens: str, sequences: str, **packed: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Input -> axes.  tokens: the axes of tokens.  sequences: the axis of states.  packed: inputs
-    of packed sequences alone, and their axes.
+    """Name of an input -> its axes.
+
+    tokens: the axes of tokens.  sequences: the first axis of states.  packed: further inputs that
+    only definitions of packed sequences have, with their axes.
     """
     heads = ("num_v_heads",)
     return {
@@ -183,5 +194,5 @@ _STEP = replace(
     write=write_step,
 )
 _VERIFIED = replace(_STEP, name=f"gdn_mtp{_SIZES}", read=read_verified, write=unwritten)
-# the last one that does not fit a call says why
+# if no kind fits a call, the message is that of the last kind
 DEFINITIONS = (_VERIFIED, _STEP, _PREFILL)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Draw = Callable[[Cell, "torch.device"], "GDNInputs"]
 Gates = Callable[[Cell, "torch.Generator"], "torch.Tensor"]
-SCALE = 0.3  # of edge inputs
-SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
+SCALE = 0.3  # scale of those edge inputs that do not have the default
+SLOWEST, FASTEST = 1.0, 16.0  # range of A in new models: g = -A softplus(a + dt_bias)
 NORMALISED = "normalised"
 QUARTER_UNGATED = "quarter-ungated"
 QUARTER_SLOW = "quarter-slow"
@@ -34,16 +34,18 @@ WAYS = {
 
 
 def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
-    """g = -A softplus(a + dt_bias) with a ~ N(0, 1), unless `WAYS` says otherwise."""
+    """g (B, T, HV) in fp32: -A softplus(a + dt_bias) with a ~ N(0, 1), unless `WAYS` says
+    otherwise.
+    """
     heads = cell.shape.sizes["value_heads"]
     rows, length, _ = generate.positions(cell)
     dt_bias = generate.gate_bias(heads, generator)
     A = generate.uniform(heads, SLOWEST, FASTEST, generator)
     raw = torch.randn(rows, length, heads, device=generator.device, generator=generator)
     g = -A * torch.nn.functional.softplus(raw + dt_bias)
-    for way, heads_of_it in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
+    for way, slow_heads in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
         if way in cell.ways:
-            g[..., heads_of_it].uniform_(-2e-4, 0, generator=generator)
+            g[..., slow_heads].uniform_(-2e-4, 0, generator=generator)
     if QUARTER_UNGATED in cell.ways:
         g[..., ::4] = 0
     return g
@@ -52,12 +54,12 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
 def draw(
     cell: Cell, device: torch.device, *, kind: str = "GDNInputs", gates: Gates = gates
 ) -> GDNInputs:
-    """q, k, v ~ N(0, 1), normalised inside; g of `gates`; beta = sigmoid(N(0, 1)) times its
-    maximum.
+    """Random inputs: q, k, v ~ N(0, 1), with q and k normalised inside the call; g from `gates`;
+    beta = sigmoid(N(0, 1)) times its largest value in the model.
 
-    "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.
-    Packed and very short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what
-    `cell.ways` changes.
+    As "views", q, k and v are slices of one tensor, as a model passes them.  Packed and very short
+    sequences, and those in a pool, have an initial state ~ N(0, 1) too.  `WAYS` says what
+    `cell.ways` changes.  kind: the type of the inputs in `ssdprof.kernels`.
     """
     key_heads, heads, key_dim, value_dim, largest_beta = (
         cell.shape.sizes[name] for name in GENERATOR.names
@@ -76,7 +78,7 @@ def draw(
     states, slots = None, None
     if cell.tokens.states:
         states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
-        if cell.tokens.pool:  # V before K, as in servers
+        if cell.tokens.pool:  # in memory V is before K, as in servers
             pool, slots = generate.pool(states.mT, cell.tokens.pool)
             states = pool.mT
     inputs: GDNInputs = getattr(kernels, kind)(
@@ -98,8 +100,8 @@ def draw(
 
 
 def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]]]:
-    """`_forms` of each of `generate.EDGES`; at last short q and k that are not normalised, and
-    another scale.
+    """`_forms` for each of `generate.EDGES`, then a kind with short q and k that are not
+    normalised, and with another scale.
     """
     kinds = [_forms(like, lengths, draw) for lengths in generate.EDGES]
     plain = _forms(like, (320, 320), draw)[-1]
@@ -108,8 +110,8 @@ def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]
 
 
 def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeInputs[GDNInputs]]:
-    """K = V, initial states, and `VALUES` or `LAYOUTS`; then without the last; then the sizes of
-    `like`; then without initial states.
+    """Edge inputs of one kind: K = V, initial states, and the traits `VALUES` or `LAYOUTS`; without
+    these traits; the same in the sizes of `like`; and these without initial states.
     """
     key_dim = like.q.shape[3]
     special = VALUES if lengths == generate.EDGES[0] else LAYOUTS
@@ -174,11 +176,12 @@ def in_wider_tensors(inputs: GDNInputs) -> GDNInputs:
     """The inputs with k and g as views of wider tensors that hold NaN, so that a kernel that
     ignores strides fails.
     """
-    k, g = (
-        torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
-        for tensor in (inputs.k, inputs.g)
-    )
-    return replace(inputs, k=k, g=g)
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        wide = torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)
+        return wide[..., : tensor.shape[-1]]
+
+    return replace(inputs, k=widened(inputs.k), g=widened(inputs.g))
 
 
 def short_keys(inputs: GDNInputs) -> GDNInputs:
@@ -227,7 +230,7 @@ GENERATOR: InputGenerator[GDNInputs] = InputGenerator(
     order="key heads / value heads x K x V",
     words=WORDS,
     models=generate.models_of("gdn"),
-    others={"largest_beta": 1},  # 2 if eigenvalues may be negative
+    others={"largest_beta": 1},  # 2 in models that allow negative eigenvalues
     divides=("key_heads", "value_heads"),
     largest={"key_dim": 256, "value_dim": 256},
     draw=draw,

@@ -1,11 +1,11 @@
-"""The oracle of GDN, the operator in one precision, and its cost."""
+"""The oracle of GDN, its rounded form in one precision, and the cost of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import deferred, lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
@@ -13,19 +13,18 @@ if TYPE_CHECKING:
 
     from ssdprof.kernels import GDNInputs
     from ssdprof.kernels.gdn import reference
-    from ssdprof.kernels.oracle import Block
     from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.gdn.reference")
 
-CHUNK = 64  # of the rounded form
-_LEAF = 16  # rows of the blocks that are inverted in fp32
-FORGOTTEN = -110.0  # a decay of exp(-110) is zero in fp32
+CHUNK = 64  # positions of a chunk of the rounded form
+_LEAF = 16  # rows of the diagonal blocks that are inverted in fp32
+FORGOTTEN = -110.0  # log of a decay; exp(-110) is zero in fp32
 
 
 def bytes_per_position(inputs: GDNInputs) -> int:
-    """The rounded form holds about eight fp32 rows of K, V or CHUNK; the oracle about ten fp64 rows
-    of K + V + 64.
+    """`OracleSpec.bytes_per_position`: for each head, the rounded form holds about eight fp32 rows
+    of K + V + CHUNK numbers, and the oracle about ten in fp64.
     """
     heads, value_dim = inputs.v.shape[2:]
     width = inputs.q.shape[3] + value_dim + CHUNK
@@ -33,77 +32,89 @@ def bytes_per_position(inputs: GDNInputs) -> int:
 
 
 def gate(inputs: GDNInputs, span: Span, chunk: int = CHUNK) -> Gate:
-    """The running sum of g in each chunk, (c, h, chunk); the padding has g = 0."""
+    """The cumulative sum of g in each chunk, (c, h, chunk) in fp32; the padding has g = 0."""
     g = span.of(inputs.g).float().clamp(FORGOTTEN, 0)
     return rounding.Gate(exponents=rounding.running_sum(rounding.split_chunks(g, chunk)))
 
 
 def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> Tensor:
-    """out of a span: the `lo` of the comparison (docs/measuring.md).
+    """`OracleSpec.chunks`: out of a span in one precision, which docs/measuring.md calls `lo`.
 
     It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3,
-    with the gate's chunks, of 64 positions whatever the call's chunk size, in plain torch.
-    Everything is computed in fp32.  Rounded are
+    in plain torch.  Its chunks are those of the gate, whatever the call's chunk size.  Everything
+    is computed in fp32.  These values are rounded:
 
-    - operands of matrix products, to the input's dtype; fp32 to two tf32 numbers, as tensor cores
-      take it: q and k (normalised ones too), the inverse, beta times v and beta times decay times
-      k, w, u, the state, what a chunk writes, the scores
-    - products between the inverse's blocks of 16 rows: cut to tf32; for fp32 inputs to two tf32
-      numbers
-    - states that pass from chunk to chunk, and the final one, to the state dtype
+    - operands of matrix products, to the input's dtype, or from fp32 to two tf32 numbers, as tensor
+      cores take it.  Operands are q and k (after their norm), the inverse, beta v, beta times decay
+      times k, w, u, the state, the corrected values v_new, and the scores
+    - operands of the products between the inverse's blocks of 16 rows: cut to tf32, or for fp32
+      inputs rounded to two tf32 numbers
+    - states that pass from chunk to chunk, and the final state, to the state dtype
     - the output, to the input's dtype
-    - if relaxed: decays, q k^T, beta and their products, what a chunk writes, and fp32 operands, to
-      16 bit (the input's dtype; bfloat16 for fp32 inputs)
+    - with relaxed intermediates, also decays, q k^T, beta and their products, v_new, and operands
+      in fp32: to 16 bits, which are the input's dtype, or bfloat16 for fp32 inputs
 
-    k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  No
-    kernel is imitated beyond that and nothing here is fitted: an implementation that rounds at
-    fewer places only gets closer to the oracle.
+    k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  The
+    function imitates no kernel beyond that, and no constant is fitted: an implementation that
+    rounds at fewer places only gets closer to the oracle.
     """
     operand, intermediate, exp = low.operand, low.intermediate, rounding.gpu_exp
     g = gate.exponents
     q, k, v, beta = operands(inputs, low, span, g.shape[2])
 
+    # the system of each chunk and its inverse, then w and u
     decay = gate.decays.tril()  # (c, h, i, j)
     round_operand = rounding.two_tf32 if low.operand_dtype == torch.float32 else tf32
-    inverse = operand(inverse_of(((k @ k.mT) * decay * beta).tril(-1), round_operand))
+    system = ((k @ k.mT) * decay * beta).tril(-1)
+    inverse = operand(inverse_of(system, round_operand))
     beta = intermediate(beta)
     since_start = intermediate(exp(g))[..., None]
     u = operand(inverse @ operand(beta * v))
     w = operand(inverse @ operand(intermediate(beta * since_start) * k))
 
+    # the outputs, chunk after chunk
     last = g[..., -1:]
     to_end = intermediate(exp((last - g).clamp(max=0)))[..., None]
     chunk_decay = exp(last)[..., None]
     scores = operand(intermediate(intermediate(q @ k.mT) * intermediate(decay)))
-    out = torch.empty_like(v)
+    # few operations for each chunk: on a GPU, each takes the time of its launch
+    entering, v_new = [], []
     for c in range(len(v)):
-        entering = operand(low.state)
-        written = intermediate(u[c] - w[c] @ entering)
-        out[c] = since_start[c] * (q[c] @ entering) + scores[c] @ operand(written)
-        low.state = low.stored(low.state * chunk_decay[c] + k[c].mT @ operand(written * to_end[c]))
+        entering.append(operand(low.state))
+        v_new.append(intermediate(torch.baddbmm(u[c], w[c], entering[c], alpha=-1)))
+        decayed = low.state * chunk_decay[c]
+        low.state = low.stored(torch.baddbmm(decayed, k[c].mT, operand(v_new[c] * to_end[c])))
+    out = since_start * (q @ torch.stack(entering)) + scores @ operand(torch.stack(v_new))
     return in_positions(out, inputs, span)
 
 
 def operands(inputs: GDNInputs, low: Rounded, span: Span, chunk: int) -> tuple[Tensor, ...]:
-    """The inputs in chunks (c, h, chunk, ...): q and k of value heads as operands, normalised if
-    the call asks for it; v and beta (..., 1) in fp32.
-    """
+    """q, k, v and beta of a span in chunks, (c, h, chunk, K, K, V and 1).
 
+    q and k are normalised if the call asks for it, repeated for each value head, and rounded as
+    operands.  v and beta are in fp32.
+    """
     q, k, v, beta = reference.load(inputs, span, torch.float32)
     q, k = (low.operand(rows).repeat_interleave(inputs.values_per_key, 1) for rows in (q, k))
     return tuple(rounding.split_chunks(rows, chunk) for rows in (q, k, v, beta[..., None]))
 
 
 def in_positions(out: Tensor, inputs: GDNInputs, span: Span) -> Tensor:
-    """(c, h, chunk, V), before the scale, -> the output of the span."""
+    """The output of a span, (l, h, V) in the dtype of v, from that of its chunks before the scale,
+    (c, h, chunk, V).
+    """
     out = out * inputs.scale_or_default
-    return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
+    return out.transpose(1, 2).flatten(0, 1)[: span.length].to(inputs.v.dtype)
 
 
 def inverse_of(system: Tensor, round_operand: Callable[[Tensor], Tensor]) -> Tensor:
-    """(I + system)^-1 by blocks: those on the diagonal in fp32, then pairs of neighbours.
+    """(I + system)^-1 for strictly lower triangular systems (..., chunk, chunk).
 
-    round_operand: rounds an operand of the products between blocks as the kernel does.
+    Blocks of `_LEAF` rows on the diagonal are inverted in fp32.  Then the inverses of neighbouring
+    blocks A and B, with the block C below A, are joined to the inverse of the block twice as wide:
+    (A, 0; C, B)^-1 = (A^-1, 0; -B^-1 C A^-1, B^-1).
+
+    round_operand: rounds the operands of these products.
     """
     identity = torch.eye(_LEAF, device=system.device)
     leaves = _blocks_below(system, _LEAF, 0)
@@ -125,8 +136,8 @@ def inverse_of(system: Tensor, round_operand: Callable[[Tensor], Tensor]) -> Ten
 
 
 def _blocks_below(system: Tensor, size: int, below: int) -> Tensor:
-    """(..., chunk, chunk) -> (..., n, size, size): blocks on the diagonal, or the one below each
-    even block of it.
+    """Blocks of a system (..., chunk, chunk), as (..., n, size, size): those on the diagonal for
+    `below` 0; for `below` 1 the block under every second one of them.
     """
     count = system.shape[-1] // size
     blocks = system.reshape(*system.shape[:-2], count, size, count, size)
@@ -141,19 +152,19 @@ def tf32(tensor: Tensor) -> Tensor:
 # --- cost
 
 WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
-SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
+SMALLEST_CHUNK = 16  # positions; the edge of a tensor core's tile
 
 
 def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
-    """Multiplications and additions of the chunked form's matrix products at that many positions.
+    """Multiplications and additions of the chunked form's matrix products for `positions` positions
+    of all heads.
 
-    Per position, with (C + 1) / 2 sources per position on average in a chunk of C positions (the
-    causal half):
+    In a chunk of C positions, a position reads from (C + 1) / 2 positions on average, because a
+    chunk is causal.  Per position:
 
-        k k^T, q k^T                       2 H K (C + 1) / 2 each
-        the inverse, times what is written, and scores times what is written
-                                           2 HV V (C + 1) / 2 each
-        k S, q S, and the state's update   2 HV K V each
+        k k^T, q k^T                               2 H K (C + 1) / 2 each
+        inverse times v_new, scores times v_new    2 HV V (C + 1) / 2 each
+        k S, q S, and the state's update           2 HV K V each
 
     It grows with C.  The default, the smallest chunk that fills a tensor core's tile, is the least
     that any chunked kernel does, so that no choice of chunk beats the floor.  The inverse itself,
@@ -169,16 +180,13 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * per_position
 
 
-def blocks(inputs: GDNInputs, length: int) -> Iterable[Block]:
-    return reference.gdn_blocks(inputs, torch.float64, block=length)
-
-
 def chunk_size(_inputs: GDNInputs) -> int:
+    """`OracleSpec.chunk_size`."""
     return CHUNK
 
 
 ORACLE = OracleSpec(
-    blocks=blocks,
+    blocks=deferred("gdn.reference:gdn_blocks"),
     gate=gate,
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,

@@ -1,4 +1,4 @@
-"""The configurations of the fused GDN kernels that `ssdprof tune` may vary: see
+"""The configurations of GDN's portable kernel that `ssdprof tune` may vary: see
 `operators.tuning.Tuning`.
 """
 
@@ -23,38 +23,44 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
 
 KERNEL = "portable"
-_CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # segments of a sequence
-_SHORTEST = 4  # chunks of a segment
-_LARGEST_STATE = 256 * 128  # numbers that a program holds in registers; more are spilled
+_SEGMENT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of a sequence
+_SHORTEST = 4  # chunks of the shortest segment, if there are several
+_LARGEST_STATE = 256 * 128  # numbers that a program can hold in registers; more would be spilled
 
 
 def block_of(size: int) -> int:
-    """The smallest power of two that holds it, at least 16."""
+    """The width of a block that holds `size` numbers: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(size)))
 
 
 def slice_fits(config: Any, inputs: GDNInputs) -> bool:
-    """Whether a program can hold its slice of a state."""
+    """Whether a slice of `config.block_v` columns of a state is no wider than V, and small enough
+    for a program's registers.
+    """
     block_v: int = config.block_v
-    widest = block_v <= block_of(inputs.v.shape[3])
-    return widest and block_v * block_of(inputs.q.shape[3]) <= _LARGEST_STATE
+    if block_v > block_of(inputs.v.shape[3]):
+        return False
+    return block_v * block_of(inputs.q.shape[3]) <= _LARGEST_STATE
 
 
 def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """A sequence cut into 1 to 32 segments."""
+    """Configurations that cut a sequence into 1 to 32 segments.  A `segment` of 0 chunks stands for
+    the whole sequence.
+    """
     chunks = triton.cdiv(inputs.length, config.chunk)
-    for cuts in _CUTS:
-        segment = triton.cdiv(chunks, cuts)
-        if cuts == 1 or segment >= _SHORTEST:
-            yield replace(config, segment=0 if cuts == 1 else segment)
+    for count in _SEGMENT_COUNTS:
+        segment = triton.cdiv(chunks, count)
+        if count == 1:
+            yield replace(config, segment=0)
+        elif segment >= _SHORTEST:
+            yield replace(config, segment=segment)
 
 
 def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """Configurations with other chunks.  Segments keep their lengths in positions."""
+    """Configurations with other chunk sizes.  Segments keep their lengths in positions."""
+    positions = config.segment * config.chunk
     for chunk in (16, 32) if inputs.q.dtype == torch.float32 else (32, 64, 128):
-        yield replace(
-            config, chunk=chunk, segment=triton.cdiv(config.segment * config.chunk, chunk)
-        )
+        yield replace(config, chunk=chunk, segment=triton.cdiv(positions, chunk))
 
 
 _AXES: tuple[Axis, ...] = (
@@ -71,8 +77,9 @@ _AXES: tuple[Axis, ...] = (
 
 
 def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
-    """The kernel that runs the inputs.  BadInputError if it is not one of those that are tuned."""
-    name = fused.variant_for(FusedCall(inputs=inputs, precision=Precision()))[0].name
+    """The kernel that runs the inputs.  Raises BadInputError if it is not one of `tuned`."""
+    variant, *_ = fused.variant_for(FusedCall(inputs=inputs, precision=Precision()))
+    name: str = variant.name
     if name not in tuned:
         raise BadInputError(
             f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
@@ -82,28 +89,29 @@ def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
 
 
 def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, Any], GDNOutput]:
-    """Runs inputs with a configuration, by launches that are prepared once.  prepare: as
-    `portable_launch`.
+    """`Tuning.run`: runs inputs with a configuration, and prepares each launch once.
+
+    prepare: has the arguments of `portable_launch`, and returns a launch.
     """
     launches: dict[Hashable, PreparedLaunch] = {}
+    prepare = partial(prepare, state_v_first=False)
 
     def run(inputs: GDNInputs, precision: Precision, config: Any) -> GDNOutput:
         key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-        launch = kept(
-            launches, key, lambda: prepare(inputs, precision, config, state_v_first=False)
-        )
-        return launch(inputs)
+        return kept(launches, key, prepare, inputs, precision, config)(inputs)
 
     return run
 
 
 def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
-    """At least two segments if the chunks allow it, as the whole sequence may have."""
-    chunks = -(-TUNING.short(inputs).length // config.chunk)
+    """The configuration for the short inputs: two segments at least if that of the whole sequence
+    has several.
+    """
+    chunks = triton.cdiv(TUNING.short(inputs).length, config.chunk)
     return replace(config, segment=min(config.segment, max(1, chunks // 2)))
 
 
-# Tunes the portable kernel; each configuration is for one length and one number of sequences.
+# A tuned configuration of the portable kernel is for one length and one number of sequences.
 TUNING: Tuning = Tuning(
     operator="gdn",
     configs={

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
-# of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
+# range of softplus(bias), the gate's step at a raw gate of 0: log-uniform, as in new models
 STEPS = (1e-3, 1e-1)
 I = TypeVar("I", bound="Inputs", default=Any)
 InputDType = Literal["bf16", "fp16", "fp32"]
@@ -37,10 +37,10 @@ Layout = Literal["contiguous", "views", "transposed"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a layer, by the operator's own names, and whatever else its inputs are generated
-    from.
+    """The sizes of a layer, and the other numbers from which its inputs are generated.
 
-    name: as the user typed it.  words: "80x64, N 128, G 1".
+    name: the name or the sizes as the user typed them.  words: text such as "80x64, N 128, G 1".
+    sizes: by the operator's names for them.
     """
 
     name: str
@@ -55,8 +55,9 @@ class Shape:
 class Tokens:
     """A batch of sequences of one length, or `packed` sequences of random lengths up to `seqlen`.
 
-    shortest: least length of packed sequences.  state_every: of the inputs.  pool: slots of the
-    pool in which they begin; 0: there is none.
+    shortest: least length of packed sequences; None: they are not packed.
+    state_every: `Inputs.state_every`.
+    pool: number of slots of the pool that has the initial states; 0: there is no pool.
     """
 
     sequences: int
@@ -94,10 +95,10 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell of a bench.
+    """The generated inputs of one case key of a bench.
 
-    layout: contiguous tensors, views of a wide projection, as a model passes them, or tensors with
-    positions innermost.
+    layout: contiguous tensors; views of a wide projection, as a model passes them; or transposed
+        tensors, whose neighbouring elements are neighbouring positions.
     ways: the `InputGenerator.ways` in which the inputs differ from the default.
     """
 
@@ -115,11 +116,11 @@ class Cell:
 class Library:
     """How to load another library.
 
-    load: (checkout, or None for an installed library) -> it, with its version, and its precisions
-        at the library's defaults.  Raises ImportError.
-    hint: for a failed import.
-    package: that pip installs; empty for a checkout.
-    repository: of a library that exists only as a checkout; empty for an installed one.
+    load: (checkout, or None for an installed library) -> the implementation, with its version, and
+        with its precisions at the library's defaults.  Raises ImportError.
+    hint: what to do after a failed import.
+    package: what pip installs; empty for a library that exists only as a checkout.
+    repository: address of a library that exists only as a checkout; empty for an installed one.
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
     """
 
@@ -140,8 +141,9 @@ def installed(
 ) -> Library:
     """An installed library.
 
-    package: that pip installs.  precisions: (name of the inputs' dtype) -> its own.  version: None:
-    the package's.
+    package: what pip installs.
+    precisions: (name of the inputs' dtype) -> the precisions of the library.
+    version: () -> the version in reports; None: that of the package.
     """
 
     def load_installed(_checkout: Path | None) -> Implementation:
@@ -159,23 +161,25 @@ def installed(
 def of_servers(
     load: str, precisions: Callable[[Any], tuple[Any, ...]], *arguments: str
 ) -> dict[str, Library]:
-    """What vLLM and SGLang run: for prompts, at these precisions, and for steps on a pool.
+    """The kernels of vLLM and of SGLang: for prompts, at these precisions, and for steps on a pool,
+    with fp32 states.
 
-    load: the function in `ssdprof.kernels` of the name and of the arguments.
+    load: "module:function" in `ssdprof.kernels`; the function takes the name of the kernel, then
+        `arguments`.
     """
-    return {
-        f"{package}{form}": installed(
-            package, deferred(load, f"{package}{form}", *arguments), of_form
-        )
-        for package in ("vllm", "sglang")
-        for form, of_form in (("", precisions), ("_step", exact_fp32))
-    }
+    libraries = {}
+    for package in ("vllm", "sglang"):
+        step = f"{package}_step"
+        load_prompts = deferred(load, package, *arguments)
+        libraries[package] = installed(package, load_prompts, precisions)
+        libraries[step] = installed(package, deferred(load, step, *arguments), exact_fp32)
+    return libraries
 
 
 def model(load: str, *arguments: str) -> Library:
-    """What transformers' own torch function computes.
+    """The torch function of transformers that computes the operator.
 
-    load: the function in `ssdprof.kernels` of these arguments.
+    load: "module:function" in `ssdprof.kernels`, called with `arguments`.
     """
 
     def version() -> str:
@@ -188,10 +192,11 @@ def model(load: str, *arguments: str) -> Library:
 
 @dataclass(frozen=True)
 class Trait(Generic[I]):
-    """Something special in edge inputs.
+    """A special property of edge inputs.
 
-    name: "g above 0".  apply: changes the generated tensors, or returns other inputs.
-    rule: what a kernel must do with it, unless the formulas say so.
+    name: text such as "g above 0".
+    apply: changes the generated tensors in place and returns None, or returns other inputs.
+    rule: what a kernel must do with such inputs; empty if the formulas say it.
     """
 
     name: str
@@ -201,13 +206,13 @@ class Trait(Generic[I]):
 
 @dataclass(frozen=True)
 class EdgeInputs(Generic[I]):
-    """Random inputs with traits.  draw: the same at every call."""
+    """Random inputs with traits.  draw: () -> inputs, the same at every call."""
 
     draw: Callable[[], I]
     traits: Sequence[Trait[I]]
 
     def make(self, left_out: Trait[I] | None = None) -> I:
-        """The inputs, with all traits but one."""
+        """The inputs with all traits, or with all but `left_out`."""
         inputs = self.draw()
         for trait in self.traits:
             if trait is not left_out:
@@ -217,10 +222,11 @@ class EdgeInputs(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownOutputs:
-    """Outputs that follow from the inputs in closed form, of heads of one kind in one sequence.
+    """Outputs that follow from the inputs in closed form, for heads of one kind in one sequence.
 
-    kind: "windows of 16 tokens".  batch: their row.  positions (n), heads (h): their indices.
-    expected: (n, h, V) in fp64.
+    kind: text such as "windows of 16 tokens".
+    batch, positions (n), heads (h): indices of the outputs.
+    expected: the outputs, (n, h, V) in fp64.
     """
 
     kind: str
@@ -230,11 +236,13 @@ class KnownOutputs:
     expected: Tensor
 
 
-# inputs whose outputs are known, and consist of history that a bound on decays hides
+# Inputs, and their outputs that are known.  These consist of what earlier tokens wrote, although a
+# bound from the decays alone would say that this history has no influence.
 History: TypeAlias = "tuple[I, Sequence[KnownOutputs]]"
 
 
 def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:
+    """The default of `InputGenerator.edges`: an operator without edge inputs."""
     return ()
 
 
@@ -242,23 +250,27 @@ def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:
 class InputGenerator(Generic[I]):
     """How inputs of an operator are generated for a bench, and for the tests of laws.
 
-    form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order: the
-    same for people.
-    words: of a shape.
-    models: sizes of models in this order, then `others`; the first is the default.
-    others: what else inputs are generated from, and its value unless a model has another one.
+    form: how a user writes sizes, with the operator's names of the sizes: "{heads}x{width}".
+    order: the same for people: "heads x P".
+    words: format string for `Shape.words`.
+    models: name of a model -> its sizes in the order of `form`, then of `others`; the first model
+        is the default.
+    others: other numbers from which inputs are generated -> the value if a model has none.
     divides: two sizes of which the first must divide the second.
-    largest: sizes above which nothing is measured.
-    draw: random inputs with gates as models are initialised, the same at every call.
-    edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator,
-    then with fewer for kernels that refuse those.
-    histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
-    without; first one of the shape of the inputs, then long ones with each number of heads.  None:
-    the sum of a head's gates bounds what is left of its state, and the amplified history suffices.
-    ways: other ways to draw inputs: a word of --draw, and what it changes.
+    largest: size -> its largest value that is measured.
+    draw: (cell, device) -> random inputs with gates as in new models, the same at every call.
+    edges: (inputs) -> kinds of edge inputs in the dtype of `inputs`.  A kind is a sequence of
+        inputs: the first has every feature of the operator, later ones have fewer, for kernels that
+        refuse some features.
+    histories: (inputs, numbers of heads) -> kinds of histories: first one in the shape of the
+        inputs, then long ones with each number of heads.  A kind is a sequence of histories: first
+        packed and with initial states, then without.  None for an operator in which the sum of a
+        head's gates bounds what is left of its state, so that the amplified history suffices.
+    ways: word of --draw -> what it changes in the drawn inputs.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.
-    alternatives: names of other forms of our implementations, which run only when they are named.
+    alternatives: names of other forms of bundled implementations, which run only when a user names
+        them.
     """
 
     form: str
@@ -278,7 +290,7 @@ class InputGenerator(Generic[I]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sizes, as in `form`, then `others`."""
+        """The names of the sizes in `form`, then of `others`."""
         return (*re.findall(r"{(\w+)}", self.form), *self.others)
 
     def shape(self, name: str, *values: int) -> Shape:
@@ -298,28 +310,31 @@ class InputGenerator(Generic[I]):
         return f"{self.order}, such as {self.form.format(**first.sizes)}"
 
     def parse(self, text: str) -> Shape | None:
-        """Sizes as a user writes them; None for text of another form.  BadInputError for impossible
-        sizes.
+        """The shape that a user writes in the form of `form`; None for text of another form.
+        Raises BadInputError for sizes that are impossible or too large.
         """
         match = re.fullmatch(re.sub(r"{\w+}", r"(\\d{1,5})", self.form), text)
         if match is None:
             return None
         shape = self.shape(text, *map(int, match.groups()))
-        called = dict(zip(self.names, re.split(" [x/] ", self.order), strict=False))
-        order = f"Order: {self.order}."
-        divisor, multiple = self.divides or (self.names[0],) * 2
-        if (
-            not all(shape.sizes[name] for name in called)
-            or shape.sizes[multiple] % shape.sizes[divisor]
-        ):
-            rule = f", and {called[divisor]} must divide {called[multiple]}" if self.divides else ""
-            raise BadInputError(f"{text} is impossible: sizes must be positive{rule}.", order)
-        if any(shape.sizes[name] > most for name, most in self.largest.items()):
+        sizes = shape.sizes
+        # name of a size -> what `order` calls it
+        titles = dict(zip(self.names, re.split(" [x/] ", self.order), strict=False))
+        hint = f"Order: {self.order}."
+        is_possible = all(sizes[name] for name in titles)
+        rule = ""
+        if self.divides is not None:
+            divisor, multiple = self.divides
+            rule = f", and {titles[divisor]} must divide {titles[multiple]}"
+            is_possible = is_possible and sizes[multiple] % sizes[divisor] == 0
+        if not is_possible:
+            raise BadInputError(f"{text} is impossible: sizes must be positive{rule}.", hint)
+        if any(sizes[name] > most for name, most in self.largest.items()):
             limits = ", ".join(
-                f"{called[name]} at most {most}" for name, most in self.largest.items()
+                f"{titles[name]} at most {most}" for name, most in self.largest.items()
             )
             raise BadInputError(
-                f"{text} is not measured: {limits.replace(' at', ' is at', 1)}.", order
+                f"{text} is not measured: {limits.replace(' at', ' is at', 1)}.", hint
             )
         return shape
 
@@ -328,19 +343,21 @@ class InputGenerator(Generic[I]):
 
 
 def models_of(operator: str) -> dict[str, tuple[int, ...]]:
-    """Sizes of models' layers."""
+    """Name of a model -> the sizes of its layers, from `models.toml`."""
     table = tomllib.loads((Path(__file__).parent / "models.toml").read_text("utf-8"))
     return {model: tuple(sizes) for model, sizes in table[operator].items()}
 
 
-Lengths = tuple[int, ...]  # of sequences, which are packed if they differ
-# No multiples of a chunk; a decode step; packs of equal sizes with an empty sequence; multiples of
-# a chunk.
+Lengths = tuple[int, ...]  # in tokens, of each sequence; sequences of unequal lengths are packed
+# Lengths of the kinds of edge inputs: no multiples of a chunk; a decode step; two packs of as many
+# tokens with an empty sequence; multiples of a chunk.
 EDGES: tuple[Lengths, ...] = ((321, 321), (1, 1), (1, 17, 0, 303), (303, 0, 17, 1), (256, 256))
 
 
 def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
-    """Rows and positions of the tensors, and the boundaries of packed sequences."""
+    """Sizes b and l of the tensors, and the boundaries of packed sequences; None if sequences are
+    not packed.
+    """
     tokens = cell.tokens
     if tokens.shortest is None:
         return tokens.sequences, tokens.seqlen, None
@@ -349,14 +366,14 @@ def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
 
 
 def cu_seqlens(cell: Cell, device: torch.device) -> Tensor | None:
-    """The boundaries for the operator; None unless sequences are packed."""
+    """The boundaries of packed sequences, (sequences + 1) in int32; None unless they are packed."""
     bounds = positions(cell)[2]
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:
-    """Boundaries of the sequences; lengths of packed ones are uniform between the shortest and the
-    longest.
+    """Boundaries of the sequences in tokens, from 0.  The lengths of packed sequences are uniform
+    between the shortest and the longest.
     """
     lengths = [tokens.seqlen] * tokens.sequences
     if tokens.shortest is not None:
@@ -374,43 +391,53 @@ def uniform(count: int, low: float, high: float, generator: torch.Generator) -> 
 
 
 def gate_bias(count: int, generator: torch.Generator) -> Tensor:
-    """(count): softplus of it is log-uniform in `STEPS`."""
+    """(count) biases whose softplus is log-uniform in `STEPS`, in fp32."""
     step = uniform(count, math.log(STEPS[0]), math.log(STEPS[1]), generator).exp()
     return step + torch.log(-torch.expm1(-step))  # the inverse softplus
 
 
 def edge_cell(shape: Shape, like: Tensor, lengths: Lengths) -> Cell:
-    """The cell of edge inputs: views, in the dtype of `like`.  Packed sequences count as one."""
+    """The cell of edge inputs: views, in the dtype of `like`.  Packed sequences are drawn as one
+    sequence, and get their boundaries later.
+    """
     dtype: Any = dtype_name(like.dtype)
-    rows, length = (1, sum(lengths)) if is_packed(lengths) else (len(lengths), lengths[0])
-    return Cell(
-        shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=rows, seqlen=length)
-    )
+    if is_packed(lengths):
+        tokens = Tokens(sequences=1, seqlen=sum(lengths))
+    else:
+        tokens = Tokens(sequences=len(lengths), seqlen=lengths[0])
+    return Cell(shape=shape, dtype=dtype, layout="views", tokens=tokens)
 
 
 def edge_bounds(lengths: Lengths, device: torch.device) -> Tensor | None:
-    """The boundaries of packed sequences; None unless they are packed."""
+    """The boundaries of packed sequences, in int32; None unless they are packed."""
     if not is_packed(lengths):
         return None
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def edge_forms(
-    drawn: Sequence[Callable[[], I]], always: Sequence[Trait[I]], special: Sequence[Trait[I]]
+    draws: Sequence[Callable[[], I]], always: Sequence[Trait[I]], special: Sequence[Trait[I]]
 ) -> list[EdgeInputs[I]]:
-    """The forms of a kind.  drawn: for `special` traits, with other sizes, and with the model's."""
-    first, second, last = drawn
+    """The edge inputs of one kind: with the traits `special`, `always` and initial states; without
+    `special`; the same in the model's sizes; and these without initial states.
+
+    draws: three functions that draw inputs: for the special traits; in sizes that differ from the
+        model's; in the model's sizes.
+    """
+    draw_special, draw_plain, draw_like_model = draws
     with_states = (*always, INITIAL)
     return [
-        EdgeInputs(first, (*with_states, *special)),
-        EdgeInputs(second, with_states),
-        EdgeInputs(last, with_states),
-        EdgeInputs(last, always),
+        EdgeInputs(draw_special, (*with_states, *special)),
+        EdgeInputs(draw_plain, with_states),
+        EdgeInputs(draw_like_model, with_states),
+        EdgeInputs(draw_like_model, always),
     ]
 
 
 def as_edge(inputs: I, like: Any, lengths: Lengths) -> I:
-    """Drawn inputs as sequences of these lengths, without initial states."""
+    """Drawn inputs as sequences of these lengths, without initial states, in the chunk size of
+    `like`.
+    """
     bounds = edge_bounds(lengths, like.device)
     return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, **{like.LINEAR[1]: None})
 
@@ -429,12 +456,15 @@ def with_int64_bounds(inputs: Any) -> Any:
 
 
 def traits_of(lengths: Lengths) -> list[Trait[Any]]:
-    """The second kind of packs has other integers."""
+    """Traits of edge inputs of these lengths: one of the two packs has boundaries in int64."""
+    if lengths != EDGES[3]:
+        return []
     rule = "cu_seqlens are int32 or int64"
-    return [Trait("cu_seqlens in int64", with_int64_bounds, rule)] if lengths == EDGES[3] else []
+    return [Trait("cu_seqlens in int64", with_int64_bounds, rule)]
 
 
 def is_packed(lengths: Lengths) -> bool:
+    """Whether sequences of these lengths are packed, because the lengths differ."""
     return len(set(lengths)) > 1
 
 
@@ -446,8 +476,9 @@ def states(*shape: int, device: torch.device) -> Tensor:
 
 
 def pool(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """States in a pool of `count` slots, in random order; the other slots are NaN.  The pool, and
-    their slots.
+    """Put states into a pool of `count` slots in random order; the other slots are NaN.
+
+    Returns the pool (count, ...), and the slot of each state in int32.
     """
     order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED))
     slots = order[: len(states)].to(states.device)
@@ -456,10 +487,11 @@ def pool(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
-    """Uninitialised tensors of these sizes at each position.
+    """Uninitialised tensors (b, l, *size), one for each size, in the dtype and the layout of the
+    cell.
 
-    As views, they are slices of one tensor.  Transposed, they are slices of one tensor whose
-    neighbouring elements are neighbouring positions.
+    Views are slices of one tensor.  Transposed tensors are slices of one tensor whose neighbouring
+    elements are neighbouring positions.
     """
     rows, length, _ = positions(cell)
     new = partial(torch.empty, rows, length, dtype=dtype_named(cell.dtype), device=device)
@@ -474,5 +506,5 @@ def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) ->
 
 
 def _brief(length: int) -> str:
-    """A number of tokens as a user writes it: "4k"."""
+    """A number of tokens as a user writes it: "4k" for 4096."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,12 +1,13 @@
-"""Resolves names of implementations.
+"""Resolves names of implementations, which are words on the command line:
 
-unfused, fused, ...      an implementation of ssdprof's, or an alternative form of one
+unfused, fused, ...      an implementation of ssdprof, or an alternative form of one
 mamba_ssm, fla, ...      another library, as installed
-published=~/mamba        another library, in a checkout
+published=~/mamba        another library, from a checkout
 my_kernel                an entry point of the group `ssdprof.implementations`
-my_module:my_function    the user's own kernel; its module may lie in the current directory
+my_module:my_function    the user's own kernel; the module may be in the current directory
 
-The second half of this file loads a user's kernel: an importable function of the operator's inputs.
+The second half of this file loads a user's kernel, which is an importable function that takes the
+operator's inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Resolve = Callable[[str, str], Implementation]  # (operator, word)
 
 
 def required(implementation: Implementation) -> Implementation:
-    """The same.  Raises MissingCapabilityError if it is unavailable."""
+    """Returns the implementation.  Raises MissingCapabilityError if it is unavailable."""
     if implementation.absent:
         raise MissingCapabilityError(implementation.absent, implementation.hint)
     return implementation
@@ -51,36 +52,40 @@ def required(implementation: Implementation) -> Implementation:
 def own_precisions(
     implementation: Implementation, dtype: DType, wanted: tuple[kernels.Precision, ...]
 ) -> tuple[kernels.Precision, ...]:
-    """Its precisions for inputs of this dtype: `wanted`, unless it has precisions of its own."""
+    """The precisions to run the implementation at, for inputs of this dtype: `wanted`, unless the
+    implementation has precisions of its own.
+    """
     return wanted if implementation.precisions is None else implementation.precisions(dtype)
 
 
 def resolver(device: torch.device) -> Resolve:
-    """As `resolve`, for one device, by an operator's name: each word once, so that a library that
-    tunes itself keeps its configurations; unavailable if it cannot run on this kind of device.
+    """A form of `resolve` for one device that takes the operator's name.
 
-    A library with a checkout can be named without it later.  BadInputError for a second checkout of
-    a library.
+    It resolves each word once, so that a library that tunes itself keeps its configurations.  An
+    implementation that cannot run on this kind of device is unavailable.  After a word with a
+    checkout, the library's name alone stands for the same.  The returned function also raises
+    BadInputError for a second checkout of a library.
     """
-    known: dict[tuple[str, str], Implementation] = {}
+    resolved: dict[tuple[str, str], Implementation] = {}
 
     def get(operator: str, word: str) -> Implementation:
-        if (operator, word) not in known:
+        if (operator, word) not in resolved:
             implementation = resolve(operators.get(operator), word)
             if implementation.needs_gpu and not implementation.absent and device.type != "cuda":
-                why = f"{implementation.name} needs an NVIDIA GPU, and this machine has none."
-                implementation = replace(implementation, absent=why, hint="Leave it out.")
-            if (operator, implementation.name) in known:
+                absent = f"{implementation.name} needs an NVIDIA GPU, and this machine has none."
+                implementation = replace(implementation, absent=absent, hint="Leave it out.")
+            if (operator, implementation.name) in resolved:
                 raise _two_checkouts(implementation.name)
-            known[operator, word] = known[operator, implementation.name] = implementation
-        return known[operator, word]
+            resolved[operator, word] = implementation
+            resolved[operator, implementation.name] = implementation
+        return resolved[operator, word]
 
     return get
 
 
 def refuse_two_checkouts(words: Iterable[str]) -> None:
-    """Raises BadInputError if two words name one library, because reports identify implementations
-    by name.
+    """Raises BadInputError if two words name the same library, because reports identify
+    implementations by name.
     """
     names = [word.partition("=")[0] for word in dict.fromkeys(words)]
     for name in names:
@@ -95,33 +100,31 @@ def _two_checkouts(name: str) -> BadInputError:
 
 
 def known(operator: Operator) -> tuple[str, ...]:
-    """Every name that can be resolved for the operator, except module:function."""
+    """Every name that `resolve` knows for the operator, except MODULE:FUNCTION."""
     return tuple(
         dict.fromkeys((*kernels.names(operator.name), *operator.libraries, *entry_points()))
     )
 
 
 def knows(operator: Operator, word: str) -> bool:
-    """Whether `resolve` knows the name, available or not.  Any MODULE:FUNCTION is known."""
+    """Whether `resolve` knows the word, even if the implementation is unavailable.  Any
+    MODULE:FUNCTION is known.
+    """
     return ":" in word or word.partition("=")[0] in known(operator)
 
 
 def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
-    """Raise BadInputError for words of an option that no operator knows, and for those in
+    """Raise BadInputError for words of an option that no operator knows, and for the names in
     `besides`.
 
     Nothing is imported: an implementation that is known may still be missing on this machine.
     """
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # a set in order
     for operator in operators.records():
         names |= dict.fromkeys(known(operator))
     for name in besides:
         names.pop(name, None)
-    unknown = [
-        word
-        for word in words
-        if word in besides or (":" not in word and word.partition("=")[0] not in names)
-    ]
+    unknown = [word for word in words if ":" not in word and word.partition("=")[0] not in names]
     if unknown:
         raise BadInputError(
             f"{option} does not know {', '.join(map(repr, unknown))}.",
@@ -138,24 +141,23 @@ def kind_of(operator: Operator, word: str) -> Kind:
 
 
 def resolve(operator: Operator, word: str) -> Implementation:
-    """Resolve `word` among the implementations of the operator.  Bundled ones and libraries come
-    first.
+    """The operator's implementation that `word` names.  Libraries and bundled implementations take
+    precedence over entry points of the same name.
 
     An unavailable library is not an error: the result has the reason.  Raises BadInputError for an
-    unknown name, a library without its checkout or with one that is not a folder, and an own kernel
-    that cannot be imported or takes another operator's inputs.
+    unknown name, for a library whose checkout is missing or no folder, and for a user's kernel that
+    cannot be imported or takes another operator's inputs.
     """
     return replace(_resolved(operator, word), word=word)
 
 
 def _resolved(operator: Operator, word: str) -> Implementation:
-    """`resolve`, without the word."""
+    """The result of `resolve` before its field `word` is set."""
     name, _, checkout = word.partition("=")
     libraries = operator.libraries
     if name in libraries:
-        return _library(
-            operator.name, name, libraries[name], Path(checkout).expanduser() if checkout else None
-        )
+        folder = Path(checkout).expanduser() if checkout else None
+        return _library(operator.name, name, libraries[name], folder)
     if checkout:
         raise BadInputError(
             f"{name!r} is not a library of {operator.name}, and only libraries are loaded from a "
@@ -168,23 +170,25 @@ def _resolved(operator: Operator, word: str) -> Implementation:
         return _own(operator, name, name)
     if name in entry_points():
         return _own(operator, name, entry_point(name))
-    others = [
-        f": it is one of {other.name}" for other in operators.records() if name in known(other)
-    ]
-    where = others[0] if others else ""
+    remark = ""
+    for other in operators.records():
+        if name in known(other):
+            remark = f": it is one of {other.name}"
+            break
     raise BadInputError(
-        f"There is no implementation {name!r} of {operator.name}{where}.",
+        f"There is no implementation {name!r} of {operator.name}{remark}.",
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
     )
 
 
 def _library(operator: str, name: str, source: Library, checkout: Path | None) -> Implementation:
-    """A library, or why it is unavailable.  BadInputError for a checkout where there is none, or
-    none where one is needed.
+    """A library's implementation; if it cannot be imported, an unavailable one with the reason.
+
+    Raises BadInputError for a missing or superfluous checkout, and for one that is no folder.
     """
     if source.repository and checkout is None:
-        where = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
-        raise BadInputError(f"No package contains the {name} kernel.", where)
+        hint = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
+        raise BadInputError(f"No package contains the {name} kernel.", hint)
     if checkout is not None and not source.repository:
         raise BadInputError(
             f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}."
@@ -195,12 +199,14 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
         return replace(source.load(checkout), kind="library", needs_gpu=source.needs_gpu)
     except ImportError as error:
         where = " from its checkout" if checkout else ""
-        why = f"{name} cannot be imported{where}: {str(error).rstrip('.')}."
-        return registry.unavailable(operator, name, absent=why, hint=source.hint)
+        absent = f"{name} cannot be imported{where}: {str(error).rstrip('.')}."
+        return registry.unavailable(operator, name, absent=absent, hint=source.hint)
 
 
 def _own(operator: Operator, name: str, reference: str) -> Implementation:
-    """The user's kernel.  BadInputError if its inputs are annotated as another operator's."""
+    """The user's kernel "module:function" as an implementation of this name.  Raises BadInputError
+    if its parameters are annotated with another operator's inputs.
+    """
     try:
         function = load(reference)
     except BadInputError as error:
@@ -210,10 +216,12 @@ def _own(operator: Operator, name: str, reference: str) -> Implementation:
             f"The entry point {name!r} cannot be loaded.  {error.message}",
             "Leave it out, or repair the package that registers it.",
         ) from error
-    notes = [parameter.annotation for parameter in _parameters(function).values()]
-    types = {str(getattr(note, "__name__", note)).rpartition(".")[2] for note in notes}
+    annotated = set()  # names of types, without their modules
+    for parameter in _parameters(function).values():
+        annotation = parameter.annotation  # a type, or text
+        annotated.add(str(getattr(annotation, "__name__", annotation)).rpartition(".")[2])
     for other in operators.records():
-        if other.name != operator.name and other.inputs.__name__ in types:
+        if other.name != operator.name and other.inputs.__name__ in annotated:
             raise BadInputError(
                 f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} "
                 "layers.",
@@ -232,8 +240,8 @@ def entry_points() -> tuple[str, ...]:
 
 
 def entry_point(name: str) -> str:
-    """The module:function that a package registers under `name`.  BadInputError if several packages
-    register one.
+    """The "module:function" that an installed package registers under `name`.  Raises BadInputError
+    if several packages register different ones.
     """
     references = sorted({point.value for point in metadata.entry_points(group=GROUP, name=name)})
     if len(references) > 1:
@@ -245,7 +253,9 @@ def entry_point(name: str) -> str:
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """The function "module:function".  Raises BadInputError with the message of a failed import."""
+    """Import "module:function" and return the function.  Raises BadInputError if that fails, with
+    the message of a failed import.
+    """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
         missing = "function" if name else "module"
@@ -258,7 +268,7 @@ def load(reference: str) -> Callable[..., Any]:
             module = import_module(name)
     except KeyboardInterrupt:
         raise
-    # any exit of the user's module: pytest's skip is not an Exception
+    # the user's module may raise anything: pytest's skip is not an Exception
     except BaseException as error:
         raise BadInputError(
             f"The module of {reference} cannot be imported: {library_message(error)}.",
@@ -279,28 +289,33 @@ def load(reference: str) -> Callable[..., Any]:
     return function
 
 
-def source_files(several: Iterable[Implementation]) -> list[Path]:
-    """The files of the user's kernels."""
-    modules = [
-        sys.modules.get(implementation.version.partition(":")[0])
-        for implementation in several
-        if implementation.kind == "own"
-    ]
-    return [Path(file) for module in modules if (file := getattr(module, "__file__", None))]
+def source_files(implementations: Iterable[Implementation]) -> list[Path]:
+    """The files of the modules of those implementations that are the user's kernels."""
+    files = []
+    for implementation in implementations:
+        if implementation.kind == "own":
+            module = sys.modules.get(implementation.version.partition(":")[0])
+            file = getattr(module, "__file__", None)
+            if file:
+                files.append(Path(file))
+    return files
 
 
 def own_implementation(
     operator: Operator, name: str, function: Callable[..., Any]
 ) -> Implementation:
-    """The function as an implementation of the operator, at every precision if it has a parameter
-    of that name.
+    """The user's function as an implementation of the operator.  It runs at every precision if it
+    has a parameter `precision`, otherwise with exact intermediates and fp32 states.
 
-    Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix
-    products, and `keeps_states = True` that it returns the states that `Inputs.state_every` asks
-    for, and `pools = True` that it reads initial states by `Inputs.state_indices`.
-    `in_place = True` declares that it writes new states to a pool, and that every call of it is
-    such a call.  `batch_invariant = True`: see `Implementation`.  Raises BadInputError for another
-    value.
+    Attributes of the function declare what it does:
+
+    operand_precision = "tf32"    it cuts the operands of matrix products to tf32
+    keeps_states = True           it returns the states that `Inputs.state_every` asks for
+    pools = True                  it reads initial states by `Inputs.state_indices`
+    in_place = True               it writes new states to a pool, in every call
+    batch_invariant = True        see `Implementation`
+
+    Raises BadInputError for another `operand_precision`.
     """
     operands = getattr(function, "operand_precision", None)
     if operands not in (None, "tf32"):
@@ -332,29 +347,34 @@ def own_implementation(
 def _run_function(
     name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
 ) -> kernels.Output:
-    """Raises TypeError unless the function returns two tensors."""
+    """The output of the user's function.  Raises TypeError if that is not a pair of tensors."""
     output = _call_function(name, function, inputs, precision)
     if not isinstance(output, tuple | list) or len(output) != 2:
         raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
-    for what, tensor in zip(("out", "final_states"), output, strict=True):
+    for result, tensor in zip(("out", "final_states"), output, strict=True):
         if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
-            raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
+            raise TypeError(f"{name} must return tensors, and {result} is {_type(tensor)}")
     return kernels.Output(*output)
 
 
 def _call_function(
     name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
 ) -> object:
-    """On the GPU of the inputs, where Triton launches.  An exit becomes a RuntimeError."""
+    """Call the user's function with the inputs' GPU as the current device, because Triton launches
+    there.
+
+    Raises RuntimeError if the function raises what is no Exception, such as SystemExit, because
+    that would end ssdprof.
+    """
     index = inputs.device.index
-    more = {"precision": precision} if "precision" in _parameters(function) else {}
+    options = {"precision": precision} if "precision" in _parameters(function) else {}
     try:
-        with torch.cuda.device(-1 if index is None else index):  # -1 is none
-            return function(inputs, **more)
+        with torch.cuda.device(-1 if index is None else index):  # no effect for -1
+            return function(inputs, **options)
     except Exception:
         raise
-    # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
     except BaseException as error:
+        # while SIGINT is ignored, no Ctrl-C arrives, and the function raised KeyboardInterrupt
         ctrl_c = (
             isinstance(error, KeyboardInterrupt)
             and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
@@ -365,22 +385,23 @@ def _call_function(
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
-    """Empty for a built-in, which has no signature."""
+    """Parameters by name; none for a built-in function, which has no signature."""
     try:
         return signature(function).parameters
     except ValueError:
         return {}
 
 
-def _type(thing: object) -> str:
-    size = f" of {len(thing)}" if isinstance(thing, tuple | list) else ""
-    return f"{type(thing).__name__}{size}"
+def _type(value: object) -> str:
+    """The name of the type, with the number of elements of a sequence: "tuple of 3"."""
+    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{size}"
 
 
 @contextmanager
 def _current_directory_first() -> Iterator[None]:
-    """Put the current directory first on sys.path, as for a script; afterwards last, for later
-    imports.
+    """Put the current directory first on sys.path, as Python does for a script.  Afterwards it is
+    last, so that later imports of the user's kernel still find its modules.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)

@@ -1,4 +1,4 @@
-"""The operator "kda".  Imports torch at first use only."""
+"""The record of the operator "kda".  torch is imported only when it is first used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from ssdprof.operators.generate import installed
 from ssdprof.operators.kda_inputs import WAYS, draw, edges, histories
 from ssdprof.operators.kda_oracle import ORACLE
 from ssdprof.operators.late import deferred, lazy, packages
-from ssdprof.operators.operator import CallBinding, Output, Stages, computed
+from ssdprof.operators.operator import CallBinding, Stages, computed
 from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.kda import reference
     from ssdprof.operators import kda_tuning
 else:
-    reference = lazy("ssdprof.kernels.kda.reference")
     kda_tuning = lazy("ssdprof.operators.kda_tuning")
 
 STAGES = Stages.of("kda")
@@ -29,12 +27,8 @@ STAGES = Stages.of("kda")
 
 
 def gate_bytes(item: int, sizes: Mapping[str, int]) -> int:
-    """beta, and g in fp32."""
+    """`CallBinding.gate_bytes`: beta has `item` bytes, and each of g's channels is in fp32."""
     return item + 4 * sizes["key_dim"]
-
-
-def replacement(inputs: kernels.KDAInputs) -> Output:
-    return computed(inputs, reference.kda_chunked)
 
 
 BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
@@ -47,7 +41,7 @@ BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
     views=("q", "k", "v"),
     per_position=("g", "beta"),
     gate_bytes=gate_bytes,
-    replacement=replacement,
+    replacement=partial(computed, deferred("kda.reference:kda_chunked")),
 )
 
 

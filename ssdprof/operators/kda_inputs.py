@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     oracle = lazy("ssdprof.kernels.oracle")
 
-BOUND = -5.0  # of the bounded gate
+BOUND = -5.0  # least g of a bounded gate
 BOUNDED, SATURATED, LOW_GATES = "bounded", "saturated", "low-gates"
 WAYS = {
     gdn_inputs.NORMALISED: "q and k are normalised before the call and not inside",
@@ -35,8 +35,8 @@ WAYS = {
 
 
 def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
-    """g = -A softplus(a + dt_bias), a ~ N(0, 1), A of a head and dt_bias of a channel, unless
-    `WAYS` says otherwise.
+    """g (B, T, HV, K): -A softplus(a + dt_bias) with a ~ N(0, 1), an A for each head and a dt_bias
+    for each channel, unless `WAYS` says otherwise.
     """
     sizes = cell.shape.sizes
     rows, length, _ = generate.positions(cell)
@@ -48,7 +48,10 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
         g.add_(dt_bias)
     if SATURATED in cell.ways:
         g[..., ::4, :] += 10
-    g = BOUND * g.sigmoid_() if BOUNDED in cell.ways else torch.nn.functional.softplus(g).mul_(-A)
+    if BOUNDED in cell.ways:
+        g.sigmoid_().mul_(BOUND)
+    else:
+        g = torch.nn.functional.softplus(g).mul_(-A)
     return g.to(dtype_named(cell.dtype)) if LOW_GATES in cell.ways else g
 
 
@@ -56,24 +59,26 @@ draw = partial(gdn_inputs.draw, kind="KDAInputs", gates=gates)
 
 
 def edges(like: kernels.GDNInputs) -> list[list[EdgeInputs[kernels.GDNInputs]]]:
-    """As of GDN; the first form of each kind has channels that forget everything, too, and that of
-    rows of whole chunks `DECAYED` and `LOW`.
+    """The edge inputs of GDN with gates of channels.  The first of each kind also has channels that
+    forget everything; that of the kind with whole chunks also has `DECAYED` and `LOW`.
     """
     kinds = gdn_inputs.edges(like, draw)
     for lengths, forms in zip_longest(generate.EDGES, kinds):
-        more = (DECAYED, LOW) if lengths == generate.EDGES[-1] else ()
-        forms[0] = replace(forms[0], traits=(*forms[0].traits, FORGETTING, *more))
+        traits = (*forms[0].traits, FORGETTING)
+        if lengths == generate.EDGES[-1]:
+            traits = (*traits, DECAYED, LOW)
+        forms[0] = replace(forms[0], traits=traits)
     return kinds
 
 
 def forgetting_channels(inputs: kernels.GDNInputs) -> None:
-    """Not in heads that hardly forget."""
+    """Some channels of heads 1 and 2, which are no heads that hardly forget."""
     inputs.g[:, ::11, 1:3, ::3] = -torch.inf
 
 
 def decayed_state(inputs: kernels.GDNInputs) -> None:
-    """Change one head so that its state is large beside what is written, and decays by 2^-46 within
-    a chunk.
+    """Change head 5 so that its state is large compared with what is written, and decays by 2^-46
+    within a chunk.
     """
     if inputs.initial_state is not None:
         inputs.initial_state[:, 5] *= 2.0**8
@@ -94,23 +99,25 @@ FORGETTING: Trait[kernels.GDNInputs] = Trait(
 )
 
 
-# --- the law of turning keys: outputs that are known in closed form, and consist of history that a
-# bound on decays hides.  docs/measuring.md has the formulas
+# --- the law of turning keys: outputs that are known in closed form.  They consist of history,
+# although a bound from the decays alone would say that nothing is left of it.  docs/measuring.md
+# has the formulas
 
-# tokens of a window -> keys that turn in it
+# tokens of a window -> number of keys that turn the state in it
 WINDOWS = {16: 7, 64: 11, 256: 11, 1024: 11}
-KEPT, WRITTEN = 15 / 16, 1 / 16  # by the first token of a window
-LONG = (2779, 1317)  # tokens of long calls: a pack, or a row of as many
-RESOLUTION = 2.0**-60  # of a history's influence
+# share of the state that the first token of a window keeps, and share of v that it writes
+KEPT, WRITTEN = 15 / 16, 1 / 16
+LONG = (2779, 1317)  # tokens of two packed sequences, or in sum of a row
+RESOLUTION = 2.0**-60  # a smaller influence of a window on the output is left out
 
 
 def histories(
     like: kernels.GDNInputs, heads: Sequence[int]
 ) -> Iterator[Iterator[History[kernels.GDNInputs]]]:
-    """`turning_keys` in the shape of `like`, if it has two windows; then of 4,096 tokens.
+    """`InputGenerator.histories`: `turning_keys` in the shape of `like`, then in 4,096 tokens with
+    each number of heads; none if no two windows fit in the longest sequence of `like`.
 
-    With fewer heads than kinds of windows there is a call for each kind.  Several heads are first
-    tried as a pack with initial states.
+    A call has at most as many kinds of windows as heads; further kinds get calls of their own.
     """
     longest = max(span.length for span in oracle.spans_of(like))
     fitting = [window for window in WINDOWS if 2 * window <= longest]
@@ -125,15 +132,17 @@ def histories(
 def _short_history(
     like: kernels.GDNInputs, windows: Sequence[int]
 ) -> Iterator[History[kernels.GDNInputs]]:
-    """`turning_keys` in the shape of `like`, made when it is taken: it needs as much memory."""
+    """`turning_keys` in the shape of `like`.  As a generator it is computed only when it is needed,
+    because it takes as much memory as `like`.
+    """
     yield turning_keys(like, windows)
 
 
 def _long_histories(
     like: kernels.GDNInputs, heads: int, windows: Sequence[int]
 ) -> Iterator[History[kernels.GDNInputs]]:
-    """`turning_keys` of `LONG` tokens: with several heads as a pack with initial states, then as a
-    row with them; at last as a row without.
+    """`turning_keys` of `LONG` tokens.  Several heads are first tried in a pack with initial
+    states, then in a row with initial states.  The last form is a row without.
     """
     key_dim = like.q.shape[3]
     value_dim = like.v.shape[3]
@@ -150,11 +159,15 @@ def _long_histories(
 
 
 def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[kernels.GDNInputs]:
-    """Inputs in which every channel's gates sum to -20 in each window, although most of the state
-    is kept: keys turn it from one half of the channels to the other before that half decays.
+    """Inputs in which the gates of every channel sum to -20 in each window, although most of the
+    state is kept: keys turn the state from one half of the channels to the other half before the
+    first half decays.
 
-    like: their shapes, dtypes and scale.  windows: tokens of each kind of heads, in turn.  Unit
-    vectors x and y lie in the two halves, and change places in every window:
+    like: has the shapes, dtypes and scale.
+    windows: lengths of windows in tokens; the heads take them in turn.
+
+    x and y are unit vectors in the two halves of the channels.  They change places after every
+    window.  A window has these tokens:
 
         token               key                                     beta    g
         first               x                                       1/16    0
@@ -163,11 +176,12 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
         last four           random                                  0       -5 on x's half
         others              random                                  0       0
 
-    With q = y at the last token, v_i of the first one, and v = 0 where keys turn,
+    v is 0 at turning keys, and q = y.  With v_i at the first token of window i, the output at the
+    last token of that window is
 
         out = scale M_i,   M_i = cos(a)^(n+1) (15/16 M_(i-1) + v_i / 16)
 
-    M_(-1) is 0, or the initial state x M_(-1)^T.
+    M_(-1) is 0 without an initial state; with one, the initial state is x M_(-1)^T.
     """
     device = like.v.device
     key_heads = like.q.shape[2]
@@ -193,29 +207,32 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
 def _turn(
     inputs: kernels.GDNInputs, window: int, key_heads: Tensor, normal: Callable[..., Tensor]
 ) -> Iterator[KnownOutputs]:
-    """Write the windows of some heads into the inputs, and give what is known of each sequence.
+    """Write the windows of some key heads and of their value heads into the inputs, and yield the
+    known outputs of each sequence.
 
-    The halves of the channels, signs and initial states are random.
+    The halves of the channels, signs and initial states are random.  normal: (*shape) -> random
+    numbers ~ N(0, 1).
     """
     per_key = inputs.values_per_key
     device = inputs.v.device
     heads = (key_heads[:, None] * per_key + torch.arange(per_key, device=device)).flatten()
     sizes = (len(key_heads), inputs.q.shape[3])
-    half = normal(*sizes).argsort(-1) < sizes[1] // 2
+    in_x = normal(*sizes).argsort(-1) < sizes[1] // 2  # the channels of x's half
     signs = normal(*sizes).sign()
-    x, y = (torch.nn.functional.normalize(signs * part, dim=-1) for part in (half, ~half))
+    x, y = (torch.nn.functional.normalize(signs * half, dim=-1) for half in (in_x, ~in_x))
     q, k, g, beta = _two_windows(window, x, y, normal)
-    count = WINDOWS[window] + 1
-    turned = math.cos(math.pi / 2 / count) ** count  # what is left of a state
+    turns = WINDOWS[window] + 1
+    turned = math.cos(math.pi / 2 / turns) ** turns  # what is left of a state after a window
     for span in oracle.spans_of(inputs):
         rows = slice(span.start, span.stop)
-        at = torch.arange(span.length, device=device) % (2 * window)
+        tokens = torch.arange(span.length, device=device) % (2 * window)
         for tensor, values in ((inputs.q, q), (inputs.k, k)):
-            tensor[span.batch, rows, key_heads] = values[at].to(tensor.dtype)
+            tensor[span.batch, rows, key_heads] = values[tokens].to(tensor.dtype)
         for tensor, values in ((inputs.g, g), (inputs.beta, beta)):
             values = values.repeat_interleave(per_key, 1)
-            tensor[span.batch, rows, heads] = values[at].to(tensor.dtype)
-        inputs.v[span.batch, rows, heads] *= (beta[at, :1, None] != 1).to(inputs.v.dtype)
+            tensor[span.batch, rows, heads] = values[tokens].to(tensor.dtype)
+        is_turning = beta[tokens, :1, None] == 1
+        inputs.v[span.batch, rows, heads] *= (~is_turning).to(inputs.v.dtype)
         first = span.start + window * torch.arange(span.length // window, device=device)
         terms = turned * WRITTEN * inputs.v[span.batch, first][:, heads].double()
         if inputs.initial_state is not None:
@@ -235,10 +252,13 @@ def _turn(
 def _two_windows(
     window: int, x: Tensor, y: Tensor, normal: Callable[..., Tensor]
 ) -> tuple[Tensor, ...]:
-    """q, k, g (2 window, k, K) and beta (2 window, k) of two windows; x, y (k, K)."""
+    """q, k, g (2 window, H, K) and beta (2 window, H) of two consecutive windows, the second with x
+    and y (H, K) exchanged.
+    """
     turning = WINDOWS[window]
-    distance = (window - 9) // turning  # from one turning key to the next
-    parts = []
+    # tokens from one turning key to the next; the first token and twice four others have none
+    distance = (window - 9) // turning
+    windows = []
     for before, after in ((x, y), (y, x)):
         k = torch.nn.functional.normalize(normal(window, *x.shape), dim=-1)
         g = torch.zeros_like(k)
@@ -250,12 +270,15 @@ def _two_windows(
             k[token] = math.cos(angle) * after - math.sin(angle) * before
             beta[token] = 1
         g[1:5], g[-4:] = BOUND * (after != 0), BOUND * (before != 0)
-        parts.append((after.expand_as(k), k, g, beta))
-    return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
+        windows.append((after.expand_as(k), k, g, beta))
+    return tuple(torch.cat(pair) for pair in zip(*windows, strict=True))
 
 
 def decaying_sums(terms: Tensor, ratio: float) -> Tensor:
-    """sum over j of ratio^j terms_(i-j), of (n, ...): spans that double, until no more counts."""
+    """The sum over j of ratio^j terms[i - j], for each i of terms (n, ...).
+
+    Each pass doubles the number of terms that are summed, until ratio^j is below `RESOLUTION`.
+    """
     step = 1
     while step < len(terms) and ratio**step > RESOLUTION:
         terms = torch.cat([terms[:step], terms[step:] + ratio**step * terms[:-step]])

@@ -1,8 +1,8 @@
-"""The oracle of KDA, the operator in one precision, and its cost."""
+"""The oracle of KDA, its rounded form in one precision, and the cost of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ssdprof.operators import gdn_oracle
@@ -16,60 +16,62 @@ from ssdprof.operators.gdn_oracle import (
     operands,
     tf32,
 )
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import deferred, lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
     from ssdprof.kernels import KDAInputs
     from ssdprof.kernels.kda import reference
-    from ssdprof.kernels.oracle import Block
     from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.kda.reference")
 
 
 def bytes_per_position(inputs: KDAInputs) -> int:
-    """About ten fp32 rows of the rounded form and ten fp64 rows of the oracle, of 2 K + V +
-    CHUNK.
+    """`OracleSpec.bytes_per_position`: for each head, the rounded form holds about ten fp32 rows of
+    2 K + V + CHUNK numbers, and the oracle about ten in fp64.
     """
     heads, value_dim = inputs.v.shape[2:]
-    return int(heads * (10 * 4 + 10 * 8) * (2 * inputs.q.shape[3] + value_dim + CHUNK))
+    width = 2 * inputs.q.shape[3] + value_dim + CHUNK
+    return int(heads * (10 * 4 * width + 10 * 8 * width))
 
 
 def gate(inputs: KDAInputs, span: Span, chunk: int = CHUNK) -> Gate:
-    """The running sum of g in each chunk, (c, h, chunk * K); the padding has g = 0."""
+    """The cumulative sum of g in each chunk, (c, h, chunk * K) in fp32; the padding has g = 0."""
     g = span.of(inputs.g).float().clamp(FORGOTTEN, 0)
     sums = rounding.running_sum(rounding.split_chunks(g, chunk).mT)
     return rounding.Gate(exponents=sums.mT.flatten(2))
 
 
 def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:
-    """out of a span: the `lo` of the comparison (docs/measuring.md).
+    """`OracleSpec.chunks`: out of a span in one precision, which docs/measuring.md calls `lo`.
 
-    The chunked algorithm of `reference.py` with the gate's chunks, in plain torch.  Everything
-    is computed in fp32 and rounded
+    It is the chunked algorithm of `reference.py` with the gate's chunks, in plain torch.
+    Everything is computed in fp32.  These values are rounded:
 
-        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
-                                            tensor cores take it: q and k (normalised ones too),
-                                            with the decays from the chunk's start and to its end,
-                                            the inverse, beta times v, u, w, the state, what a chunk
-                                            writes, the scores
-        in the products of the scores       q and k with the decays of each half: bf16 inputs cut to
-                                            tf32, fp16 ones
-        and between the inverse's blocks    rounded to fp16, fp32 ones to two tf32 numbers
-        where states pass from chunk to chunk, and at the end     to the state dtype
-        as the output     to the input's dtype
+    - operands of matrix products, to the input's dtype, or from fp32 to two tf32 numbers, as tensor
+      cores take it.  Operands are q and k (after their norm), q and k with the decays from the
+      chunk's start and to its end, the inverse, beta v, u, w, the state, the corrected values
+      v_new, and the scores
+    - operands of the scores' products, which are q and k with the decays of each half of a chunk,
+      and of the products between the inverse's blocks of 16 rows: bf16 inputs are cut to tf32,
+      fp16 inputs rounded to fp16, and fp32 inputs to two tf32 numbers
+    - states that pass from chunk to chunk, and the final state, to the state dtype
+    - the output, to the input's dtype
 
     beta and the substitution inside blocks of 16 rows stay in fp32.  Relaxed intermediates round
     fp32 operands to 16 bits and nothing else.
     """
     operand, exp = low.operand, rounding.gpu_exp
-    round_operand = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(
-        low.operand_dtype, tf32
-    )
+    if low.operand_dtype == torch.float32:
+        round_operand = rounding.two_tf32
+    else:
+        round_operand = operand if low.operand_dtype == torch.float16 else tf32
     chunk = gate.exponents.shape[2] // inputs.q.shape[3]
     q, k, v, beta = operands(inputs, low, span, chunk)
-    sums = gate.exponents.reshape(*gate.exponents.shape[:2], chunk, -1)
+    sums = gate.exponents.reshape(*gate.exponents.shape[:2], chunk, -1)  # (c, h, chunk, K)
+
+    # scores, the system of each chunk and its inverse, then w and u
     scores, system = reference.decayed_scores(q, k, sums, exp, round_operand)
     scores = operand(scores)
     inverse = operand(inverse_of(beta * system, round_operand))
@@ -77,13 +79,17 @@ def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> t
     to_end = exp((sums[..., -1:, :] - sums).clamp(max=0))
     u = operand(inverse @ operand(beta * v))
     w = operand(inverse @ operand(beta * operand(since_start * k)))
+
+    # the outputs, chunk after chunk
     queries, keys = operand(q * since_start), operand(k * to_end)
-    out = torch.empty_like(v)
+    # few operations for each chunk: on a GPU, each takes the time of its launch
+    entering, v_new = [], []
     for c in range(len(v)):
-        entering = operand(low.state)
-        written = operand(u[c] - w[c] @ entering)
-        out[c] = queries[c] @ entering + scores[c] @ written
-        low.state = low.stored(low.state * since_start[c, :, -1, :, None] + keys[c].mT @ written)
+        entering.append(operand(low.state))
+        v_new.append(operand(torch.baddbmm(u[c], w[c], entering[c], alpha=-1)))
+        decayed = low.state * since_start[c, :, -1, :, None]
+        low.state = low.stored(torch.baddbmm(decayed, keys[c].mT, v_new[c]))
+    out = queries @ torch.stack(entering) + scores @ torch.stack(v_new)
     return in_positions(out, inputs, span)
 
 
@@ -91,23 +97,20 @@ def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> t
 
 
 def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
-    """Multiplications and additions of the chunked form's matrix products at that many positions.
+    """Multiplications and additions of the chunked form's matrix products for `positions` positions
+    of all heads.
 
-    As of GDN, but k k^T and q k^T are of every value head, because their decays are inside the
-    sums.
+    They are those of GDN's `flops`, except that k k^T and q k^T count for every value head, because
+    their decays are inside the sums.
     """
     heads, key_dim, value_dim = (sizes[name] for name in ("value_heads", "key_dim", "value_dim"))
-    return (
-        positions * heads * (2 * (chunk_size + 1) * (key_dim + value_dim) + 6 * key_dim * value_dim)
-    )
-
-
-def blocks(inputs: KDAInputs, length: int) -> Iterable[Block]:
-    return reference.kda_blocks(inputs, torch.float64, block=length)
+    sources = chunk_size + 1
+    per_head = 2 * sources * (key_dim + value_dim) + 6 * key_dim * value_dim
+    return positions * heads * per_head
 
 
 ORACLE = OracleSpec(
-    blocks=blocks,
+    blocks=deferred("kda.reference:kda_blocks"),
     gate=gate,
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,

@@ -15,14 +15,18 @@ from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_for
 
 
 def _committed(inputs: KDAInputs, kernel: str) -> KDAPortableConfig | KDAHopperConfig:
-    return (KDAHopperConfig if kernel == "hopper" else KDAPortableConfig).choose(inputs)
+    config = KDAHopperConfig if kernel == "hopper" else KDAPortableConfig
+    return config.choose(inputs)
 
 
 def _fits(config: KDAPortableConfig, inputs: KDAInputs) -> bool:
-    """Blocks are not wider than the tensors."""
-    whole = block_of(inputs.q.shape[3])
-    fits = config.block_k <= whole and config.prep_block_k <= whole
-    return fits and slice_fits(config, inputs)
+    """Whether blocks are not wider than the tensors, and a program can hold its slice of a
+    state.
+    """
+    largest_block_k = block_of(inputs.q.shape[3])
+    if max(config.block_k, config.prep_block_k) > largest_block_k:
+        return False
+    return slice_fits(config, inputs)
 
 
 _HOPPER: tuple[Axis, ...] = (varied(slab=(4, 8, 16, 32, 64)), varied(behind=(1, 2, 4)))

@@ -1,4 +1,6 @@
-"""Modules that are imported at first use: the command line knows the operators without torch."""
+"""Modules that are imported when they are first used, so that the command line knows the operators
+without importing torch.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,26 +11,30 @@ __all__ = ["deferred", "lazy", "packages", "precision", "rounding", "torch"]
 
 
 def lazy(name: str, prepare: Callable[[], object] | None = None) -> Any:
-    """Stands for a module until one of its attributes is used.  prepare: is called before."""
+    """A stand-in for the module `name`, which is imported when an attribute of it is used.
 
-    def attribute(wanted: str) -> object:
+    prepare: called before each such use.
+    """
+
+    def module_attribute(attribute: str) -> object:
         if prepare is not None:
             prepare()
-        return getattr(import_module(name), wanted)
+        return getattr(import_module(name), attribute)
 
     module = ModuleType(name)
-    module.__getattr__ = attribute  # type: ignore[method-assign]
+    module.__getattr__ = module_attribute  # type: ignore[method-assign]
     return module
 
 
 def deferred(reference: str, *arguments: object) -> Callable[..., Any]:
-    """A call of "module:function" with these arguments first; the module, in `ssdprof.kernels`, is
-    imported when it is called.
+    """The function `reference`, "module:function" in `ssdprof.kernels`, with its first arguments
+    bound.  The module is imported when the function is called.
     """
 
-    def call(*more: object) -> object:
-        module, _, function = reference.partition(":")
-        return getattr(import_module(f"ssdprof.kernels.{module}"), function)(*arguments, *more)
+    def call(*later_arguments: object, **options: object) -> object:
+        module_name, _, name = reference.partition(":")
+        function = getattr(import_module(f"ssdprof.kernels.{module_name}"), name)
+        return function(*arguments, *later_arguments, **options)
 
     return call
 

@@ -1,16 +1,18 @@
-"""An operator's record.  Each stage uses the part that it needs, and no operator's name.
+"""The record of an operator: what the jobs need to know about it.
 
-    itself      name, title, sizes, and the share of one tensor-parallel rank
-    stages      of its algorithm, as kernels name them
+A job uses parts of the record and never compares an operator's name.  `Operator` has the name, the
+title, the sizes, the share of one tensor-parallel rank, and these parts:
+
+    stages      the stages of the algorithm, as kernels name them
     binding     how models call the operator, and how a captured call is stored
-    oracle      the oracle in pieces, the roundings that a precision allows, sizes and cost of a
-                call
+    oracle      the oracle in blocks, the roundings that a precision allows, and the sizes and the
+                cost of a call
     generated   shapes of models, and random inputs                  `generate.py`
     tuning      what `ssdprof tune` may vary                         `tuning.py`
 
-Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype,
-final_states (sequences, h, ...) in fp32, or with a row for each state that `Inputs.state_every`
-asks for.  Reports call them by these names whatever the operator's own names are.
+The output of every operator is (out, final_states).  out (b, l, h, ...) has the inputs' dtype.
+final_states (sequences, h, ...) are in fp32; if `Inputs.state_every` asks for states on the way,
+they have a row for each.  Reports use these two names for all operators.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ class Stages:
     """The stages of the algorithm, as its kernels name them in their STAGES.
 
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
-    words: a part's name in plain words.
-    kernels: function name of each bundled kernel -> the implementation that launches it.
-    sources: entries of `stages/` by the SHA-256 of a file of another library's kernels:
-        `implementation` that launches them, and, of each function, `stages`: its stage, or "caller"
-        for a helper that is inlined into others' stages; `starts`: line -> the stage that begins
-        there, inside the function.
+    words: name of a part -> the same in plain words.
+    kernels: function name of a bundled kernel -> the implementation that launches it.
+    sources: SHA-256 of a file with another library's kernels -> its entry in `stages/`.  An entry
+        has `implementation`, which launches the kernels; `stages`: function -> its stage, or
+        "caller" for a helper that is inlined into several stages; `starts`: line -> the stage that
+        begins there, inside a function.
     """
 
     order: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ class Stages:
 
     @classmethod
     def of(cls, operator: str) -> Stages:
-        """The stages of an operator, from its table."""
+        """Read the stages of the operator of this name from its table in `stages/`."""
         file = Path(__file__).parent / "stages" / f"{operator}.toml"
         table = tomllib.loads(file.read_text("utf-8"))
         kernels: dict[str, str] = {}
@@ -85,10 +87,10 @@ class Stages:
         )
 
     @classmethod
-    def together(cls, several: Sequence[Stages]) -> Stages:
+    def together(cls, of_operators: Sequence[Stages]) -> Stages:
         """The stages of several operators, concatenated."""
         merged = cls()
-        for stages in several:
+        for stages in of_operators:
             merged = cls(
                 order=(*merged.order, *stages.order),
                 words={**merged.words, **stages.words},
@@ -98,7 +100,7 @@ class Stages:
         return merged
 
 
-AHEAD = "ahead"  # the stage of warps that wait because they are ahead, which costs no time
+AHEAD = "ahead"  # stage of warps that wait for slower ones; this wait costs no time
 LEAST_CHUNK = 16  # the edge of a tensor core's tile
 _WORDS = {
     "setup.load": "loading the initial state",
@@ -111,33 +113,34 @@ _WORDS = {
 # --- binding
 
 
-BoundCall = tuple[Any, bool, str]  # inputs; whether the call wants final states; a remark
+# the inputs; whether the call wants final states; a remark for the report, empty if there is none
+BoundCall = tuple[Any, bool, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallBinding(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
-    function: the global of a modeling file that a mixer calls for a prompt.
-    step: the global that it calls instead for one token with a cached state; the model still
-        computes it.  Empty: there is none.
-    bind: (mixer, *args, **kwargs) of a call of `function` -> the inputs, without a copy, whether it
-        wants final states, and a sentence for the report if the inputs differ from the call or the
-        config.  Raises ValueError or TypeError for a call that the inputs cannot express.
-    bind_step: the same of a call of `step`; None: steps cannot be captured.
-    recorded: function of FlashInfer -> (the arguments by name, the returned tensors) of a recorded
-        call -> the inputs, packed, and the output; None without final states.  Raises ValueError or
-        TypeError for what is no such call.
+    function: name of the global in a modeling file that a mixer calls for a prompt.
+    step: name of the global that a mixer calls for one token with a cached state; a capture leaves
+        its result to the model.  Empty: the model has none.
+    bind: (mixer, *args, **kwargs) of a call of `function` -> the inputs, without a copy; whether
+        the call wants final states; a sentence for the report if the inputs differ from the call or
+        from the config.  Raises ValueError or TypeError for a call that the inputs cannot express.
+    bind_step: as `bind`, for a call of `step`; None: steps cannot be captured.
+    recorded: name of a FlashInfer function -> a function that converts a recorded call of it:
+        (arguments by name, returned tensors) -> the packed inputs, and the output, which is None if
+        the call returned no final states.  Raises ValueError or TypeError for other arguments.
     refused: arguments of production kernels that change the result and that the inputs cannot
-    express.
-    always_a_pair: whether the function returns (out, None), and not out alone, where no final state
-    is wanted.
+        express.
+    always_a_pair: whether the function returns (out, None), and not out alone, if the caller wants
+        no final states.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
-    per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
-    always_fp32: those that a model computes in fp32 whatever its own dtype.
-    gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of
-        the model's dtype and the sizes of the layer.
-    replacement: what computes the operator in the model while its inputs are taken.
+    per_position: the other tensors (b, l, ...).  All remaining tensors belong to the whole call.
+    always_fp32: tensors that a model computes in fp32 whatever its own dtype.
+    gate_bytes: (bytes of a number in the model's dtype, sizes of the layer) -> bytes of the
+        `per_position` tensors for one head and position.
+    replacement: computes the operator in the model during a capture.
     """
 
     function: str
@@ -181,17 +184,19 @@ class OracleSpec(Generic[I]):
     """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of
     a call.
 
-    blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple
-        of `chunk_size`; in order, sequence after sequence, at least one for each.
-    gate: of a span, with chunks of `chunk_size` or another given size.  chunks: out of a span in
-        one precision: see `Rounded`.
-    bytes_per_position: of a block's working memory, oracle and rounded form together.
-    chunk_size: of the rounded form: spans begin at multiples of it.
-    words: of sizes.
-    flops: the least number of multiplications and additions, by sizes and positions.
+    blocks: (inputs, block=length) -> the fp64 oracle in blocks of at most `length` positions, which
+        is a multiple of `chunk_size`.  Blocks come in order, sequence after sequence, and every
+        sequence has at least one.
+    gate: (inputs, span, chunk) -> the gate of the span, in chunks of `chunk` positions; without the
+        last argument in chunks of `chunk_size`.
+    chunks: (inputs, rounded, span, gate) -> out of the span in one precision: see `Rounded`.
+    bytes_per_position: working memory of a block, for the oracle and the rounded form together.
+    chunk_size: chunk of the rounded form; spans begin at multiples of it.
+    words: (sizes) -> the same as text for people.
+    flops: (sizes, positions) -> the least number of multiplications and additions.
     """
 
-    blocks: Callable[[I, int], Iterable[Block]]
+    blocks: Callable[..., Iterable[Block]]
     gate: Callable[..., rounding.Gate]
     chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], Tensor]
     bytes_per_position: Callable[[I], int]
@@ -200,26 +205,27 @@ class OracleSpec(Generic[I]):
     flops: Callable[[Mapping[str, int], int], int]
 
     def forms(self, inputs: Inputs) -> Output:
-        """Empty out and final_states on the meta device, which have the shapes and dtypes of an
-        output.  Final states are fp32.
-        """
+        """Empty out and final_states on the meta device, in the shapes and dtypes of an output."""
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
 
     def fitting_chunk(self, inputs: I, length: int) -> int:
-        """The chunk of a span: `chunk_size`, or less for few positions, which gives the same."""
+        """The chunk for a span of `length` positions: `chunk_size`, or the power of two that holds
+        a shorter span, which gives the same result.
+        """
         return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 
     def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
-        """A half and a quarter of `chunk_size`, the sizes that kernels take besides; only those
-        that divide a sequence.
+        """Chunk sizes besides `chunk_size` that kernels also use: a half and a quarter of it, as
+        far as they cut the longest sequence into several chunks.
         """
         size = self.chunk_size(inputs)
-        longest = self.fitting_chunk(inputs, max(span.length for span in oracle.spans_of(inputs)))
-        return tuple(part for part in (size // 2, size // 4) if LEAST_CHUNK <= part < longest)
+        longest = max(span.length for span in oracle.spans_of(inputs))
+        largest = self.fitting_chunk(inputs, longest)
+        return tuple(chunk for chunk in (size // 2, size // 4) if LEAST_CHUNK <= chunk < largest)
 
     def rounded(self, inputs: Inputs, precision: kernels.Precision) -> rounding.Rounded:
-        """The same operator with every rounding that the precision allows."""
+        """The operator with every rounding that the precision allows."""
         return rounding.Rounded(inputs, precision, self.chunks)
 
     def dims(self, inputs: I) -> Dims:
@@ -237,17 +243,17 @@ class OracleSpec(Generic[I]):
         )
 
     def cost(self, inputs: I) -> tuple[Dims, dict[str, int]]:
-        """The sizes of a call, and its least work: every input read once, out and the fp32 final
-        states written once, and `flops`.
+        """The sizes of a call, and its least work: `bytes_moved`, which counts every input read
+        once, and out and the fp32 final states written once, and `flops`.
         """
         tensors = inputs.tensors
-        if "state_indices" in tensors:  # of a pool, a slot for each sequence is read
+        if "state_indices" in tensors:  # only one slot of the pool for each sequence is read
             tensors[inputs.LINEAR[1]] = tensors[inputs.LINEAR[1]][: inputs.sequences]
-        read = sum(tensor.nbytes for tensor in tensors.values())
-        moved = read + sum(form.nbytes for form in self.forms(inputs))
+        bytes_read = sum(tensor.nbytes for tensor in tensors.values())
+        bytes_written = sum(form.nbytes for form in self.forms(inputs))
         dims = self.dims(inputs)
         return dims, {
-            "bytes_moved": moved,
+            "bytes_moved": bytes_read + bytes_written,
             "flops": self.flops(dims.sizes, dims.batch * dims.seqlen),
         }
 
@@ -257,19 +263,22 @@ class OracleSpec(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Generic[I]):
-    """A part that is None is not implemented.
+    """One operator.  A part that is None is not implemented.
 
-    name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a
-    Mamba-2 layer".
-    load_inputs: the type that implementations take.
-    mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.
-    words: of these sizes.
-    load_definitions: the calls that flashinfer-bench defines.
-    refusal: (sizes by the names of `Dims`, ranks) -> why tensor-parallel ranks cannot divide the
-        heads, in a sentence; empty if they can.
-    divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
+    name: the operator's name in stored records and on the command line.
+    title: the operator's name for people.
+    layers: what layers with the operator are called: "Mamba-2" for "a Mamba-2 layer".
+    load_inputs: () -> the type that implementations take.
+    mixer_sizes: name of a size of a checkpoint's layer -> the attribute of transformers' mixers
+        that has it.
+    words: format string for these sizes.
+    load_tuning: () -> what `ssdprof tune` may vary.
+    load_definitions: () -> the calls that flashinfer-bench defines.
+    refusal: (sizes by the names of `Dims`, ranks) -> a sentence that says why so many
+        tensor-parallel ranks cannot divide the heads; empty if they can.
+    divided: tensor of which each rank has a part -> the dimension of its heads or groups.
     baseline: the implementation that others are compared with.
-    served: which libraries vLLM and SGLang choose on Hopper, by default.
+    served: which libraries vLLM and SGLang choose on Hopper by default.
     libraries: other libraries by name.
     """
 
@@ -305,18 +314,14 @@ class Operator(Generic[I]):
         return self.load_tuning()
 
     def first_rank(self, inputs: I, ranks: int) -> I:
-        """What the first of several tensor-parallel ranks computes, as views: the first heads with
-        their groups.
-
-        A single group is on every rank.
+        """The inputs of the first of `ranks` tensor-parallel ranks, as views: the first heads with
+        their groups.  A single group is on every rank.
         """
 
         def first(tensor: Tensor | None, dim: int) -> Tensor | None:
-            return (
-                None
-                if tensor is None
-                else tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
-            )
+            if tensor is None:
+                return None
+            return tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
 
         return replace(
             inputs,
@@ -324,8 +329,8 @@ class Operator(Generic[I]):
         )
 
     def repeated(self, inputs: I, span: rounding.Span, count: int) -> tuple[I, rounding.Span]:
-        """The inputs of a span with each head `count` times, all heads and then all again; and
-        where the span is in them.  The given ones for 1.
+        """Inputs of the span alone in which the row of heads is repeated `count` times, and the
+        span's place in them.  For a count of 1 both are returned as they are.
         """
         if count == 1:
             return inputs, span
@@ -346,89 +351,99 @@ class Operator(Generic[I]):
         return type(inputs).unchecked(**vars(inputs) | wide | {"state_indices": None}), whole
 
 
-def from_call(kind: type[I], **given: Any) -> I:
-    """The inputs from a call's arguments.  Those of a mixer's forward that are no fields have no
-    effect on the operator, and are dropped.
+def from_call(kind: type[I], **arguments: Any) -> I:
+    """The inputs from a call's arguments.  Arguments of a mixer's forward that are no fields of
+    `kind` have no effect on the operator, and are dropped.
     """
     names = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in given.items() if name in names})
+    return kind(**{name: value for name, value in arguments.items() if name in names})
 
 
 # --- states that are kept on the way
 
 
-def pieces(inputs: I, given: Mapping[str, Tensor]) -> list[I]:
-    """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial
-    states of the whole.  A pack wants a state after each token: call t has token t of every
-    sequence that is so long.  Reads the lengths on the host.
+def pieces(inputs: I, positional: Mapping[str, Tensor]) -> list[I]:
+    """Cut the inputs into one call for each state that `inputs.state_every` asks for.
 
-    given: `CallBinding.positional`.
+    Every call has the initial states of the whole; `in_pieces` replaces them.  Packed sequences
+    want a state after each token: call t has token t of every sequence that is longer than t.
+    Reads the lengths on the host.
+
+    positional: the tensors (b, l, ...), from `CallBinding.positional`.
     """
     every, bounds = inputs.state_every, inputs.cu_seqlens
 
     def piece(cut: slice | Tensor, **changes: Tensor) -> I:
-        tokens = {name: tensor[:, cut] for name, tensor in given.items()}
+        tokens = {name: tensor[:, cut] for name, tensor in positional.items()}
         return replace(inputs, state_every=0, **tokens, **changes)
 
     if bounds is None:
         return [piece(slice(start, start + every)) for start in range(0, inputs.length, every)]
-    several = []
+    calls = []
     for step in range(int(bounds.diff().max())):
         is_long = bounds.diff() > step
         cu_seqlens = torch.nn.functional.pad(is_long.cumsum(0), (1, 0)).to(bounds.dtype)
-        several.append(piece((bounds[:-1] + step)[is_long], cu_seqlens=cu_seqlens))
-    return several
+        calls.append(piece((bounds[:-1] + step)[is_long], cu_seqlens=cu_seqlens))
+    return calls
 
 
 def in_pieces(
     implementation: registry.Implementation,
-    several: Sequence[Inputs],
+    calls: Sequence[Inputs],
     precision: kernels.Precision,
     *,
     is_cut: bool = True,
 ) -> Output:
-    """The calls, each with the states that the one before left, and their outputs joined; the first
-    with copies of the initial states unless it reads a pool.  Waits for nothing on the device.
+    """Run the calls one after the other, each from the states that the previous one left, and join
+    their outputs.  Waits for nothing on the device.
 
-    is_cut: by `pieces`; else there is one call.
+    The first call gets copies of its initial states, unless the implementation reads a pool.
+
+    is_cut: whether `pieces` made the calls; otherwise there is only one.
     """
     outputs: list[Output] = []
-    for inputs in several:
-        if outputs or not (inputs.state_indices is None or implementation.pools):
-            inputs = inputs.after(outputs[-1][1] if outputs else inputs.initial)
+    for inputs in calls:
+        if outputs:
+            inputs = inputs.after(outputs[-1][1])
+        elif inputs.state_indices is not None and not implementation.pools:
+            inputs = inputs.after(inputs.initial)
         outputs.append(implementation.run(inputs, precision))
-    bounds = [inputs.cu_seqlens for inputs in several if inputs.cu_seqlens is not None]
+    bounds = [inputs.cu_seqlens for inputs in calls if inputs.cu_seqlens is not None]
     if len(outputs) == 1 and not (bounds and is_cut):
         return outputs[0]
     outs, finals = zip(*outputs, strict=True)
     out, states = torch.cat(outs, 1), torch.stack(finals, 1).flatten(0, 1)
-    if bounds:  # from step by step to sequence by sequence
-        exists = torch.stack(bounds).diff()  # (steps, sequences)
-        rows = exists.T.flatten().argsort(descending=True, stable=True)[: out.shape[1]]
-        tokens = exists.flatten().cumsum(0).view_as(exists).T.flatten()[rows] - 1
+    if bounds:  # reorder both from step by step to sequence by sequence
+        exists = torch.stack(bounds).diff()  # (steps, sequences): 1 where the sequence has a token
+        by_sequence = exists.T.flatten()
+        # the sort is stable: indices of existing tokens come first, in order
+        rows = by_sequence.argsort(descending=True, stable=True)[: out.shape[1]]
+        # number of each token in the order of `out`, which is step by step
+        numbers = exists.flatten().cumsum(0).view_as(exists)
+        tokens = numbers.T.flatten()[rows] - 1
         out, states = out[:, tokens], states[rows]
     return out, states
 
 
 def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
-    """The last `count` positions of every sequence of a batch, after the states of those before,
-    with the state after each.
+    """Inputs of a verification of drafted tokens: the last `count` positions of every sequence of a
+    batch, begun from the states before them, with a state after each position.
     """
-    before, last = (
-        replace(
-            inputs, **{name: tensor[:, cut] for name, tensor in binding.positional(inputs).items()}
-        )
-        for cut in (slice(None, -count), slice(-count, None))
-    )
-    return replace(last.after(binding.replacement(before)[1]), state_every=1)
+    positional = binding.positional(inputs)
+
+    def part(cut: slice) -> I:
+        return replace(inputs, **{name: tensor[:, cut] for name, tensor in positional.items()})
+
+    _, states = binding.replacement(part(slice(None, -count)))
+    return replace(part(slice(-count, None)).after(states), state_every=1)
 
 
 # --- our kernels in a model
 
 
-def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
-    """The output of the first of our kernels that supports the inputs, with exact intermediates and
-    fp32 states; without a GPU, of the chunked form in fp32.
+def computed(chunked: Callable[..., Output], inputs: Inputs) -> Output:
+    """The output of `fused`, or of `unfused` if that refuses the inputs, with exact intermediates
+    and fp32 states.  Without a GPU, the output of the operator's `chunked` form in fp32.
 
     Raises BadInputError with the reason of each refusal.
     """
@@ -437,9 +452,9 @@ def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
         return out.to(inputs.values.dtype), final_states
     refusals = []
     with torch.cuda.device(inputs.device):
-        for name in [
-            word for word in ("fused", "unfused") if word in kernels.names(inputs.operator)
-        ]:
+        for name in ("fused", "unfused"):
+            if name not in kernels.names(inputs.operator):
+                continue
             try:
                 out, final_states = kernels.get(inputs.operator, name).run(
                     inputs, precision.Precision()

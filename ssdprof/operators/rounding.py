@@ -1,4 +1,7 @@
-"""Roundings that a precision may allow, for the rounded forms of operators (docs/measuring.md)."""
+"""The roundings that a precision allows, for the rounded forms of operators (docs/measuring.md).
+
+A rounded form is an operator in plain torch that rounds wherever a precision allows it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from ssdprof.kernels.oracle import split_chunks as split_chunks
 from ssdprof.kernels.precision import Precision
 
 _LOG2_E = math.log2(math.e)
+# spacing at 1 of tf32 numbers, and of sums of two tf32 numbers
 _TF32_EPS, _TWO_TF32_EPS = 2.0**-10, 2.0**-21
-_SIGN_AND_EXPONENT = -0x800000  # of an fp32 number's bits, as an int32
+_SIGN_AND_EXPONENT = -0x800000  # mask of these bits of an fp32 number, as an int32
 # a GPU may flush numbers below the least normal fp32 number to zero
 FLUSHED = torch.finfo(torch.float32).tiny
 
@@ -27,11 +31,12 @@ FLUSHED = torch.finfo(torch.float32).tiny
 def coarsest_rounding(
     input_dtype: torch.dtype, precision: Precision, largest_exponent: Tensor
 ) -> Tensor:
-    """The largest relative error that a single rounding may make in a head's terms, (h).
+    """The largest relative error that a single rounding may make in the terms of each head, (h) in
+    fp64, at most 1.
 
-    Operands, weights and states: the unit roundoff of their dtype.  Decays: exponents are fp32
-    numbers of up to `largest_exponent`, and an absolute error of an exponent is a relative one of
-    its decay.  At most 1.
+    Operands, weights and states have the unit roundoff of their dtype.  A decay is exp of an fp32
+    exponent of up to `largest_exponent` (h), whose absolute rounding error is the decay's relative
+    error.
     """
     dtypes = (input_dtype, precision.intermediate_dtype(input_dtype), precision.state_dtype)
     coarsest = max(unit_roundoff(dtype) for dtype in dtypes)
@@ -39,7 +44,7 @@ def coarsest_rounding(
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the spacing at 1: the relative error of rounding to nearest."""
+    """The largest relative error of rounding to nearest: half the spacing at 1."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -49,15 +54,17 @@ def gpu_exp(tensor: Tensor) -> Tensor:
 
 
 def two_tf32(tensor: Tensor) -> Tensor:
-    """Rounded to 22 significant bits, as a sum of two tf32 numbers.  Veltkamp's splitting (Dekker
-    1971).
+    """fp32 numbers rounded to 22 significant bits, which a sum of two tf32 numbers has, by
+    Veltkamp's splitting (Dekker 1971).
     """
     scaled = tensor * 5.0  # 2 ** (24 - 22) + 1
     return scaled - (scaled - tensor)
 
 
 def running_sum(tensor: Tensor) -> Tensor:
-    """Along the last dimension, one addend after the other: the order that loses most."""
+    """Cumulative sum along the last dimension, one addend after the other: of all orders, this one
+    loses most to rounding.
+    """
     sums = [tensor[..., 0]]
     for i in range(1, tensor.shape[-1]):
         sums.append(sums[-1] + tensor[..., i])
@@ -66,8 +73,8 @@ def running_sum(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _ieee_matmul() -> Iterator[None]:
-    """Compute fp32 products in fp32, whatever the process has set: no precision allows the rounding
-    of TF32.
+    """Compute fp32 matrix products in fp32, whatever the process has set, because no precision
+    allows TF32 there.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -79,10 +86,10 @@ def _ieee_matmul() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The part of a span that all precisions share: the decays' exponents (c, h, q) in fp32.  Spans
-    begin at chunks.
+    """The values of a span that are the same in all precisions.  Spans begin at a chunk's start.
 
-    dt: of SSD, in the same shape.
+    exponents: logs of the decays since the start of each chunk, (c, h, q) in fp32.
+    dt: SSD's time steps, in the same shape.
     """
 
     exponents: Tensor
@@ -90,23 +97,23 @@ class Gate:
 
     @cached_property
     def decays(self) -> Tensor:
-        """From position j to position i of a chunk, (c, h, i, j), for exponents that fall: 1 above
-        the diagonal.
+        """The decay from position j to position i of a chunk, (c, h, i, j).  Above the diagonal,
+        where i is before j, it is 1, because exponents fall.
         """
         return gpu_exp((self.exponents[..., :, None] - self.exponents[..., None, :]).clamp(max=0))
 
     def largest_exponent(self) -> Tensor:
-        """The largest magnitude of an exponent in each head, (h); 0 without positions."""
+        """The largest magnitude of an exponent in each head, (h); 0 if there are no positions."""
         chunks, heads, _ = self.exponents.shape
         return self.exponents.abs().amax((0, 2)) if chunks else self.exponents.new_zeros(heads)
 
 
 class Rounded:
-    """An operator in one precision, with every rounding that it allows, evaluated span after span.
+    """Evaluates an operator span after span, with every rounding that one precision allows.
 
-    inputs: of the same dtype and device as those of the spans.
-    chunks: (inputs, self, span, gate) -> out of a span that has positions; moves `state` (h, ...)
-    to its end.
+    inputs: inputs of the dtype and device of those that `advance` will get.
+    chunks: (inputs, self, span, gate) -> out of a span that has positions; sets `state` (h, ...) to
+        the state after the span.
     """
 
     def __init__(
@@ -115,11 +122,11 @@ class Rounded:
         precision: Precision,
         chunks: Callable[[Any, Rounded, Span, Gate], Tensor],
     ) -> None:
-        """Relaxed intermediates are also the operands of products."""
         self._device = inputs.device
         self._state_dtype = precision.state_dtype
         self._chunks = chunks
         self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
+        # relaxed intermediates also enter matrix products
         self.operand_dtype = inputs.values.dtype if precision.exact else self._intermediate_dtype
         self._sequence: int | None = None
         self._generator: torch.Generator | None = None
@@ -127,19 +134,19 @@ class Rounded:
         self.state = torch.empty(0)
 
     def perturb(self, seed: int, *, cuts: bool = False) -> Rounded:
-        """From now on, make an independent error of up to half a unit in the last place instead of
-        each rounding of an operand, and of each to 16 bits.  Returns itself.
+        """From now on, replace each rounding of an operand and each rounding to 16 bits by an
+        independent random error of up to half a unit in the last place.  Returns itself.
 
-        cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its
-        units towards zero.
+        cuts: 16-bit operands instead get an independent error of up to one unit in the last place
+            of tf32 towards zero, as if they were cut to tf32.
         """
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._cuts = cuts
         return self
 
     def advance(self, inputs: Inputs, span: Span, gate: Gate) -> tuple[Tensor, Tensor]:
-        """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in
-        fp32.
+        """Evaluate the span, which follows the previous one or begins another sequence.  Returns
+        out (l, h, ...) in the inputs' dtype, and the state (h, ...) after the span in fp32.
         """
         if span.sequence != self._sequence:
             self._sequence = span.sequence
@@ -153,25 +160,27 @@ class Rounded:
         return out, self.state
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """fp32 numbers as a matrix product on tensor cores takes them: fp32 as two tf32 numbers."""
+        """fp32 numbers rounded as operands of a matrix product on tensor cores, which takes fp32 as
+        two tf32 numbers.
+        """
         if self.operand_dtype == torch.float32:
-            exact = self._generator is None
-            return two_tf32(tensor) if exact else self._with_error(tensor, _TWO_TF32_EPS, -0.5)
-        return (
-            self._with_error(tensor, _TF32_EPS, -1.0)
-            if self._cuts
-            else self._in(tensor, self.operand_dtype)
-        )
+            if self._generator is None:
+                return two_tf32(tensor)
+            return self._with_error(tensor, _TWO_TF32_EPS, -0.5)
+        if self._cuts:
+            return self._with_error(tensor, _TF32_EPS, -1.0)
+        return self._in(tensor, self.operand_dtype)
 
     def intermediate(self, tensor: Tensor) -> Tensor:
+        """fp32 numbers rounded to the dtype of intermediates."""
         return self._in(tensor, self._intermediate_dtype)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """A state as it passes from chunk to chunk, rounded to the state dtype."""
+        """A state rounded to the state dtype, as it passes from chunk to chunk."""
         return self._in(tensor, self._state_dtype)
 
     def _in(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """fp32 numbers rounded to `dtype`, or with an error of that size."""
+        """fp32 numbers rounded to `dtype`; after `perturb`, with a random error of that size."""
         if self._generator is None or dtype == torch.float32:
             return tensor.to(dtype).float()
         info = torch.finfo(dtype)
@@ -180,12 +189,14 @@ class Rounded:
     def _with_error(
         self, tensor: Tensor, eps: float, least: float, smallest: float = 0.0
     ) -> Tensor:
-        """The tensor with an error in each element.
+        """The tensor with a random error in each element: uniform between `least` and `least` + 1
+        units in the last place.
 
-        The error is `least` to `least` + 1 units in the last place, of the element or of
-        `smallest`, whichever is larger.
+        eps: the unit in the last place of 1.  smallest: the smallest normal number; smaller
+            elements have its unit.
         """
         tensor = tensor.contiguous()
+        # 2 to the exponent of each element, with its sign: a positive error moves away from zero
         power = (tensor.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
         if smallest > FLUSHED:
             power = tensor.sign() * power.abs().clamp(min=smallest)

@@ -1,7 +1,7 @@
-"""Calls on a server's pool of states, by implementations that take none, and the reverse.
+"""Adapts implementations to a server's pool of states, in both directions.
 
-gathered    an implementation that returns new states, called on a pool
-in_pool     calls that return new states, made in place on a pool
+gathered    calls an implementation that takes and returns states on a pool
+in_pool     gives an implementation that works in place on a pool the interface of the others
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 else:
     pools = lazy("ssdprof.kernels.pools")
 
-# (inputs, precision) -> out, and the pool itself: `Implementation.in_place`
+# (inputs, precision) -> out, and the pool itself: the type of `Implementation.in_place`
 PoolRun = Callable[[Any, "Precision"], "kernels.Output"]
-GATHERED = ("fused",)  # what servers call on gathered states
+GATHERED = ("fused",)  # bundled implementations that servers would call on gathered states
 
 
 def pool_run(implementation: Implementation) -> PoolRun | None:
-    """How an implementation is called on a pool; None if it is not."""
+    """The function that calls an implementation on a pool; None if it is not called on one."""
     if implementation.in_place is not None:
         return implementation.in_place
     if implementation.name in GATHERED and implementation.kind == "bundled":
@@ -39,8 +39,9 @@ def pool_run(implementation: Implementation) -> PoolRun | None:
 def _step_or_gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
-    """The call in place of `recurrent` where the implementation runs that kernel, which it does for
-    sequences of few tokens, or keeps no state after every token; else a call on gathered states.
+    """Call an implementation on a pool: `recurrent` in place if the implementation runs that kernel
+    on sequences as short as these, or if the call writes a state after every token, which the
+    implementation does not keep; otherwise the implementation on gathered states.
     """
     every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
     variant = implementation.plan(_without_slots(inputs), precision).variant
@@ -52,7 +53,9 @@ def _step_or_gathered(
 
 
 def _without_slots(inputs: Inputs, states: torch.Tensor | None = None) -> Inputs:
-    """The call that begins with these states, one for each sequence, or with zero."""
+    """The inputs without a pool, which begin with these states, one for each sequence, or with
+    zeros.
+    """
     indices = {"state_indices": None, "write_indices": None, "accepted": None}
     return replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=0)
 
@@ -60,68 +63,77 @@ def _without_slots(inputs: Inputs, states: torch.Tensor | None = None) -> Inputs
 def gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
-    """Copies of the slots that are read, a call that begins with them, and its states to their
-    slots.  The host reads no index.  UnsupportedError if slots are written after every token, and
-    the implementation keeps no such states.
+    """Run an implementation that takes no pool on copies of the slots that the call reads, and
+    write its new states to the slots that the call writes.  The host reads no index.
+
+    Raises UnsupportedError if the call writes a state after every token and the implementation does
+    not keep these.
     """
     pool = getattr(inputs, inputs.LINEAR[1])
     slots = inputs.slots_read
     assert slots is not None
     slots = slots.long()
-    known = (slots >= 0)[:, None, None, None]
-    states = torch.where(known, pool[slots.clamp(min=0)].float(), 0.0)
+    has_slot = (slots >= 0)[:, None, None, None]  # the others begin from zero
+    states = torch.where(has_slot, pool[slots.clamp(min=0)].float(), 0.0)
     written = slots if inputs.write_indices is None else inputs.write_indices.long()
-    every = written.ndim == 2
-    plain = replace(_without_slots(inputs, states), state_every=int(every))
-    out, new = implementation.run(plain, precision)
-    positions, exist = pools.token_positions(inputs, written.shape[1] if every else 1)
-    rows = positions if every else torch.arange(len(slots), device=pool.device)
+    every_state = written.ndim == 2  # (sequences, tokens): a slot for the state after each token
+    plain = replace(_without_slots(inputs, states), state_every=int(every_state))
+    out, new_states = implementation.run(plain, precision)
+    positions, exist = pools.token_positions(inputs, written.shape[1] if every_state else 1)
+    rows = positions if every_state else torch.arange(len(slots), device=pool.device)
     targets = written.flatten()
-    _scatter(pool, targets, exist.flatten() & (targets >= 0), new[rows.flatten()])
+    _scatter(pool, targets, exist.flatten() & (targets >= 0), new_states[rows.flatten()])
     return kernels.Output(out, pool)
 
 
 def in_pool(implementation: Implementation) -> Implementation:
-    """An implementation that is called on a pool, with calls in place on copies of the inputs'
-    pool, or of their states.  A copy is made once for inputs and a precision, as new states go to
-    slots behind those that are read.  What is not called on a pool stays as it is.
+    """The implementation with calls in place on a pool, behind an interface that takes states and
+    returns new ones.  Without a `pool_run` it stays as it is.
+
+    The pool is a copy of the inputs' pool, or has copies of their states.  It is made once for
+    inputs and a precision, because new states go to slots behind those that are read.
     """
     run = pool_run(implementation)
     if run is None:
         return implementation
 
     @packages.once
-    def calls(_inputs: Inputs) -> dict[Precision, tuple[Inputs, slice]]:
+    def prepared_calls(_inputs: Inputs) -> dict[Precision, tuple[Inputs, slice]]:
+        """The calls prepared for these inputs so far, by precision.  `once` keeps the dict."""
         return {}
 
     def prepare(inputs: Inputs) -> tuple[Inputs, slice]:
-        """The call on a pool of its own, and the slots of its final states."""
+        """Inputs with a new pool, and the slots to which their final states go."""
         states = getattr(inputs, inputs.LINEAR[1])
-        # a user's kernel gets the layout of the documents, ours that of a server
-        served = implementation.kind == "bundled" and inputs.state_indices is not None
-        turned = served and not states.is_contiguous()
-        in_place, fresh, _, kept = pools.own_pool(inputs, turned=turned, apart=True)
-        pool = fresh().mT if turned else fresh()
+        # a user's kernel gets the layout of the documents, a bundled one that of the server's pool
+        from_server = implementation.kind == "bundled" and inputs.state_indices is not None
+        turned = from_server and not states.is_contiguous()
+        in_place, new_pool, _, final_slots = pools.own_pool(inputs, turned=turned, apart=True)
+        pool = new_pool().mT if turned else new_pool()
         if inputs.cu_seqlens is not None and inputs.initial is not None and not inputs.state_every:
             # a sequence without tokens writes no slot
             empty = inputs.cu_seqlens.diff() == 0
-            pool[kept][empty] = inputs.initial[empty].float()
-        return replace(in_place, **{inputs.LINEAR[1]: pool}), kept
+            pool[final_slots][empty] = inputs.initial[empty].float()
+        return replace(in_place, **{inputs.LINEAR[1]: pool}), final_slots
 
     def call(inputs: Inputs, precision: Precision) -> kernels.Output:
-        prepared = calls(inputs)
-        if precision not in prepared:
-            prepared[precision] = prepare(inputs)
-        in_place, kept = prepared[precision]
+        calls = prepared_calls(inputs)
+        if precision not in calls:
+            calls[precision] = prepare(inputs)
+        in_place, final_slots = calls[precision]
         out, pool = run(in_place, precision)
-        return kernels.Output(out, pool[kept])
+        return kernels.Output(out, pool[final_slots])
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
-        return [getattr(in_place, inputs.LINEAR[1]) for in_place, _ in calls(inputs).values()]
+        calls = prepared_calls(inputs)
+        return [getattr(in_place, inputs.LINEAR[1]) for in_place, _ in calls.values()]
 
     def plan(inputs: Inputs, precision: Precision) -> Plan:
         plan = implementation.plan(inputs.after(inputs.initial), precision)
-        return replace(plan, reason="; ".join(filter(None, ("in place on a pool", plan.reason))))
+        reason = "in place on a pool"
+        if plan.reason:
+            reason += f"; {plan.reason}"
+        return replace(plan, reason=reason)
 
     return replace(
         implementation, run=call, plan=plan, keeps=keeps_every_state, pools=True, copies=copies
@@ -129,11 +141,14 @@ def in_pool(implementation: Implementation) -> Implementation:
 
 
 def _scatter(
-    pool: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor, states: torch.Tensor
+    pool: torch.Tensor, slots: torch.Tensor, is_written: torch.Tensor, states: torch.Tensor
 ) -> None:
-    """Write the states that are kept, each to its slot.  The host does not know which: in place of
-    each other one, the first that is kept is written again, or, if none is, what its slot holds.
+    """Write each of the states (n, ...) for which `is_written` (n) to its slot (n).
+
+    The host does not read the mask, so n states are written: each state without a slot is replaced
+    by the first that has one, or, if none has, by what its target already holds.
     """
-    rows = torch.where(kept, torch.arange(len(kept), device=pool.device), kept.byte().argmax())
+    numbers = torch.arange(len(is_written), device=pool.device)
+    rows = torch.where(is_written, numbers, is_written.byte().argmax())
     target = slots[rows]
-    pool[target] = torch.where(kept.any(), states[rows].to(pool.dtype), pool[target])
+    pool[target] = torch.where(is_written.any(), states[rows].to(pool.dtype), pool[target])

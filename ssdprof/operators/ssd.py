@@ -1,9 +1,10 @@
-"""The operator "ssd".  Imports torch at first use only."""
+"""The record of the operator "ssd".  torch is imported only when it is first used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,7 @@ from ssdprof.operators import generate
 from ssdprof.operators.definition import Definition, rows
 from ssdprof.operators.generate import InputDType, Library, installed
 from ssdprof.operators.late import deferred, lazy, torch
-from ssdprof.operators.operator import (
-    BoundCall,
-    CallBinding,
-    Operator,
-    Output,
-    Stages,
-    computed,
-    from_call,
-)
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, Stages, computed, from_call
 from ssdprof.operators.ssd_inputs import GENERATOR, WORDS
 from ssdprof.operators.ssd_oracle import ORACLE
 from ssdprof.operators.tensors import exact_fp32, requested_precisions
@@ -29,12 +22,10 @@ from ssdprof.operators.tensors import exact_fp32, requested_precisions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ssdprof.kernels.ssd import adapters, reference
+    from ssdprof.kernels.ssd import adapters
     from ssdprof.operators import ssd_tuning
 else:
-    adapters, reference = (
-        lazy(f"ssdprof.kernels.ssd.{name}") for name in ("adapters", "reference")
-    )
+    adapters = lazy("ssdprof.kernels.ssd.adapters")
     ssd_tuning = lazy("ssdprof.operators.ssd_tuning")
 
 STAGES = Stages.of("ssd")
@@ -54,19 +45,18 @@ def bind(
     *,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **given: Any,
+    **arguments: Any,
 ) -> BoundCall:
-    """The call of `mixer` as inputs."""
-    limit = tuple(map(float, dt_limit))
-    inputs = from_call(
-        kernels.SSDInputs, **given, x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, dt_limit=limit
-    )
+    """The call of a mixer for a prompt as inputs."""
+    arguments |= {"x": x, "dt": dt, "A": A, "B": B, "C": C, "chunk_size": chunk_size}
+    limits = tuple(map(float, dt_limit))
+    inputs = from_call(kernels.SSDInputs, **arguments, dt_limit=limits)
     return inputs, return_final_states, _limit_remark(mixer, inputs.dt_limit)
 
 
 def _limit_remark(mixer: torch.nn.Module, passed: tuple[float, float]) -> str:
-    """A sentence if the config's limits of dt differ from those that the model passes; else
-    empty.
+    """A sentence for the report if the limits of dt in the config differ from those that the model
+    passed; empty if they are the same.
     """
     stated = getattr(getattr(mixer, "config", None), "time_step_limit", None)
     if stated is None or tuple(map(float, stated)) == passed:
@@ -93,11 +83,11 @@ def bind_step(
     dt_softplus: bool = False,
     **_: Any,
 ) -> BoundCall:
-    """A call of `mixer` for one token: x (b, h, p), B and C (b, g, n), and dt, A, D and dt_bias
-    repeated over channels.
+    """The call of a mixer for one token as inputs.  x is (b, h, p), B and C (b, g, n); dt, A, D and
+    dt_bias are repeated over the channels of a head.
 
-    The state is updated in place, so only the output is returned.  The limits of dt are not among
-    the arguments: a model applies them to prompts only.
+    Such a call updates the state in place and returns only the output.  The limits of dt are not
+    among its arguments, because a model applies them to prompts only.
     """
     inputs = kernels.SSDInputs(
         x=x[:, None],
@@ -116,16 +106,15 @@ def bind_step(
 
 
 def _of_heads(name: str, tensor: Tensor, dims: int) -> Tensor:
-    """The first `dims` dimensions of a tensor that is the same over the others.  ValueError if it
-    is not.
+    """The value for each head of a tensor that repeats it over the dimensions after the first
+    `dims`.  Raises ValueError if the values in these dimensions differ.
     """
     first = tensor
     for _ in range(tensor.ndim - dims):
         first = first.select(-1, 0)
-    if any(tensor.stride()[dims:]):  # not expanded
-        repeated = first.reshape(*first.shape, *(1 for _ in tensor.shape[dims:])).expand_as(tensor)
-        if not torch.equal(tensor, repeated):
-            raise ValueError(f"{name} differs between the channels of a head")
+    is_expanded = not any(tensor.stride()[dims:])
+    if not is_expanded and not bool((tensor.flatten(dims) == first[..., None]).all()):
+        raise ValueError(f"{name} differs between the channels of a head")
     return first
 
 
@@ -141,10 +130,22 @@ def read_step(
     dt_bias: Tensor,
     state_batch_indices: Tensor,
 ) -> kernels.SSDInputs:
-    """A step of each sequence, with slots of a pool; packed."""
-    initial = rows(state, state_batch_indices)
-    step = bind_step(torch.nn.Identity(), initial, x, dt, A, B, C, D, None, dt_bias, True)
-    inputs: kernels.SSDInputs = step[0]
+    """Packed inputs from a definition of one decode step: each sequence has one token, and begins
+    with the state in its slot of the pool `state`.
+    """
+    inputs: kernels.SSDInputs
+    inputs, _, _ = bind_step(
+        torch.nn.Identity(),  # a mixer without attributes
+        rows(state, state_batch_indices),
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        dt_bias=dt_bias,
+        dt_softplus=True,
+    )
     tokens = {name: getattr(inputs, name).flatten(0, 1)[None] for name in ("x", "dt", "B", "C")}
     return replace(inputs, **tokens, cu_seqlens=torch.arange(len(x) + 1))
 
@@ -158,12 +159,8 @@ _DEFINITION = Definition(
 
 
 def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
-    """dt."""
+    """`CallBinding.gate_bytes`: dt is in the model's dtype."""
     return item
-
-
-def replacement(inputs: kernels.SSDInputs) -> Output:
-    return computed(inputs, reference.ssd_chunked)
 
 
 BINDING: CallBinding[kernels.SSDInputs] = CallBinding(
@@ -175,7 +172,7 @@ BINDING: CallBinding[kernels.SSDInputs] = CallBinding(
     views=("x", "B", "C"),
     per_position=("dt", "z"),
     gate_bytes=gate_bytes,
-    replacement=replacement,
+    replacement=partial(computed, deferred("ssd.reference:ssd_chunked")),
 )
 
 
@@ -183,15 +180,17 @@ BINDING: CallBinding[kernels.SSDInputs] = CallBinding(
 
 
 def _mamba_ssm_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    if dtype == "fp32":  # multiplied in tf32
+    """The precisions of `mamba_ssm`, which multiplies fp32 inputs in tf32."""
+    if dtype == "fp32":
         return requested_precisions(dtype, "relaxed", ("fp32",))
-    passes_any = adapters.mamba_ssm_passes_any_states()
-    return requested_precisions(dtype, "exact", (dtype, "fp32") if passes_any else (dtype,))
+    if adapters.mamba_ssm_passes_any_states():
+        return requested_precisions(dtype, "exact", (dtype, "fp32"))
+    return requested_precisions(dtype, "exact", (dtype,))
 
 
 def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    """The precisions of the published kernel: its "high" setting; with fp16 inputs also its
-    "medium" one, and each with the states of the other.
+    """The precisions of the published kernel: its setting "high"; with fp16 inputs also its setting
+    "medium", and each of the two with the state dtype of the other.
     """
     if dtype == "fp16":
         return requested_precisions(dtype, "all", ("fp32", "fp16"))
@@ -245,8 +244,8 @@ LIBRARIES = {
 
 
 def refusal(sizes: Mapping[str, int], ranks: int) -> str:
-    """Why the heads cannot be divided among these ranks; empty if they can: every rank takes the
-    same number of heads; groups are divided, too, or one group is on every rank.
+    """Why so many ranks cannot divide the heads; empty if they can.  Every rank takes the same
+    number of heads.  Groups are divided too, except for a single group, which is on every rank.
     """
     heads, groups = sizes["nheads"], sizes["ngroups"]
     if heads % ranks:

@@ -15,19 +15,21 @@ from ssdprof.operators.late import torch
 if TYPE_CHECKING:
     from ssdprof.kernels import SSDInputs
 
-SLOWEST, FASTEST = -1.0, -16.0  # A
-EDGE_LIMITS = (0.01, 5.0)  # of dt
-LARGE_STEP = 4.5  # dt about e^8.5 as large as usually: a chunk's decay underflows
+SLOWEST, FASTEST = -1.0, -16.0  # range of A in new models
+EDGE_LIMITS = (0.01, 5.0)  # limits of dt in edge inputs
+LARGE_STEP = (
+    4.5  # added to dt_bias: dt is about e^8.5 times as large, and a chunk's decay underflows
+)
 CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
 
 def draw(cell: Cell, device: torch.device) -> SSDInputs:
-    """x, raw dt, B, C, D ~ N(0, 1); A uniform; dt_bias the inverse softplus of a log-uniform step;
-    softplus on.
+    """Random inputs: x, dt before its softplus, B, C and D ~ N(0, 1); A uniform; dt_bias the
+    inverse softplus of a log-uniform step.
 
-    "contiguous" tensors, or "views" as a model passes them: x, B and C as slices of one tensor, dt
-    as a slice of the input projection.  Packed and very short sequences have initial states ~ N(0,
-    1) too.
+    As "views", x, B and C are slices of one tensor, and dt is a slice of the input projection, as a
+    model passes them.  Packed and very short sequences, and those in a pool, have initial states
+    ~ N(0, 1) too.
     """
     h, p, n, g = (cell.shape.sizes[name] for name in GENERATOR.names)
     generator = torch.Generator(device).manual_seed(generate.SEED)
@@ -67,8 +69,8 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
 
 
 def edges(like: SSDInputs) -> list[list[EdgeInputs[SSDInputs]]]:
-    """`_forms` of each of `generate.EDGES`; at last inputs without bias, softplus and an upper
-    limit of dt.
+    """`_forms` for each of `generate.EDGES`, then a kind whose dt has no bias, no softplus and no
+    upper limit.
     """
     kinds = [_forms(like, lengths) for lengths in generate.EDGES]
     plain = _forms(like, (320, 320))[-1]
@@ -76,8 +78,8 @@ def edges(like: SSDInputs) -> list[list[EdgeInputs[SSDInputs]]]:
 
 
 def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInputs]]:
-    """P = N, groups, initial states, and `SPECIAL`; then without that; then the sizes of `like`;
-    then without initial states.
+    """Edge inputs of one kind: P = N, groups, initial states, and the traits `SPECIAL`; without
+    these traits; the same in the P and N of `like`; and these without initial states.
     """
     n = like.B.shape[3]
 
@@ -105,7 +107,7 @@ def with_skip_of_channels(inputs: SSDInputs) -> SSDInputs:
 
 
 def with_gate(inputs: SSDInputs) -> SSDInputs:
-    """A view of a wider tensor."""
+    """The inputs with a gate z that is a view of a wider tensor."""
     *sizes, p = inputs.x.shape
     wide = generate.states(*sizes, 2 * p, device=inputs.device).to(inputs.x.dtype)
     return replace(inputs, z=wide[..., p:])

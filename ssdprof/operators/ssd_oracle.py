@@ -1,30 +1,31 @@
-"""The oracle of SSD, the operator in one precision, and its cost."""
+"""The oracle of SSD, its rounded form in one precision, and the cost of a call.
+
+Letters in shapes are those of docs/glossary.md: c chunk, q position in the chunk, s source position
+in the chunk, h head, g group, p element of a head, n element of the state; r is a head of a group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import deferred, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels import SSDInputs
-    from ssdprof.kernels.oracle import Block
-    from ssdprof.kernels.ssd import reference
     from ssdprof.operators.rounding import Gate, Rounded, Span
-else:
-    reference = lazy("ssdprof.kernels.ssd.reference")
 
-# of a chunk's scores that the rounded form computes at once, up to their last column
+# rows of a chunk's scores that the rounded form computes at once, by type of the device
 ROWS = {"cuda": 64, "cpu": 256}
 
 
 def bytes_per_position(inputs: SSDInputs) -> int:
-    """The rounded form holds about six fp32 rows of scores (h, chunk_size); the oracle and the sums
-    hold about ten fp64 rows of (h, p + 64 + p n / 64), as `ssd_blocks` explains.
+    """`OracleSpec.bytes_per_position`: for each head, the rounded form holds about six fp32 rows of
+    chunk_size scores, and the oracle with its sums about ten fp64 rows of p + 64 + p n / 64
+    numbers, as `ssd_blocks` explains.
     """
     h, p = inputs.x.shape[2:]
     n = inputs.B.shape[3]
@@ -33,9 +34,10 @@ def bytes_per_position(inputs: SSDInputs) -> int:
 
 
 def gate(inputs: SSDInputs, span: Span, chunk: int = 0) -> Gate:
-    """dt and the running sum of dt A in each chunk, (c, h, q).  chunk: 0 is that of the inputs.
+    """dt and the cumulative sum of dt A in each chunk, (c, h, q) in fp32.  chunk: 0 stands for the
+    chunk size of the inputs.
 
-    The last chunk is padded with dt = 0, which neither decays nor adds.
+    The last chunk is padded with dt = 0, which neither decays a state nor adds to it.
     """
     dt = span.of(inputs.dt).float()
     if inputs.dt_bias is not None:
@@ -49,21 +51,21 @@ def gate(inputs: SSDInputs, span: Span, chunk: int = 0) -> Gate:
 
 
 def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> Tensor:
-    """out of a span: the `lo` of the comparison (docs/measuring.md).
+    """`OracleSpec.chunks`: out of a span in one precision, which docs/measuring.md calls `lo`.
 
     It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at
-    the chunk size of the gate.  Everything is computed in fp32.  Rounded are
+    the chunk size of the gate.  Everything is computed in fp32.  These values are rounded:
 
-    - operands of matrix products, to the input's dtype; fp32 to two tf32 numbers, as tensor cores
-      take it
-    - states that pass from chunk to chunk, and the final one, to the state dtype
+    - operands of matrix products, to the input's dtype, or from fp32 to two tf32 numbers, as tensor
+      cores take it
+    - states that pass from chunk to chunk, and the final state, to the state dtype
     - the output, to the input's dtype
-    - if relaxed: decays, C B^T, dt and their products, to 16 bit (the input's dtype; bfloat16 for
-      fp32 inputs)
+    - with relaxed intermediates, also decays, C B^T, dt and their products: to 16 bits, which are
+      the input's dtype, or bfloat16 for fp32 inputs
 
-    It imitates no kernel and nothing is fitted: an implementation that rounds at fewer places only
-    gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that
-    loses most, one addend after the other.
+    The function imitates no kernel, and no constant is fitted: an implementation that rounds at
+    fewer places only gets closer to the oracle.  Cumulative sums in fp32 add one number after the
+    other, which is the order that loses most to rounding.
     """
     q = gate.exponents.shape[2]
     h, p = inputs.x.shape[2:]
@@ -80,8 +82,10 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
     C = operand(inputs.C)
     assert gate.dt is not None
     a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
+    # what positions of the same chunk give to the outputs
     out = _within_chunks(low, gate.decays.reshape(*a.shape, q), C @ B.mT, dt, x)
 
+    # the state that enters each chunk
     last = a[..., -1:]
     weights = intermediate(intermediate(rounding.gpu_exp((last - a).clamp(max=0))) * dt)
     chunk_states = low.operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
@@ -92,10 +96,13 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
         entering.append(state)
         state = low.stored(state * chunk_decay[c] + chunk_states[c])
     low.state = state.reshape(h, p, n)
-    before = C @ low.operand(torch.stack(entering)).flatten(2, 3).mT
-    before = before.reshape(-1, g, q, r, p).transpose(2, 3)
-    out += before * intermediate(rounding.gpu_exp(a))[..., None]
 
+    # what these states give to the outputs
+    from_states = C @ low.operand(torch.stack(entering)).flatten(2, 3).mT
+    from_states = from_states.reshape(-1, g, q, r, p).transpose(2, 3)
+    out += from_states * intermediate(rounding.gpu_exp(a))[..., None]
+
+    # (c, g, r, q, p) -> (l, h, p), then the skip and the gate
     out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[: span.length]
     if inputs.D is not None:
         out = out + inputs.D.float().reshape(h, -1) * span.of(inputs.x).float()
@@ -105,9 +112,10 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
 
 
 def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tensor) -> Tensor:
-    """What a chunk's positions give to its own outputs (c, g, r, q, p), some rows at a time.
+    """The part of the output that comes from positions of the same chunk, (c, g, r, q, p).
 
-    decays (c, g, r, q, s), CB (c, g, q, s), dt (c, g, r, s), x (c, g, r, s, p).
+    decays (c, g, r, q, s), CB (c, g, q, s), dt (c, g, r, s), x (c, g, r, s, p).  `ROWS` of q are
+    computed at a time, because scores need most of the memory.
     """
     q = x.shape[3]
     intermediate = low.intermediate
@@ -116,8 +124,8 @@ def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tens
     count = min(q, ROWS[x.device.type])
     outs = []
     for stop in range(count, q + 1, count):
-        part = (..., slice(stop - count, stop), slice(stop))
-        decayed = intermediate(intermediate(CB[part]) * intermediate(decays[part]))
+        causal_rows = (..., slice(stop - count, stop), slice(stop))
+        decayed = intermediate(intermediate(CB[causal_rows]) * intermediate(decays[causal_rows]))
         scores = intermediate(decayed * dt[..., None, :stop])
         outs.append(low.operand(scores) @ x[..., :stop, :])
     return torch.cat(outs, -2)
@@ -125,20 +133,21 @@ def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tens
 
 # --- cost
 
-SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
+SMALLEST_CHUNK = 16  # positions; the edge of a tensor core's tile
 
 
 def words(sizes: dict[str, int]) -> str:
-    """ "80 heads x 64, state 128, 1 group"."""
+    """The sizes for people, such as "80 heads x 64, state 128, 1 group"."""
     groups = "1 group" if sizes["ngroups"] == 1 else f"{sizes['ngroups']:,} groups"
     return f"{sizes['nheads']} heads x {sizes['headdim']}, state {sizes['dstate']}, {groups}"
 
 
 def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
-    """Multiplications and additions of the chunked form's matrix products at that many positions.
+    """Multiplications and additions of the chunked form's matrix products for `positions` positions
+    of all heads.
 
-    Per position, with (q + 1) / 2 sources per position on average in a chunk of q positions (the
-    causal half):
+    In a chunk of q positions, a position reads from (q + 1) / 2 positions on average, because a
+    chunk is causal.  Per position:
 
         C B^T                  2 g n (q + 1) / 2
         scores x               2 h p (q + 1) / 2
@@ -153,16 +162,13 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
 
 
-def blocks(inputs: SSDInputs, length: int) -> Iterable[Block]:
-    return reference.ssd_blocks(inputs, torch.float64, block=length)
-
-
 def chunk_size(inputs: SSDInputs) -> int:
+    """`OracleSpec.chunk_size`."""
     return inputs.power_of_two_chunk
 
 
 ORACLE = OracleSpec(
-    blocks=blocks,
+    blocks=deferred("ssd.reference:ssd_blocks"),
     gate=gate,
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,

@@ -29,9 +29,9 @@ from ssdprof.operators.tuning import CHECKED_POSITIONS, Axis, Tuning, stored_for
 
 SSDConfig = SSDHopperConfig | SSDPortableConfig
 
-_CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
-_HOPPER_SHARED_BYTES = 227 << 10  # per program
-_LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more are spilled
+_SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of a sequence
+_HOPPER_SHARED_BYTES = 227 << 10  # shared memory that a program can have on Hopper
+_LARGEST_STATE = 128 * 128  # numbers that a program can hold in registers; more would be spilled
 
 
 def _hopper_chunks(inputs: SSDInputs) -> int:
@@ -49,8 +49,8 @@ def _checked(axis: Axis, fits: Callable[[Any, SSDInputs], bool]) -> Axis:
 
 
 def _keeps_addresses(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
-    """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are
-    wrong, or fault (benchmarks/log/ssd.md#row-57).
+    """Whether ptxas compiles the kernel correctly.  For matrix products of 64 rows and more whose
+    rows have less than 128 bytes it computes wrong addresses (benchmarks/log/ssd.md#row-57).
     """
     return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
 
@@ -59,9 +59,9 @@ def _keeps_addresses(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
 
 
 def _equal_segments(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """A sequence cut into 1 to 64 segments."""
-    for cuts in _CUTS:
-        yield _cut(config, Cut(segment=ceil_div(_hopper_chunks(inputs), cuts)))
+    """Configurations that cut a sequence into 1 to 64 segments."""
+    for count in _SEGMENT_COUNTS:
+        yield _cut(config, Cut(segment=ceil_div(_hopper_chunks(inputs), count)))
 
 
 def _long_first(
@@ -73,56 +73,61 @@ def _long_first(
     *,
     recompute: bool = False,
 ) -> Iterator[SSDHopperConfig]:
-    """`count` segments of `length` chunks, then `shorter` others, if any chunks are left for
-    these.
+    """The configuration with `count` segments of about `length` chunks, then `shorter` segments for
+    the remaining chunks; nothing if no chunks remain.
     """
     long = round(length)
-    left = _hopper_chunks(inputs) - count * long
-    if long > 0 and left > 0:
-        segment = ceil_div(left, shorter)
+    remaining = _hopper_chunks(inputs) - count * long
+    if long > 0 and remaining > 0:
+        segment = ceil_div(remaining, shorter)
         yield _cut(
             config, Cut(long_count=count, long_segment=long, segment=segment, recompute=recompute)
         )
 
 
 def _long_segments_first(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """Long segments for most of a sequence, then shorter ones."""
-    for count, part, shorter in product((1, 2, 3, 4), (0.5, 0.67, 0.8), (1, 2, 4, 8)):
-        yield from _long_first(
-            config, inputs, count, part * _hopper_chunks(inputs) / count, shorter
-        )
+    """Configurations with long segments for most of a sequence, then shorter ones."""
+    chunks = _hopper_chunks(inputs)
+    for count, share, shorter in product((1, 2, 3, 4), (0.5, 0.67, 0.8), (1, 2, 4, 8)):
+        yield from _long_first(config, inputs, count, share * chunks / count, shorter)
 
 
 def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """Segments that wait for no other one: the first pass of each covers everything before it."""
+    """Configurations in which no segment waits for another one: its first pass covers everything
+    before it.
+    """
     chunks = _hopper_chunks(inputs)
     if chunks > LONGEST_RECOMPUTED:
         return
-    for cuts in (2, 3, 4):
-        yield _cut(config, Cut(segment=ceil_div(chunks, cuts), recompute=True))
-    for part, shorter in product((0.5, 0.6, 0.7), (1, 2, 3)):
-        yield from _long_first(config, inputs, 1, part * chunks, shorter, recompute=True)
+    for count in (2, 3, 4):
+        yield _cut(config, Cut(segment=ceil_div(chunks, count), recompute=True))
+    for share, shorter in product((0.5, 0.6, 0.7), (1, 2, 3)):
+        yield from _long_first(config, inputs, 1, share * chunks, shorter, recompute=True)
 
 
 def _segments_nearby(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """One to three segments more and fewer; long ones a little longer and shorter."""
+    """Configurations with one to three segments more and fewer, and with long segments that are a
+    little longer and shorter.
+    """
     if config.shares:
         return
-    left = _hopper_chunks(inputs) - config.long_count * config.long_segment
-    if left <= 0:
+    chunks = _hopper_chunks(inputs)
+    remaining = chunks - config.long_count * config.long_segment
+    if remaining <= 0:
         return
-    shorter = ceil_div(left, config.segment)
+    shorter = ceil_div(remaining, config.segment)
     for more in range(-3, 4):
-        yield replace(config, segment=ceil_div(left, max(1, shorter + more)))
+        yield replace(config, segment=ceil_div(remaining, max(1, shorter + more)))
     for factor in (0.92, 0.96, 1.04, 1.08):
         length = round(config.long_segment * factor)
-        left = _hopper_chunks(inputs) - config.long_count * length
-        if length > 0 and left > 0:
-            yield replace(config, long_segment=length, segment=ceil_div(left, shorter))
+        remaining = chunks - config.long_count * length
+        if length > 0 and remaining > 0:
+            yield replace(config, long_segment=length, segment=ceil_div(remaining, shorter))
 
 
-def _cut(config: SSDHopperConfig, segments: Cut) -> SSDHopperConfig:
-    return replace(config, **asdict(segments))
+def _cut(config: SSDHopperConfig, cut: Cut) -> SSDHopperConfig:
+    """The configuration with another cut of sequences."""
+    return replace(config, **asdict(cut))
 
 
 def _is_as_exact(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
@@ -137,7 +142,7 @@ def _rings_fit(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
 
 
 def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
-    """Configurations with other chunks.  Segments keep their lengths in positions."""
+    """Configurations with other chunk sizes.  Segments keep their lengths in positions."""
     for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
         yield replace(
             config,
@@ -148,12 +153,17 @@ def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortabl
 
 
 def _slice_fits(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
+    """Whether a slice of `block_p` rows of a state is no wider than p, and small enough for a
+    program's registers.
+    """
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     return bool(config.block_p <= widest and config.block_p * inputs.B.shape[3] <= _LARGEST_STATE)
 
 
 def _blocks_of_n(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
-    """Sums at most as long as the committed ones, because longer sums are less exact."""
+    """Configurations with smaller blocks of n.  Larger blocks are left out, because their sums are
+    longer, and less exact.
+    """
     for block_n in (64, 128):
         if block_n < min(config.block_n, inputs.B.shape[3]):
             yield replace(config, block_n=block_n)
@@ -165,7 +175,7 @@ def _stages(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConf
 
 
 def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
-    """More or fewer segments, shorter or longer ones."""
+    """Configurations with more or fewer, shorter or longer segments."""
     for name, least, factors in (
         ("max_segments", 1, (0.5, 2, 4)),
         ("min_chunks", 1, (0.5, 2)),
@@ -222,40 +232,42 @@ def _check(config: SSDConfig) -> None:
 
 
 def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
-    """The configuration for the short inputs on which outputs are compared."""
+    """The configuration for the short inputs on which outputs are compared: one segment if the
+    whole sequence has one, otherwise several.
+    """
     if not isinstance(config, SSDHopperConfig):
         return config
     if config.count(_hopper_chunks(inputs)) == 1:
         return replace(
             config, segment=_hopper_chunks(TUNING.short(inputs)), long_count=0, long_segment=0
         )
+    # long segments take at most half of the short inputs
     half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
+    longest = max(1, half // (config.long_count or 1))
     return replace(
-        config,
-        segment=min(config.segment, 5),
-        long_segment=min(config.long_segment, max(1, half // (config.long_count or 1))),
+        config, segment=min(config.segment, 5), long_segment=min(config.long_segment, longest)
     )
 
 
 def _also_checked(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
-    """A tuned configuration for the portable kernel also applies to packed sequences, and is
-    verified on three: the first sequence's beginning, cut.
+    """The first of the short inputs, cut into three packed sequences: a tuned configuration of the
+    portable kernel also applies to packed sequences.
     """
     if isinstance(config, SSDHopperConfig):
         return ()
     short = TUNING.short(inputs)
     length = short.length
-    alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
+    first_row = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
     boundaries = torch.tensor(
         [0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device
     )
     z = None if short.z is None else short.z[:1]
-    return (replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries),)
+    return (replace(short, **first_row, z=z, initial_states=None, cu_seqlens=boundaries),)
 
 
-# Tunes two kernels: "hopper", whose configurations are for one length each, and "portable", whose
-# configurations are for a layer.  The registers of the Hopper kernel's roles are no axis: on an
-# H200 no other division was faster, and most were slower, by up to 11 % (benchmarks/log/ssd.md).
+# A tuned configuration of the kernel "hopper" is for one length, one of "portable" for all lengths
+# of a layer.  The registers of the Hopper kernel's roles are no axis: on an H200 no other division
+# was faster, and most were slower, by up to 11 % (benchmarks/log/ssd.md).
 TUNING: Tuning = Tuning(
     operator="ssd",
     configs={

@@ -1,4 +1,4 @@
-"""Dtypes and precisions by the names that records have."""
+"""Dtypes and precisions, and the names that records have for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTEGERS = ("int32", "int64")
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
-    """torch.bfloat16 -> "bf16".  KeyError for a dtype that records do not have."""
+    """torch.bfloat16 -> "bf16".  Raises KeyError for a dtype that records do not have."""
     name = _NAMES[str(dtype)]
     if name in _INTEGERS:
         raise KeyError(dtype)
@@ -34,19 +34,19 @@ def dtype_named(name: StoredDType) -> torch.dtype:
 
 
 def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
-    """As `dtype_name`, also for the integers of `cu_seqlens`."""
+    """The same as `dtype_name`, also for the integer dtypes of `cu_seqlens`."""
     return _NAMES[str(dtype)]
 
 
 def requested_precisions(
     dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
 ) -> tuple[precision.Precision, ...]:
-    """The precisions that `precisions_for` names."""
+    """The precisions whose names `precisions_for` gives for these arguments."""
     return tuple(map(precision.Precision.named, precisions_for(dtype, intermediates, states)))
 
 
 def exact_fp32(_dtype: DType) -> tuple[precision.Precision, ...]:
-    """The precision of implementations that have no other one."""
+    """Exact intermediates and fp32 states: the only precision of many implementations."""
     return (precision.Precision(),)
 
 

@@ -1,5 +1,5 @@
-"""The interface of `ssdprof tune` to an operator: the possible configurations of a kernel, and how
-to run one.
+"""The interface of `ssdprof tune` to an operator: the possible configurations of its kernels, and
+how to run a kernel with one of them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from ssdprof.operators.tensors import dtype_name, dtype_named
 if TYPE_CHECKING:
     from ssdprof.kernels.inputs import Inputs
 
-CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
-CALL_CHUNK = 64
+CHECKED_POSITIONS = 1024  # length of the beginning of a sequence on which a candidate is verified
+CALL_CHUNK = 64  # positions; the shortened length has the same remainder as the whole sequence's
 PowerOfTwo = Literal[16, 32, 64, 128, 256]
 Warps = Literal[1, 2, 4, 8, 16]
 Config = Any  # a frozen dataclass with a field `reason`; hashable
-# (configuration, inputs) -> those that differ in one respect
+# (configuration, inputs) -> configurations that differ from it in one respect
 Axis = Callable[[Config, Any], Iterable[Config]]
 
 
 def stored_form(kind: type[Config], **fields: Any) -> tuple[type[Config], type[Record]]:
-    """A configuration without its reason, and the type that checks its stored values; fields: their
-    types.
+    """The type of a kernel's configurations, and a record type that checks their stored values.
+
+    fields: name of a field of the configuration -> the type of its stored value.
     """
     types: dict[str, Any] = {name: (annotation, ...) for name, annotation in fields.items()}
     return kind, create_model(f"{kind.__name__}Settings", __base__=Record, **types)
@@ -42,7 +43,11 @@ def stored_form(kind: type[Config], **fields: Any) -> tuple[type[Config], type[R
 def varied(
     fits: Callable[[Config, Any], bool] = lambda _config, _inputs: True, **values: Iterable[Any]
 ) -> Axis:
-    """The axis that sets fields to every combination of some values that fits."""
+    """The axis that sets fields of a configuration to every combination of their values.
+
+    fits: (configuration, inputs) -> whether to keep the combination.
+    values: name of a field -> its values.
+    """
     combinations = [
         dict(zip(values, options, strict=True)) for options in product(*values.values())
     ]
@@ -58,22 +63,25 @@ def varied(
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The kernels that can be tuned, and their configurations.
+    """The kernels of an operator that can be tuned, and their configurations.
 
     A tuned configuration may depend only on values on which the committed rule of its kernel
     depends.
 
-    operator: its name.  configs: kernel -> its `stored_form`.
-    kernel: the one that runs these inputs.
-    key: (inputs, precision, kernel) -> the calls to which a tuned configuration on these inputs
-    applies.
-    committed: (inputs, kernel) -> the kernel's configuration without a tuned configuration.
-    axes: of a configuration, in search order: each starts from the best candidate of the previous
-    one.
-    run: the operator's output with a configuration.
-    for_short: the configuration for the `short` inputs: cut into segments if the whole sequence is.
-    shares_config: whether one tuned configuration of a kernel applies to every length of a layer.
-    also_checked: other inputs to which one with this configuration would apply.
+    operator: name of the operator.
+    configs: kernel -> its `stored_form`.
+    kernel: (inputs) -> the kernel that runs them.
+    key: (inputs, precision, kernel) -> the calls to which a configuration that was tuned on these
+        inputs applies.
+    committed: (inputs, kernel) -> the configuration that the kernel has without tuning.
+    axes: (configuration) -> its axes in search order; each starts from the best candidate of the
+        previous one.
+    run: (inputs, precision, configuration) -> the operator's output.
+    for_short: (configuration, inputs) -> the configuration for the `short` inputs, cut into
+        segments if the whole sequence is.
+    shares_config: (kernel) -> whether one tuned configuration applies to every length of a layer.
+    also_checked: (configuration, inputs) -> other inputs to which the configuration would apply,
+        and on which it is verified too.
     check: raises ValueError for a configuration that the kernel does not take.
     """
 
@@ -90,8 +98,8 @@ class Tuning:
     check: Callable[[Config], None] = lambda _: None
 
     def short(self, inputs: I) -> I:
-        """The beginning of each sequence, on which a candidate is verified first, with the same
-        compiled kernels: whole chunks if theirs are.
+        """The beginning of each sequence, on which a candidate is verified first.  The same
+        compiled kernels run it: its last chunk is incomplete if that of the whole sequence is.
         """
         binding = operators.get(self.operator).binding
         length = inputs.length
@@ -106,20 +114,20 @@ class Tuning:
         )
 
     def calls(self, inputs: Inputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
-        """The stored form of `key`, of any GPU."""
+        """The stored form of `key`, without the GPU."""
         key = dict(self.key(inputs, Precision(intermediates=intermediates), kernel))
-        for name in ("gpu", "exact"):  # exact: in `intermediates`
+        for name in ("gpu", "exact"):  # `intermediates` stands for "exact"
             del key[name]
         return key | {"intermediates": intermediates, "dtype": dtype_name(key["dtype"])}
 
     def settings(self, config: Config) -> dict[str, Setting]:
         """The stored form of a configuration."""
-        kernel = next(name for name, (kind, _) in self.configs.items() if isinstance(config, kind))
-        return {name: getattr(config, name) for name in self.configs[kernel][1].model_fields}
+        stored = next(stored for kind, stored in self.configs.values() if isinstance(config, kind))
+        return {name: getattr(config, name) for name in stored.model_fields}
 
     def config(self, kernel: str, settings: Mapping[str, Setting], reason: str = "") -> Config:
-        """The inverse of `settings`.  ValueError (pydantic's too) for settings that the kernel does
-        not take.
+        """The inverse of `settings`.  Raises ValueError (pydantic.ValidationError is one) for
+        settings that the kernel does not take.
         """
         if kernel not in self.configs:
             raise ValueError(f"no settings of a {kernel!r} kernel of {self.operator} are known")
@@ -129,22 +137,19 @@ class Tuning:
         return config
 
     def use(self, gpu: str, configs: Iterable[TunedConfig]) -> None:
-        """From now on, kernels of this process take these configurations on GPUs of this name, and
-        no others.
+        """From now on, kernels of this process take these configurations on GPUs of this name.
+        They replace those of earlier calls.
         """
-        use_overrides(
-            self.operator,
-            {
-                key_of(gpu, config.calls): self.config(
-                    str(config.calls["kernel"]), config.settings, config.reason
-                )
-                for config in configs
-            },
-        )
+        overrides = {}
+        for tuned in configs:
+            kernel = str(tuned.calls["kernel"])
+            config = self.config(kernel, tuned.settings, tuned.reason)
+            overrides[key_of(gpu, tuned.calls)] = config
+        use_overrides(self.operator, overrides)
 
 
 def key_of(gpu: str, calls: TunedCalls) -> CallKey:
-    """The inverse of `Tuning.calls`, for a GPU."""
+    """The inverse of `Tuning.calls`, for a GPU of this name."""
     sizes: dict[str, Any] = dict(calls)
     sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": sizes.pop("intermediates") == "exact"}
     return key_of_calls(gpu=gpu, **sizes)

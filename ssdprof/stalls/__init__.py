@@ -1,6 +1,6 @@
 """Warp stalls: ncu samples one call; samples are attributed to source lines, and lines to stages.
 
-    collect (GPU, ncu) -> .ncu-rep -> read -> attribute -> hints -> core.stalls.StallReport
+    ncu (GPU) -> .ncu-rep -> read -> attribute -> facts -> core.stalls.StallReport
 
-Everything after `collect` works on any machine, with the same result.
+Everything after `ncu` works on any machine, with the same result.
 """

@@ -1,19 +1,22 @@
-"""Attributes samples to source lines, and lines to stages, which the source itself declares.
+"""Attributes samples to source lines, and source lines to stages.
 
-    STAGES = {"take_ticket": "ticket"}    @jit functions; one without a stage has its "caller"'s
-    WAITS = {"full": "waiting.chunk"}    what `mbarrier.wait(shared.full...)` waits for
-    # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
+A source file of ssdprof declares its stages itself, so that reports of older versions keep their
+meaning:
 
-So reports of older versions keep their meaning.  For files of other libraries a table has the same
-information, by the hash of the file (`operators/stages/`).  In any other file every function
-is a stage of its own name.
+    STAGES = {"take_ticket": "ticket"}    the stages of @jit functions.  A function that is not
+                                          listed, or is listed as "caller", has its caller's stage.
+    WAITS = {"full": "waiting.chunk"}     the stage of lines with `mbarrier.wait(shared.full...)`
+    # stage chunk_scan.previous: ...      the stage of the lines that follow in the function
 
-An instruction has one source line.  In reports that ssdprof records it is the innermost of those
-that led there that has a stage (`profiled.py`); in others it is that of the innermost function that
-was inlined.  Lines of "caller", of libraries and of a function's header (the compiler's own) have
-no stage: such an instruction gets the stage of the one before it in the program that has one, else
-of the one after it, because compilers keep instructions of a line together.  The number of such
-samples is reported.
+For files of other libraries, tables in `operators/stages/` have the same information by the hash of
+the file.  In any other file, every function is a stage of its own name.
+
+A report has one source line for each instruction.  If ssdprof recorded the report, it is the
+innermost line of the chain of inlined calls that has a stage (`profiled.py`).  In other reports it
+is a line of the innermost inlined function.  Lines of "caller", of libraries, and of the header of
+a function (where the compiler's own instructions are) have no stage.  Instructions on them get the
+stage of the last instruction before them that has one, or of the first one after them, because
+compilers keep the instructions of a line together.  The number of such samples is reported.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from ssdprof.core.stalls import Line, StallSamples, most_first
 from ssdprof.operators.operator import AHEAD, Stages
 from ssdprof.stalls.read import RawKernel, base_name
 
-CALLER = "caller"
+CALLER = "caller"  # in STAGES: the function has the stage of its caller
 IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
 UNKNOWN = "unknown"
-_BLOCK_BARRIER = "barrier"
+_BLOCK_BARRIER = "barrier"  # a stall reason
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
 _LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
 _PACKAGE = Path(__file__).parent.parent
@@ -46,30 +49,32 @@ def attribute(
     sources: SourceFiles,
     known: Stages = Stages(),  # noqa: B008
 ) -> tuple[dict[str, StallSamples], tuple[Line, ...], int]:
-    """Every sample of the kernel's points: by stage in the algorithm's order, and by line and
-    stage, hottest first.
+    """Attribute the samples of a kernel's instructions.
 
-    The number is that of the samples with the stage of a neighbour.  known: the stages of the
-    kernel's operator.
+    known: the stages of the kernel's operator.
+
+    Returns (stage -> its samples, in the order of the algorithm; the lines with their samples, the
+    hottest first, with an entry for each stage of a line; the number of samples that got the stage
+    of a neighbouring instruction).
     """
     line_stages = [sources.stage_of(point.file, point.line) for point in kernel.points]
     specialized = sources.specialized(kernel.function)
     by_stage: dict[str, Counter[str]] = defaultdict(Counter)
     by_line: dict[tuple[str, int, str, str, str], Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
-    for point, line_stage, stage in zip(
-        kernel.points, line_stages, _stages(line_stages), strict=True
-    ):
+    stages_of_points = _stages(line_stages)
+    for point, line_stage, stage in zip(kernel.points, line_stages, stages_of_points, strict=True):
         # In the header of a kernel with warp roles, the only block-wide barriers are those at which
         # warps wait for a role, and for the end of the other roles.
-        idles = specialized and line_stage.header
+        may_idle = specialized and line_stage.header
+        sass = "" if point.line else point.sass
         for reason, count in point.samples.items():
-            name = IDLE_WARPS if idles and reason == _BLOCK_BARRIER else stage
+            is_idle_warp = may_idle and reason == _BLOCK_BARRIER
+            name = IDLE_WARPS if is_idle_warp else stage
             by_stage[name][reason] += count
-            by_line[
-                point.file, point.line, "" if point.line else point.sass, line_stage.function, name
-            ][reason] += count
-            from_neighbours += count if line_stage.stage is None and name == stage else 0
+            by_line[point.file, point.line, sass, line_stage.function, name][reason] += count
+            if line_stage.stage is None and not is_idle_warp:
+                from_neighbours += count
     lines = [
         Line(
             file=base_name(file),
@@ -87,39 +92,48 @@ def attribute(
 
 
 def is_idle(stage: str) -> bool:
+    """Whether the warps in a stage wait for others, which costs no time."""
     return stage in (IDLE_WARPS, AHEAD)
 
 
 def _stages(line_stages: Sequence[LineStage]) -> list[str]:
-    """The stage of each line: its own, or its neighbour's if it has none."""
+    """The stage of each instruction: that of its line, or a neighbour's if the line has none."""
     stages = []
-    before = ""
+    last_known = ""
     for line_stage in line_stages:
-        before = line_stage.stage or before
-        stages.append(before)
-    after = next(filter(None, stages), UNKNOWN)
-    return [stage or after for stage in stages]
+        last_known = line_stage.stage or last_known
+        stages.append(last_known)
+    first_known = next(filter(None, stages), UNKNOWN)  # for the instructions before it
+    return [stage or first_known for stage in stages]
 
 
 def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
-    """Stages in the order of the algorithm, then others by size, then idle ones."""
+    """A key that sorts stages: in the order of the algorithm, then the other stages by the total of
+    their samples, then idle ones.
+    """
     order = (*known.order, IDLE_WARPS)
-    if name in order:
-        return (order.index(name) + (len(order) if is_idle(name) else 0), 0, name)
-    return (len(order), -total, name)
+    if name not in order:
+        return len(order), -total, name
+    position = order.index(name)
+    if is_idle(name):
+        position += len(order)
+    return position, 0, name
 
 
 # --- the files of a report
 
 
 class SourceFiles:
-    """The source files of a report, by name: the stage and the text of any line in them.
+    """The source files of a report, with the stage and the text of each line.
 
-    A file of ssdprof that was not recorded is read from the installed package.
-    unlabelled: requested files with kernels of unknown stages, by name.
+    A file of ssdprof that the report does not contain is read from the installed package.
+
+    not_recorded: the names of requested files that the report lacks.
+    unlabelled: the names of requested files that do not declare the stages of their kernels.
     """
 
     def __init__(self, recorded: Mapping[str, str]) -> None:
+        """recorded: name of a file, as ncu's report has it -> its text."""
         self._recorded = recorded
         self._known = Stages.together([operator.stages for operator in operators.records()]).sources
         self._files: dict[str, SourceFile | None] = {}
@@ -127,6 +141,7 @@ class SourceFiles:
         self.unlabelled: set[str] = set()
 
     def stage_of(self, file: str, line: int) -> LineStage:
+        """The stage of a line.  A line of a library of Triton, or no line, has none."""
         if not file or not line or _LIBRARY.search(file):
             return LineStage()
         parsed = self._file(file)
@@ -135,21 +150,20 @@ class SourceFiles:
         return parsed.stage_of(line) if parsed else LineStage("", base_name(file))
 
     def text(self, file: str, line: int) -> str:
+        """The text of a line; empty if it is not known."""
         if file not in self._recorded and (not file or _LIBRARY.search(file)):
             return ""
         parsed = self._file(file)
         return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
 
     def specialized(self, kernel: str) -> bool:
-        """Whether some warps of the launched function have no role.  It may be in any of the
-        files.
-        """
+        """Whether a kernel, which may be in any of the files, gives roles to its warps."""
         files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
         return any(parsed and kernel in parsed.specialized for parsed in files)
 
     def implementation(self, kernel: str) -> str:
-        """The implementation of the kernel, if its file is a known one of another library; else
-        "".
+        """The implementation of a kernel whose file is a known one of another library; empty for
+        any other kernel.
         """
         for file, text in self._recorded.items():
             entry = None if _LIBRARY.search(file) else self._known.get(_sha256(text))
@@ -158,7 +172,7 @@ class SourceFiles:
         return ""
 
     def _file(self, file: str) -> SourceFile | None:
-        """The parsed file, from ncu's report or from this machine; None if neither has it."""
+        """The parsed file, from the report or from this machine; None if neither has it."""
         if file not in self._files:
             text = self._recorded.get(file)
             if text is None:
@@ -173,10 +187,15 @@ def _sha256(text: str) -> str:
 
 
 def _installed(file: str) -> str | None:
-    """The text of a file of this package, by its path inside it."""
-    inside = re.search(r"(?:^|[/\\])ssdprof[/\\](kernels[/\\].+\.py)$", file)
-    path = _PACKAGE / inside[1].replace("\\", "/") if inside else None
-    return path.read_text(encoding="utf-8") if path and path.is_file() else None
+    """The text of a kernel's file in the installed package; None if it has no such file.
+
+    file: the path of the file on the machine where the report was made.
+    """
+    match = re.search(r"(?:^|[/\\])ssdprof[/\\](kernels[/\\].+\.py)$", file)
+    if match is None:
+        return None
+    path = _PACKAGE / match[1].replace("\\", "/")
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 # --- the stages of a file
@@ -184,9 +203,10 @@ def _installed(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class LineStage:
-    """The function of a line, and its stage there.
+    """The function and the stage of a source line.
 
-    stage: None for a line of the calling function.  header: between a function's name and its body.
+    stage: None if the line has the stage of the function's caller.
+    header: whether the line is between the name of the function and its body.
     """
 
     function: str = ""
@@ -196,11 +216,12 @@ class LineStage:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A source file, with the stages of its lines.
+    """A source file with the stages of its lines.
 
-    lines: of every line of a @jit function.  specialized: functions in which some warps have no
-    role.
-    labelled: its stages are known, from itself or a table.
+    text: the lines of the file.
+    lines: number of a line in a @jit function -> its function and stage.
+    specialized: the names of functions that give roles to their warps.
+    labelled: whether the stages are known, from the file itself or from a table.
     """
 
     text: tuple[str, ...]
@@ -209,14 +230,17 @@ class SourceFile:
     labelled: bool = True
 
     def stage_of(self, line: int) -> LineStage:
-        """Unknown for a line without code: the compiler named the wrong line or file."""
+        """The stage of a line; unknown for a line outside of @jit functions, which the compiler
+        must have named by mistake.
+        """
         return self.lines.get(line, LineStage("", UNKNOWN))
 
 
 def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
     """The functions and stages of a file.  A text that is not Python has none.
 
-    known: its entry in a table; None: the file itself names its stages, if it does.
+    known: the file's entry in a table of `operators/stages/`; None if there is none, so that only
+        the file itself can declare its stages.
     """
     lines = tuple(text.splitlines())
     try:
@@ -234,7 +258,7 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         starts = known["starts"]
         waits = {}
     line_stages: dict[int, LineStage] = {}
-    for node in functions:  # those inside of others come later
+    for node in functions:  # a nested function comes after the one that contains it
         line_stages |= _line_stages(node, lines, stages, starts, waits)
     return SourceFile(
         text=lines,
@@ -247,8 +271,11 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
 def _labels(
     tree: ast.Module, lines: Sequence[str], functions: Sequence[ast.FunctionDef]
 ) -> tuple[dict[str, str] | None, dict[int, str], dict[int, str]]:
-    """What a file's STAGES, marks and WAITS say: see `_line_stages`.  A function that STAGES lacks
-    belongs to its caller.
+    """The declarations of a file: (stages of functions, from STAGES; stages that begin at a line,
+    from comments; stages of lines that wait, from WAITS).
+
+    The first is None if the file has no STAGES.  A function that STAGES lacks has the stage of its
+    caller.
     """
     stages = _table(tree, "STAGES")
     if stages is not None:
@@ -265,31 +292,32 @@ def _line_stages(
     starts: Mapping[int, str],
     waits: Mapping[int, str],
 ) -> Iterator[tuple[int, LineStage]]:
-    """The lines of a function with their stages, from its first decorator on.
+    """(line number, stage) of the lines of a function, from its first decorator on.
 
-    stages: of the functions; None: unknown, then each is a stage of its own name.  starts: lines
-    from which on another stage begins, inside their function.  waits: lines that wait, with their
-    stage.
+    stages: function -> stage; None if the file declares none, so that each function is a stage of
+        its own name.
+    starts: number of a line -> the stage that begins there, up to the end of its function.
+    waits: number of a line that waits at a barrier -> its stage.
     """
     body = node.body[0].lineno
-    # a mark may stand between the header and the first statement
+    # a comment with a stage may be between the header and the first statement
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
         body -= 1
     stage = node.name
     if stages is not None:
         stage = stages.get(node.name, UNKNOWN)
-    of_caller = stage == CALLER
+    has_stage_of_caller = stage == CALLER
     first = min(decorator.lineno for decorator in node.decorator_list)
     for number in range(first, body):
         yield number, LineStage(node.name, header=True)
     for number in _lines(node, start=body):
         stage = starts.get(number, stage)
-        of_line = None if of_caller else waits.get(number, stage)
-        yield number, LineStage(node.name, of_line)
+        line_stage = None if has_stage_of_caller else waits.get(number, stage)
+        yield number, LineStage(node.name, line_stage)
 
 
 def _lines(node: ast.FunctionDef | ast.Call, start: int) -> range:
-    """Numbers of the lines from `start` to the end of the node."""
+    """The numbers of the lines from `start` to the end of a node."""
     return range(start, (node.end_lineno or node.lineno) + 1)
 
 
@@ -299,12 +327,15 @@ def _is_jit(decorator: ast.expr) -> bool:
 
 
 def _specializes(function: ast.FunctionDef) -> bool:
-    """Whether it gives its warps roles."""
+    """Whether a function gives roles to its warps."""
     return any(_called(node) == "warp_specialize" for node in ast.walk(function))
 
 
 def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
-    """The dict of that name; None if there is none.  In a user's file it may be any object."""
+    """The dictionary that a file assigns to a name; None if there is none.
+
+    A user's file may assign anything else to the name.
+    """
     for node in tree.body:
         if not isinstance(node, ast.Assign) or list(map(ast.unparse, node.targets)) != [name]:
             continue
@@ -319,8 +350,12 @@ def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
 
 
 def _waits(tree: ast.Module, stages: Mapping[str, str]) -> dict[int, str]:
-    """Lines of `mbarrier.wait(shared.NAME...)`, and of `rings.NAME.wait_full(...)` and
-    `rings.NAME.wait_empty(...)`, with the stages of their names.
+    """Number of a line that waits -> its stage.
+
+    The lines are those of `mbarrier.wait(shared.NAME...)`, `rings.NAME.wait_full(...)` and
+    `rings.NAME.wait_empty(...)`.
+
+    stages: NAME -> stage.
     """
     waits: dict[int, str] = {}
     for node in ast.walk(tree) if stages else ():
@@ -332,11 +367,13 @@ def _waits(tree: ast.Module, stages: Mapping[str, str]) -> dict[int, str]:
             barrier = node.func
         else:
             continue
-        names = (part.attr for part in ast.walk(barrier) if isinstance(part, ast.Attribute))
-        if name := next((name for name in names if name in stages), ""):
-            waits |= dict.fromkeys(_lines(node, node.lineno), stages[name])
+        for part in ast.walk(barrier):
+            if isinstance(part, ast.Attribute) and part.attr in stages:
+                waits |= dict.fromkeys(_lines(node, node.lineno), stages[part.attr])
+                break
     return waits
 
 
 def _called(node: ast.AST) -> str:
+    """The last name of the function that a node calls; empty if it is no call."""
     return ast.unparse(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""

@@ -1,7 +1,7 @@
-"""The stall report from ncu's raw kernels: facts from metrics, whose names differ by chip and
-version; checks; hints.
+"""The stall report from what ncu measured: numbers, attributed samples, self-checks and hints.
 
-Self-checks are run on every report and shown with it.
+The names of ncu's metrics differ by chip and version.  Self-checks are made on every report and
+shown with it.
 """
 
 import re
@@ -22,7 +22,8 @@ from ssdprof.operators.operator import Stages
 from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
-# field of KernelStalls -> metrics with its value, best first
+# field of KernelStalls -> the metrics that may have its value; the first one that ncu collected
+# counts
 _METRICS = {
     "block": ("launch__block_size",),
     "registers": ("launch__registers_per_thread",),
@@ -54,6 +55,7 @@ _METRICS = {
     "l1_hit_pct": ("l1tex__t_sector_hit_rate.pct",),
     "l2_hit_pct": ("lts__t_sector_hit_rate.pct",),
 }
+# resource -> the metric with the number of blocks per SM that the resource allows
 _LIMITS = {
     "registers": "launch__occupancy_limit_registers",
     "shared memory": "launch__occupancy_limit_shared_mem",
@@ -63,7 +65,7 @@ _LIMITS = {
 }
 _SAMPLE_COUNT = "smsp__pcsamp_sample_count"
 _AVERAGE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-_WHOLE = {
+_INTEGERS = {  # fields of KernelStalls
     "block",
     "registers",
     "spill_requests",
@@ -74,8 +76,8 @@ _WHOLE = {
     "tensor_flops",
     "fp32_flops",
 }
-_SECTOR_BYTES = 32
-_TENSOR_OPS = "sm__ops_path_tensor_src_"
+_SECTOR_BYTES = 32  # of L2
+_TENSOR_OPS = "sm__ops_path_tensor_src_"  # followed by the types of the operands
 
 
 def analyse(
@@ -85,11 +87,12 @@ def analyse(
     missing: str = "",
     **origin: Any,
 ) -> StallReport:
-    """The stall report.  Depends only on the arguments, not on the machine.
+    """The stall report of ncu's reports.  It depends on the arguments alone, not on the machine.
 
-    launched: by each implementation, in the order of its report; empty for reports made without
-    ssdprof.
-    missing: the reason if there are no reports.  origin: other fields of the stall report.
+    launched: the launches of each implementation, in the order of the reports; empty for reports
+        that were made without ssdprof.
+    missing: the reason why there are no reports; empty if there are.
+    origin: further fields of `StallReport`.
     """
     requested = () if missing else launched
     names = [call.implementation for call in requested] or [""] * len(reports)
@@ -115,28 +118,33 @@ def analyse(
 
 
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
-    """One launch.  implementation: "": inferred from the kernel's name."""
+    """The results of one launch.
+
+    implementation: empty to infer it from the kernel's name or its source file.
+    """
     sources = SourceFiles(kernel.sources)
     known = _stages(kernel)
     stages, lines, from_neighbours = attribute(kernel, sources, known)
     facts = numbers(kernel)
     averages = {} if kernel.totals else average(kernel)
-    absent = [name for name, value in facts.items() if value in (None, ())]
-    if facts["tensor_flops"] == 0:  # then the type of its operands is unknown
-        absent.remove("tensor_peak_tflops")
+    not_collected = [name for name, value in facts.items() if value in (None, ())]
+    if facts["tensor_flops"] == 0:  # no operands, so that their type, which has a peak, is unknown
+        not_collected.remove("tensor_peak_tflops")
     if not kernel.totals and not averages:
-        absent.append("stall reasons")
+        not_collected.append("stall reasons")
     if not kernel.points:
-        absent.append("source lines")
-    count = kernel.number(_SAMPLE_COUNT)
+        not_collected.append("source lines")
     name = kernel.function
+    if not implementation:
+        implementation = known.kernels.get(name, "") or sources.implementation(name)
+    count = kernel.number(_SAMPLE_COUNT)
+    if count is None:
+        count = sum(kernel.totals.values()) or None
     stalls = KernelStalls(
         kernel=name,
-        implementation=implementation
-        or known.kernels.get(name, "")
-        or sources.implementation(name),
+        implementation=implementation,
         **facts,
-        sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
+        sample_count=None if count is None else round(count),
         samples=most_first(kernel.totals),
         average=averages,
         stages=stages,
@@ -144,37 +152,38 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         lines=lines,
         from_neighbours=from_neighbours,
         unlabelled=tuple(sorted(sources.unlabelled)),
-        not_collected=tuple(absent),
+        not_collected=tuple(not_collected),
     )
     checks = _checks_of_kernel(kernel, stalls, sources.not_recorded)
     return stalls.model_copy(update={"checks": checks, "hints": hints(stalls)})
 
 
 def _stages(kernel: RawKernel) -> Stages:
-    """The stages of the operator with a kernel of this name; for an unknown kernel those of all
-    operators.
+    """The stages of the operator that has a kernel of this name; for an unknown kernel, the stages
+    of all operators.
     """
-    every = [operator.stages for operator in operators.records()]
-    for stages in every:
+    all_stages = [operator.stages for operator in operators.records()]
+    for stages in all_stages:
         of_libraries = (source["stages"] for source in stages.sources.values())
         if any(kernel.function in names for names in (stages.kernels, *of_libraries)):
             return stages
-    return Stages.together(every)
+    return Stages.together(all_stages)
 
 
 # --- facts
 
 
 def numbers(kernel: RawKernel) -> dict[str, Any]:
-    """The resources and the speed of a launch, by the fields of KernelStalls; None or () if not
-    collected.
+    """Field of KernelStalls -> the resource or the speed of a launch; None or () if ncu did not
+    collect it.
     """
     grid = [kernel.number(f"launch__grid_dim_{axis}") for axis in "xyz"]
-    limits = {
-        name: limit
-        for name, metric in _LIMITS.items()
-        if (limit := kernel.number(metric)) is not None
-    }
+    blocks_per_sm: dict[str, float] = {}
+    for name, metric in _LIMITS.items():
+        blocks = kernel.number(metric)
+        if blocks is not None:
+            blocks_per_sm[name] = blocks
+    fewest = min(blocks_per_sm.values(), default=0)
     facts: dict[str, Any] = {name: kernel.number(*metrics) for name, metrics in _METRICS.items()}
     shared = [
         kernel.number(f"launch__shared_mem_per_block_{kind}")
@@ -194,47 +203,49 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
     )
     facts |= {
         "grid": None if grid[0] is None else tuple(int(size or 1) for size in grid),
-        "limited_by": tuple(
-            name for name, limit in limits.items() if limit == min(limits.values())
-        ),
+        "limited_by": tuple(name for name, blocks in blocks_per_sm.items() if blocks == fewest),
         "tensor_flops": tensor_flops,
         "fp32_flops": _fp32(kernel),
         "dram_peak_gb_per_s": _product(bandwidth, 1e-9),
         "tensor_peak_tflops": tensor_peak,
     }
-    for name in _WHOLE:
+    for name in _INTEGERS:
         if facts[name] is not None:
             facts[name] = round(facts[name])
     return facts
 
 
 def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
-    """(operations on the tensor cores, their dense peak in TFLOP/s for the operand type that was
-    used most).
+    """The work of the tensor cores: (operations, the dense peak in TFLOP/s of the operand type with
+    the most operations).  Each is None if it is not known.
+
+    pipe_pct: the percentage of cycles in which the tensor cores worked.
     """
-    kinds = {
-        name.removesuffix(".sum"): count
-        for name in kernel.metrics
-        if name.startswith(_TENSOR_OPS)
-        and name.endswith(".sum")
-        and (count := kernel.number(name)) is not None
-    }
-    if not kinds:
+    flops_of_types: dict[str, float] = {}
+    for name in kernel.metrics:
+        count = kernel.number(name)
+        if name.startswith(_TENSOR_OPS) and name.endswith(".sum") and count is not None:
+            flops_of_types[name.removesuffix(".sum")] = count
+    if not flops_of_types:
         return None, None
-    flops = sum(kinds.values())
-    most = max(kinds, key=kinds.__getitem__)
-    peak = kernel.number(f"{most}.sum.peak_sustained_elapsed.per_second")
+    flops = sum(flops_of_types.values())
+    most_used = max(flops_of_types, key=flops_of_types.__getitem__)
+    peak = kernel.number(f"{most_used}.sum.peak_sustained_elapsed.per_second")
     if peak is None:
-        per_cycle = kernel.number(f"{most}.sum.peak_sustained")
+        per_cycle = kernel.number(f"{most_used}.sum.peak_sustained")
         peak = _product(per_cycle, kernel.number("sm__cycles_elapsed.avg.per_second"))
-    share_pct = kernel.number(f"{most}.sum.pct_of_peak_sustained_elapsed")
-    if not (peak and share_pct and pipe_pct):
+    peak_pct = kernel.number(f"{most_used}.sum.pct_of_peak_sustained_elapsed")
+    if not (peak and peak_pct and pipe_pct):
         return flops, None
-    return flops, peak / (2 if pipe_pct / share_pct > 1.5 else 1) * 1e-12
+    # The tensor cores worked much longer than their rate explains: the peak is that of sparse
+    # operands, which is twice the dense one.
+    if pipe_pct / peak_pct > 1.5:
+        peak /= 2
+    return flops, peak * 1e-12
 
 
 def _fp32(kernel: RawKernel) -> float | None:
-    """Additions, multiplications and twice the fused ones, by ordinary threads."""
+    """The fp32 operations outside of the tensor cores, a fused multiply-add counted as two."""
     cycles = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg")
     total = 0.0
     if cycles is None:
@@ -251,8 +262,9 @@ def _fp32(kernel: RawKernel) -> float | None:
 
 
 def average(kernel: RawKernel) -> dict[str, float]:
-    """Stall reason -> warps that wait for it while one issues, of the whole kernel: counted, not
-    sampled.
+    """Stall reason -> the waiting warps per issuing warp, over the whole kernel.
+
+    ncu counted these warps, and did not sample them.
     """
     waiting: dict[str, float] = {}
     for name in kernel.metrics:
@@ -265,6 +277,7 @@ def average(kernel: RawKernel) -> dict[str, float]:
 
 
 def _product(value: float | None, factor: float | None) -> float | None:
+    """value * factor; None if one of them is not known."""
     return None if value is None or factor is None else value * factor
 
 
@@ -272,7 +285,10 @@ def _product(value: float | None, factor: float | None) -> float | None:
 
 
 def _result(holds: bool | None, detail: str, lacking: str = "not collected") -> CheckResult:
-    """The result of a self-check.  holds: None if it cannot be checked; `lacking` is the reason."""
+    """The result of a self-check.
+
+    holds: None if it cannot be checked.  lacking: the reason why it cannot.
+    """
     if holds is None:
         return "not checked", lacking
     return "ok" if holds else "failed", detail
@@ -281,17 +297,20 @@ def _result(holds: bool | None, detail: str, lacking: str = "not collected") -> 
 def _checks_of_kernel(
     kernel: RawKernel, stalls: KernelStalls, missing_files: set[str]
 ) -> SelfChecks:
-    """What the counters of one kernel say of it, one check after another."""
+    """The self-checks of one kernel.
+
+    missing_files: the names of source files that are not in ncu's report.
+    """
     count = kernel.number(_SAMPLE_COUNT)
     dropped = kernel.number("smsp__pcsamp_dropped_bytes")
     counted = None if count is None or not kernel.totals else round(count)
     total = sum(kernel.totals.values()) if kernel.points else None
     no_bytes_dropped = None if dropped is None else not dropped
     unknown = sum(stalls.stages.get(UNKNOWN, {}).values())
-    lost = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
-    recorded = "yes"
+    stages_detail = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
+    files_detail = "yes"
     if missing_files:
-        recorded = f"not in the report: {', '.join(sorted(missing_files))}"
+        files_detail = f"not in the report: {', '.join(sorted(missing_files))}"
     of_lines = [line.samples for line in stalls.lines]
     all_known = all_recorded = None
     if kernel.points:
@@ -302,14 +321,14 @@ def _checks_of_kernel(
         "lines add up to the kernel": _adds_up(of_lines, total),
         "stages add up to the kernel": _adds_up(stalls.stages.values(), total),
         "every reason adds up over the lines": _reasons_add_up(kernel),
-        "every line has a stage": _result(all_known, lost),
-        "the source was recorded": _result(all_recorded, recorded),
+        "every line has a stage": _result(all_known, stages_detail),
+        "the source was recorded": _result(all_recorded, files_detail),
         "no sample was dropped": _result(no_bytes_dropped, f"{dropped or 0:,.0f} bytes dropped"),
     }
 
 
 def _adds_up(samples: Iterable[Mapping[str, int]], expected: int | None) -> CheckResult:
-    """Whether there are as many samples as expected."""
+    """Whether there are as many samples as expected.  expected: None if it is not known."""
     if expected is None:
         return _result(None, "")
     count = sum(sum(counts.values()) for counts in samples)
@@ -318,21 +337,25 @@ def _adds_up(samples: Iterable[Mapping[str, int]], expected: int | None) -> Chec
 
 
 def _reasons_add_up(kernel: RawKernel) -> CheckResult:
-    """Whether the samples of the instructions are those of the kernel, reason by reason."""
-    by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())
-    off = [
+    """Whether the samples of the instructions add up to those of the kernel for each reason."""
+    by_reason: Counter[str] = Counter()
+    for point in kernel.points:
+        by_reason.update(point.samples)
+    differences = [
         f"{reason} {by_reason[reason]:,} of {total:,}"
         for reason, total in kernel.totals.items()
         if by_reason[reason] != total
     ]
-    holds = not off if kernel.points and kernel.totals else None
-    detail = "; ".join(off) or f"{len(kernel.totals)} reasons"
+    holds = not differences if kernel.points and kernel.totals else None
+    detail = "; ".join(differences) or f"{len(kernel.totals)} reasons"
     return _result(holds, detail)
 
 
 def _checks_of_reports(reports: Sequence[RawReport], requested: Sequence[Launched]) -> SelfChecks:
-    """Checks of the files, and that only the requested launches, if they are known, were
-    profiled.
+    """The self-checks of ncu's files: whether each is complete, and whether only the requested
+    launches were profiled.
+
+    requested: empty if the requested launches are not known.
     """
     checks: SelfChecks = {}
     for report in reports:
@@ -352,26 +375,26 @@ def _only_requested(report: RawReport, launched: Launched) -> CheckResult:
     """Whether the launches of a call, and no others, were profiled."""
     profiled = Counter(kernel.function for kernel in report.kernels)
     requested = {launch.kernel for launch in launched.launches}
-    wrong: list[str] = []
+    faults: list[str] = []
     if absent := requested - set(profiled):
-        wrong.append(f"not profiled: {', '.join(sorted(absent))}")
+        faults.append(f"not profiled: {', '.join(sorted(absent))}")
     if others := set(profiled) - requested:
-        wrong.append(f"not requested: {', '.join(sorted(others))}")
+        faults.append(f"not requested: {', '.join(sorted(others))}")
     if profiled.total() != launched.launch_count:
-        wrong.append(f"{profiled.total()} launches instead of {launched.launch_count}")
+        faults.append(f"{profiled.total()} launches instead of {launched.launch_count}")
     detail = f"{profiled.total()} of {launched.launch_count}; compiled before"
-    return _result(not wrong, "; ".join(wrong) or detail)
+    return _result(not faults, "; ".join(faults) or detail)
 
 
-# --- hints: each names its evidence, and needs collected values
+# --- hints: each names its evidence, which must have been collected
 
-_MOST = 6
-_WORTH_PCT = 5.0  # of the busy samples: a smaller share is not worth a change
-_BUSY_MEMORY_PCT = 70.0  # of a memory's bandwidth: above this it counts as full
-_MOST_HIT_PCT = 80.0  # of L2: above this, loads wait for L2 and not for DRAM
-_FULL_WAVE = 0.8
+_MOST = 6  # hints on stages of a kernel
+_WORTH_PCT = 5.0  # a smaller percentage of the busy samples is not worth a change
+_BUSY_MEMORY_PCT = 70.0  # from this percentage of its bandwidth on, a memory counts as full
+_MOST_HIT_PCT = 80.0  # from this hit rate of L2 on, loads wait for L2 and not for DRAM
+_FULL_WAVE = 0.8  # a grid that fills less of the GPU once is too small
 
-# reason -> remedy.  Reasons whose remedy depends on more are in `_advice`.
+# Stall reason -> remedy.  `_advice` has the reasons whose remedy depends on something else, too.
 ADVICE = {
     "short_scoreboard": "Shared memory, exponentials or shuffles answer too late: issue them "
     "earlier, have fewer of them in the chain, or compute them once for several uses.",
@@ -407,12 +430,14 @@ ADVICE = {
 
 
 def hints(kernel: KernelStalls) -> dict[str, float | None]:
-    """Hints by stage and reason, the largest first, then those about the whole kernel: see
-    `KernelStalls`.
+    """The hints on a kernel: on a stall reason in a stage, the most frequent first, then on the
+    whole kernel.  See `KernelStalls.hints`.
     """
     by_count: list[tuple[int, str, float]] = []
     for stage, samples in kernel.stages.items():
-        for reason, count in () if stage in kernel.idle else samples.items():
+        if stage in kernel.idle:
+            continue
+        for reason, count in samples.items():
             share = 100 * count / kernel.busy_samples
             if share < _WORTH_PCT:
                 continue
@@ -420,10 +445,10 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
             hottest = max(of_stage, key=lambda line: line.samples.get(reason, 0))
             if advice := _advice(kernel, stage, reason, hottest.text):
                 quote = f" `{hottest.text}`" if hottest.text else ""
-                part = 100 * hottest.samples.get(reason, 0) / count
+                share_of_line = 100 * hottest.samples.get(reason, 0) / count
                 hint = (
                     f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples, "
-                    f"{part:.0f} % of them on {hottest.file}:{hottest.line}{quote}{advice}"
+                    f"{share_of_line:.0f} % of them on {hottest.file}:{hottest.line}{quote}{advice}"
                 )
                 by_count.append((count, hint, share))
     by_count.sort(key=lambda hint: -hint[0])
@@ -431,7 +456,11 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
 
 
 def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
-    """The end of a hint, or "".  text: of the hottest line."""
+    """The end of a hint: what may help against a stall reason in a stage; empty if it is no stall
+    or nothing is known to help.
+
+    text: the hottest line.
+    """
     if reason in ("selected", "not_selected"):  # the warp could issue: no stall
         return ""
     if stage.startswith("waiting") or "mbarrier.wait" in text:
@@ -458,8 +487,8 @@ def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
 def _global_load(kernel: KernelStalls) -> str:
     """The end of a hint on warps that wait for global memory: which memory limits, if one does."""
     known = (("L2 hit rate", kernel.l2_hit_pct), ("L2", kernel.l2_pct), ("DRAM", kernel.dram_pct))
-    memory = "".join(f"{name} {value:.0f} %, " for name, value in known if value is not None)
-    evidence = f"; {memory.removesuffix(', ')}." if memory else "."
+    memory = ", ".join(f"{name} {value:.0f} %" for name, value in known if value is not None)
+    evidence = f"; {memory}." if memory else "."
     if (kernel.dram_pct or 0) >= _BUSY_MEMORY_PCT:
         return (
             f"{evidence}  DRAM is full: fewer bytes (smaller types, one pass less, more reuse) is "
@@ -467,19 +496,17 @@ def _global_load(kernel: KernelStalls) -> str:
         )
     if (kernel.l2_pct or 0) >= _BUSY_MEMORY_PCT:
         return f"{evidence}  L2 is full: share loads between heads, or read less often."
-    rest = "more stages in flight if shared memory then still holds as many programs."
+    cause = "the latency of loads, not by a bandwidth: more warps per SM"
     if (kernel.l2_hit_pct or 0) >= _MOST_HIT_PCT:
-        return (
-            f"{evidence}  Bound by the latency of L2, not by a bandwidth: fewer re-reads, or {rest}"
-        )
+        cause = "the latency of L2, not by a bandwidth: fewer re-reads"
     return (
-        f"{evidence}  Bound by the latency of loads, not by a bandwidth: more warps per SM, or "
-        f"{rest}"
+        f"{evidence}  Bound by {cause}, or more stages in flight if shared memory then still holds "
+        "as many programs."
     )
 
 
 def _whole(kernel: KernelStalls) -> Iterator[str]:
-    """Hints about the whole kernel: spilled registers, occupancy, the last wave of blocks."""
+    """The hints on the whole kernel: spilled registers, occupancy, and the last wave of blocks."""
     waves = kernel.waves
     occupancy = kernel.occupancy_pct
     issue = kernel.issue_pct

@@ -1,4 +1,4 @@
-"""Profiles one call with the ncu program, in a process of its own, and explains ncu's errors."""
+"""Profiles one call with the program ncu in a separate process, and explains the errors of ncu."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from ssdprof.environment import child
 from ssdprof.environment.toolchain import find_ncu, ncu_version
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError, how_ended
 
-TIMEOUT_S = 300.0
-OLDEST = (2023, 1)  # the first with complete counters for Hopper
+TIMEOUT_S = 300.0  # for each process, unless the user gives another one
+OLDEST = (2023, 1)  # the first version with complete counters for Hopper
 RANGE = "ssdprof"  # NVTX range around the one call that is profiled
-SECTIONS = (
+SECTIONS = (  # of metrics that ncu collects
     "LaunchStats",
     "Occupancy",
     "SpeedOfLight",
@@ -33,8 +33,8 @@ _REMEDIES = (
     "'options nvidia NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and "
     "load the driver again."
 )
-# Environment variables that a child process gets.  An allow list, so that unknown variables with
-# tokens are not passed.
+# The environment variables that a child process gets.  They are an allow list, so that no unknown
+# variable with a token is passed.
 _PASSED = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|LANG|TZ|TERM|CC|CXX|CPATH|VIRTUAL_ENV|LIBRARY_PATH|"
     r"LD_LIBRARY_PATH|C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|"
@@ -73,12 +73,12 @@ ERRORS = {
 
 
 class Job(Record):
-    """A call that ncu profiles, in a process of its own.
+    """A call for ncu to profile.
 
-    folder: of captures, which hold `layer` (its index) with `seqlen` tokens.
-    cache: a folder for compiled kernels, for `launch` and `profile` of such jobs only: kernels
-    compiled elsewhere may lack their lines.
-    tuned: a file with configurations for the kernels.
+    folder: with captures, among them those of layer `layer` (its index) with `seqlen` tokens.
+    cache: a folder for compiled kernels that only such jobs use, because kernels that other
+        processes compiled may lack source lines.
+    tuned: a file with configurations for the kernels; None for the committed ones.
     """
 
     folder: Path
@@ -91,17 +91,20 @@ class Job(Record):
 
 
 def target(job: Job, launched: Path) -> tuple[str, ...]:
-    """The command of the process that runs the job once inside the range, and writes its
-    launches.
+    """The command of the process that runs the job once inside the range `RANGE`.
+
+    launched: the file into which it writes the launches of the call.
     """
     return (*child.python("ssdprof.stalls.profiled"), job.model_dump_json(), str(launched))
 
 
 def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
-    """Run the job without ncu: its launches, and the resources that Triton reports.
+    """Run the job without ncu.  Returns its launches, with the resources that Triton reports.
 
-    It also compiles every kernel, so that this does not happen under ncu.  Raises SsdprofError with
-    the exit code of the failure: BAD_INPUT if the implementation refuses the layer.
+    This also compiles every kernel, so that none is compiled under ncu.
+
+    Raises SsdprofError with the exit code of the failure, such as BAD_INPUT if the implementation
+    refuses the layer.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         launched = Path(folder) / "launched.json"
@@ -121,7 +124,7 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
 
 
 def _written_error(launched: Path) -> SsdprofError | None:
-    """The error that the target wrote instead of its launches, if it did."""
+    """The error that the process wrote instead of its launches; None if it wrote none."""
     try:
         written = json.loads(launched.read_text(encoding="utf-8"))
         return SsdprofError(written["message"], written["hint"], ExitCode(written["exit_code"]))
@@ -138,7 +141,9 @@ def profile(
     sections: Sequence[str] = SECTIONS,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Let ncu profile the job's launches into `report`.
+    """Let ncu profile the launches of a job.
+
+    launched: the launches.  program: the path of ncu.  report: the file that ncu writes.
 
     Raises MissingCapabilityError with the reason if ncu fails.
     """
@@ -152,14 +157,16 @@ def profile(
 
 
 def _environment(job: Job) -> dict[str, str]:
+    """The environment of the processes of a job."""
     return (
         clean_environment(os.environ) | child.search_path() | {"TRITON_CACHE_DIR": str(job.cache)}
     )
 
 
 def find() -> tuple[str, str]:
-    """The path and the version of the newest ncu on this machine.  MissingCapabilityError if there
-    is none, or if it is too old.
+    """The path and the version of the newest ncu on this machine.
+
+    Raises MissingCapabilityError if there is none, or if it is too old.
     """
     program = find_ncu()
     if program is None:
@@ -185,10 +192,11 @@ def command(
     target: Sequence[str],
     sections: Sequence[str] = SECTIONS,
 ) -> tuple[str, ...]:
-    """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into
-    `report`.
+    """The command that profiles a process.
 
-    Kernel replay: ncu saves and restores memory between its passes, tickets and flags included, so
+    It profiles the first `launches` launches of the kernels `kernels` in the range `RANGE` of the
+    process `target`, and writes the file `report`.  In its mode "kernel replay", ncu runs a kernel
+    several times, and saves and restores memory in between.  This includes tickets and flags, so
     kernels whose programs wait for each other do not hang.
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
@@ -227,8 +235,9 @@ def command(
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process: without variables that might be secrets, and with line
-    information on.
+    """The environment of a child process, without variables that might be secrets.
+
+    Triton's line information is switched on.
     """
     passed = {
         name: value
@@ -243,9 +252,9 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> str:
-    """The output of a command: see `child.run`.
+    """Run a command and return its output: see `child.run`.
 
-    Raises MissingCapabilityError if it fails, with the meaning of its output, or if it takes too
+    Raises MissingCapabilityError if it fails, with an explanation of its output, or if it takes too
     long.
     """
     code, output = child.run(command, timeout_s=timeout_s, environ=environ)
@@ -260,15 +269,19 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
 
 
 def explain(output: str, returncode: int) -> MissingCapabilityError:
-    """The error for a failed command, from its output."""
+    """The error for a failed command, from its output.
+
+    For an unknown failure its message ends with the last line that looks like an error.
+    """
     for pattern, (message, hint) in ERRORS.items():
         if re.search(pattern, output):
             return MissingCapabilityError(message, hint)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or "Error" in line]
-    last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
-    how = how_ended(returncode)
+    last = (errors or lines or [""])[-1]
+    reason = last.removeprefix("==ERROR==").strip()[:300]
+    end = f": {reason}" if reason else "."
     return MissingCapabilityError(
-        f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}",
+        f"A process of the profile failed ({how_ended(returncode)}){end}",
         "ssdprof doctor may say why.",
     )

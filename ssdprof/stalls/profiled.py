@@ -2,19 +2,19 @@
 
     python -m ssdprof.stalls.profiled JOB FILE         JOB: an `ncu.Job`, as JSON
 
-Small, because ncu saves and restores the device memory that the process can reach between its
-passes.  FILE gets, as JSON, a `Launched` with the launches of the call, or the message, hint and
-exit code of an error.
+The process uses little memory, because ncu saves and restores all device memory of the process
+between its passes.  It writes into FILE, as JSON, a `Launched` with the launches of the call, or
+the message, hint and exit code of an error.
 
-It also makes the compiler record, for an inlined instruction, the line that has its stage.  An
-instruction has one line in a report: that of the innermost function that was inlined there, a
-helper's or a library's.  Triton writes the chain of calls into its PTX as a comment, which ptxas
+The process also makes the compiler record, for each inlined instruction, the line that has its
+stage.  A report has one line for an instruction: that of the innermost inlined function, which may
+be a helper or a library.  Triton writes the chain of calls into its PTX as a comment, which ptxas
 drops:
 
     .loc 3 382 10    // role_scores.py:82:10 @[ role_scores.py:64:17 @[ hopper_kernel.py:161:45 ] ]
 
-So each .loc is replaced, before ptxas reads it, by the innermost line of the chain that has a
-stage.
+Before ptxas reads the PTX, this module therefore replaces the line of each .loc with the innermost
+line of the chain that has a stage.
 """
 
 import json
@@ -49,7 +49,7 @@ DEVICE = "cuda"
 
 
 def main() -> None:
-    """Make the call of the job twice: to compile and tune everything, and for ncu."""
+    """Make the call of the job: first to compile and tune everything, then for ncu."""
     job = ncu.Job.model_validate_json(sys.argv[1])
     out = Path(sys.argv[2])
     install()
@@ -79,12 +79,12 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Inputs:
 
 
 def refusal_of(error: Exception) -> dict[str, str | int]:
-    """The message and hint for the user, and the exit code of the command, which the error's type
-    determines.
+    """The message and hint for the user and the exit code of the command, for an error of the
+    call.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        full = "The layer's tensors do not fit into the GPU's memory."
-        error = SsdprofError(full, "Use a shorter --seq.", ExitCode.MISSING_CAPABILITY)
+        message = "The layer's tensors do not fit into the GPU's memory."
+        error = SsdprofError(message, "Use a shorter --seq.", ExitCode.MISSING_CAPABILITY)
     elif not isinstance(error, SsdprofError):
         error = SsdprofError(
             f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT
@@ -95,8 +95,7 @@ def refusal_of(error: Exception) -> dict[str, str | int]:
 def call_at(
     operator: Operator, implementation: Implementation, inputs: Inputs, wanted: Precision
 ) -> Call:
-    """The call at the requested precision, or at the most similar one of an implementation that
-    lacks it.
+    """The call at the wanted precision, or at the most similar one that the implementation has.
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
@@ -114,9 +113,10 @@ def call_at(
 
 @torch.no_grad()
 def warm_up(implementation: Implementation, call: Call) -> Launched:
-    """Compile and tune everything, so that the profiled call only launches.
+    """Compile and tune everything, so that the profiled call only launches kernels.
 
-    A library tunes itself in its first call, so only later calls have its final launches.
+    Returns the launches of a second call.  A library may tune itself in its first call, so only
+    later calls have its final launches.
     """
     call.run()
     with recorded_launches() as launches, counted_launches() as count:
@@ -132,7 +132,7 @@ def warm_up(implementation: Implementation, call: Call) -> Launched:
 
 @torch.no_grad()
 def profiled(call: Call) -> None:
-    """The call that ncu profiles."""
+    """Make the call that ncu profiles, inside the NVTX range."""
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_push(ncu.RANGE)  # type: ignore[no-untyped-call]
     call.run()
@@ -142,54 +142,59 @@ def profiled(call: Call) -> None:
 
 # --- lines of callers
 
-_KEY = "ssdprof: lines of callers"  # part of the key of such kernels in Triton's cache, if it asks
+# A part of the key of kernels with replaced lines in Triton's cache, in versions that ask for it.
+_KEY = "ssdprof: lines of callers"
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
 _LOC = re.compile(r"^(\s*\.loc\s+)(\d+) (\d+) (\d+)(\s*//\s*)(.+)$", re.MULTILINE)
 _FRAME = re.compile(r"([^\s@\[\]:]+):(\d+):(\d+)")
 
 
 def install() -> None:
-    """Install the hook for every kernel that Triton compiles in this process from now on.
+    """Replace the lines of every kernel that Triton compiles in this process from now on.
 
-    Triton 3.6 does not ask the hook for a part of its cache's key, so TRITON_CACHE_DIR must be a
-    folder without compiled kernels.
+    Triton 3.6 does not ask for a part of its cache's key, so TRITON_CACHE_DIR must be a folder
+    without compiled kernels.
     """
     triton.knobs.runtime.add_stages_inspection_hook = _hook
 
 
 def _hook(*arguments: Any) -> tuple[str, str] | None:
-    """Triton's hook for compilation stages: it names the call sites in PTX.
+    """A hook of Triton's compiler, which makes its stage "ptx" replace the lines in PTX.
 
-    Triton calls it without arguments for its part of the cache's key, else with a compiler's
-    stages.
+    Triton calls the hook without arguments to get a part of its cache's key.  Otherwise the second
+    argument is a dictionary of the compiler's stages, which the hook may change.
     """
     if not arguments:
         return _KEY, _KEY
     stages: dict[str, Callable[..., str]] = arguments[1]
-    make = stages.get("ptx")
-    if make is not None:
+    make_ptx = stages.get("ptx")
+    if make_ptx is not None:
 
         def make_and_name(*module_and_metadata: object) -> str:
-            return name_call_sites(make(*module_and_metadata))
+            return name_call_sites(make_ptx(*module_and_metadata))
 
         stages["ptx"] = make_and_name
     return None
 
 
 def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
-    """The PTX with every .loc at the innermost line that has a stage; unchanged if no line of the
-    chain has one.
+    """The PTX with every .loc at the innermost line of its chain of calls that has a stage.
 
-    sources: of the files that the PTX names; None reads them.
+    A .loc is unchanged if no line of the chain has a stage.
+
+    sources: the files that the PTX names; None to read them.
     """
     files = dict(_FILE.findall(ptx))
-    known = sources or SourceFiles({path: text for path in files.values() if (text := _text(path))})
-    numbers: dict[str, list[str]] = defaultdict(list)  # frames name a file without its folder
+    texts = {path: _text(path) for path in files.values()}
+    known = sources or SourceFiles({path: text for path, text in texts.items() if text})
+    numbers: dict[str, list[str]] = defaultdict(
+        list
+    )  # name of a file without its folder -> numbers
     for number, path in files.items():
         numbers[base_name(path)].append(number)
 
     def innermost(loc: re.Match[str]) -> str:
-        """The line directive with the innermost frame whose stage is known."""
+        """The .loc with the innermost line whose stage is known."""
         before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):
@@ -201,10 +206,11 @@ def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
 
 
 def _text(path: str) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return ""  # then its lines are not changed
+        return ""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""An .ncu-rep file as plain values, by NVIDIA's ncu-report package: no GPU and no ncu needed.
+"""Reads an .ncu-rep file with NVIDIA's package ncu-report.  It needs neither a GPU nor ncu.
 
-    python -m ssdprof.stalls.read FILE OUT         OUT gets the launches, as JSON
+    python -m ssdprof.stalls.read FILE OUT         writes the launches in FILE into OUT, as JSON
 
-The package is compiled code: a damaged file can crash it, and an intact file crashes it if torch is
-loaded too (with 2025.3.1).  So it runs in a process of its own, and this module imports neither
-torch nor anything that does.
+The package is compiled code.  A damaged file can crash it, and version 2025.3.1 crashes on an
+intact file if torch is loaded, too.  It therefore runs in a separate process, and this module
+imports neither torch nor anything that imports torch.
 """
 
 import hashlib
@@ -27,11 +27,12 @@ from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 
 MetricValue = int | float | str
-# + a reason; with "_not_issued" after it, a part of the same samples
+# The start of the metrics of samples, followed by a stall reason.  Metrics that end with
+# "_not_issued" count some of the same samples again.
 _SAMPLED = "smsp__pcsamp_warps_issue_stalled_"
-# other names of stall reasons
+# name of a stall reason in some versions -> its usual name
 CANONICAL = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}
-_TO_NS = {
+_TO_NS = {  # unit of a metric -> nanoseconds
     "s": 1e9,
     "ms": 1e6,
     "us": 1e3,
@@ -41,19 +42,21 @@ _TO_NS = {
     "usecond": 1e3,
     "nsecond": 1.0,
 }
-_NOT_INSTALLED = 9  # exit code
-_MAGIC = b"NVR\0"
-_LAYOUT = b"\x08\x07"  # version 7 of the container: the one whose sizes are known here
+_NOT_INSTALLED = 9  # exit code of the child process if ncu-report is not installed
+_MAGIC = b"NVR\0"  # the start of a report
+_LAYOUT = b"\x08\x07"  # the file header of version 7, the only one whose block sizes are known here
 _TIMEOUT_S = 600  # far above the time for the largest intact report
 _AGAIN = "Copy or record it again."
 
 
 @dataclass(frozen=True)
 class Point:
-    """An instruction with the warps that were sampled there.
+    """An instruction of a kernel, with the warps that were sampled there.
 
-    file: as the report names it; "" and line 0 if it has no line information.  samples: by stall
-    reason.
+    file, line: the source line, with the file as the report names it; "" and 0 if the instruction
+        has no line information.
+    sass: the instruction as text.
+    samples: stall reason -> the number of samples.
     """
 
     address: int
@@ -67,11 +70,13 @@ class Point:
 class RawKernel:
     """One profiled launch.
 
-    metrics: by ncu's name, in base units (nanoseconds, bytes, cycles, percent)
-    totals: samples by stall reason over the whole kernel, as the report itself adds them up; empty
-    if not collected
-    points: in order of address; empty if source counters were not collected
-    sources: file name -> text, as recorded
+    function: the name of the kernel.
+    metrics: ncu's name -> value in base units (nanoseconds, bytes, cycles, percent).
+    totals: stall reason -> the samples of the whole kernel, as the report itself adds them up;
+        empty if they were not collected.
+    points: the instructions in the order of their addresses; empty if source counters were not
+        collected.
+    sources: name of a recorded source file -> its text.
     """
 
     function: str
@@ -81,9 +86,12 @@ class RawKernel:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def number(self, *names: str) -> float | None:
-        """The value of the first of these metrics that was collected."""
-        values = (self.metrics.get(name) for name in names)
-        return next((value for value in values if isinstance(value, int | float)), None)
+        """The value of the first of these metrics that was collected; None if none was."""
+        for name in names:
+            value = self.metrics.get(name)
+            if isinstance(value, int | float):
+                return value
+        return None
 
 
 KERNELS = TypeAdapter(tuple[RawKernel, ...])  # reads the output of `main`
@@ -91,8 +99,10 @@ KERNELS = TypeAdapter(tuple[RawKernel, ...])  # reads the output of `main`
 
 @dataclass(frozen=True, kw_only=True)
 class RawReport:
-    """A file.  name: without folders.  whole: whether its length agrees with its headers; None:
-    unknown.
+    """The contents of an .ncu-rep file.
+
+    name: of the file, without folders.
+    whole: whether its length agrees with its headers; None if that is not known.
     """
 
     name: str
@@ -102,12 +112,12 @@ class RawReport:
 
 
 def base_name(path: str) -> str:
-    """The last part of a path of any operating system."""
+    """The last part of a path, which may be of any operating system."""
     return PurePosixPath(path.replace("\\", "/")).name
 
 
 def read(path: Path) -> RawReport:
-    """Every launch in a report.
+    """Read a file of ncu with all its launches.
 
     Raises BadInputError for a file that is missing, not a report, truncated, damaged or without a
     launch, and MissingCapabilityError if ncu-report is not installed.
@@ -137,7 +147,7 @@ def read(path: Path) -> RawReport:
 
 
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
-    """Every launch in a report, read by a child process."""
+    """The launches in a file, which a child process reads."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
         command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
@@ -151,94 +161,106 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
                 "pip install ncu-report",
             )
         if code != 0:
-            how = how_ended(code) if code < 0 else "".join(output.strip().splitlines()[-1:])
-            raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
+            reason = how_ended(code) if code < 0 else output.strip().rpartition("\n")[2]
+            raise BadInputError(
+                f"{path} is damaged: ncu-report could not read it ({reason}).", _AGAIN
+            )
         return KERNELS.validate_json(out.read_bytes())
 
 
-# --- whether a file is complete: a report is a sequence of blocks, each with a header that has the
-#   size of its payload
+# --- whether a file is complete
+#
+# A report is `_MAGIC`, a file header, and a sequence of blocks.  A block is a payload after a
+# header, which contains the size of the payload.  Headers are protocol buffers, preceded by their
+# length as a little-endian integer of 4 bytes.
+
+_LENGTH_DELIMITED = 2  # the wire type of a field of bytes in a protocol buffer
+_SIZE_FIELD = 5  # the number of the field with the size of a block's payload
 
 
 def _is_whole(content: bytes) -> bool | None:
-    """Whether the blocks end where the file ends; None for another container."""
+    """Whether the blocks end where the file ends; None if the layout of the file is not known."""
     if not content.startswith(_MAGIC):
         return None
     try:
-        header, at = _header(content, len(_MAGIC))
+        header, offset = _header(content, len(_MAGIC))
         if header != _LAYOUT:
             return None
-        while at < len(content):
-            header, at = _header(content, at)
-            at += _payload_size(header)
+        while offset < len(content):
+            header, offset = _header(content, offset)
+            offset += _payload_size(header)
     except (struct.error, IndexError):
         return False
-    return at == len(content)
+    return offset == len(content)
 
 
-def _header(content: bytes, at: int) -> tuple[bytes, int]:
-    """A header and where it ends."""
-    end = at + 4 + int(struct.unpack_from("<I", content, at)[0])
-    return content[at + 4 : end], end
+def _header(content: bytes, offset: int) -> tuple[bytes, int]:
+    """The header that begins at byte `offset` with its length, and the byte after it."""
+    start = offset + 4
+    end = start + int(struct.unpack_from("<I", content, offset)[0])
+    return content[start:end], end
 
 
 def _payload_size(header: bytes) -> int:
-    """Field 5 of the block header, a protocol buffer."""
-    at = 0
+    """The size in bytes of the payload that follows the header of a block."""
+    offset = 0
     size = 0
-    while at < len(header):
-        key, at = _varint(header, at)
-        value, at = _varint(header, at)  # a number, or the length of the following bytes
-        if key & 7 == 2:
-            at += value
-        elif key >> 3 == 5:
+    while offset < len(header):
+        key, offset = _varint(header, offset)
+        value, offset = _varint(header, offset)  # a number, or the length of the bytes that follow
+        wire_type = key & 7
+        if wire_type == _LENGTH_DELIMITED:
+            offset += value
+        elif key >> 3 == _SIZE_FIELD:
             size = value
     return size
 
 
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """A number of a protocol buffer, which begins at byte `at`, and where the next field begins."""
+def _varint(content: bytes, offset: int) -> tuple[int, int]:
+    """The variable-length integer of a protocol buffer that begins at byte `offset`, and the byte
+    after it.
+
+    Each byte has seven bits of the number, the lowest ones first; its highest bit is set if more
+    bytes follow.
+    """
     value = shift = 0
     while True:
-        byte = content[at]
+        byte = content[offset]
         value |= (byte & 0x7F) << shift
-        at += 1
+        offset += 1
         shift += 7
         if byte < 0x80:
-            return value, at
+            return value, offset
 
 
 # --- the child process
 
 
 def main() -> None:
-    """Write the launches of a file as JSON.  The arguments are the file of ncu and the JSON
-    file.
-    """
+    """Write the launches of a file of ncu, the first argument, into a JSON file, the second one."""
     try:
         import ncu_report
     except ImportError:
         sys.exit(_NOT_INSTALLED)
     file, out = map(Path, sys.argv[1:])
-    out.write_text(
-        json.dumps([asdict(kernel) for kernel in launches(ncu_report, file)]), encoding="utf-8"
-    )
+    kernels = [asdict(kernel) for kernel in launches(ncu_report, file)]
+    out.write_text(json.dumps(kernels), encoding="utf-8")
 
 
 def launches(ncu_report: ModuleType, path: Path) -> Iterator[RawKernel]:
-    """Every launch in the file, by the module `ncu_report`."""
+    """The launches in a file, in their order.  ncu_report: the module."""
     context = ncu_report.load_report(str(path))
-    for i in range(context.num_ranges()):
-        profiled = context.range_by_idx(i)
-        for j in range(profiled.num_actions()):
-            yield _launch(profiled.action_by_idx(j))
+    for range_number in range(context.num_ranges()):
+        nvtx_range = context.range_by_idx(range_number)
+        for number in range(nvtx_range.num_actions()):
+            yield _launch(nvtx_range.action_by_idx(number))
 
 
 def _launch(action: Any) -> RawKernel:
-    """One profiled launch of the module `ncu_report`."""
+    """One launch.  action: an object of the module `ncu_report`."""
     metrics: dict[str, MetricValue] = {}
     totals: Counter[str] = Counter()
-    samples: dict[int, Counter[str]] = defaultdict(Counter)
+    samples: dict[int, Counter[str]] = defaultdict(Counter)  # address -> stall reason -> samples
     for name in action.metric_names():
         if "TriageCompute" in name:
             continue
@@ -248,9 +270,9 @@ def _launch(action: Any) -> RawKernel:
             reason = CANONICAL.get(reason, reason)
             totals[reason] += int(metric.value() or 0)
             for address, count in _instances(metric):
-                at_address = samples[address]  # the point exists even without samples
+                of_address = samples[address]  # an instruction without samples is a point, too
                 if count:
-                    at_address[reason] += count
+                    of_address[reason] += count
         if (value := _value(metric)) is not None:
             metrics[name] = value
     return RawKernel(
@@ -263,14 +285,14 @@ def _launch(action: Any) -> RawKernel:
 
 
 def _instances(metric: Any) -> Iterator[tuple[int, int]]:
-    """The address of each instruction, and the metric's count there."""
+    """(address, count) of a metric for each instruction."""
     addresses = metric.correlation_ids()
     for number in range(metric.num_instances()):
         yield addresses.as_uint64(number), metric.as_uint64(number)
 
 
 def _value(metric: Any) -> MetricValue | None:
-    """A metric's value in base units; None if it has no number."""
+    """The value of a metric in base units; None if it is not a finite number or a text."""
     value = metric.value()
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -280,14 +302,14 @@ def _value(metric: Any) -> MetricValue | None:
 
 
 def _point(action: Any, address: int, samples: Mapping[str, int]) -> Point:
+    """The instruction of a launch at an address."""
     source = action.source_info(address)
-    sass = " ".join((action.sass_by_pc(address) or "").split())
     return Point(
-        address,
-        source.file_name() if source else "",
-        source.line() if source else 0,
-        sass,
-        dict(samples),
+        address=address,
+        file=source.file_name() if source else "",
+        line=source.line() if source else 0,
+        sass=" ".join((action.sass_by_pc(address) or "").split()),
+        samples=dict(samples),
     )
 
 

@@ -1,6 +1,4 @@
-"""The header of a report: what was asked for, of which model and machine, with notes for the
-reader.
-"""
+"""The header of a report: the request, the model, the machine, and notes for the reader."""
 
 import subprocess
 from collections.abc import Iterator
@@ -15,10 +13,11 @@ from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, Placement
 
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
-    """The header of a report that is about to start, with notes on its model.  Its id is set by
-    `opened`.
+    """The header of a report that is about to start, with notes on its model.
 
-    fields: of `Report`: kind, target, environment and baseline, and others.
+    `opened` sets its id.
+
+    fields: further fields of `Report`, at least kind, target, environment and baseline.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(
@@ -36,8 +35,8 @@ def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
 
 
 def _commit() -> str:
-    """The commit that is checked out in the working directory; empty without one, or without
-    git.
+    """The commit that is checked out in the working directory; empty without a repository or
+    without git.
     """
     words = ("git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
     with suppress(OSError):
@@ -46,8 +45,8 @@ def _commit() -> str:
 
 
 def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
-    """Sentences that follow from the request; `report.caveats` adds those that follow from the
-    results.
+    """The notes that follow from the request.  `report.statements.caveats` adds those that follow
+    from the results.
     """
     if report.absent:
         yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in report.absent)}."
@@ -58,7 +57,7 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
 
 
 def _on_model(ref: CheckpointRef) -> Iterator[str]:
-    """Notes on which model it is, and what its weights are."""
+    """Notes on the choice of the model, and on its weights."""
     if ref.siblings:
         yield (
             f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: "
@@ -82,7 +81,7 @@ def _on_model(ref: CheckpointRef) -> Iterator[str]:
 
 
 def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
-    """Notes on what makes the replayed inputs unlike those of the model in use."""
+    """Notes on why the replayed inputs may differ from those of the model in use."""
     lengths = [
         max(prompt.serving.packed, default=prompt.seqlen) + prompt.serving.decode
         for prompt in report.prompts
@@ -114,17 +113,21 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
 
 
 def _on_placement(placement: Placement) -> Iterator[str]:
-    """Where the weights were, unless one GPU held them all."""
-    kind, main = placement.kind, placement.device
+    """A note on where the weights were, unless one GPU held all of them."""
+    kind = placement.kind
+    device = placement.device
     if kind == "one-gpu":
         return
     names = {"cpu": "main memory", "disk": "the disk"}
-    where = " and ".join(
-        f"{part.layers} from {names[device]}"
-        for device, part in placement.allocated.items()
-        if device in names and device != main
+    streamed = " and ".join(
+        f"{part.layers} from {names[source]}"
+        for source, part in placement.allocated.items()
+        if source in names and source != device
     )
-    how = f"were brought to {main} layer by layer ({where})" if where else f"fit on {main}"
     if kind == "all-gpus":
-        how = "were divided among the GPUs"
-    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {main}."
+        weights = "were divided among the GPUs"
+    elif streamed:
+        weights = f"were brought to {device} layer by layer ({streamed})"
+    else:
+        weights = f"fit on {device}"
+    yield f"Placement {kind}: the model's weights {weights}; layers were replayed on {device}."

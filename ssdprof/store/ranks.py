@@ -1,9 +1,9 @@
-"""Processes that torchrun started on this machine, one per GPU, which share the cases of one
+"""Ranks: processes that torchrun started on this machine, one per GPU, which share the cases of one
 report.
 
-What they share is the report's folder: each writes a file of its own there, and holds its lock
-while it runs (`store.reports`).  torchrun's store tells them the folder, and who has opened its
-file.
+Each rank writes a file of its own into the report's folder, and holds the file's lock while it runs
+(`store.reports`).  Through torchrun's store the first rank gives the others the folder, and each
+rank says that it has opened its file.
 """
 
 import os
@@ -18,8 +18,8 @@ from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError, MissingCapabilityError
 
 T = TypeVar("T")
-POLL_S = 0.2
-FIRST = 0  # the rank that prints the report
+POLL_S = 0.2  # seconds between two looks at the store or at a lock
+FIRST = 0  # the rank that makes the folder and prints the report
 # set by torchrun, with WORLD_SIZE
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is divided
@@ -27,9 +27,14 @@ SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and the others.  store: torchrun's, which outlives every process."""
+    """This process as one of several ranks.
 
-    # of this process; before work is divided, all ranks have the same errors
+    count: the number of ranks.
+    store: torchrun's store, which outlives every rank.
+    divided: whether this process has taken its share of the cases.  Until then all ranks do the
+        same, and have the same errors.
+    """
+
     divided: ClassVar[bool] = False
 
     rank: int
@@ -41,7 +46,7 @@ class Ranks:
         return self.rank == FIRST
 
     def share(self, items: Sequence[T]) -> tuple[T, ...]:
-        """The items of this rank: every `count`th of `items`."""
+        """The items of this rank: every `count`th one, beginning with item `rank`."""
         Ranks.divided = True
         return tuple(items[self.rank :: self.count])
 
@@ -50,8 +55,9 @@ class Ranks:
         self.store.set(key, value)
 
     def told(self, key: str, by: int) -> str:
-        """The value under a key.  Waits until rank `by` gives it; MissingCapabilityError if that
-        rank dies before.
+        """The value under a key, which this call waits for.
+
+        by: the rank that gives the value.  Raises MissingCapabilityError if that rank dies before.
         """
         while not self.store.check([key]):
             if not self.alive(by):
@@ -61,10 +67,9 @@ class Ranks:
         return value
 
     def alive(self, rank: int) -> bool:
-        """Whether the rank's process runs; one that has not yet joined lives."""
-        return not self.store.check([f"{rank}/process"]) or _runs(
-            int(self.store.get(f"{rank}/process"))
-        )
+        """Whether the process of a rank runs.  A rank that has not joined yet counts as alive."""
+        key = f"{rank}/process"
+        return not self.store.check([key]) or _runs(int(self.store.get(key)))
 
     def gone(self, rank: int) -> MissingCapabilityError:
         """The error for a rank that died."""
@@ -76,10 +81,10 @@ class Ranks:
 
 
 def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the first rank reports the error of this rank.
+    """Whether the first rank reports the error that this rank has.
 
-    Before work is divided, all ranks have the same error, and torchrun ends this process after the
-    first one has ended.  If torchrun does not, only this rank has the error.
+    Before work is divided, all ranks have the same error.  torchrun then ends this process after
+    the first rank has ended.  If it does not, this rank alone has the error.
     """
     if not follows(environment):
         return False
@@ -91,8 +96,8 @@ def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this rank is not the first, and has so far done the same as the first."""
-    # of variables that torchrun does not set: this rank tells it, as any other error
+    """Whether this rank is not the first one, and has so far done the same as the first one."""
+    # `started` refuses impossible values of torchrun's variables; each rank then reports the error
     with suppress(BadInputError):
         return (
             not Ranks.divided
@@ -103,11 +108,12 @@ def follows(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
-    """Join the other processes of torchrun, and select this process's GPU.  None if there are no
-    others.
+    """Join the other processes of torchrun, and select this process's GPU.
 
-    BadInputError for processes on several machines, and if torchrun did not start this one;
-    MissingCapabilityError for more processes than GPUs.
+    Returns None if there is only one process.
+
+    Raises BadInputError for processes on several machines, and if torchrun did not start this one;
+    MissingCapabilityError if there are more processes than GPUs.
     """
     count = started(environment)
     if count == 1:
@@ -129,7 +135,8 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     from torch.distributed.rendezvous import rendezvous
 
     if torch.cuda.is_available():
-        if count > (gpus := torch.cuda.device_count()):
+        gpus = torch.cuda.device_count()
+        if count > gpus:
             raise MissingCapabilityError(
                 f"{count} ranks need {count} GPUs, because each measures on its own; {gpus} can be "
                 "used here.",
@@ -143,7 +150,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
 
 
 def _runs(process: int) -> bool:
-    """Whether the process with this number is running; a zombie is not."""
+    """Whether the process with this number is running.  A zombie is not."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -152,6 +159,6 @@ def _runs(process: int) -> bool:
         return True
     try:
         status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:  # its parent has just read its exit code
+    except OSError:  # it ended after the signal was sent
         return False
     return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,10 +1,16 @@
-"""Folders of reports: run.json, written once, and cases.N.jsonl of each rank, which only grow.
+"""Folders of reports: how they are written, resumed after an interruption, and read.
 
-A line is {"case": ...}, a case, or more of a case that an earlier line began, or {"process": ...},
-of which the last counts.  Every file has one writer, which holds its lock, so whoever reads knows
-who is still at work.  An end of any kind, SIGKILL too, loses at most the case in work, and the same
-command on the folder goes on from there.  `ssdprof ... --json` prints a report as one document,
-which is read as well.
+A folder has a header, run.json, which is written once, and a file cases.N.jsonl for each process
+N, which only grows.  A line of such a file is one of these:
+
+    {"case": ...}       a case, or what is new in a case that an earlier line began
+    {"process": ...}    the results of the process that belong to no case; the last such line counts
+
+Every file has one writer, which holds its lock, so a reader can see whether the process is still
+running.  However a process ends, by SIGKILL too, at most the case in progress is lost.  The same
+command with the same folder resumes after the last case.
+
+`ssdprof ... --json` prints a report as one document, which can be read as well.
 """
 
 import errno
@@ -16,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import filterfalse, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -57,11 +63,14 @@ HEADER = "run.json"
 DOCUMENT = "report.json"  # what --json printed, in a folder of its own
 CAPTURES = "captures"
 FAILURES = "failures"  # calls that failed: see `jobs.failures`
-_LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
+# Seconds.  A process's line, parts of which change often, is written at most once in this time.
+_FLUSH_S = 0.5
 _AGAIN = "Use the ssdprof that wrote it, or measure again."
+# the message and the hint if another process holds the lock: see `files.locked`
 _TAKEN = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
-# of one request, run twice
+# fields of a header that may differ if the same request is run twice
 _MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}
+# field of a header -> what an interrupted report is of if the field differs
 _WORDS = {
     "model": "another model",
     "prompts": "another prompt",
@@ -73,19 +82,21 @@ _PROCESS: TypeAdapter[ProcessLine] = TypeAdapter(ProcessLine)
 
 
 class Writer:
-    """Appends the lines of one process.  folder: of the report.  report: what this process has of
-    it.
+    """Appends the lines of one process to its file.
 
-    earlier: the cases of a process that was interrupted, by name, if this one goes on.
+    folder: of the report.
+    report: the report as far as this process knows it, which does not include other processes.
+    earlier: name -> the cases of an interrupted process that this process resumes.
     """
 
     def __init__(self, folder: Path, header: Report, file: BinaryIO | None) -> None:
+        """file: opened for appending, and locked; None to keep the report in memory only."""
         lines, line = _lines(Path(file.name)) if file else ([], None)
         self.folder = folder
         self.earlier = _joined(lines)
         line = line or ProcessLine(process=uuid4().hex[:8])
         cases = tuple(self.earlier.values())
-        self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
+        self.report = header.changed(cases=cases, processes=(line,))
         self._file = file
         self._on_disk: ProcessLine | None = None
         self._due_s = 0.0
@@ -93,7 +104,7 @@ class Writer:
 
     @property
     def process(self) -> str:
-        """The name of this process in its samples."""
+        """The name of this process, which its samples have, too."""
         return self.report.first.process
 
     @property
@@ -107,8 +118,9 @@ class Writer:
         return bool(self._cases)
 
     def case(self, case: Case) -> None:
-        """Append a case, or its samples or fault if it was appended before.  Notes that its layer
-        was captured.
+        """Append a case.  If it was appended before, append what is new: its samples or a fault.
+
+        Its layer is noted as captured.
         """
         if case.layer:
             self.captured(case.layer)
@@ -119,42 +131,47 @@ class Writer:
         self.report = self.report.model_copy(update={"cases": tuple(self._cases.values())})
 
     def captured(self, layer: LayerRef) -> None:
+        """Note that the inputs of a layer were captured."""
         if layer not in self.report.first.captured:
             self.update(captured=(*self.report.first.captured, layer))
 
     def update(self, **fields: Any) -> None:
-        """Fields of the process's line (`ProcessLine`): ceilings, peak_bytes, seconds, steps,
-        left_out; clocks: the latest reading.
+        """Change fields of the process's line (`ProcessLine`), and write it if the last time was
+        long enough ago.
+
+        clocks: the latest reading; None if they could not be read.
         """
         before = self.report.first.clocks
         if before and "clocks" in fields:
-            latest = fields["clocks"] or before  # None: they could not be read
-            fields["clocks"] = before.until(latest)
+            fields["clocks"] = before.until(fields["clocks"] or before)
         line = ProcessLine(**(self.report.first.field_values | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:
             self.flush()
 
     def flush(self) -> None:
-        """Write the process's line, if it has changed."""
+        """Write the process's line if it has changed."""
         line = self.report.first
         if line != self._on_disk:
             self._write({"process": line.model_dump(mode="json", exclude_defaults=True)})
             self._on_disk = line
-            self._due_s = time.monotonic() + _LATER
+            self._due_s = time.monotonic() + _FLUSH_S
 
     def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
-        """Note what is not measured, and why.  implementations: empty: all in this place."""
+        """Note that requested cases are not measured: see `LeftOut`.
+
+        implementations: empty if all implementations are left out.
+        """
         left_out = LeftOut(case_key=case_key, reason=reason, implementations=implementations)
         self.update(left_out=(*self.report.left_out, left_out))
 
     def note(self, text: str) -> None:
-        """A sentence for the reader, once; nothing if it is empty."""
+        """Add a sentence for the reader, unless it is empty or was added before."""
         if text and text not in self.report.remarks:
             self.update(notes=(*self.report.first.notes, text))
 
     def doubt(self, layer: int, sentences: Iterable[str]) -> None:
-        """Note what makes a layer's inputs unlike a model's."""
+        """Note, in sentences, in what the inputs of a layer differ from those of any model."""
         doubts = dict(self.report.first.doubts)
         for text in sentences:
             doubts[text] = tuple(dict.fromkeys((*doubts.get(text, ()), layer)))
@@ -162,31 +179,40 @@ class Writer:
             self.update(doubts=doubts)
 
     def peaked(self, size: int) -> None:
-        """The peak of this process's GPU memory so far is `size` bytes; 0: no GPU is used."""
+        """Note the peak of this process's GPU memory so far, in bytes; 0 if it uses no GPU."""
         if size:
             self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
     def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
-        """Note how many heads of a layer remember for how long, unless that is known."""
-        if (key := str(layer)) not in self.report.first.gates:
-            self.update(gates=self.report.first.gates | {key: heads()})
+        """Note how many heads of a layer forget within which time, unless it was noted before.
+
+        heads: computes the numbers of heads (see `ProcessLine.gates`).
+        """
+        gates = self.report.first.gates
+        if str(layer) not in gates:
+            self.update(gates=gates | {str(layer): heads()})
 
     def _write(self, line: dict[str, object]) -> None:
+        """Append a line to the file.
+
+        Raises MissingCapabilityError if it cannot be written, or if the report was removed.
+        """
         if self._file is None:
             return
         try:
             if not os.path.isfile(self.folder / HEADER):
                 raise FileNotFoundError(errno.ENOENT, "It was removed")
-            self._file.write(
-                json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-            )
+            text = json.dumps(line, separators=(",", ":"), allow_nan=False)
+            self._file.write(text.encode() + b"\n")
             self._file.flush()
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
 
 def check_folder(out: Path | None) -> None:
-    """Raise in advance what `opened` raises for a folder, before a model is loaded."""
+    """Raise what `opened` would raise for a folder, so that it is known before a model is
+    loaded.
+    """
     check_writable(out or RUNS)
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
         with locked(file, *_TAKEN):
@@ -196,41 +222,47 @@ def check_folder(out: Path | None) -> None:
 
 
 def _refuse_complete(folder: Path) -> Report:
-    """The interrupted report.  Raises BadInputError for one that is complete, and for a document,
-    which would be read instead of what is written.
+    """The interrupted report in a folder.
+
+    Raises BadInputError if the report is complete, and if the folder has a whole document, which
+    would be read instead of what is written beside it.
     """
     header = header_of(folder)
     is_document = header.name == DOCUMENT or _document(header).cases
-    if is_document or (report := _folder(folder)).complete:
+    report = None if is_document else _folder(folder)
+    if report is None or report.complete:
         raise BadInputError(f"{folder} holds a run already.", "Name another folder with --out.")
     return report
 
 
 def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> None:
-    """BadInputError unless it is an interrupted report of this header, and the `sources` are
-    unchanged.
+    """Raise BadInputError unless the report in a folder can be resumed.
+
+    It can if it was interrupted, its request is that of `header`, and the files `sources` have not
+    changed since it began.
     """
-    known = _refuse_complete(folder)
-    before, now = _request(known), _request(header)
-    began = datetime.fromisoformat(known.created).timestamp()
+    interrupted = _refuse_complete(folder)
+    began = datetime.fromisoformat(interrupted.created).timestamp()
     changed = [path for path in sources if path.stat().st_ctime > began + 1]
-    why = f"from before {changed[0]} was changed" if changed else ""
-    if differs := next((name for name in before if before[name] != now[name]), ""):
-        why = f"of {_WORDS.get(differs, 'another request')}"
-    if why:
-        command = shlex.join([*_without_folder(known.command), "--out", str(folder)])
+    fault = f"from before {changed[0]} was changed" if changed else ""
+    now = _request(header)
+    differing = [name for name, value in _request(interrupted).items() if value != now[name]]
+    if differing:
+        fault = f"of {_WORDS.get(differing[0], 'another request')}"
+    if fault:
+        command = shlex.join([*_without_folder(interrupted.command), "--out", str(folder)])
         hint = f"Name another folder with --out.  What goes on there is: {command}"
-        raise BadInputError(f"{folder} holds an interrupted run {why}.", hint)
+        raise BadInputError(f"{folder} holds an interrupted run {fault}.", hint)
 
 
 def _request(header: Report) -> dict[str, object]:
-    """The fields that are the same if one request is run twice."""
+    """The fields of a header that are equal if the same request is run twice."""
     fields = {name: value for name, value in header.field_values.items() if name not in _MAY_DIFFER}
     return fields | {"command": _without_folder(header.command)}
 
 
 def _without_folder(command: Sequence[str]) -> list[str]:
-    """The words of a command without --out DIR."""
+    """The words of a command without `--out DIR` and `--out=DIR`."""
     return [
         word
         for before, word in pairwise(("", *command))
@@ -247,17 +279,20 @@ def opened(
     sampler: int = 0,
     **fields: Any,
 ) -> Iterator[Writer]:
-    """Keep a report while the context is open.
+    """Write a report while the context is open.
 
-    out: the folder; None: `runs/<time>-<target>/`.  ranks: processes that share the cases; the
-    first one makes the folder, and waits at the end for the others.  fields: see `draft`.
-    sources: gives the files on which the results depend, and the fields do not.
-    sampler: number of a process that only adds samples to the report in `out`.
-    After an exception what was done stays, and the user is told where it is; without a case the
-    files are removed.
-    The same request goes on in the folder of an interrupted report: its cases are `Writer.earlier`.
+    If the folder has an interrupted report of the same request, this process resumes it: its cases
+    are `Writer.earlier`.  After an exception the cases that were measured stay, and the user is
+    told where they are.  Without a case the files are removed.
 
-    Raises BadInputError if `out` has another report, or another process is writing into it;
+    out: the folder; None for `runs/<time>-<target>/`.
+    ranks: the processes that share the cases.  The first one makes the folder, and waits for the
+        others at the end.
+    sources: gives the files on which the results depend and which `fields` do not describe.
+    sampler: the number of this process if it only adds samples to the report in `out`; else 0.
+    fields: see `draft`.
+
+    Raises BadInputError if `out` has another report, or if another process is writing into it;
     MissingCapabilityError if it cannot be written, or if a rank died.
     """
     if sampler:
@@ -295,14 +330,17 @@ def opened(
 
 
 def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
-    """The folder of the report, which the first rank chooses."""
+    """The folder of the report.  The first rank chooses it, and the others wait for its name."""
     if ranks and not ranks.first:
         return Path(ranks.told("folder", FIRST))
     return out or new_folder(header.target)
 
 
 def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
-    """Write the header.  Raises BadInputError if there is one of another request."""
+    """Write the header, unless the folder has an interrupted report that can be resumed.
+
+    Raises BadInputError if it has any other report.
+    """
     if header_of(path).exists():
         _refuse_another(path, header, sources())
         return
@@ -312,18 +350,18 @@ def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) ->
 
 
 def _tell_open(path: Path, ranks: Ranks) -> None:
-    """Tell the other ranks that this one has opened its file; the first one names the folder."""
+    """Tell the other ranks that this one has opened its file, and if it is the first one, where."""
     if ranks.first:
         ranks.tell("folder", str(path.resolve()))
     ranks.tell(f"{ranks.rank}/open")
 
 
 def _resumed(path: Path, header: Report, file: BinaryIO, watcher: Watcher) -> Writer:
-    """The writer of a file, after the cases that an interrupted process wrote into it."""
+    """The writer of a file, which may have cases of an interrupted process."""
     _cut(file)
     writer = Writer(path, header, file)
     if os.path.getsize(file.name):
-        # a process of its own, which tries again what the interrupted one left out
+        # This process has a name of its own, and tries again what the interrupted one left out.
         writer.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
     if writer.begun:
         watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
@@ -331,7 +369,9 @@ def _resumed(path: Path, header: Report, file: BinaryIO, watcher: Watcher) -> Wr
 
 
 def _sample_in_others(writer: Writer, watcher: Watcher) -> None:
-    """Sample every case in further processes, except those that are complete."""
+    """Start the further samplers of the report, one after another, each of which samples every
+    case.  Samplers that completed before an interruption are not started again.
+    """
     header = writer.report
     for number in range(header.ranks, header.files):
         if not _last(writer.folder, number).complete:
@@ -341,7 +381,10 @@ def _sample_in_others(writer: Writer, watcher: Watcher) -> None:
 
 @contextmanager
 def _sampled(folder: Path, number: int) -> Iterator[Writer]:
-    """As `opened`, for process `number`: `Writer.earlier` are the cases of the first one."""
+    """`opened` for a sampler.
+
+    number: of the process.  `Writer.earlier` are the cases of the ranks, which it samples again.
+    """
     with locked(folder / f"cases.{number}.jsonl", *_TAKEN) as file:
         file.truncate(0)
         writer = Writer(folder, _document(folder / HEADER), file)
@@ -360,28 +403,32 @@ def _sampled(folder: Path, number: int) -> Iterator[Writer]:
 def _clean_up(
     writer: Writer, error: BaseException, watcher: Watcher, ranks: Ranks | None, is_new: bool
 ) -> None:
-    """Keep what was done before an error, and tell the user where it is; remove a report without
-    a case.
+    """Store why the report ended with an error, and tell the user where its cases are.  Remove a
+    report without a case.
 
-    is_new: whether this process made the folder.  Raises the error of a rank that died, and a
-    KeyboardInterrupt with the sentence for the user.
+    is_new: whether this process made the folder.
+
+    Raises the error of a rank that died, or a KeyboardInterrupt with the sentence for the user.
     """
     with uninterrupted():
-        # torchrun interrupts the other ranks after one has died
-        died = _dead(writer.folder, ranks) if ranks else None
-        kept = _note_end(writer, died or error)
+        # if another rank died, that is the cause: torchrun then interrupts this one
+        death = _dead(writer.folder, ranks) if ranks else None
+        sentence = _note_end(writer, death or error)
         if not writer.begun and (ranks is None or ranks.first):
             _remove_empty(writer.folder, is_new)
-    if died:
-        raise died from None
+    if death:
+        raise death from None
     if isinstance(error, KeyboardInterrupt):
-        raise KeyboardInterrupt(kept) from None
+        raise KeyboardInterrupt(sentence) from None
     if writer.begun:
-        watcher.say(kept)
+        watcher.say(sentence)
 
 
 def _remove_empty(folder: Path, is_new: bool) -> None:
-    """Remove a report, unless a process has written a case.  is_new: the folder too."""
+    """Remove a report, unless a process has written a case.
+
+    is_new: whether to remove the folder, too.
+    """
     files = [*folder.glob("cases.[0-9]*.jsonl")]
     if any(b'{"case":' in file.read_bytes() for file in files):
         return
@@ -393,32 +440,39 @@ def _remove_empty(folder: Path, is_new: bool) -> None:
 
 
 def _note_end(writer: Writer, error: BaseException) -> str:
-    """Note why the process ended.  Returns a sentence on where its results are."""
+    """Store why the process ended.  Returns a sentence that says where its cases are."""
     if not writer.begun:
         return "Nothing had been compared yet, and no report is kept."
-    why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
-    if isinstance(error, SsdprofError):
-        why = error.message.rstrip(".")
-    with suppress(SsdprofError):  # the disk may be what ended it
-        writer.update(ended=why)
+    if isinstance(error, KeyboardInterrupt):
+        reason = "interrupted"
+    elif isinstance(error, SsdprofError):
+        reason = error.message.rstrip(".")
+    else:
+        reason = library_message(error)
+    with suppress(SsdprofError):  # the error may be that the disk is full
+        writer.update(ended=reason)
         writer.flush()
     report = writer.report
     if not (writer.folder / HEADER).is_file():
         return "What was done could not be kept."
     answers = len(report.of_answers)
     cases = len(report.cases) - answers
-    of = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
-    parts = [plural(cases, "case") + of] if cases or not answers else []
-    parts += [f"{plural(answers, 'case')} of answers"] if answers else []
+    parts = []
+    if cases or not answers:
+        of_layers = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
+        parts.append(plural(cases, "case") + of_layers)
+    if answers:
+        parts.append(f"{plural(answers, 'case')} of answers")
     kept = f"What was done is kept in {writer.folder}, marked as partial: {' and '.join(parts)}."
     return f"{kept}  The same command with --out {shlex.quote(str(writer.folder))} goes on."
 
 
 def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
-    """Note why the process of a rank ended, in its file: the process itself could not.  Returns the
-    report; None if there is none.
+    """Store why the process of a rank ended, which the process itself could not.
 
-    case: the one that ran then, as JSON; empty if none did.
+    Returns the report; None if there is none.
+
+    case: the case that was running, as JSON; empty if none was.  why: the reason.
     """
     file = folder / f"cases.{rank}.jsonl"
     if not file.is_file() or not (folder / HEADER).is_file():
@@ -438,8 +492,9 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
 
 
 def _wait(path: Path, ranks: Ranks) -> None:
-    """Wait until every other rank has closed its file.  MissingCapabilityError if one ended before
-    its share was done.
+    """Wait until every other rank has closed its file.
+
+    Raises MissingCapabilityError if one ended before its share was done.
     """
     for rank in range(ranks.count):
         if rank == ranks.rank:
@@ -458,9 +513,9 @@ def _wait(path: Path, ranks: Ranks) -> None:
 
 
 def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
-    """The error for another rank that died; None if there is none.
+    """The error for another rank that died; None if none did.
 
-    A rank that noted why it ended left a message of its own.
+    A rank that stored why it ended has already reported its error, unless it is the first one.
     """
     for rank in range(ranks.count):
         if rank != ranks.rank and not ranks.alive(rank):
@@ -471,7 +526,7 @@ def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
 
 
 def _is_free(file: Path) -> bool:
-    """Whether no process holds its lock."""
+    """Whether no process holds the lock of a file."""
     with file.open("rb") as opened_file:
         try:
             fcntl.flock(opened_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -481,7 +536,7 @@ def _is_free(file: Path) -> bool:
 
 
 def _cut(file: BinaryIO) -> None:
-    """Cut off a line that was not written to its end."""
+    """Remove an incomplete last line, whose writer was killed."""
     file.truncate(Path(file.name).read_bytes().rfind(b"\n") + 1)
 
 
@@ -489,11 +544,14 @@ def _cut(file: BinaryIO) -> None:
 
 
 def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
-    """The folder, or the file, and the report.
+    """Read a report.  Returns its folder, or the file of a document, and the report.
 
-    where: a report's folder, its run.json, a name under `runs/`, a document that --json printed, or
-        None for the latest report of the kinds under `runs/`.
-    Raises BadInputError if there is none, if it cannot be read, or if it is of another kind.
+    where: the folder of a report, its run.json, a name under `runs/`, or a document that `--json`
+        printed; None for the latest report of the kinds under `runs/`.
+    kinds: the allowed kinds of reports; all if there are none.
+
+    Raises BadInputError if there is no such report, if it cannot be read, or if it is of another
+    kind.
     """
     path = _path(where, kinds)
     report = _document(path) if path.is_file() else _folder(path)
@@ -505,39 +563,40 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
 
 def latest(*kinds: str) -> Path | None:
-    """The report under `runs/` that was started last, of one of the kinds, and that no process is
-    still writing.
+    """The newest report under `runs/` of one of the kinds that no process is still writing; None if
+    there is none.
     """
     started = [
         (report.created, report.id, path)
         for path, report in _readable(RUNS, _header)
         if isinstance(report, Report) and report.kind in kinds
     ]
-    newest_first = (path for *_, path in sorted(started, reverse=True))
-    return next(filterfalse(_is_written_now, newest_first), None)
-
-
-def _is_written_now(folder: Path) -> bool:
-    return not all(map(_is_free, folder.glob("cases.[0-9]*.jsonl")))
+    for *_, path in sorted(started, reverse=True):
+        if all(map(_is_free, path.glob("cases.[0-9]*.jsonl"))):
+            return path
+    return None
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
-    """The reports directly under `folder`, the newest first, unreadable ones last, with what is
-    wrong with them.
+    """The reports directly under a folder with their paths, the newest first.
+
+    An unreadable report is represented by the error of reading it.  These come last.
     """
-    reports = _readable(folder, _folder)
-    return tuple(
-        sorted(reports, key=lambda each: (getattr(each[1], "created", ""), each[0]), reverse=True)
-    )
+
+    def age(item: tuple[Path, Report | SsdprofError]) -> tuple[str, Path]:
+        path, report = item
+        return report.created if isinstance(report, Report) else "", path
+
+    return tuple(sorted(_readable(folder, _folder), key=age, reverse=True))
 
 
 def dump(report: Report) -> str:
-    """One JSON document, which `load` reads."""
+    """A report as one JSON document, which `load` reads."""
     return report.model_dump_json(exclude_defaults=True, indent=1)
 
 
 def header_of(folder: Path) -> Path:
-    """The file with which the report in a folder begins; it may not exist."""
+    """The document or the header in a folder.  The file may not exist."""
     document = folder / DOCUMENT
     return document if document.is_file() else folder / HEADER
 
@@ -549,7 +608,7 @@ def _header(folder: Path) -> Report:
 def _readable(
     folder: Path, read: Callable[[Path], Report]
 ) -> Iterator[tuple[Path, Report | SsdprofError]]:
-    """Folders of reports directly under `folder`, with what `read` gives or raises."""
+    """The folders of reports directly under a folder, each with what `read` returns or raises."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if header_of(path).is_file():
             try:
@@ -559,7 +618,7 @@ def _readable(
 
 
 def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
-    """The folder or the file of a report: see `load`."""
+    """The folder or the document of a report: see `load`."""
     if where is None:
         newest = latest(*(kinds or ("run",)))
         if newest is None:
@@ -578,27 +637,34 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
             return path.parent if path.name == HEADER else path
         if header_of(path).is_file():
             return path
-    why = f"it contains no {HEADER}" if any(map(Path.is_dir, paths)) else "it does not exist"
+    reason = "it does not exist"
+    if any(path.is_dir() for path in paths):
+        reason = f"it contains no {HEADER}"
     raise BadInputError(
-        f"{where} is not a run: {why}.", f"Name a run's folder; they are kept under {RUNS}/."
+        f"{where} is not a run: {reason}.", f"Name a run's folder; they are kept under {RUNS}/."
     )
 
 
 def _document(file: Path) -> Report:
-    """The report in a header or a document.  Raises BadInputError if there is none, if it is
-    damaged, or if another version of ssdprof wrote it.
+    """The report in a header or a document.
+
+    Raises BadInputError if there is none, if it is damaged, or if another version of ssdprof wrote
+    it.
     """
     report = read_stored(file, Report.model_validate, VERSION, _AGAIN)
-    of_tensors = report.kind == "run" and not report.prompts  # of `ssdprof.compare`
-    if report.model is None and report.kind in ("run", "prefill", "answers") and not of_tensors:
+    is_of_tensors = report.kind == "run" and not report.prompts  # `ssdprof.compare` made it
+    needs_model = report.kind in ("run", "prefill", "answers") and not is_of_tensors
+    if report.model is None and needs_model:
         raise BadInputError(f"{file} is damaged: it has no model.", _AGAIN)
     return report
 
 
 def _folder(path: Path) -> Report:
-    """The report with the cases of all ranks, in the order in which they were requested."""
+    """The report in a folder with the cases of all ranks, in the order in which they were
+    requested, and the samples of all samplers.
+    """
     header = _header(path)
-    if header.cases:  # a whole document, which the user gave this name
+    if header.cases:  # the user gave a whole document the name of a header
         return header
     cases: dict[str, Case] = {}
     processes: list[ProcessLine] = []
@@ -618,7 +684,7 @@ def _folder(path: Path) -> Report:
 
 
 def _joined(lines: Iterable[Case]) -> dict[str, Case]:
-    """A case of each name."""
+    """Name -> the case, with everything that later lines add to it."""
     cases: dict[str, Case] = {}
     for case in lines:
         cases[case.name] = cases[case.name].joined(case) if case.name in cases else case
@@ -626,12 +692,15 @@ def _joined(lines: Iterable[Case]) -> dict[str, Case]:
 
 
 def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
-    """The cases, and the last line of the process.  A last line without its end is left out: its
-    process was killed.
+    """The cases in a file, and the last line of the process; None if there is none.
+
+    An incomplete last line is ignored: its writer was killed.
+
+    Raises BadInputError for any other line that cannot be read.
     """
     if not file.exists():
         return [], None
-    cases = list[Case]()
+    cases: list[Case] = []
     process = None
     for number, line in enumerate(_text(file).split("\n")[:-1], start=1):
         try:
@@ -649,8 +718,8 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
                 f"{file} is damaged, line {number}: {first_fault(error)}.", _AGAIN
             ) from error
         except ValueError as error:
-            what = f"not JSON: {library_message(error)}"
-            raise BadInputError(f"{file} is damaged, line {number}: {what}.", _AGAIN) from error
+            fault = f"not JSON: {library_message(error)}"
+            raise BadInputError(f"{file} is damaged, line {number}: {fault}.", _AGAIN) from error
     return cases, process
 
 
@@ -660,6 +729,7 @@ def _last(folder: Path, number: int) -> ProcessLine:
 
 
 def _text(file: Path) -> str:
+    """The text of a file.  Raises SsdprofError if it cannot be read."""
     try:
         return regular(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -671,8 +741,9 @@ def _text(file: Path) -> str:
 
 
 def new_folder(target: str) -> Path:
-    """runs/<time>-<target>, or the same with -2, -3, ... if it exists: two runs may start within
-    one second.
+    """A new folder runs/<time>-<target>.
+
+    Its name ends with -2, -3, ... if that folder exists, as if two runs start within a second.
     """
     path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(target)}"
     number = 1

@@ -1,5 +1,5 @@
-"""The configurations that `ssdprof tune` found, in the user's cache: one file for each GPU
-model.
+"""The configurations that `ssdprof tune` found, in the user's cache, with a file for each model of
+GPU.
 """
 
 import os
@@ -15,13 +15,16 @@ from ssdprof.environment import machine
 from ssdprof.environment.machine import installed_version, kernels_hash
 from ssdprof.errors import SsdprofError
 
-_AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
+_HINT = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
 
 
 def folder() -> Path:
-    """$XDG_CACHE_HOME/ssdprof/tuned, else under ~/.cache.  The XDG rules ignore a relative path."""
-    wanted = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = wanted if wanted.is_absolute() else Path.home() / ".cache"
+    """$XDG_CACHE_HOME/ssdprof/tuned, or ~/.cache/ssdprof/tuned.
+
+    A relative XDG_CACHE_HOME is ignored, as the XDG specification requires.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = cache if cache.is_absolute() else Path.home() / ".cache"
     return base / "ssdprof" / "tuned"
 
 
@@ -30,22 +33,25 @@ def file_of(gpu: Gpu) -> Path:
 
 
 def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
-    """The configurations for GPUs of this name.  (None, "") if there are none; (None, why) if they
-    are no longer valid.
+    """The valid configurations for GPUs of this name, and the reason if there are invalid ones.
+
+    (None, "") if nothing is stored; (None, reason) if what is stored is not valid any more.
     """
     file = file_of(gpu)
     if not file.is_file():
         return None, ""
     try:
-        saved = files.read_stored(file, _checked, TUNED_VERSION, _AGAIN)
+        saved = files.read_stored(file, _checked, TUNED_VERSION, _HINT)
     except SsdprofError as error:
         return None, error.message.rstrip(".")
-    why = _why_stale(saved, gpu)
-    return (None, why) if why else (saved, "")
+    reason = _why_stale(saved, gpu)
+    return (None, reason) if reason else (saved, "")
 
 
 def _checked(document: object) -> TunedConfigs:
-    """Raises ValueError unless each configuration is one of its kernel."""
+    """The record of a JSON document.  Raises ValueError if a configuration is not valid for its
+    kernel.
+    """
     saved = TunedConfigs.model_validate(document)
     for config in saved.configs:
         operators.get(config.operator).tunable.config(str(config.calls["kernel"]), config.settings)
@@ -53,15 +59,20 @@ def _checked(document: object) -> TunedConfigs:
 
 
 def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) -> Path:
-    """Store what a search found for these calls, and delete earlier configurations for them and
-    invalid ones.
+    """Store the result of a search.  Returns the file.
+
+    An earlier configuration for the same calls is deleted, as are all that are not valid any more.
+
+    found_on: the machine of the search.  calls: the calls for which it was.  tuned: its result;
+    None if no configuration was faster than the committed one.
 
     Raises MissingCapabilityError if the file cannot be written.
     """
     assert found_on.gpu is not None
     before, _ = load(found_on.gpu)
-    kept = [config for config in before.configs if config.calls != calls] if before else []
-    configs = (*kept, tuned) if tuned else tuple(kept)
+    configs = [config for config in before.configs if config.calls != calls] if before else []
+    if tuned:
+        configs.append(tuned)
     saved = TunedConfigs(
         ssdprof_version=__version__,
         kernels={
@@ -69,7 +80,7 @@ def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) ->
             for name in dict.fromkeys(config.operator for config in configs)
         },
         environment=found_on,
-        configs=configs,
+        configs=tuple(configs),
     )
     file = file_of(found_on.gpu)
     try:
@@ -82,17 +93,19 @@ def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) ->
 
 def clear() -> tuple[Path, ...]:
     """Delete the configurations of all GPUs.  Returns the deleted files."""
-    gone = tuple(sorted(folder().glob("*.json")))
-    for file in gone:
+    deleted = tuple(sorted(folder().glob("*.json")))
+    for file in deleted:
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
             raise files.unwritable(file, error) from error
-    return gone
+    return deleted
 
 
 def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
-    """Why this GPU and these kernels do not take the saved configurations; empty if they do."""
+    """Why the saved configurations are not valid for this GPU and these kernels; empty if they
+    are.
+    """
     environment = saved.environment
     triton = installed_version("triton")
     tuned_on = environment.gpu.name if environment.gpu else "no GPU"
@@ -114,17 +127,18 @@ def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
 
 
 def use_saved(say: Callable[[str], None]) -> Path | None:
-    """From now on, kernels in this process use the configurations for the current GPU.  Returns
-    their file.
+    """Let kernels in this process use the configurations that are stored for the current GPU.
 
-    Prints their number, or the reason if they are ignored; prints nothing if there are none.
+    Returns their file; None if there are no valid ones.
+
+    say: prints a line.  It gets the number of configurations, or the reason why they are ignored.
     """
     gpu = machine.gpu()
     if gpu is None:
         return None
-    saved, why = load(gpu)
-    if why:
-        say(f"The configurations tuned on this GPU are ignored: {why}.  {_AGAIN}")
+    saved, reason = load(gpu)
+    if reason:
+        say(f"The configurations tuned on this GPU are ignored: {reason}.  {_HINT}")
     if saved is None or not saved.configs:
         return None
     _use(saved)
@@ -137,7 +151,9 @@ def use_saved(say: Callable[[str], None]) -> Path | None:
 
 
 def use_file(file: Path) -> None:
-    """The same in another process, with the file that `use_saved` returned."""
+    """Let kernels in this process use the configurations in a file that `use_saved` returned in
+    another process.
+    """
     _use(TunedConfigs.model_validate_json(file.read_text(encoding="utf-8")))
 
 

@@ -21,7 +21,7 @@ Pair = tuple[Tensor, Tensor]  # the output and the state
 
 def exact(inputs: SSDInputs) -> Pair:
     """(l, h, p) and (h, p, n) in fp64."""
-    blocks = list(operators.get(inputs.operator).oracle.blocks(inputs, LENGTH))
+    blocks = list(operators.get(inputs.operator).oracle.blocks(inputs, block=LENGTH))
     return torch.cat([out for _, out, _, _ in blocks]).double(), blocks[-1][2].double()
 
 

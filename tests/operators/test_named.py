@@ -270,7 +270,7 @@ def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
     registered: dict[str, Any], given, expected
 ):
     registered.update(given)
-    assert computed(ON_GPU, print) == (expected, None)
+    assert computed(print, ON_GPU) == (expected, None)
 
 
 def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(
@@ -278,7 +278,7 @@ def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(
 ):
     registered.update(reference="reference", fused=REFUSED)
     with pytest.raises(BadInputError, match=r"No GDN .*\(fused: K of 7\)"):
-        computed(ON_GPU, print)
+        computed(print, ON_GPU)
     registered.update(fused=RuntimeError("broken"), unfused="unfused")
     with pytest.raises(RuntimeError, match="broken"):
-        computed(ON_GPU, print)
+        computed(print, ON_GPU)

@@ -75,13 +75,13 @@ def register_implementations():
 # --- the oracle
 
 
-def blocks(inputs: ToyInputs, length: int) -> Iterator[Block]:
+def blocks(inputs: ToyInputs, *, block: int) -> Iterator[Block]:
     """The oracle: the recurrence in fp64."""
     batch, seqlen = inputs.x.shape[:2]
     for row in range(batch):
         state = torch.zeros_like(inputs.x[row, 0], dtype=torch.float64)
-        for start in range(0, seqlen, length):
-            stop = min(start + length, seqlen)
+        for start in range(0, seqlen, block):
+            stop = min(start + block, seqlen)
             out = []
             for t in range(start, stop):
                 state = state * inputs.a[row, t, :, None].double().exp() + inputs.x[row, t].double()

@@ -102,13 +102,15 @@ def delta_chunks(
     state: (HV, K, V), before the span.
     """
     # (c, HV, chunk, ...); padding has g = beta = 0: it neither decays nor adds
-    heads = _load_heads(inputs, span, dtype)
-    q, k, v, g, beta = (split_chunks(rows, ORACLE_CHUNK) for rows in heads)
+    q, k, v, g, beta = (
+        split_chunks(rows, ORACLE_CHUNK) for rows in _load_heads(inputs, span, dtype)
+    )
     beta = beta[..., None]
     scores, L, since_start, to_end = decayed(q, k, g, beta)
     right_sides = torch.cat([beta * v, beta * since_start * k], -1)
     # unitriangular: the solver takes ones for the diagonal of L
     solutions = torch.linalg.solve_triangular(L, right_sides, upper=False, unitriangular=True)
+    del right_sides  # as large as the inputs
     U0, W = solutions.split([v.shape[-1], k.shape[-1]], -1)
     out = torch.empty_like(v)
     for c in range(len(v)):
