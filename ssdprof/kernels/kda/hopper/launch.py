@@ -40,14 +40,14 @@ RESIDENT = 2  # programs on a multiprocessor
 REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
 # Microseconds of a multiprocessor of an H200 for 64 positions of a head, and for the start of a
-# sequence and head besides: in slabs, when they fill the GPU, and in a program that has a whole
-# sequence (row 16 of benchmarks/log/kda.md)
+# sequence and head besides: in slabs, when they fill the GPU (row 16 of benchmarks/log/kda.md), and
+# in a program that has a whole sequence: least squares over the three times of row 18, within 2 us
 SLAB_CHUNK, SLAB_START = 8.9, 4.7
-WHOLE_CHUNK, WHOLE_START = 5.3, 5.0
+WHOLE_CHUNK, WHOLE_START = 4.9, 5.1
 # Configuration of `whole_kernel.py`: chunks of q, k and v, and of g, in shared memory; registers of
 # a thread, of which the role `states` has the others
 WHOLE_CONFIG = dict(
-    slots=3, gate_slots=2, decay_registers=160, score_registers=104, copy_registers=24
+    slots=3, gate_slots=2, decay_registers=112, score_registers=144, copy_registers=24
 )
 
 
@@ -144,7 +144,7 @@ def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
     The host does not know the lengths of packed sequences.  The slowest ones are those that run one
     after the other, in the rounds of one sequence's heads: a program begins when another ends, so
     that no lengths take longer than the sum over all sequences.  A pack runs whole only if that is
-    still faster, which needs two thirds as many heads as multiprocessors.
+    still faster, which needs more than half as many heads as multiprocessors.
     """
     heads, sequences = inputs.v.shape[2], inputs.sequences
     if inputs.cu_seqlens is None:

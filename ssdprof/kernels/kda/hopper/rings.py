@@ -19,9 +19,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels._gluon import aggregate, phase, place_in
+from ssdprof.kernels._gluon import aggregate, phase, place_in, reinterpret
 from ssdprof.kernels.hopper.ring import Ring, barriers, begin_ring
-from ssdprof.kernels.kda.hopper.prep import allocate_tile
+from ssdprof.kernels.kda.hopper.prep import HALF, allocate_tile
 
 SIZE = gl.constexpr(32)  # positions of a chunk
 DIM = gl.constexpr(128)  # K and V
@@ -32,21 +32,22 @@ Q_NORM = gl.constexpr(1)
 SCALED = gl.constexpr(2)  # scale / |q|
 BETA = gl.constexpr(3)
 OWN = gl.constexpr(4)  # q . k of the position
+vector_layout = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 STAGES = {"allocate": "setup", "begin_barriers": "setup", "allocate_tiles": "setup"}
 
 
 @aggregate
 class Operands:
-    """Operands of the scores of a chunk: q and k in turn, eight rows of each, and k as columns."""
+    """Operands of the scores of a chunk, (half of the channels, i, K) each.  Rows are those of q
+    and k in turn, eight of each; columns are rows of k.  "Sorted" ones have the first eight of each
+    16 positions before all second ones.
+    """
 
-    first_rows: gl.shared_memory_descriptor  # inside blocks of 8, the first ones of 16
-    first_columns: gl.shared_memory_descriptor
-    second_rows: gl.shared_memory_descriptor  # the second ones
-    second_columns: gl.shared_memory_descriptor
-    eight_rows: gl.shared_memory_descriptor  # between blocks of 8: second ones of 16
-    eight_columns: gl.shared_memory_descriptor  # first ones
-    half_rows: gl.shared_memory_descriptor  # between the halves: all rows; of k also as columns
+    anchor_rows: gl.shared_memory_descriptor  # inside blocks of 8, sorted
+    anchor_columns: gl.shared_memory_descriptor
+    eight_rows: gl.shared_memory_descriptor  # between blocks of 8, sorted; columns are first ones
+    half_rows: gl.shared_memory_descriptor  # between the halves; columns are those of the first
 
 
 @aggregate
@@ -61,8 +62,8 @@ class KDARings:
     values: Ring  # v (i, V), then outputs
     written: gl.shared_memory_descriptor  # mbarriers: outputs are there
     operands: Operands
-    ready: gl.shared_memory_descriptor  # mbarriers of two chunks in turn: operands are there
-    read: gl.shared_memory_descriptor  # mbarrier: operands may be replaced
+    ready: gl.shared_memory_descriptor  # mbarriers (chunks in turn, half): operands are there
+    read: gl.shared_memory_descriptor  # mbarriers (half): operands may be replaced
     vectors: gl.tuple  # numbers of each position, of two chunks in turn
     normed: gl.shared_memory_descriptor  # mbarriers: vectors are there
     at_end: Ring  # keys decayed to the chunk's end (i, K), fp16
@@ -74,12 +75,24 @@ class KDARings:
         return self.vectors[WHICH].index(place_in(n, 2))
 
     @gluon.jit
+    def ready_at(self, n, half):
+        return self.ready.index(2 * place_in(n, 2) + half)
+
+    @gluon.jit
     def slot(self, n):
         return place_in(n, self.keys.DEPTH)
 
     @gluon.jit
     def wait_decayed(self, n):
         mbarrier.wait(self.decayed.index(self.slot(n)), phase(n, self.keys.DEPTH))
+
+
+@gluon.jit
+def half_of(tile, half):
+    """Half of the channels of a tile (i, K)."""
+    rows: gl.constexpr = tile.shape[0]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, HALF], tile.dtype)
+    return reinterpret(tile, tile.dtype, [2, rows, HALF], layout).index(half)
 
 
 @gluon.jit
@@ -91,32 +104,28 @@ def allocate_tiles(dtype: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constex
 @gluon.jit
 def allocate(dtype: gl.constexpr, gates: gl.constexpr, S: gl.constexpr):
     """Allocates all of it.  The barriers are not initialised yet."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return KDARings(
         keys=allocate_tiles(dtype, S.SLOTS, DIM),
         queries=allocate_tile(dtype, [S.SLOTS, SIZE, DIM]),
         decayed=barriers(S.SLOTS),
-        ends=gl.allocate_shared_memory(gl.float32, [S.SLOTS, DIM], vector),
+        ends=gl.allocate_shared_memory(gl.float32, [S.SLOTS, DIM], vector_layout),
         gates=allocate_tiles(gates, S.GATE_SLOTS, DIM),
         values=allocate_tiles(dtype, S.SLOTS, DIM),
         written=barriers(S.SLOTS),
         operands=Operands(
-            allocate_tile(dtype, [SIZE, DIM]),
-            allocate_tile(dtype, [SIZE // 2, DIM]),
-            allocate_tile(dtype, [SIZE, DIM]),
-            allocate_tile(dtype, [SIZE // 2, DIM]),
-            allocate_tile(dtype, [SIZE, DIM]),
-            allocate_tile(dtype, [SIZE // 2, DIM]),
-            allocate_tile(dtype, [2 * SIZE, DIM]),
+            anchor_rows=allocate_tile(dtype, [2, 2 * SIZE, HALF]),
+            anchor_columns=allocate_tile(dtype, [2, SIZE, HALF]),
+            eight_rows=allocate_tile(dtype, [2, 2 * SIZE, HALF]),
+            half_rows=allocate_tile(dtype, [2, 2 * SIZE, HALF]),
         ),
-        ready=barriers(2),
-        read=barriers(1),
+        ready=barriers(4),
+        read=barriers(2),
         vectors=(
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
+            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
         ),
         normed=barriers(2),
         at_end=allocate_tiles(gl.float16, 2, DIM),
@@ -127,16 +136,19 @@ def allocate(dtype: gl.constexpr, gates: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def begin_barriers(rings):
-    """Initialises the barriers: `states` and `decays` arrive with every thread, others once."""
+    """Initialises the barriers: `states` and `decays` arrive with every thread, `decays` for each
+    half of the channels, others once.
+    """
     begin_ring(rings.keys, 1, THREADS)
-    begin_ring(rings.gates, 1, THREADS)
+    begin_ring(rings.gates, 1, 2 * THREADS)
     begin_ring(rings.values, 1, 1)
-    begin_ring(rings.at_end, THREADS, 1)
+    begin_ring(rings.at_end, 2 * THREADS, 1)
     begin_ring(rings.updates, 1, THREADS)
     for i in gl.static_range(rings.keys.DEPTH):
-        mbarrier.init(rings.decayed.index(i), count=THREADS)
+        mbarrier.init(rings.decayed.index(i), count=2 * THREADS)
         mbarrier.init(rings.written.index(i), count=THREADS)
     for i in gl.static_range(2):
         mbarrier.init(rings.normed.index(i), count=1)
+        mbarrier.init(rings.read.index(i), count=1)
+    for i in gl.static_range(4):
         mbarrier.init(rings.ready.index(i), count=THREADS)
-    mbarrier.init(rings.read.index(0), count=1)
