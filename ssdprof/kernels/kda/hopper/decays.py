@@ -23,12 +23,16 @@ from ssdprof.kernels.kda.hopper.prep import (
     at_least,
     between_blocks,
     decays_of,
+    in_turn,
     map_fp32,
     plain,
+    sorted_pairs,
     spread,
     times,
+    vector_layout,
 )
-from ssdprof.kernels.kda.hopper.rings import K_NORM, SCALED, SIZE, half_of, vector_layout
+from ssdprof.kernels.kda.hopper.rings import K_NORM, SCALED, SIZE
+from ssdprof.kernels.kda.hopper.tiles import halves_of
 
 BLOCKS = gl.constexpr(4)  # of 8 positions
 # Layout (i, K)
@@ -41,67 +45,52 @@ STAGES = {
 
 
 @gluon.jit
+def positions():
+    return gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
+
+
+@gluon.jit
 def rows_of(t):
-    """The eight rows of each block of a tile (i, K), (block, K) each."""
-    even, odd = gl.split(t.reshape([BLOCKS, 4, 2, HALF]).permute((0, 1, 3, 2)))
-    r04, r26 = gl.split(even.reshape([BLOCKS, 2, 2, HALF]).permute((0, 1, 3, 2)))
-    r15, r37 = gl.split(odd.reshape([BLOCKS, 2, 2, HALF]).permute((0, 1, 3, 2)))
-    r0, r4 = gl.split(r04.permute((0, 2, 1)))
-    r2, r6 = gl.split(r26.permute((0, 2, 1)))
-    r1, r5 = gl.split(r15.permute((0, 2, 1)))
-    r3, r7 = gl.split(r37.permute((0, 2, 1)))
-    return r0, r1, r2, r3, r4, r5, r6, r7
+    """The eight rows of each block of a tile (i, K), (block, 1, K) each."""
+    rows = (t.reshape([BLOCKS, EIGHT, HALF]),)
+    for level in gl.static_range(3):
+        halves = ()
+        for part in gl.static_range(2**level):
+            pair = rows[part].reshape([BLOCKS, 2, 4 >> level, HALF])
+            first, second = gl.split(pair.permute((0, 2, 3, 1)))
+            halves += (first, second)
+        rows = halves
+    return rows
 
 
 @gluon.jit
-def tile_of(r0, r1, r2, r3, r4, r5, r6, r7):
+def tile_of(rows):
     """A tile (i, K) from the eight rows of each block."""
-    even = gl.join(gl.join(r0, r4), gl.join(r2, r6))  # (block, K, bit 2, bit 1)
-    odd = gl.join(gl.join(r1, r5), gl.join(r3, r7))
-    t = gl.join(even, odd).permute((0, 2, 3, 4, 1)).reshape([SIZE, HALF])
-    return gl.convert_layout(t, of_thread)
+    for level in gl.static_range(3):
+        pairs = ()
+        for part in gl.static_range(4 >> level):
+            pair = gl.join(rows[2 * part], rows[2 * part + 1]).permute((0, 3, 1, 2))
+            pairs += (pair.reshape([BLOCKS, 2 << level, HALF]),)
+        rows = pairs
+    return gl.convert_layout(rows[0].reshape([SIZE, HALF]), of_thread)
 
 
 @gluon.jit
-def since_first(r0, r1, r2, r3, r4, r5, r6, r7):
-    """Products from the first row of each block on (i, K), and whole ones (block, K)."""
-    p1 = r0 * r1
-    p2 = p1 * r2
-    p3 = p2 * r3
-    p4 = p3 * r4
-    p5 = p4 * r5
-    p6 = p5 * r6
-    p7 = p6 * r7
-    return tile_of(r0, p1, p2, p3, p4, p5, p6, p7), p7
+def since_first(rows):
+    """Products from the first row of each block on (i, K), and whole ones (block, 1, K)."""
+    products = (rows[0],)
+    for i in gl.static_range(1, EIGHT):
+        products += (products[i - 1] * rows[i],)
+    return tile_of(products), products[EIGHT - 1]
 
 
 @gluon.jit
-def to_last(last, r1, r2, r3, r4, r5, r6, r7):
-    """Products of `last` and the rows after each one of its block (i, K).  Without `last`, the last
-    rows are not used.
-    """
-    s6 = r7 if last is None else last * r7
-    s5 = s6 * r6
-    s4 = s5 * r5
-    s3 = s4 * r4
-    s2 = s3 * r3
-    s1 = s2 * r2
-    return tile_of(s1 * r1, s1, s2, s3, s4, s5, s6, r7 if last is None else last)
-
-
-@gluon.jit
-def in_turn(q, k):
-    """Rows of q and k in turn, eight of each (2 * SIZE, K)."""
-    both = gl.join(q, k).reshape([BLOCKS, EIGHT, HALF, 2]).permute((0, 3, 1, 2))
-    return both.reshape([2 * SIZE, HALF])
-
-
-@gluon.jit
-def first_eights_first(tile):
-    """The first eight of each 16 positions of a tile (rows, K) before the second ones."""
-    ROWS: gl.constexpr = tile.shape[0]
-    tile = tile.reshape([BLOCKS // 2, 2, ROWS // BLOCKS, HALF])
-    return tile.permute((1, 0, 2, 3)).reshape([ROWS, HALF])
+def to_last(rows, last):
+    """Products of `last` and the rows after each one of its block (i, K)."""
+    products = (last,)
+    for i in gl.static_range(1, EIGHT):
+        products = (products[0] * rows[EIGHT - i],) + products
+    return tile_of(products)
 
 
 @gluon.jit
@@ -110,17 +99,15 @@ def store_anchors(q, k, a, rings, half, n):
     before.
     """
     operands = rings.operands
-    dtype: gl.constexpr = q.dtype
-    o_i = gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
-    r0, r1, r2, r3, r4, r5, r6, r7 = rows_of(gl.where((o_i & 7) == 0, ANCHOR, at_least(a)))
-    D, last = since_first(r0, r1, r2, r3, r4, r5, r6, r7)
-    rows = in_turn(times(q, D, dtype), times(k, D, dtype))
+    factors = rows_of(gl.where((positions() & 7) == 0, ANCHOR, at_least(a)))
+    D, last = since_first(factors)
+    rows = in_turn(times(q, D, q.dtype), times(k, D, q.dtype))
     # 1 / D_j = (a'_(j+1) ... a'_e) / D_e: one reciprocal for a block
     last = map_fp32("rcp.approx.ftz.f32 $0, $1;", last)
-    columns = times(k, to_last(last, r1, r2, r3, r4, r5, r6, r7), dtype)
+    columns = times(k, to_last(factors, last), k.dtype)
     mbarrier.wait(rings.read.index(half), phase(n, 1) ^ 1)
-    operands.anchor_rows.index(half).store(first_eights_first(rows))
-    operands.anchor_columns.index(half).store(first_eights_first(columns))
+    operands.anchor_rows.index(half).store(sorted_pairs(rows, 2))
+    operands.anchor_columns.index(half).store(sorted_pairs(columns, 2))
 
 
 @gluon.jit
@@ -131,12 +118,11 @@ def store_between(q, k, P, S, totals, operands, half):
     totals: T of each block (block, K), in shared memory
     """
     dtype: gl.constexpr = q.dtype
-    o_i = gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
-    to_anchor = gl.where((o_i & 8) != 0, P, S)
+    to_anchor = gl.where((positions() & 8) != 0, P, S)
     rows = in_turn(times(q, to_anchor, dtype), times(k, to_anchor, dtype))
-    operands.eight_rows.index(half).store(first_eights_first(rows))
+    operands.eight_rows.index(half).store(sorted_pairs(rows, 2))
     between, since_start, to_end, whole = between_blocks(totals)
-    to_anchor = gl.where(o_i >= 16, P, S) * spread(between, 3, of_thread)
+    to_anchor = gl.where(positions() >= 16, P, S) * spread(between, 3, of_thread)
     rows = in_turn(times(q, to_anchor, dtype), times(k, to_anchor, dtype))
     operands.half_rows.index(half).store(rows)
     return since_start, to_end, whole
@@ -150,10 +136,10 @@ def store_decayed(q, k, P, S, whole, rings, half, n):
     of_row: gl.constexpr = gl.SliceLayout(1, of_thread)
     k_row = k.to(gl.float32) * rings.vector(n, K_NORM).load(of_row)[:, None]
     q_row = q.to(gl.float32) * rings.vector(n, SCALED).load(of_row)[:, None]
-    half_of(rings.at_end.tile(n), half).store((k_row * S).to(gl.float16))
+    halves_of(rings.at_end.tile(n)).index(half).store((k_row * S).to(gl.float16))
     arrive(rings.at_end.full_at(n))  # after which `scores` may replace the vectors
-    half_of(rings.keys.tile(n), half).store((k_row * P).to(k.dtype))
-    half_of(rings.queries.index(rings.slot(n)), half).store((q_row * P).to(q.dtype))
+    halves_of(rings.keys.tile(n)).index(half).store((k_row * P).to(k.dtype))
+    halves_of(rings.query_tile(n)).index(half).store((q_row * P).to(q.dtype))
     ends = reinterpret(rings.ends.index(rings.slot(n)), gl.float32, [2, HALF], vector_layout)
     ends.index(half).store(whole.reshape([HALF]))
     fence_async_shared()
@@ -170,17 +156,16 @@ def decay_half(env, totals, half, n):
     rings = env.rings
     rings.keys.wait_full(n)
     rings.gates.wait_full(n)
-    q = half_of(rings.queries.index(rings.slot(n)), half).load(of_thread)
-    k = half_of(rings.keys.tile(n), half).load(of_thread)
-    a = decays_of(half_of(rings.gates.tile(n), half).load(of_thread))
+    q = halves_of(rings.query_tile(n)).index(half).load(of_thread)
+    k = halves_of(rings.keys.tile(n)).index(half).load(of_thread)
+    a = decays_of(halves_of(rings.gates.tile(n)).index(half).load(of_thread))
     arrive(rings.gates.empty_at(n))
     # P, S and T of blocks of 8
-    o_i = gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
-    r0, r1, r2, r3, r4, r5, r6, r7 = rows_of(a)
-    P, T = since_first(r0, r1, r2, r3, r4, r5, r6, r7)
-    S = gl.where((o_i & 7) == 7, 1.0, to_last(None, r1, r2, r3, r4, r5, r6, r7))
+    rows = rows_of(a)
+    P, T = since_first(rows)
+    S = to_last(rows, gl.full(T.shape, 1.0, gl.float32, T.type.layout))
     totals = totals.index(half)
-    totals.store(T)
+    totals.store(T.reshape([BLOCKS, HALF]))
     store_anchors(q, k, a, rings, half, n)
     role_barrier()
     since_start, to_end, whole = store_between(q, k, P, S, totals, rings.operands, half)

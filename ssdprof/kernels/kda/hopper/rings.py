@@ -19,9 +19,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels._gluon import aggregate, phase, place_in, reinterpret
+from ssdprof.kernels._gluon import aggregate, phase, place_in
 from ssdprof.kernels.hopper.ring import Ring, barriers, begin_ring
-from ssdprof.kernels.kda.hopper.prep import HALF, allocate_tile
+from ssdprof.kernels.kda.hopper.prep import HALF, allocate_tile, vector_layout
 
 SIZE = gl.constexpr(32)  # positions of a chunk
 DIM = gl.constexpr(128)  # K and V
@@ -32,7 +32,6 @@ Q_NORM = gl.constexpr(1)
 SCALED = gl.constexpr(2)  # scale / |q|
 BETA = gl.constexpr(3)
 OWN = gl.constexpr(4)  # q . k of the position
-vector_layout = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 STAGES = {"allocate": "setup", "begin_barriers": "setup", "allocate_tiles": "setup"}
 
@@ -83,34 +82,33 @@ class KDARings:
         return place_in(n, self.keys.DEPTH)
 
     @gluon.jit
+    def query_tile(self, n):
+        return self.queries.index(self.slot(n))
+
+    @gluon.jit
     def wait_decayed(self, n):
         mbarrier.wait(self.decayed.index(self.slot(n)), phase(n, self.keys.DEPTH))
 
 
 @gluon.jit
-def half_of(tile, half):
-    """Half of the channels of a tile (i, K)."""
-    rows: gl.constexpr = tile.shape[0]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, HALF], tile.dtype)
-    return reinterpret(tile, tile.dtype, [2, rows, HALF], layout).index(half)
-
-
-@gluon.jit
-def allocate_tiles(dtype: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr):
-    tiles = allocate_tile(dtype, [DEPTH, SIZE, COLUMNS])
+def allocate_tiles(dtype: gl.constexpr, DEPTH: gl.constexpr):
+    tiles = allocate_tile(dtype, [DEPTH, SIZE, DIM])
     return Ring(tiles, barriers(DEPTH), barriers(DEPTH), DEPTH)
 
 
 @gluon.jit
 def allocate(dtype: gl.constexpr, gates: gl.constexpr, S: gl.constexpr):
     """Allocates all of it.  The barriers are not initialised yet."""
+    vectors = ()
+    for _ in gl.static_range(5):
+        vectors += (gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),)
     return KDARings(
-        keys=allocate_tiles(dtype, S.SLOTS, DIM),
+        keys=allocate_tiles(dtype, S.SLOTS),
         queries=allocate_tile(dtype, [S.SLOTS, SIZE, DIM]),
         decayed=barriers(S.SLOTS),
         ends=gl.allocate_shared_memory(gl.float32, [S.SLOTS, DIM], vector_layout),
-        gates=allocate_tiles(gates, S.GATE_SLOTS, DIM),
-        values=allocate_tiles(dtype, S.SLOTS, DIM),
+        gates=allocate_tiles(gates, S.GATE_SLOTS),
+        values=allocate_tiles(dtype, S.SLOTS),
         written=barriers(S.SLOTS),
         operands=Operands(
             anchor_rows=allocate_tile(dtype, [2, 2 * SIZE, HALF]),
@@ -120,16 +118,10 @@ def allocate(dtype: gl.constexpr, gates: gl.constexpr, S: gl.constexpr):
         ),
         ready=barriers(4),
         read=barriers(2),
-        vectors=(
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),
-        ),
+        vectors=vectors,
         normed=barriers(2),
-        at_end=allocate_tiles(gl.float16, 2, DIM),
-        updates=allocate_tiles(dtype, 2, DIM),
+        at_end=allocate_tiles(gl.float16, 2),
+        updates=allocate_tiles(dtype, 2),
         weights=allocate_tile(dtype, [2, SIZE, SIZE]),
     )
 

@@ -23,12 +23,15 @@ from ssdprof.kernels.kda.hopper.prep import (
     EIGHT,
     HALF,
     allocate_tile,
-    halved,
     in_block,
+    of_blocks,
     plain,
     product_of,
+    scaled,
+    scaled_halves,
 )
-from ssdprof.kernels.kda.hopper.rings import BETA, K_NORM, OWN, Q_NORM, SCALED, SIZE, half_of
+from ssdprof.kernels.kda.hopper.rings import BETA, K_NORM, OWN, Q_NORM, SCALED, SIZE
+from ssdprof.kernels.kda.hopper.tiles import halves_of
 
 # Layouts (block, i, j): a warp has a block of 16; (i, j): it has half of the rows, of the columns,
 # or all; and of scores of q, or of k, between the halves
@@ -93,8 +96,8 @@ def store_norms(env, beta, n):
     qq = gl.full([2, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     qk, kk = qq, qq
     for half in range(2):
-        q = half_of(rings.queries.index(rings.slot(n)), half).reshape([2, BLOCK, HALF]).load(left)
-        k = half_of(rings.keys.tile(n), half).reshape([2, BLOCK, HALF]).load(left)
+        q = halves_of(rings.query_tile(n)).index(half).reshape([2, BLOCK, HALF]).load(left)
+        k = halves_of(rings.keys.tile(n)).index(half).reshape([2, BLOCK, HALF]).load(left)
         # the same numbers of a thread are an operand of rows, and of columns
         q_columns = gl.convert_layout(q.permute((0, 2, 1)), right)
         k_columns = gl.convert_layout(k.permute((0, 2, 1)), right)
@@ -109,22 +112,18 @@ def store_norms(env, beta, n):
 
 
 @gluon.jit
-def block_of(first, second, between):
-    """(block, i, j) of 16 from its blocks of 8 on the diagonal, and below it.  Those above it are
-    not used.
+def blocks_of(first, second, between):
+    """Scores of q and of k (block, i, j) of 16, from those of blocks of 8 on the diagonal, and
+    below it, with rows of q and k in turn.  Those above it are not used.
     """
-    block = gl.join(gl.join(first, first), gl.join(between, second)).permute((0, 4, 1, 3, 2))
-    return gl.convert_layout(block.reshape([2, BLOCK, BLOCK]), blocks_layout)
+    block = gl.join(gl.join(first, first), gl.join(between, second))
+    block = block.reshape([2, 2, EIGHT, EIGHT, 2, 2]).permute((0, 5, 2, 4, 3, 1))
+    q_block, k_block = gl.split(block.reshape([2, BLOCK, BLOCK, 2]))
+    return gl.convert_layout(q_block, blocks_layout), gl.convert_layout(k_block, blocks_layout)
 
 
 @gluon.jit
-def q_and_k(product):
-    """Scores of q and of k, (block, i, j) each, from rows of both in turn."""
-    return gl.split(product.reshape([2, 2, EIGHT, EIGHT]).permute((0, 2, 3, 1)))
-
-
-@gluon.jit
-def of_blocks(rows, columns, acc):
+def add_blocks(acc, rows, columns):
     """Adds products of eight rows of q, eight of k and eight columns, for each block of 16."""
     rows, columns = rows.reshape([2, BLOCK, HALF]), columns.reshape([2, EIGHT, HALF])
     return product_of(rows, columns, acc, blocks_layout)
@@ -142,12 +141,12 @@ def add_products(sums, operands, half):
     """
     first, second, between, first_below, second_below = sums
     # inside blocks of 8
-    rows = halved(operands.anchor_rows.index(half))
-    columns = halved(operands.anchor_columns.index(half))
-    first = of_blocks(rows.index(0), columns.index(0), first)
-    second = of_blocks(rows.index(1), columns.index(1), second)
+    rows = halves_of(operands.anchor_rows.index(half))
+    columns = halves_of(operands.anchor_columns.index(half))
+    first = add_blocks(first, rows.index(0), columns.index(0))
+    second = add_blocks(second, rows.index(1), columns.index(1))
     # between them
-    rows = halved(operands.eight_rows.index(half))
+    rows = halves_of(operands.eight_rows.index(half))
     columns = reinterpret(rows.index(0), rows.dtype, [2, BLOCK, HALF], swizzled)
     columns = columns.slice(EIGHT, EIGHT, dim=1)
     between = product_of(rows.index(1).reshape([2, BLOCK, HALF]), columns, between, blocks_layout)
@@ -172,37 +171,12 @@ def products(rings, n):
         sums = add_products(sums, rings.operands, half)
         mbarrier.arrive(rings.read.index(half), count=1)
     first, second, between, first_below, second_below = sums
-    first_q, first_k = q_and_k(first)
-    second_q, second_k = q_and_k(second)
-    between_q, between_k = q_and_k(between)
+    q_block, k_block = blocks_of(first, second, between)
     below = gl.join(first_below, second_below).permute((0, 2, 1))
     q_below, k_below = gl.split(below.reshape([2, 2, EIGHT, BLOCK]).permute((0, 2, 3, 1)))
-    return (
-        block_of(first_q, second_q, between_q),
-        gl.convert_layout(q_below.reshape([BLOCK, BLOCK]), quarter_layout),
-        block_of(first_k, second_k, between_k),
-        gl.convert_layout(k_below.reshape([BLOCK, BLOCK]), quarter_layout),
-    )
-
-
-@gluon.jit
-def in_blocks(vector, layout: gl.constexpr):
-    """A number of each position, (block, i)."""
-    return reinterpret(vector, gl.float32, [2, BLOCK], plain).load(layout)
-
-
-@gluon.jit
-def scaled_block(scores, row, column):
-    """Scores (block, i, j) times factors of their rows and columns."""
-    i = in_blocks(row, gl.SliceLayout(2, blocks_layout))[:, :, None]
-    return scores * i * in_blocks(column, gl.SliceLayout(1, blocks_layout))[:, None, :]
-
-
-@gluon.jit
-def scaled_quarter(scores, row, column):
-    """Scores (i, j) between the halves times factors of their rows and columns."""
-    i = row.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
-    return scores * i * column.slice(0, BLOCK).load(gl.SliceLayout(0, quarter_layout))[None, :]
+    q_below = gl.convert_layout(q_below.reshape([BLOCK, BLOCK]), quarter_layout)
+    k_below = gl.convert_layout(k_below.reshape([BLOCK, BLOCK]), quarter_layout)
+    return q_block, q_below, k_block, k_below
 
 
 @gluon.jit
@@ -219,25 +193,25 @@ def on_diagonal(blocks):
 @gluon.jit
 def store_scores(rings, tiles, scores, n):
     """L and P of the program's n-th chunk.  Returns -L of blocks of 16 (block, i, j)."""
-    q_block, q_quarter, k_block, k_quarter = scores
+    q_block, q_below, k_block, k_below = scores
     k_norm, q_norm = rings.vector(n, K_NORM), rings.vector(n, Q_NORM)
     r, c = in_block(blocks_layout)
     # stage solve_tril
     of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
     beta = rings.vector(n, BETA)
-    L = scaled_block(gl.where(r > c, k_block, 0.0), k_norm, k_norm)
-    minus_L = (L * -in_blocks(beta, of_row)[:, :, None]).to(gl.float16)
+    L = scaled(gl.where(r > c, k_block, 0.0), k_norm, k_norm, blocks_layout)
+    minus_L = (L * -of_blocks(beta, 2).load(of_row)[:, :, None]).to(gl.float16)
     tiles.diagonal.store(minus_L)
     of_quarter = beta.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
-    below = scaled_quarter(k_quarter, k_norm, k_norm) * of_quarter
+    below = scaled_halves(k_below, k_norm, k_norm, quarter_layout) * of_quarter
     tiles.below.store(below.to(gl.float16))
     # stage decayed_scores
-    of_pair = in_blocks(rings.vector(n, OWN), of_row)[:, :, None]
+    of_pair = of_blocks(rings.vector(n, OWN), 2).load(of_row)[:, :, None]
     P = gl.where(r == c, of_pair, gl.where(r > c, q_block, 0.0))
-    tiles.own_scores.store(on_diagonal(scaled_block(P, q_norm, k_norm)))
+    tiles.own_scores.store(on_diagonal(scaled(P, q_norm, k_norm, blocks_layout)))
     role_barrier()
     quarter = tiles.own_scores.slice(BLOCK, BLOCK).slice(0, BLOCK, dim=1)
-    quarter.store(scaled_quarter(q_quarter, q_norm, k_norm).to(gl.float16))
+    quarter.store(scaled_halves(q_below, q_norm, k_norm, quarter_layout).to(gl.float16))
     return minus_L
 
 
@@ -280,7 +254,7 @@ def store_inverse(rings, tiles, minus_L, n):
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     beta = rings.vector(n, BETA)
     D = inverse_of(minus_L, tiles.diagonal)
-    of_column = in_blocks(beta, gl.SliceLayout(2, blocks_layout))[:, :, None]
+    of_column = of_blocks(beta, 2).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
     tiles.inverted.store(D.to(gl.float16).reshape([SIZE, BLOCK]))
     tiles.inverse.store(on_diagonal(D * of_column))
     role_barrier()
@@ -311,9 +285,9 @@ def store_factors(env, tiles, n):
     rings.at_end.wait_full(n)
     rings.updates.wait_empty(n)
     for half in range(2):
-        keys = half_of(rings.at_end.tile(n), half).load(right)
+        keys = halves_of(rings.at_end.tile(n)).index(half).load(right)
         X = mma_v2(transposed, keys, gl.full([SIZE, HALF], 0.0, gl.float32, columns_layout))
-        half_of(rings.updates.tile(n), half).store(X.to(dtype))
+        halves_of(rings.updates.tile(n)).index(half).store(X.to(dtype))
     mbarrier.arrive(rings.at_end.empty_at(n), count=1)
     rings.weights.index(place_in(n, 2)).store((W * env.scale).to(dtype))
     fence_async_shared()

@@ -33,7 +33,8 @@ from ssdprof.kernels.kda.hopper.scores import scores
 from ssdprof.kernels.kda.hopper.states import states
 
 STAGES = {
-    "load_tile": "loads", "loads": "loads", "stores": "chunk_output", "_kda_whole_kernel": "setup",
+    "load_tile": "loads", "fill": "loads", "loads": "loads", "stores": "chunk_output",
+    "_kda_whole_kernel": "setup",
 }  # fmt: skip
 
 
@@ -62,6 +63,14 @@ def load_tile(env, desc, head, tile, full, n):
 
 
 @gluon.jit
+def fill(env, desc, ring, BYTES: gl.constexpr, n):
+    """The program's n-th tile of a ring, of numbers of so many bytes."""
+    ring.wait_empty(n)
+    mbarrier.expect(ring.full_at(n), BYTES * SIZE * DIM)
+    load_tile(env, desc, env.head, ring.tile(n), ring.full_at(n), n)
+
+
+@gluon.jit
 def loads(env):
     """Role: loads the inputs of every chunk through TMA."""
     rings, key_head = env.rings, env.head // env.S.VALUES_PER_KEY
@@ -70,14 +79,10 @@ def loads(env):
         rings.keys.wait_empty(n)
         full = rings.keys.full_at(n)
         mbarrier.expect(full, 4 * SIZE * DIM)
-        load_tile(env, q_desc, key_head, rings.queries.index(rings.slot(n)), full, n)
+        load_tile(env, q_desc, key_head, rings.query_tile(n), full, n)
         load_tile(env, k_desc, key_head, rings.keys.tile(n), full, n)
-        rings.gates.wait_empty(n)
-        mbarrier.expect(rings.gates.full_at(n), SIZE * DIM * env.S.GATE_BYTES)
-        load_tile(env, g_desc, env.head, rings.gates.tile(n), rings.gates.full_at(n), n)
-        rings.values.wait_empty(n)
-        mbarrier.expect(rings.values.full_at(n), 2 * SIZE * DIM)
-        load_tile(env, v_desc, env.head, rings.values.tile(n), rings.values.full_at(n), n)
+        fill(env, g_desc, rings.gates, env.S.GATE_BYTES, n)
+        fill(env, v_desc, rings.values, 2, n)
 
 
 @gluon.jit
