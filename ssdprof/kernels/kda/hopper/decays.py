@@ -163,7 +163,7 @@ def decay_half(env, totals, half, n):
     # P, S and T of blocks of 8
     rows = rows_of(a)
     P, T = since_first(rows)
-    S = to_last(rows, gl.full(T.shape, 1.0, gl.float32, T.type.layout))
+    S = to_last(rows, gl.full_like(T, 1.0))
     totals = totals.index(half)
     totals.store(T.reshape([BLOCKS, HALF]))
     store_anchors(q, k, a, rings, half, n)
