@@ -223,8 +223,8 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     if report.missing:
         yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
-    stages = (side_by_side({group.name: group for group in profiled}), *map(by_stage, profiled))
-    yield section(STAGES, *stages, reading=READING)
+    comparison = side_by_side({group.name: group for group in profiled})
+    yield section(STAGES, comparison, *map(by_stage, profiled), reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
     headers = ("kernel", "evidence, and what may help")
