@@ -249,7 +249,7 @@ def check_target(
         raise BadInputError(
             f"There is no folder {file.parent}.", "Create it, or write somewhere else."
         )
-    if file.is_file() or not file.exists():
+    if file.is_file() or not file.exists():  # a pipe or a device is written in place
         check_writable(file.parent)
     if file.is_file() and not replace:
         raise BadInputError(f"{file} exists.", hint)

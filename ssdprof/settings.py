@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import Field, ValidationError
 
 from ssdprof.core.base import Record, Text
-from ssdprof.core.conditions import OF_SPEED, Change, Condition, parse_gate
+from ssdprof.core.conditions import SPEED_METRICS, Change, Condition, parse_gate
 from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
@@ -117,7 +117,7 @@ def without_speed(
     """
     not_on_speed: list[AnyCondition] = []
     for condition in conditions:
-        if condition.metric not in OF_SPEED:
+        if condition.metric not in SPEED_METRICS:
             not_on_speed.append(condition)
         elif condition.text in requested:
             words = f"{option} {condition.text}"

@@ -80,7 +80,7 @@ def small_guards(monkeypatch):
     """4 KiB around a kernel's tensors instead of 1 MiB, which takes longer to look at than the
     tensors.
     """
-    monkeypatch.setattr("ssdprof.measure.isolate.GUARD", 1 << 12)
+    monkeypatch.setattr("ssdprof.measure.isolate.GUARD_BYTES", 1 << 12)
 
 
 @pytest.fixture

@@ -50,9 +50,7 @@ def reads(change: Callable[[Tensor], Tensor]) -> Planted:
 
 def slots(change: Callable[[Any], Tensor]) -> Planted:
     """A kernel that reads other slots of a pool."""
-    return lambda inputs, right: right(
-        inputs.after(getattr(inputs, inputs.LINEAR[1])[change(inputs)])
-    )
+    return lambda inputs, right: right(inputs.after(getattr(inputs, inputs.STATES)[change(inputs)]))
 
 
 def never_written(kept: Tensor) -> Tensor:

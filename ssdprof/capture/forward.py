@@ -246,6 +246,8 @@ class PromptRun:
         """`layers` by decoder index.  Raises BadInputError if there are none, or if the model has
         another operator, or none, in one of them.
         """
+        if not self.layers:
+            raise BadInputError("No layer was selected.")
         operator_of = {mixer.layer_index: mixer.operator for mixer in self.mixers}
         for layer in self.layers:
             if operator_of.get(layer.index) != layer.operator:
@@ -254,12 +256,10 @@ class PromptRun:
                     f"{operator_of.get(layer.index, 'no operator')}, not {layer.operator}; "
                     f"operators are in {', '.join(map(str, operator_of))}."
                 )
-        if not self.layers:
-            raise BadInputError("No layer was selected.")
         return {layer.index: layer for layer in self.layers}
 
     @property
-    def segments(self) -> int:
+    def segment_count(self) -> int:
         """The number of forward calls of the model before the first decode step."""
         lengths = self.serving.packed or (self.ids.shape[1],)
         return sum(len(split_prompt(length, self.segment_length)) for length in lengths)
@@ -353,12 +353,12 @@ class PromptRun:
                 "tokens, which it computes by another function than its operator.",
                 "Use --segment 2 or longer segments.",
             )
-        expected = len(self.mixers) * self.segments
+        expected = len(self.mixers) * self.segment_count
         if count["calls"] != expected:
             raise BadInputError(
                 f"This {self.model_type} model made {count['calls']} operator calls where "
-                f"{len(self.mixers)} layers and {self.segments} segments make {expected}: part of "
-                "it bypasses its operator, and a capture would be incomplete.",
+                f"{len(self.mixers)} layers and {self.segment_count} segments make {expected}: "
+                "part of it bypasses its operator, and a capture would be incomplete.",
                 "Load the model without use_kernels, in eval mode.",
             )
         if count["steps"] < steps:

@@ -82,7 +82,7 @@ def capture_layers(
     beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
     wanted, serving = prompt.wanted, prompt.serving
-    if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
+    if serving.chunk is not None or (prompt.segment_count == 1 and not serving.packed):
         pass_on = _passing_on(prompt, wanted, on_layer, decode=False)
 
         def handler(call: OperatorCall) -> Result:
@@ -202,22 +202,24 @@ def _groups(
 
 
 def capture_bytes_per_token(mixer: Mixer) -> int:
-    """Bytes of the operator's inputs for one position of the prompt."""
-    item = next(mixer.module.parameters()).element_size()
-    per_head = operators.get(mixer.operator).binding.gate_bytes(item, mixer.sizes)
-    return item * conv_width(mixer.module) + per_head * gates(mixer.module)
-
-
-def gates(mixer: nn.Module) -> int:
-    """The number of heads that have a gate: the size of the parameter A_log.  In Kimi Delta
-    Attention, a module inside the mixer has that parameter.
+    """Bytes of the operator's inputs for one position of the prompt: the channels of the
+    convolution before the operator, and the gates of every head.
     """
-    return next(gate.numel() for name, gate in mixer.named_parameters() if name.endswith("A_log"))
+    element_bytes = next(mixer.module.parameters()).element_size()
+    per_head = operators.get(mixer.operator).binding.gate_bytes(element_bytes, mixer.sizes)
+    return element_bytes * conv_width(mixer.module) + per_head * gated_heads(mixer.module)
 
 
-def conv_width(mixer: nn.Module) -> int:
-    """The number of channels of the convolution before the operator."""
-    return sum(module.in_channels for module in mixer.children() if isinstance(module, nn.Conv1d))
+def gated_heads(module: nn.Module) -> int:
+    """The number of heads of a mixer that have a gate: the size of the parameter A_log.  In Kimi
+    Delta Attention, a module inside the mixer has that parameter.
+    """
+    return next(gate.numel() for name, gate in module.named_parameters() if name.endswith("A_log"))
+
+
+def conv_width(module: nn.Module) -> int:
+    """The number of channels of the convolution of a mixer before the operator."""
+    return sum(child.in_channels for child in module.children() if isinstance(child, nn.Conv1d))
 
 
 # --- layout

@@ -38,7 +38,7 @@ SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # tried for a prompt that doe
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
-    """Counts the bytes of the tensors that operations create on a device inside the context.
+    """The bytes of the tensors that operations create on a device inside the context.
 
     now: bytes of the tensors that are alive.  peak: the largest value of `now` so far.
     """
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Runs the operation and counts those of its outputs whose storage is new.
+        """Run the operation and count those of its outputs whose storage is new.
 
         Two operations do not run on the meta device and are replaced here.
         """

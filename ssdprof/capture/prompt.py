@@ -34,7 +34,7 @@ _TEXT = Path(__file__).with_name("text")
 _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
 LONGEST_TEXT = 2**24  # tokens up to which the tokenizer gives no warning about the trained length
 CHARACTERS_PER_TOKEN = 8  # for the part of the text that is read first; English has 4 to 5
-MARGIN = 64  # tokens at the end of a text that may change if the text goes on
+UNSETTLED_TOKENS = 64  # tokens at the end of a text that may change if the text goes on
 _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
 
 
@@ -248,7 +248,7 @@ def _first_ids(
         content += stream.read(characters - len(content))
         ids = _encode(tokenizer, content)
         ended = len(content) < characters
-        if ended or len(ids) >= seqlen + MARGIN:
+        if ended or len(ids) >= seqlen + UNSETTLED_TOKENS:
             break
         characters *= 2
     if ended and not content.strip():

@@ -19,7 +19,7 @@ from ssdprof.core.words import plural
 
 # Largest relative distance of a head's states that differ by rounding only: to the server's dtype,
 # and in its kernel if the recording has no final states.  Two sequences' states differ by about 1.
-CLOSE = 2**-4
+MOST_ROUNDING = 2**-4
 _COLUMNS = 8  # of the projection in `_sketches`
 _REMEMBERED = 4096  # newest states of each layer that are kept
 
@@ -155,4 +155,4 @@ def _projection(size: int) -> torch.Tensor:
 
 def _is_close(sketch: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two sketches (heads, columns) are those of equal states, except for rounding."""
-    return bool(((sketch - other).norm(dim=-1) <= CLOSE * other.norm(dim=-1)).all())
+    return bool(((sketch - other).norm(dim=-1) <= MOST_ROUNDING * other.norm(dim=-1)).all())

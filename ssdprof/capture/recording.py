@@ -57,7 +57,7 @@ T = TypeVar("T")
 # server's pool of states, empty if they were not recorded
 Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
 Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
-MANIFEST = "recording.json"
+DESCRIPTION = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers warm up
 _OUTPUT = ("out", "final_states")
@@ -482,7 +482,7 @@ def _safetensors(folder: Path) -> _Reading:
     texts = [_reading(file, _text_of_call) for file in files]
     of_folder: dict[str, Any] = {}
     if not all(texts) or not files:
-        of_folder = _reading(folder / MANIFEST, _description_of_folder)
+        of_folder = _reading(folder / DESCRIPTION, _description_of_folder)
     calls = []
     sources: dict[str, None] = {}  # a set in order
     if of_folder:

@@ -363,7 +363,7 @@ def compare(options: options.CompareOptions) -> None:
 def _comparison_text(compared: pairs.Comparison, document: Document, format_name: str) -> str:
     """A comparison in one of `_COMPARISON_FORMATS`."""
     if format_name == "json":
-        return pairs.DOCUMENT.dump_json(compared, indent=1).decode()
+        return pairs.COMPARISON_DOCUMENT.dump_json(compared, indent=1).decode()
     return html.of_document(document) if format_name == "html" else markdown.render(document)
 
 

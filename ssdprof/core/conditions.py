@@ -24,11 +24,11 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
 
-OF_SPEED = ("speedup", "time")  # metrics
+SPEED_METRICS = ("speedup", "time")
 KEPT_STEPS = "kept-steps"
 TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
 Measured = Estimate | float  # a value with an interval, or an exact one
-Speedup = Callable[..., Estimate | None]  # `Report.speedup` of the report of a case
+SpeedupOf = Callable[..., Estimate | None]  # `Report.speedup` of the report of a case
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>.+))?:"
 _NUMBER = r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<percent>%?)"
 _GATE = re.compile(_METRIC + _NUMBER)
@@ -87,7 +87,7 @@ class Metric:
     if_missing: why a case that passed has no value, in words.
     """
 
-    value: Callable[[Case, str, Speedup], Measured | None]
+    value: Callable[[Case, str, SpeedupOf], Measured | None]
     applies: Callable[[Case], bool]
     gate: str
     change: str
@@ -126,27 +126,27 @@ def _is_decoded(case: Case) -> bool:
     return isinstance(case.task, DecodedStates)
 
 
-def _kept_steps(case: Case, state_format: str, _: Speedup) -> int | None:
+def _kept_steps(case: Case, state_format: str, _: SpeedupOf) -> int | None:
     """The steps that a format keeps.  state_format: empty: that of the case."""
     is_of_format = state_format in ("", states_of(case.precision))
     return case.task.kept_steps if isinstance(case.task, DecodedStates) and is_of_format else None
 
 
-def _speedup(case: Case, over: str, speedup: Speedup) -> Estimate | None:
+def _speedup(case: Case, over: str, speedup: SpeedupOf) -> Estimate | None:
     return speedup(case, over=over)
 
 
-def _time(case: Case, clock: str, _: Speedup) -> Estimate | None:
+def _time(case: Case, clock: str, _: SpeedupOf) -> Estimate | None:
     if clock == "call":
         return case.call_us
     return case.device_us if clock == "device" else case.time_us
 
 
-def _match(case: Case, tolerance_name: str, _: Speedup) -> float | None:
+def _match(case: Case, tolerance_name: str, _: SpeedupOf) -> float | None:
     return case.match_pct(TOLERANCE_NAMES[tolerance_name])
 
 
-def _rms(case: Case, _at: str, _: Speedup) -> float | None:
+def _rms(case: Case, _at: str, _: SpeedupOf) -> float | None:
     """The RMS error over that of the floor; infinite if only the floor is 0."""
     out = case.tensor("out")
     if out is None:
@@ -156,10 +156,10 @@ def _rms(case: Case, _at: str, _: Speedup) -> float | None:
     return math.inf if out.vs_oracle.rms_ratio else 0.0
 
 
-def _of_answers(name: str) -> Callable[[Case, str, Speedup], float | None]:
+def _of_answers(name: str) -> Callable[[Case, str, SpeedupOf], float | None]:
     """A metric's `value` for a field of `AnswerBand`, over the whole prompt."""
 
-    def value(case: Case, _at: str, _: Speedup) -> float | None:
+    def value(case: Case, _at: str, _: SpeedupOf) -> float | None:
         return getattr(case.band, name) if case.band else None
 
     return value

@@ -11,7 +11,14 @@ from typing import Literal
 
 from ssdprof.core.base import Record, Text, states_of
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.conditions import KEPT_STEPS, METRICS, OF_SPEED, Condition, is_answers, number
+from ssdprof.core.conditions import (
+    KEPT_STEPS,
+    METRICS,
+    SPEED_METRICS,
+    Condition,
+    is_answers,
+    number,
+)
 from ssdprof.core.report import Report
 from ssdprof.errors import SsdprofError
 
@@ -89,7 +96,7 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
     for case in cases:
         if case.result == "passed":
             yield _verdict(condition, case, report)
-    if condition.metric in OF_SPEED:
+    if condition.metric in SPEED_METRICS:
         for name, why in _untimed(cases, report):
             yield Verdict(condition=condition.text, case=name, holds=False, actual=why)
 
@@ -157,7 +164,7 @@ class Outcome:
         """Sort the cases of a report."""
         baselines = {case.rated_against for case in report.cases}
         counted: list[Case] = []
-        not_answers: list[Case] = []
+        judged: list[Case] = []
         self.outside: list[Case] = []
         for case in report.cases:
             is_baseline = (case.case_key, case.implementation) in baselines
@@ -166,15 +173,15 @@ class Outcome:
             if not _counts(case, report):
                 continue
             counted.append(case)
-            # a baseline that is only outside its budget is neither compared nor a failure
-            is_outside_baseline = is_baseline and case.only_outside
-            if not is_answers(case) and not is_outside_baseline:
-                not_answers.append(case)
+            # listed in `outside`; neither compared nor a failure
+            is_tolerated_baseline = is_baseline and case.only_outside
+            if not (is_answers(case) or is_tolerated_baseline):
+                judged.append(case)
         self.others = len(report.cases) - len(counted)
 
-        self.failed = tuple(case for case in not_answers if case.failed)
-        refused = [case for case in not_answers if case.result == "refused"]
-        self.compared = len(not_answers) - len(refused)
+        self.failed = tuple(case for case in judged if case.failed)
+        refused = [case for case in judged if case.result == "refused"]
+        self.compared = len(judged) - len(refused)
         requested = {", ".join(parts) for parts in report.requested}
         self.refused = tuple(
             case

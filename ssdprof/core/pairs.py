@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionName, distinct, grouped
 from ssdprof.core.case import Answers, Case, Generated, Prefill
-from ssdprof.core.conditions import METRICS, OF_SPEED, Change, number
+from ssdprof.core.conditions import METRICS, SPEED_METRICS, Change, number
 from ssdprof.core.outcome import Outcome, Verdict
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
@@ -171,7 +171,7 @@ class Comparison:
         return not self.nothing_compared and not any(self.verdicts.values())
 
 
-DOCUMENT: TypeAdapter[Comparison] = TypeAdapter(Comparison)  # what --json prints
+COMPARISON_DOCUMENT: TypeAdapter[Comparison] = TypeAdapter(Comparison)  # what --json prints
 
 
 def compare(
@@ -404,7 +404,7 @@ def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
 
 def _why_none(change: Change, pairs: Sequence[CasePair]) -> str:
     """Why none of the pairs, which are of cases in both reports, has values to compare."""
-    is_of_speed = change.metric in OF_SPEED
+    is_of_speed = change.metric in SPEED_METRICS
     reasons = distinct(pair.incomparable if is_of_speed else [pair.other_inputs] for pair in pairs)
     if known := "; ".join(filter(None, reasons)):
         return known
@@ -425,7 +425,7 @@ def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Repo
     assert new
     if not metric.applies(new):
         return None
-    if change.metric in OF_SPEED and base.time_us and not new.time_us:
+    if change.metric in SPEED_METRICS and base.time_us and not new.time_us:
         return f"timed in BASE; {_status(new)} in NEW"
     if not _comparable(change, pair, base_report, new_report):
         return None

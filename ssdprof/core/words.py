@@ -9,7 +9,7 @@ from decimal import ROUND_DOWN, Decimal
 
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import Placement, Serving
-from ssdprof.core.target import tokens as tokens
+from ssdprof.core.target import tokens as tokens  # for importers of this module
 
 MISSING = "-"
 
@@ -25,7 +25,7 @@ def rate(per_s: float | None) -> str:
 
 
 def size_words(size: int | None) -> str:
-    """Bytes in binary units, with three digits: "1023 B", "12.3 MiB"."""
+    """Bytes in binary units: "12.3 MiB", with three digits; below 1 KiB all digits: "1023 B"."""
     if size is not None and size < 1024:
         return f"{size} B"
     return _in_unit(size, 1024, "B", "KiB", "MiB", "GiB", "TiB")

@@ -70,7 +70,7 @@ def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[
 
 
 def check(request: AnswersOptions, target: Target) -> list[Implementation]:
-    """The implementations that are compared.  Loads no model; `--dry-run` calls it too.
+    """Returns the implementations that are compared.  Loads no model; `--dry-run` calls it too.
 
     Raises MissingCapabilityError if this machine cannot run them, and BadInputError for an unknown
     name.
@@ -78,7 +78,7 @@ def check(request: AnswersOptions, target: Target) -> list[Implementation]:
     resolve_here = resolver(limits.device())
     limits.check_replay(target.seqlens)
     compared: list[Implementation] = []
-    for operator in {layer.operator for layer in target.layers}:
+    for operator in dict.fromkeys(layer.operator for layer in target.layers):
         compared += [required(resolve_here(operator, name)) for name in request.implementations]
     return compared
 
@@ -181,7 +181,7 @@ class _AnswersComparison:
         watcher: Watcher,
         variants: Sequence[AnswersVariant],
     ) -> None:
-        """Runs the reference.  BadInputError if its logits are not finite."""
+        """Run the reference.  Raises BadInputError if its logits are not finite."""
         self._prompt = prompt
         self._whole = whole
         self._request = request

@@ -517,8 +517,7 @@ def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | Non
     """
     by_address: dict[int, torch.Tensor] = {}
     for call in calls:
-        tensors = call.inputs.tensors
-        linear = [tensors[name] for name in call.inputs.LINEAR if name in tensors]
+        linear = call.inputs.linear.values()
         for tensor in (*linear, *call.implementation.copies(call.inputs)):
             by_address[tensor.data_ptr()] = tensor
     try:

@@ -80,7 +80,7 @@ def dump_stalls(report: StallReport) -> str:
 
 
 def load_stalls(file: Path) -> StallReport:
-    """Reads the output of `dump_stalls`.  Raises what `files.read_stored` raises."""
+    """Read the output of `dump_stalls`.  Raises what `files.read_stored` raises."""
     return files.read_stored(
         file, StallReport.model_validate, STALLS_VERSION, _AGAIN, key="stalls_version"
     )

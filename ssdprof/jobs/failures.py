@@ -28,14 +28,14 @@ from ssdprof.operators.implementations import resolve
 from ssdprof.operators.operator import Output
 from ssdprof.store.reports import FAILURES
 
-MOST_BYTES = 1 << 30  # the largest inputs that are stored
+MOST_INPUT_BYTES = 1 << 30  # the largest inputs that are stored
 
 
 def keeping(folder: Path) -> OnFault:
     """A function that stores calls in the folder of a report.
 
     For each implementation, it stores the first call that failed, and the first that broke each
-    law.  It ignores inputs above `MOST_BYTES`, and implementations that no file can name.
+    law.  It ignores inputs above `MOST_INPUT_BYTES`, and implementations that no file can name.
     """
     stored: set[tuple[str, str]] = set()  # names of the implementation and of the law
 
@@ -43,7 +43,7 @@ def keeping(folder: Path) -> OnFault:
         implementation = entry.call.implementation
         key = implementation.name, law
         size = sum(tensor.nbytes for tensor in inputs.tensors.values())
-        if key in stored or not implementation.word or size > MOST_BYTES:
+        if key in stored or not implementation.word or size > MOST_INPUT_BYTES:
             return
         stored.add(key)
         with suppress(torch.OutOfMemoryError):  # the failure itself is in the report

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # the fastest first
-KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")
+PLACEMENT_KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")
 # hints for models that do not fit: all layers are needed; not one fits; another placement may fit
 _WHOLE = (
     "Take a smaller model.  Without --decode and --answers, a run loads no layer after the "
@@ -79,7 +79,7 @@ _WHOLE = (
 )
 _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
-MOST_BYTES = 10 * 10**9  # the largest download that does not need --yes
+MOST_DOWNLOAD_BYTES = 10 * 10**9  # the largest download that does not need --yes
 _LEAST_LENGTH = 1024  # tokens of the shortest prompt that a hint proposes
 _LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
 
@@ -172,7 +172,7 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
             f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.",
             "Leave out --placement.",
         )
-    kinds = [wanted] if wanted else [kind for kind in KINDS if not chooser.lacks(kind)]
+    kinds = [wanted] if wanted else [kind for kind in PLACEMENT_KINDS if not chooser.lacks(kind)]
     for kind in kinds:
         chosen = chooser.choice(kind)
         if chosen is not None:
@@ -732,10 +732,10 @@ def sources(found: Target | Stored, implementations: Iterable[Implementation]) -
 
 
 def refuse_large_download(target: Target) -> None:
-    """BadInputError for a download above `MOST_BYTES`, unless --yes is given."""
+    """BadInputError for a download above `MOST_DOWNLOAD_BYTES`, unless --yes is given."""
     files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)
-    if size > MOST_BYTES and not target.request.yes:
+    if size > MOST_DOWNLOAD_BYTES and not target.request.yes:
         raise BadInputError(
             f"{target.ref.repo_id} is a download of {size_words(size)}.",
             "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "

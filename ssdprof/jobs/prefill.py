@@ -245,12 +245,12 @@ class _Length:
     logits: torch.Tensor | None = None
 
     @property
-    def segments(self) -> int:
+    def segment_count(self) -> int:
         return len(split_prompt(self.ids.shape[1], self.segment_length))
 
     @property
     def operator_calls(self) -> int:
-        return len(self.mixers) * self.segments
+        return len(self.mixers) * self.segment_count
 
     @property
     def what(self) -> str:
@@ -415,7 +415,7 @@ class _Length:
             latest[0].argmax(-1)
 
         with self._judging(name):
-            if self.segments > 1:  # a warm-up: launches of a tuner must not be in the profile
+            if self.segment_count > 1:  # a warm-up: launches of a tuner must not be in the profile
                 with self.running(self._compute(name)) as count:
                     run()
                 self._check(count)

@@ -12,7 +12,7 @@ from ssdprof.jobs.options import COMPARED
 from ssdprof.kernels.state_formats import StateFormat
 from ssdprof.operators.decode_states import parse_state_format
 from ssdprof.operators.generate import (
-    MOST_STEPS,
+    MOST_STEP_TOKENS,
     Cell,
     InputDType,
     InputGenerator,
@@ -26,7 +26,7 @@ K = TypeVar("K")
 # implementations of decode steps, the baseline first; they are exact, with fp32 states
 STEPS = ("unfused_step", "recurrent")
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
-INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
+INPUT_DTYPE_NAMES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
 
@@ -142,9 +142,9 @@ def parse_kept(
         pairs = product(tokens, lengths(every))
         return tuple(replace(cell, state_every=number) for cell, number in pairs)
     drafted = lengths(verify)
-    if every or max(drafted) > MOST_STEPS:
+    if every or max(drafted) > MOST_STEP_TOKENS:
         raise BadInputError(
-            f"--verify keeps the state after each of at most {MOST_STEPS} tokens.",
+            f"--verify keeps the state after each of at most {MOST_STEP_TOKENS} tokens.",
             "Give 2 to 8 tokens, or --seq and --state-every.",
         )
     return tuple(
@@ -210,7 +210,7 @@ def expand(
 
 def parse_dtypes(words: str) -> tuple[InputDType, ...]:
     """ "bf16,fp16" -> ("bf16", "fp16").  Raises BadInputError."""
-    return _known("--dtype", words, INPUT_DTYPES)
+    return _known("--dtype", words, INPUT_DTYPE_NAMES)
 
 
 def parse_chunk_sizes(words: str) -> tuple[int, ...]:

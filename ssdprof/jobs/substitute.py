@@ -48,7 +48,7 @@ def implemented(name: str, precision: Precision, mixers: Sequence[Mixer]) -> Com
 
 
 def decoded(state_format: StateFormat) -> Compute:
-    """Computes every operator token by token, and stores the states in a format of a server's pool.
+    """Compute every operator token by token, and store the states in a format of a server's pool.
 
     Random numbers of a stochastic format differ from layer to layer, but are the same in every
     segment of a prompt.

@@ -38,7 +38,7 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 SHORT = 8192  # tokens; the data of so many fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # for each configuration; Triton's defaults are 25 and 100
-MOST_STEPS = 64  # longest sequence, in tokens, for token-by-token kernels
+LONGEST_BY_TOKEN = 64  # longest sequence, in tokens, for token-by-token kernels
 INT32_ELEMENTS = 2**31  # number of elements that 32-bit offsets can address
 # packages that are not run: their modules with kernels need nothing of them.  Outermost first
 _UNRUN = (
@@ -79,8 +79,8 @@ def too_long(inputs: Inputs) -> tuple[bool, str]:
     are too long for a token-by-token kernel.
     """
     sequences_in_row = 1 if inputs.cu_seqlens is None else inputs.sequences
-    is_too_long = inputs.length > sequences_in_row * MOST_STEPS
-    return is_too_long, f"token by token, for sequences of at most {MOST_STEPS}"
+    is_too_long = inputs.length > sequences_in_row * LONGEST_BY_TOKEN
+    return is_too_long, f"token by token, for sequences of at most {LONGEST_BY_TOKEN}"
 
 
 def library_kernel(
@@ -152,8 +152,7 @@ def prepared_kernel(
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
         """`Implementation.copies`: the tensors that the call reads in place of those in inputs."""
-        tensors = inputs.tensors
-        addresses = {tensors[name].data_ptr() for name in inputs.LINEAR if name in tensors}
+        addresses = {tensor.data_ptr() for tensor in inputs.linear.values()}
         _, tensors_read = prepared(inputs)
         return [
             tensor

@@ -270,9 +270,9 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         arguments: fields of the inputs by name.  state_v_first: whether V precedes K in the shapes
             of initial and final states, and in the memory of final states.
         """
-        initial = arguments[kind.LINEAR[1]]
+        initial = arguments[kind.STATES]
         if state_v_first and initial is not None and initial.ndim == 4:
-            arguments = arguments | {kind.LINEAR[1]: initial.mT}
+            arguments = arguments | {kind.STATES: initial.mT}
         if torch.compiler.is_compiling():
             refuse_gradient(fused.name, arguments.values())
             out, final_states = getattr(torch.ops.ssdprof, name)(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -166,15 +167,19 @@ def follow_bfloat16() -> None:
         self: InterpreterBuilder,
         lhs: TensorHandle,
         rhs: TensorHandle,
-        op: Callable[..., npt.NDArray[np.float32]],
+        op: Callable[..., npt.NDArray[Any]],
     ) -> TensorHandle:
         """An element-wise operation, in fp32 for bfloat16 operands, because NumPy has no
         bfloat16.
+
+        op: (left, right) -> result, a function of NumPy: fp32 for arithmetic, bool for comparisons.
         """
         if lhs.dtype.scalar != tl.bfloat16:
             return binary(self, lhs, rhs, op)
         result = op(_widen(lhs).data, _widen(rhs).data)
-        if result.dtype == np.bool_:  # a comparison
+        if result.dtype == np.bool_:
+            # The interpreter labels the result of a comparison with the left operand's dtype, and
+            # Triton's language replaces the label by int1.  uint16 is how bfloat16 is stored.
             return TensorHandle(result.astype(np.uint16), tl.bfloat16)
         return _narrow(result)
 

@@ -40,9 +40,8 @@ class Inputs:
 
     operator: name of the operator.
     FIRST: name of the tensor that determines batch, length, dtype and device.
-    LINEAR: names of the tensors in which the operator is linear: if all of them are multiplied by a
-        number, so is the output.  First the values, in the shape of the output, then the initial
-        states if the operator has any.
+    VALUES: name of the values, in the shape of the output.
+    STATES: name of the initial states; empty if the operator has none.
     state_every: number of positions after which a state of every sequence is returned, besides its
         state at the end; 0: only the states at the end are returned.  With packed sequences it is 0
         or 1.  Implementations that do not keep these states (`Implementation.keeps`) refuse; a
@@ -68,7 +67,8 @@ class Inputs:
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
     operator: ClassVar[str]
     FIRST: ClassVar[str]
-    LINEAR: ClassVar[tuple[str, ...]]
+    VALUES: ClassVar[str]
+    STATES: ClassVar[str] = ""
     cu_seqlens: Tensor | None = None
     state_every: int = 0
     state_indices: Tensor | None = None
@@ -98,8 +98,8 @@ class Inputs:
 
     @property
     def values(self) -> Tensor:
-        """The first tensor in LINEAR, x or v."""
-        values: Tensor = getattr(self, self.LINEAR[0])
+        """The tensor VALUES, x or v."""
+        values: Tensor = getattr(self, self.VALUES)
         return values
 
     @property
@@ -107,15 +107,27 @@ class Inputs:
         """The initial state of each sequence; from a pool they are copied.  None stands for
         zeros.
         """
-        states: Tensor | None = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
+        states: Tensor | None = getattr(self, self.STATES) if self.STATES else None
         if states is None or self.state_indices is None:
             return states
         return states[self.state_indices.long()]
 
+    @property
+    def linear(self) -> dict[str, Tensor]:
+        """The values and the initial states, if there are any, by name.  The operator is linear in
+        them: if all of them are multiplied by a number, so is the output.
+        """
+        tensors = self.tensors
+        return {name: tensors[name] for name in (self.VALUES, self.STATES) if name in tensors}
+
     def after(self, states: Tensor | None) -> Self:
-        """The inputs with other initial states, one for each sequence, and without a pool."""
-        without_pool = {} if self.state_indices is None else {"state_indices": None}
-        return replace(self, **{self.LINEAR[1]: states}, **without_pool)
+        """The inputs with other initial states, one for each sequence, and without a pool.  None
+        stands for zeros.
+        """
+        changes = {self.STATES: states}
+        if self.state_indices is not None:
+            changes |= dict.fromkeys(("state_indices", "write_indices", "accepted"))
+        return replace(self, **changes)
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
         """Raises ValueError unless the tensor is None or has this shape and a floating-point dtype.
@@ -145,9 +157,9 @@ class Inputs:
         if slots is None and not (self.write_indices is None and self.accepted is None):
             raise ValueError("write_indices and accepted need state_indices")
         if slots is not None:
-            pool = getattr(self, self.LINEAR[1])
+            pool = getattr(self, self.STATES)
             if pool is None or not sum(pool.shape[:1]):
-                raise ValueError(f"state_indices needs {self.LINEAR[1]}, a pool of states")
+                raise ValueError(f"state_indices needs {self.STATES}, a pool of states")
             self._check_indices("state_indices", (1,) if self.accepted is None else (2,))
             self._check_indices("accepted", (1,))
             self._check_indices("write_indices", (1, 2))

@@ -15,7 +15,7 @@ from ssdprof.kernels.launch import launch
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.tensors import strides_of_each
 
-MAX_WIDTH = 16  # positions of the convolution
+MAX_CONV_WIDTH = 16  # positions of the convolution
 MAX_GROUP_SIZE = 32768  # channels of a group of the norm
 BLOCK_D = (
     128  # channels per program of the convolution; 16-bit numbers of so many take two cache lines
@@ -129,8 +129,8 @@ def causal_conv1d(
     width = weight.shape[-1]
     if x.dtype not in TL_DTYPE:
         raise UnsupportedError(f"causal_conv1d: x is fp32, fp16 or bf16, not {x.dtype}")
-    if not 2 <= width <= MAX_WIDTH:
-        raise UnsupportedError(f"causal_conv1d: 2 to {MAX_WIDTH} positions, not {width}")
+    if not 2 <= width <= MAX_CONV_WIDTH:
+        raise UnsupportedError(f"causal_conv1d: 2 to {MAX_CONV_WIDTH} positions, not {width}")
     _check("weight", weight, (channels, width))
     _check("bias", bias, (channels,))
     _check("initial_state", initial_state, (batch, channels, width - 1))

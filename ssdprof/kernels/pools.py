@@ -124,7 +124,7 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     states, device, count = inputs.initial, inputs.device, inputs.sequences
     slots = torch.arange(count, dtype=torch.int32, device=device)
     if apart and inputs.state_indices is not None:
-        states = getattr(inputs, inputs.LINEAR[1])
+        states = getattr(inputs, inputs.STATES)
         slots = inputs.state_indices
     if states is None:
         states = torch.zeros(inputs.states_shape, device=device)
@@ -140,11 +140,7 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
         more_slots = count
         written = initial_slots + torch.arange(count, dtype=torch.int32, device=device)
     call = replace(
-        inputs,
-        **{inputs.LINEAR[1]: states},
-        state_indices=slots,
-        write_indices=written,
-        state_every=0,
+        inputs, **{inputs.STATES: states}, state_indices=slots, write_indices=written, state_every=0
     )
     stored = states.mT.contiguous() if turned else states
 
@@ -212,7 +208,7 @@ def pool_kernel(
         reason = unsupported(inputs, precision)
         if reason:
             raise UnsupportedError(f"{name}: {reason}")
-        pool: torch.Tensor = getattr(inputs, inputs.LINEAR[1])
+        pool: torch.Tensor = getattr(inputs, inputs.STATES)
         stored = pool.mT if turned else pool
         slots = Slots.of(inputs)
         if turned and (stored.stride(-1) != 1 or stored.stride(-2) != stored.shape[-1]):

@@ -77,7 +77,7 @@ class Implementation:
     batch_invariant: whether it promises that the bits of a sequence's results in place depend
         neither on other sequences nor on its place among them.
     precisions: (name of the inputs' dtype) -> its precisions; None: it runs at any precision.
-    copies: (inputs) -> copies that it keeps of the tensors `Inputs.LINEAR`, and reads instead of
+    copies: (inputs) -> copies that it keeps of the tensors `Inputs.linear`, and reads instead of
         them.
     """
 

@@ -209,7 +209,7 @@ def refuse_unwritable(inputs: Inputs, *, in_place: bool) -> None:
     """Check a call of a token-by-token kernel.  Raises ValueError if it cannot write states in
     place, and UnsupportedError for states after every few tokens.
     """
-    name = inputs.LINEAR[1]
+    name = inputs.STATES
     initial = getattr(inputs, name)
     if in_place and (initial is None or inputs.state_every):
         raise ValueError(f"in_place needs {name} to write to, and writes one state: no state_every")
@@ -268,7 +268,7 @@ def on_pool(inputs: I, step: int, marks: Sequence[int]) -> tuple[I, Tensor]:
     pool[:sequences] = 0 if inputs.initial is None else inputs.initial
     call = replace(
         inputs,
-        **{inputs.LINEAR[1]: pool},
+        **{inputs.STATES: pool},
         state_indices=slots[:sequences],
         write_indices=table,
         state_every=0,

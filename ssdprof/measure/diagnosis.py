@@ -18,8 +18,8 @@ from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
 BORDERS = (16, 32, 64, 128, 256)  # sizes of chunks and tiles, at whose multiples errors may begin
-LONGEST = 2048  # the most positions on which roundings are compared
-AS_LARGE = 1.5  # errors count as equally large up to this ratio
+MOST_POSITIONS = 2048  # the most positions on which roundings are compared
+ALIKE_RATIO = 1.5  # errors count as equally large up to this ratio
 FAR_ABOVE = 16  # a row is wrong if its relative error exceeds so many unit roundoffs
 COARSE = (torch.bfloat16, torch.float16)
 
@@ -129,7 +129,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
     span = longest_of(inputs)
     index = 0 if is_out else 1  # of the tensor in an output
     heads_dim = 2 if is_out else 1
-    start = replace(span, stop=min(span.stop, span.start + LONGEST))
+    start = replace(span, stop=min(span.stop, span.start + MOST_POSITIONS))
     if not is_out and start != span:
         return ""  # the state after the first positions is not known
     part = alone(inputs, start)
@@ -149,7 +149,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
     actual = errors(output)
     for words, form in _coarser(part, candidate.precision, exact, output[index].dtype):
         ratio = actual / errors(form)
-        alike = (ratio < AS_LARGE) & (ratio > 1 / AS_LARGE)
+        alike = (ratio < ALIKE_RATIO) & (ratio > 1 / ALIKE_RATIO)
         if float(alike.double().mean()) > 0.75:
             return f"the error is as large as if {words}"
     return ""

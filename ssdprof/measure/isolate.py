@@ -42,7 +42,7 @@ from ssdprof.measure.accuracy import changes, fingerprint, fingerprints
 from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations
 
-GUARD = 1 << 20  # bytes of the guard on each side
+GUARD_BYTES = 1 << 20  # bytes of the guard on each side
 _ALIGNED = 512  # bytes; a copy has the same offset from a multiple of it as the tensor
 # names of the functions of torch that allocate tensors
 _ALLOCATION = re.compile("(new_)?(empty|zeros|ones|full)(_strided|_like)?")
@@ -68,8 +68,8 @@ class _Block:
         size: bytes between the guards.  offset: bytes from a multiple of `_ALIGNED` to the first of
         them.
         """
-        start = GUARD + offset
-        whole = -(-(start + size + GUARD) // 8)  # in int64 numbers, rounded up
+        start = GUARD_BYTES + offset
+        whole = -(-(start + size + GUARD_BYTES) // 8)  # in int64 numbers, rounded up
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 

@@ -56,11 +56,11 @@ from ssdprof.operators.rounding import unit_roundoff
 
 Form = TypeVar("Form")  # the type of one form of inputs; a kernel may refuse some forms
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions to which sequences are cut, by type of device
-CALLS = 4  # repeated calls that must agree for a kernel to count as repeating its bits
+REPEATED_CALLS = 4  # repeated calls that must agree for a kernel to count as repeating its bits
 REPLACED_FROM = 257  # a position that is one past a border of chunks of 16 to 256
 AMPLIFICATION = 2.0**40  # the factor of a history, unless the implementation neglects a share of it
 AMPLIFIED_SHARE = 32  # the first 1/32 of a sequence is its amplified history
-NEGLIGIBLE = 2.0**-6  # a neglected share of a history may be this share of a unit roundoff
+NEGLIGIBLE_SHARE = 2.0**-6  # a neglected share of a history may be this share of a unit roundoff
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
 DROPPED = 0.08  # RMS error from which known outputs are wrong; roundings cause up to 0.03
@@ -240,7 +240,9 @@ class Trial:
         share = self.implementation.neglects
         if not share:
             return AMPLIFICATION
-        return min(AMPLIFICATION, NEGLIGIBLE * unit_roundoff(self.inputs.values.dtype) / share)
+        return min(
+            AMPLIFICATION, NEGLIGIBLE_SHARE * unit_roundoff(self.inputs.values.dtype) / share
+        )
 
     @cached_property
     def several_sequences(self) -> Inputs:
@@ -269,7 +271,7 @@ class Trial:
         """
         (whole,) = spans_of(self.longest)
         middle = (1 << (whole.length - 1).bit_length()) // 2
-        if not middle or len(self.longest.LINEAR) == 1:
+        if not (middle and self.longest.STATES):
             raise NotApplicable("the sequences are too short, or have no initial state")
         zeros = torch.zeros(self.longest.states_shape, device=self.longest.device)
         first = alone(self.longest, replace(whole, stop=middle))
@@ -296,7 +298,7 @@ class Trial:
 
     def with_states(self) -> Iterator[Inputs]:
         """The inputs with random initial states: as several sequences, then as they are."""
-        if len(self.inputs.LINEAR) == 1:
+        if not self.inputs.STATES:
             return
         forms = [self.inputs]
         with suppress(NotApplicable):
@@ -471,8 +473,7 @@ def linearity(trial: Trial) -> None:
     """Linear inputs times 2 give outputs times 2: bit by bit if the kernel repeats its bits, else
     within the budget.
     """
-    tensors = trial.inputs.tensors
-    doubled = {name: tensors[name] * 2 for name in trial.inputs.LINEAR if name in tensors}
+    doubled = {name: tensor * 2 for name, tensor in trial.inputs.linear.items()}
     inputs = replace(trial.inputs, **doubled)
     output = trial.run(inputs)
     difference = first_difference([tensor * 2 for tensor in trial.base], output)
@@ -488,7 +489,7 @@ def linearity(trial: Trial) -> None:
 
 def _repeats(trial: Trial, inputs: Inputs, output: Output) -> bool:
     """Whether several more calls give the same bits as `output`."""
-    return all(first_difference(output, trial.run(inputs)) is None for _ in range(CALLS))
+    return all(first_difference(output, trial.run(inputs)) is None for _ in range(REPEATED_CALLS))
 
 
 def cut_in_two(trial: Trial) -> None:
@@ -594,17 +595,14 @@ def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
     the longest sequence is.
     """
     longest = LONGEST[inputs.device.type]
-    values_name, *state_names = inputs.LINEAR
-    linear = {
-        name: inputs.tensors[name] * trial.amplification
-        for name in state_names
-        if name in inputs.tensors
-    }
     values = inputs.values.clone()
     for span in spans_of(inputs):
         stop = span.start + min(span.length, longest) // AMPLIFIED_SHARE
         values[span.batch, span.start : stop] *= trial.amplification
-    inputs = replace(inputs, **linear, **{values_name: values})
+    changes = {inputs.VALUES: values}
+    if inputs.STATES in inputs.tensors:
+        changes[inputs.STATES] = inputs.tensors[inputs.STATES] * trial.amplification
+    inputs = replace(inputs, **changes)
     out, states = trial.run(inputs)
     for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
         judged = replace(span, stop=min(span.stop, span.start + longest))

@@ -50,10 +50,11 @@ SLOTS = 13  # of a pool, unless a law needs others
 # Bits of a signalling NaN.  Arithmetic makes a quiet NaN of it, so that a guard that was read and
 # written back has changed.
 SIGNALLING = {torch.float32: 0x7FA00000, torch.bfloat16: 0x7FA0}
-GUARD = 64  # elements before, behind and, where there are gaps, between the slots of a pool
+# elements before, behind and, where there are gaps, between the slots of a pool
+GUARD_ELEMENTS = 64
 STREAM = 256  # random tokens, which calls use one after the other
 NO_SLOT = -(1 << 20)  # index in those columns of a wider table that do not belong to the call
-CALLS = 64  # calls in the chain of `mixed_calls`
+MIXED_CALLS = 64  # calls in the chain of `mixed_calls`
 REPLAYS = 10  # replays of a CUDA graph; products of matrices that keep another stream busy
 SLACK = 2.0**-12  # tolerance of `rounded_once`, relative to the largest number of a head
 TokenTensors = dict[str, Tensor]  # the tensors of some tokens, by name
@@ -214,7 +215,7 @@ class Room:
         self.implementation = implementation
         self.precision = precision
         self.pool_run = run
-        self._states = like.LINEAR[1]  # the name of the initial states
+        self._states = like.STATES  # the name of the initial states
         absent = ("state_indices", "write_indices", "accepted", "cu_seqlens", self._states)
         self._like = replace(like, **dict.fromkeys(absent), state_every=0)
         self.device: torch.device = like.device
@@ -234,7 +235,7 @@ class Room:
             tokens=Tokens(sequences=1, seqlen=STREAM),
         )
         generated = operator.binding.positional(operator.generated.draw(cell, self.device))
-        values = generated[like.LINEAR[0]]
+        values = generated[like.VALUES]
         # A gate that the generator leaves out has the form of the values.
         return {
             name: generated.get(name, values.flip(1)).to(tensor.dtype)
@@ -276,7 +277,7 @@ class Room:
         turned = self.implementation.turned_pools if turned is None else turned
         inner = (heads, columns, rows) if turned else (heads, rows, columns)  # of a slot, in memory
         stride = far or math.prod(inner) + gap
-        before = slots * far or stride + GUARD
+        before = slots * far or stride + GUARD_ELEMENTS
         try:
             memory = torch.empty(2 * before + slots * stride, dtype=dtype, device=self.device)
         except RuntimeError:  # torch.OutOfMemoryError is one
@@ -348,35 +349,41 @@ class Room:
         Raises Broken if the output is outside its budget, or if the call changes what it must not.
         """
         live = call.live
-        every = max(len(row.writes) for _, row in live) > 1  # the state after each token is kept
+        # whether the state after each token is kept
+        every_state = max(len(row.writes) for _, row in live) > 1
         # made before the call, which may write the initial states
         plain = self.alone(
             [call.tokens_of(i) for i, _ in live],
             [call.initial(row.read) for _, row in live],
-            every=every,
+            every_state=every_state,
         )
         out = self.run(call, run)
         packed = torch.cat([call.of_row(i, out) for i, _ in live])[None]
         tokens: list[str] = []
         for i, row in live:
             tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
-        states, slots = self._kept_states(call, plain, every)
+        states, slots = self._kept_states(call, plain, every_state)
         output = Output(packed, states)
         self.compare(plain, output, call.pool.states.dtype, tokens=tokens, states=slots)
         return output
 
-    def _kept_states(self, call: PoolCall, plain: Inputs, every: bool) -> tuple[Tensor, list[str]]:
+    def _kept_states(
+        self, call: PoolCall, plain: Inputs, every_state: bool
+    ) -> tuple[Tensor, list[str]]:
         """The states of the live rows, (states, heads, ...), fp32, as the pool has them now, and a
         label for each: "call 3, row 1, slot 11".
 
-        plain: the same sequences without a pool.  every: the states after each token, not only the
-        final ones.  In place of a state that is not kept, the oracle's is returned.
+        plain: the same sequences without a pool.
+        every_state: the states after each token, not only the final ones.
+
+        In place of a state that is not kept, the oracle's is returned, which cannot be wrong.  Its
+        label says "slot None".
         """
         states = torch.empty(plain.final_shape, device=self.device)
         labels: list[str] = []
         dropped: list[int] = []  # indices of states that are not kept
         for i, row in call.live:
-            for token in range(0 if every else row.tokens - 1, row.tokens):
+            for token in range(0 if every_state else row.tokens - 1, row.tokens):
                 slot = row.kept.get(token)
                 if slot is None:
                     dropped.append(len(labels))
@@ -384,7 +391,8 @@ class Room:
                     states[len(labels)] = call.pool.states[slot].float()
                 labels.append(f"call {self.calls}, row {i}, slot {slot}")
         if dropped:
-            states[dropped] = oracle_output(plain)[1][dropped]
+            _, exact_states = oracle_output(plain)
+            states[dropped] = exact_states[dropped]
         return states, labels
 
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
@@ -409,7 +417,7 @@ class Room:
             if status != "failed":
                 raise NotApplicable(reason) from None
             raise Broken(f"call {self.calls}: {reason}") from None
-        values = call.parts[self._like.LINEAR[0]]
+        values = call.parts[self._like.VALUES]
         if returned is not pool.states:
             fault = "it returns another tensor than the pool"
         elif (out.shape, out.dtype) != (values.shape, values.dtype):
@@ -425,18 +433,18 @@ class Room:
         return out
 
     def alone(
-        self, parts: Sequence[TokenTensors], initial: Sequence[Tensor], *, every: bool = False
+        self, parts: Sequence[TokenTensors], initial: Sequence[Tensor], *, every_state: bool = False
     ) -> Inputs:
         """Inputs of packed sequences without a pool.
 
         parts: the tensors of each sequence's tokens.  initial: the initial state of each.
-        every: their output has the state after each token, not only the final states.
+        every_state: their output has the state after each token, not only the final states.
         """
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
         packed[self._states] = torch.stack(list(initial))
-        counts = [len(part[self._like.LINEAR[0]]) for part in parts]
+        counts = [len(part[self._like.VALUES]) for part in parts]
         return replace(
-            self._like, **packed, cu_seqlens=self._bounds(counts), state_every=int(every)
+            self._like, **packed, cu_seqlens=self._bounds(counts), state_every=int(every_state)
         )
 
     def compare(
@@ -463,15 +471,15 @@ class Room:
         if not wrong:
             return
         accuracy = wrong[0]
-        exact = oracle_output(plain)
+        exact_out, exact_states = oracle_output(plain)
         position = accuracy.vs_oracle.first_nonfinite or accuracy.vs_oracle.worst_position
         if accuracy.tensor == "out":  # (1, tokens, heads, ...)
             names = tokens
             position = position[1:]
-            errors = (output[0].float() - exact[0].float())[0]
+            errors = (output.out.float() - exact_out.float())[0]
         else:  # (states, heads, ...)
             names = states
-            errors = output[1].float() - exact[1].float()
+            errors = output.final_states.float() - exact_states.float()
         index, head = _first_beyond(accuracy, errors) or position[:2]
         raise Broken(f"{names[index]}, head {head}: {accuracy.reason}")
 
@@ -608,7 +616,7 @@ class PoolHistory:
 
 def other_slots(room: Room) -> None:
     """An odd number of sequences, whose slots lie in any order, with guards between the slots."""
-    pool = room.pool(gap=GUARD)
+    pool = room.pool(gap=GUARD_ELEMENTS)
     for slots in ((5, 11, 3, 2, 7), (0, 12, 6)):
         room.check(room.call(pool, rows_of(*slots)))
 
@@ -702,7 +710,7 @@ def indices(room: Room) -> None:
 
 def layouts(room: Room) -> None:
     """Pools with gaps between slots, and with the last two dimensions exchanged in memory."""
-    for pool in (room.pool(gap=GUARD), room.pool(turned=True)):
+    for pool in (room.pool(gap=GUARD_ELEMENTS), room.pool(turned=True)):
         room.check(room.call(pool, rows_of(2, 0, 7)))
 
 
@@ -742,7 +750,7 @@ def mixed_calls(room: Room) -> None:
     """
     chain = Chain(room, count=4, width=4)
     rng = chain.rng
-    for number in range(CALLS):
+    for number in range(MIXED_CALLS):
         sequences = rng.sample(range(4), rng.randint(2, 4))
         if number % 4 == 0:
             if number:
@@ -829,7 +837,7 @@ LAWS: dict[str, Callable[[Room], None]] = {
     "layouts of the pool": layouts,
     "states are rounded once": rounded_once,
     "slots beyond 2^31 elements": far_slots,
-    f"{CALLS} mixed calls": mixed_calls,
+    f"{MIXED_CALLS} mixed calls": mixed_calls,
     "the same tensors with other values": same_tensors,
     "a replayed CUDA graph": replayed_graph,
     "beside another stream": beside_another_stream,

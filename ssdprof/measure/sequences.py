@@ -62,10 +62,9 @@ def joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
         parts = [span.of(tensor) for span in spans]
         changes[name] = torch.cat(parts)[None] if packed else torch.stack(parts)
     # the initial states have a row for each sequence, unless they are slots of a pool
-    by_sequence = ("state_indices",) if "state_indices" in tensors else inputs.LINEAR[1:]
-    sequences = [span.sequence for span in spans]
-    for name in by_sequence:
-        changes[name] = tensors[name][sequences] if name in tensors else None
+    by_sequence = "state_indices" if "state_indices" in tensors else inputs.STATES
+    if by_sequence in tensors:
+        changes[by_sequence] = tensors[by_sequence][[span.sequence for span in spans]]
     if packed:
         bounds = [0, *accumulate(span.length for span in spans)]
         changes["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=inputs.device)
@@ -87,5 +86,5 @@ def amplified(inputs: Inputs, spans: Sequence[Span], factor: float) -> Inputs:
         for tensor in changed.values():
             in_span = span.of(tensor)
             in_span.copy_(in_span.flip(0))
-        changed[inputs.LINEAR[0]][span.batch, span.start : span.stop] *= factor
+        changed[inputs.VALUES][span.batch, span.start : span.stop] *= factor
     return replace(inputs, **changed)

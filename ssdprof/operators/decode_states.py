@@ -133,7 +133,7 @@ def _by_function(
         for number, piece in enumerate(pieces, 1):
             cut = slice(piece.start, piece.stop)
             tokens = {name: tensor[row, cut].float() for name, tensor in positional.items()}
-            one_sequence: dict[str, Any] = {inputs.LINEAR[1]: state, "cu_seqlens": None}
+            one_sequence: dict[str, Any] = {inputs.STATES: state, "cu_seqlens": None}
             call = replace(inputs, **tokens, **one_sequence, state_indices=None, state_every=0)
             out[row, cut], state = run(call, exact)
             state = _rounded(state_format, state)

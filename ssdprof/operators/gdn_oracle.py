@@ -19,7 +19,7 @@ else:
 
 CHUNK = 64  # positions of a chunk of the rounded form
 _LEAF = 16  # rows of the diagonal blocks that are inverted in fp32
-FORGOTTEN = -110.0  # log of a decay; exp(-110) is zero in fp32
+FORGOTTEN_LN = -110.0  # log of a decay; exp(-110) is zero in fp32
 
 
 def bytes_per_position(inputs: GDNInputs) -> int:
@@ -33,7 +33,7 @@ def bytes_per_position(inputs: GDNInputs) -> int:
 
 def gate(inputs: GDNInputs, span: Span, chunk: int = CHUNK) -> Gate:
     """The cumulative sum of g in each chunk, (c, h, chunk) in fp32; the padding has g = 0."""
-    g = span.of(inputs.g).float().clamp(FORGOTTEN, 0)
+    g = span.of(inputs.g).float().clamp(FORGOTTEN_LN, 0)
     return rounding.Gate(exponents=rounding.running_sum(rounding.split_chunks(g, chunk)))
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from ssdprof.kernels.inputs import Inputs
 
-MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
+MOST_STEP_TOKENS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
 # range of softplus(bias), the gate's step at a raw gate of 0: log-uniform, as in new models
-STEPS = (1e-3, 1e-1)
+GATE_STEPS = (1e-3, 1e-1)
 I = TypeVar("I", bound="Inputs", default=Any)
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views", "transposed"]
@@ -74,7 +74,7 @@ class Tokens:
     @property
     def steps(self) -> bool:
         """Whether sequences are short enough to be computed token by token, as in decoding."""
-        return not self.packed and self.seqlen <= MOST_STEPS
+        return not self.packed and self.seqlen <= MOST_STEP_TOKENS
 
     @property
     def states(self) -> bool:
@@ -392,8 +392,8 @@ def uniform(count: int, low: float, high: float, generator: torch.Generator) -> 
 
 
 def gate_bias(count: int, generator: torch.Generator) -> Tensor:
-    """(count) biases whose softplus is log-uniform in `STEPS`, in fp32."""
-    step = uniform(count, math.log(STEPS[0]), math.log(STEPS[1]), generator).exp()
+    """(count) biases whose softplus is log-uniform in `GATE_STEPS`, in fp32."""
+    step = uniform(count, math.log(GATE_STEPS[0]), math.log(GATE_STEPS[1]), generator).exp()
     return step + torch.log(-torch.expm1(-step))  # the inverse softplus
 
 
@@ -440,7 +440,7 @@ def as_edge(inputs: I, like: Any, lengths: Lengths) -> I:
     `like`.
     """
     bounds = edge_bounds(lengths, like.device)
-    return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, **{like.LINEAR[1]: None})
+    return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, **{like.STATES: None})
 
 
 def with_initial_states(inputs: Any) -> Any:

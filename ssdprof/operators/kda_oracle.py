@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ssdprof.operators import gdn_oracle
 from ssdprof.operators.gdn_oracle import (
     CHUNK,
-    FORGOTTEN,
+    FORGOTTEN_LN,
     SMALLEST_CHUNK,
     chunk_size,
     in_positions,
@@ -38,7 +38,7 @@ def bytes_per_position(inputs: KDAInputs) -> int:
 
 def gate(inputs: KDAInputs, span: Span, chunk: int = CHUNK) -> Gate:
     """The cumulative sum of g in each chunk, (c, h, chunk * K) in fp32; the padding has g = 0."""
-    g = span.of(inputs.g).float().clamp(FORGOTTEN, 0)
+    g = span.of(inputs.g).float().clamp(FORGOTTEN_LN, 0)
     sums = rounding.running_sum(rounding.split_chunks(g, chunk).mT)
     return rounding.Gate(exponents=sums.mT.flatten(2))
 

@@ -248,7 +248,7 @@ class OracleSpec(Generic[I]):
         """
         tensors = inputs.tensors
         if "state_indices" in tensors:  # only one slot of the pool for each sequence is read
-            tensors[inputs.LINEAR[1]] = tensors[inputs.LINEAR[1]][: inputs.sequences]
+            tensors[inputs.STATES] = tensors[inputs.STATES][: inputs.sequences]
         bytes_read = sum(tensor.nbytes for tensor in tensors.values())
         bytes_written = sum(form.nbytes for form in self.forms(inputs))
         dims = self.dims(inputs)
@@ -339,15 +339,15 @@ class Operator(Generic[I]):
         for name, tensor in self.binding.positional(inputs).items():
             tensors[name] = tensor[span.batch : span.batch + 1, span.start : span.stop]
         if inputs.initial is not None:
-            tensors[inputs.LINEAR[1]] = inputs.initial[span.sequence][None]
+            tensors[inputs.STATES] = inputs.initial[span.sequence][None]
         wide = {
             name: torch.cat([tensors[name]] * count, dim)
             for name, dim in self.divided.items()
             if name in tensors
         }
         if inputs.initial is not None:
-            states = wide[inputs.LINEAR[1]]
-            wide[inputs.LINEAR[1]] = states.expand(inputs.sequences, *states.shape[1:])
+            states = wide[inputs.STATES]
+            wide[inputs.STATES] = states.expand(inputs.sequences, *states.shape[1:])
         whole = replace(span, batch=0, start=0, stop=span.length)
         return type(inputs).unchecked(**vars(inputs) | wide | {"state_indices": None}), whole
 

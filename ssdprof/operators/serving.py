@@ -44,20 +44,12 @@ def _step_or_gathered(
     implementation does not keep; otherwise the implementation on gathered states.
     """
     every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
-    variant = implementation.plan(_without_slots(inputs), precision).variant
+    variant = implementation.plan(inputs.after(None), precision).variant
     if every_state or variant == "recurrent":
         recurrent = kernels.get(inputs.operator, "recurrent").in_place
         assert recurrent is not None
         return recurrent(inputs, precision)
     return gathered(implementation, inputs, precision)
-
-
-def _without_slots(inputs: Inputs, states: torch.Tensor | None = None) -> Inputs:
-    """The inputs without a pool, which begin with these states, one for each sequence, or with
-    zeros.
-    """
-    indices = {"state_indices": None, "write_indices": None, "accepted": None}
-    return replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=0)
 
 
 def gathered(
@@ -69,7 +61,7 @@ def gathered(
     Raises UnsupportedError if the call writes a state after every token and the implementation does
     not keep these.
     """
-    pool = getattr(inputs, inputs.LINEAR[1])
+    pool = getattr(inputs, inputs.STATES)
     slots = inputs.slots_read
     assert slots is not None
     slots = slots.long()
@@ -77,7 +69,7 @@ def gathered(
     states = torch.where(has_slot, pool[slots.clamp(min=0)].float(), 0.0)
     written = slots if inputs.write_indices is None else inputs.write_indices.long()
     every_state = written.ndim == 2  # (sequences, tokens): a slot for the state after each token
-    plain = replace(_without_slots(inputs, states), state_every=int(every_state))
+    plain = replace(inputs.after(states), state_every=int(every_state))
     out, new_states = implementation.run(plain, precision)
     positions, exist = pools.token_positions(inputs, written.shape[1] if every_state else 1)
     rows = positions if every_state else torch.arange(len(slots), device=pool.device)
@@ -104,7 +96,7 @@ def in_pool(implementation: Implementation) -> Implementation:
 
     def prepare(inputs: Inputs) -> tuple[Inputs, slice]:
         """Inputs with a new pool, and the slots to which their final states go."""
-        states = getattr(inputs, inputs.LINEAR[1])
+        states = getattr(inputs, inputs.STATES)
         # a user's kernel gets the layout of the documents, a bundled one that of the server's pool
         from_server = implementation.kind == "bundled" and inputs.state_indices is not None
         turned = from_server and not states.is_contiguous()
@@ -114,7 +106,7 @@ def in_pool(implementation: Implementation) -> Implementation:
             # a sequence without tokens writes no slot
             empty = inputs.cu_seqlens.diff() == 0
             pool[final_slots][empty] = inputs.initial[empty].float()
-        return replace(in_place, **{inputs.LINEAR[1]: pool}), final_slots
+        return replace(in_place, **{inputs.STATES: pool}), final_slots
 
     def call(inputs: Inputs, precision: Precision) -> kernels.Output:
         calls = prepared_calls(inputs)
@@ -126,7 +118,7 @@ def in_pool(implementation: Implementation) -> Implementation:
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
         calls = prepared_calls(inputs)
-        return [getattr(in_place, inputs.LINEAR[1]) for in_place, _ in calls.values()]
+        return [getattr(in_place, inputs.STATES) for in_place, _ in calls.values()]
 
     def plan(inputs: Inputs, precision: Precision) -> Plan:
         plan = implementation.plan(inputs.after(inputs.initial), precision)

@@ -20,7 +20,7 @@ EDGE_LIMITS = (0.01, 5.0)  # limits of dt in edge inputs
 LARGE_STEP = (
     4.5  # added to dt_bias: dt is about e^8.5 times as large, and a chunk's decay underflows
 )
-CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
+USUAL_CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
 
 def draw(cell: Cell, device: torch.device) -> SSDInputs:
@@ -54,7 +54,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
         A=generate.uniform(h, FASTEST, SLOWEST, generator),
         B=B,
         C=C,
-        chunk_size=CHUNK_SIZES[0],
+        chunk_size=USUAL_CHUNK_SIZES[0],
         D=normal(h),
         dt_bias=dt_bias,
         dt_softplus=True,
@@ -155,7 +155,7 @@ GENERATOR: InputGenerator[SSDInputs] = InputGenerator(
     largest={"dstate": 256},
     draw=draw,
     edges=edges,
-    chunk_sizes=CHUNK_SIZES,
+    chunk_sizes=USUAL_CHUNK_SIZES,
     chunks_itself=frozenset({"fused", "recurrent", "recurrent_in_place", "selective_state_update"}),
     alternatives=("recurrent_in_place",),
 )

@@ -127,7 +127,7 @@ class RecordedCall:
         out = of_tokens.pop("out")
         changed = of_tokens | {"cu_seqlens": packed_bounds.to(inputs.device)}
         if inputs.initial is not None:
-            changed[inputs.LINEAR[1]] = inputs.initial[sequences]
+            changed[inputs.STATES] = inputs.initial[sequences]
         final_states = self.final_states
         if final_states is not None:
             final_states = final_states[tokens if inputs.state_every else sequences]

@@ -80,7 +80,7 @@ def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> It
 
 
 def _of_stalls(report: StallReport) -> Pictures:
-    return {of_stalls.STAGES: dict(plots.of_stalls(report).values())}
+    return {of_stalls.STAGES_TITLE: dict(plots.of_stalls(report).values())}
 
 
 def _of_states(report: Report) -> dict[str, plots.Drawing | None]:

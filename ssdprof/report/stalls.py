@@ -27,7 +27,7 @@ READING = (
     "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a "
     "run."
 )
-STAGES = "Stages and stall reasons"  # the title of the section with pictures
+STAGES_TITLE = "Stages and stall reasons"  # the title of the section with pictures
 # stall reason, as ncu names it -> what the warp does
 REASONS = {
     "selected": "issuing: not a stall",
@@ -224,7 +224,7 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
         yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
     comparison = side_by_side({group.name: group for group in profiled})
-    yield section(STAGES, comparison, *map(by_stage, profiled), reading=READING)
+    yield section(STAGES_TITLE, comparison, *map(by_stage, profiled), reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
     headers = ("kernel", "evidence, and what may help")

@@ -388,7 +388,8 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
         return VerdictLine(
             f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
         )
-    baseline_us = best.baseline_us or 0.0
+    baseline_us = best.baseline_us
+    assert baseline_us is not None  # because `timed` has only series with a speedup
     saved = f"{fmt.duration(baseline_us - best.us('device'))} less of {fmt.duration(baseline_us)}"
     gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {saved}"
     speedups = _speedups(group.report, group.baseline, lambda name: best.speedup(over=name))
@@ -397,7 +398,9 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
 
 
 def _usable(group: Group) -> list[Series]:
-    """The series of a group whose precision is advised: see `_doubt`."""
+    """The series that may be advised: within their budget and without a `_doubt`.  What a server
+    computed is not a choice, and is left out.
+    """
     usable = []
     for name in group.compared:
         all_series = group.series(name)

@@ -18,7 +18,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.table import Section, Table, TableRow, VerdictLine, section, strings, table
 
-SLOTS = 256  # sequences in the pools whose sizes are shown
+POOL_SEQUENCES = 256  # sequences in the pools whose sizes are shown
 TITLE = "States of decoded tokens"  # of the section
 _FLAT = 0.1  # an error that grows as step^p stays the same if |p| is at most this
 _MAY_GROW = {"grows": "still grows", "unclear": "may still grow"}  # trend -> words of the advice
@@ -30,7 +30,7 @@ _READING = (
     "in bf16, first after these tokens.  "
     "Trend: the state error of the worst head grows, stays or is forgotten as step^p, fitted from "
     "the square root of the last step on, with its 95 % interval; it is unclear where p is not "
-    f"near 0 but could be.  Pool: {SLOTS} sequences, these layers.  "
+    f"near 0 but could be.  Pool: {POOL_SEQUENCES} sequences, these layers.  "
     "''ssdprof answers --decode-states' shows how the model's answers change."
 )
 
@@ -96,7 +96,9 @@ def overviews(report: Report) -> list[Table]:
         rows = []
         for name, layers in by_format(cases).items():
             pool = _pool_bytes(layers)
-            rows.append({"states": name, f"pool\nof {SLOTS}": fmt.size_words(pool), **_row(layers)})
+            rows.append(
+                {"states": name, f"pool\nof {POOL_SEQUENCES}": fmt.size_words(pool), **_row(layers)}
+            )
         title = f"States, {size}, {fmt.plural(layer_count, 'layer')}"
         tables.append(table(title, rows, ("states", "trend")))
     return tables
@@ -186,12 +188,12 @@ def _last_error(layers: Iterable[HeadStates]) -> float:
 
 
 def _pool_bytes(layers: Iterable[HeadStates]) -> int | None:
-    """The bytes of the states of `SLOTS` sequences.
+    """The bytes of the states of `POOL_SEQUENCES` sequences.
 
     None if they are not known, as for a format of the user.
     """
     sizes = [layer.task.slot_bytes for layer in layers]
-    return None if None in sizes else SLOTS * sum(filter(None, sizes))
+    return None if None in sizes else POOL_SEQUENCES * sum(filter(None, sizes))
 
 
 def _power(layers: Sequence[HeadStates]) -> Estimate | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ssdprof.capture.recording import MANIFEST
+from ssdprof.capture.recording import DESCRIPTION
 from ssdprof.kernels import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 
@@ -24,7 +24,7 @@ def record(
     """A folder in which each process has made the same calls."""
     folder.mkdir()
     description = {"operator": operator, "source": "mine", "arguments": arguments}
-    (folder / MANIFEST).write_text(json.dumps(description))
+    (folder / DESCRIPTION).write_text(json.dumps(description))
     for process in processes:
         for number, tensors in enumerate(calls):
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -139,7 +139,7 @@ def test_a_models_own_calls_pass_their_states_on(name, serving: Serving):
     captured, _ = capture(name, tiny_models.prompt(40, batch=2), serving)
     assert not faults_of(captured)
     *_, last = (number for number, call in enumerate(captured) if call.layer.index == 0)
-    states = operators.get(captured[0].layer.operator).inputs.LINEAR[1]
+    states = operators.get(captured[0].layer.operator).inputs.STATES
     inputs = captured[last].inputs
     exchanged = replace(inputs, **{states: getattr(inputs, states).flip(0)})
     captured[last] = replace(captured[last], inputs=exchanged)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from ssdprof.capture import recording
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
-from ssdprof.capture.recording import MANIFEST, open_recording
+from ssdprof.capture.recording import DESCRIPTION, open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels import GDNInputs, SSDInputs
@@ -380,19 +380,19 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / MANIFEST).write_text("[]"), "recording.json cannot be used"),
+        (lambda folder: (folder / DESCRIPTION).write_text("[]"), "recording.json cannot be used"),
         (
-            lambda folder: (folder / MANIFEST).write_text('{"operator": "mamba"}'),
+            lambda folder: (folder / DESCRIPTION).write_text('{"operator": "mamba"}'),
             "there is no operator 'mamba'",
         ),
         (
-            lambda folder: (folder / MANIFEST).write_text(
+            lambda folder: (folder / DESCRIPTION).write_text(
                 '{"operator": "gdn", "arguments": {"chunk": 1}}'
             ),
             "'chunk'",
         ),
         (
-            lambda folder: (folder / MANIFEST).write_text(
+            lambda folder: (folder / DESCRIPTION).write_text(
                 '{"operator": "gdn", "arguments": {"scale": NaN}}'
             ),
             "scale is nan",

@@ -202,7 +202,7 @@ def tokens_of(inputs) -> tuple[str, ...]:
 
 
 def with_state(inputs, state: Tensor | None):
-    return replace(inputs, **{inputs.LINEAR[1]: state})
+    return replace(inputs, **{inputs.STATES: state})
 
 
 def changed(inputs, change, *names: str):
@@ -224,7 +224,7 @@ def cut(inputs, start: int, stop: int | None, **overrides):
 
 def rows(inputs, which):
     """Rows of a batch, with their initial states."""
-    names = [*tokens_of(inputs), *(() if inputs.initial is None else inputs.LINEAR[1:])]
+    names = [*tokens_of(inputs), *(() if inputs.initial is None else (inputs.STATES,))]
     return changed(inputs, lambda tensor: tensor[which], *names)
 
 
@@ -237,7 +237,7 @@ def sequences(inputs, *, packed: bool = False) -> dict[int, Any]:
     for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
         if start < stop:
             pack = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
-            initial = {} if state is None else {inputs.LINEAR[1]: state[i : i + 1]}
+            initial = {} if state is None else {inputs.STATES: state[i : i + 1]}
             alone[i] = cut(inputs, start, stop, cu_seqlens=pack, **initial)
     return alone
 

@@ -105,7 +105,7 @@ def test_in_place(operator: str, turned, dtype):
 def pooled(inputs, dtype: torch.dtype):
     """Its states in slots of a pool with V before K; the others are NaN."""
     pool, slots = generate.pool(inputs.initial.to(dtype).mT, 2 * inputs.sequences)
-    return replace(inputs, **{inputs.LINEAR[1]: pool.mT}, state_indices=slots)
+    return replace(inputs, **{inputs.STATES: pool.mT}, state_indices=slots)
 
 
 POOLED: dict[str, Any] = {
@@ -127,7 +127,7 @@ POOLED: dict[str, Any] = {
 def test_a_servers_pool_in_place(operator, dtype, index):
     """A call writes the slots of its sequences, in the pool's dtype and layout, and no other."""
     inputs = pooled(POOLED[operator].inputs(), dtype)
-    pool = getattr(inputs, inputs.LINEAR[1])
+    pool = getattr(inputs, inputs.STATES)
     slots = inputs.state_indices.long()
     before = pool.clone()
     others = torch.ones(len(pool), dtype=torch.bool)
@@ -151,7 +151,7 @@ def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator):
         inputs = POOLED[operator].but(**own).inputs()
         run = get(operator, "recurrent").run
         read = pooled(inputs, FP32)
-        before = getattr(read, read.LINEAR[1]).clone()
+        before = getattr(read, read.STATES).clone()
         for every in (0, 1):
             found = run(replace(read, state_every=every), Precision())
             expected = run(replace(inputs, state_every=every), Precision())
@@ -159,7 +159,7 @@ def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator):
                 assert torch.equal(ours, other)
             assert operator == "ssd" or found.final_states.mT.is_contiguous()
         torch.testing.assert_close(
-            getattr(read, read.LINEAR[1]), before, rtol=0, atol=0, equal_nan=True
+            getattr(read, read.STATES), before, rtol=0, atol=0, equal_nan=True
         )
 
 
@@ -196,9 +196,7 @@ def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator):
 )
 def test_pools_that_do_not_fit(operator, given, complaint):
     inputs = pooled(POOLED[operator].inputs(), FP32)
-    changed = {
-        inputs.LINEAR[1] if name == "initial" else name: value for name, value in given.items()
-    }
+    changed = {inputs.STATES if name == "initial" else name: value for name, value in given.items()}
     with pytest.raises(ValueError, match=complaint):
         replace(inputs, **changed)
 

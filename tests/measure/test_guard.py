@@ -10,7 +10,7 @@ from torch import Tensor
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.isolate import GUARD, GuardedAllocations, GuardedInputs, unwritten
+from ssdprof.measure.isolate import GUARD_BYTES, GuardedAllocations, GuardedInputs, unwritten
 
 
 def ssd() -> SSDInputs:
@@ -69,9 +69,9 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]):
     ("elements", "where"),
     [
         (-1, "before"),
-        (-GUARD // 4, "before"),
+        (-GUARD_BYTES // 4, "before"),
         (11 * 6 + 2, "behind"),
-        (GUARD // 4, "behind"),
+        (GUARD_BYTES // 4, "behind"),
         (2, "between the elements of"),
     ],
 )

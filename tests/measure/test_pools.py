@@ -310,7 +310,7 @@ def test_our_kernels_keep_every_law(operator, name):
     one = kernels.get(operator, name)
     found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}
     held = {law for law, probe in found.items() if probe.holds == "yes" and not probe.detail}
-    slow = {f"{pools.CALLS} mixed calls"}
+    slow = {f"{pools.MIXED_CALLS} mixed calls"}
     assert held == {BETWEEN_CALLS + law for law in pools.LAWS.keys() - ON_A_GPU - slow}
 
 

@@ -138,7 +138,7 @@ def test_every_sequence_begins_with_its_own_state(make: Make):
 
 @pytest.mark.parametrize("length", [0, 150])
 def test_heads_side_by_side_are_computed_as_alone(make: Make, length):
-    states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
+    states = {make(seqlen=1).STATES: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
     inputs = make(seqlen=150, batch=2, **states)
     span = Span(sequence=1, batch=1, start=0, stop=length)
     wide, whole = operators.get(inputs.operator).repeated(inputs, span, 3)

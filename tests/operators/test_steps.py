@@ -49,7 +49,7 @@ def stepped(pack, pool, reads, writes: Sequence[Any], bounds, none: int):
         state = (pool[read].mT if turned else pool[read])[None].float()
         for place, token in enumerate(range(int(bounds[i]), int(bounds[i + 1]))):
             one = {name: part[:, token : token + 1] for name, part in positional(pack).items()}
-            result = RECURRENCES[pack.operator](replace(pack, **one, **{pack.LINEAR[1]: state}))
+            result = RECURRENCES[pack.operator](replace(pack, **one, **{pack.STATES: state}))
             out[:, token], state = result.out[:, 0].to(out.dtype), result.final_states.float()
             slot = int(writes[i][min(place, len(writes[i]) - 1)])
             if slot > none:

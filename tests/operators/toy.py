@@ -32,7 +32,7 @@ class ToyInputs(Inputs):
 
     operator: ClassVar[str] = "toy"
     FIRST: ClassVar[str] = "x"
-    LINEAR: ClassVar[tuple[str, ...]] = ("x",)
+    VALUES: ClassVar[str] = "x"
     x: Tensor
     a: Tensor
 

@@ -110,7 +110,7 @@ class Scene:
         states[1] *= not self.padded
         states[2] *= "new" not in self.terms
         kind = operators.get(self.place.operator).inputs
-        fields[kind.LINEAR[1]] = states
+        fields[kind.STATES] = states
         self.truth = kind(**fields, cu_seqlens=bounds(tuple(self.lengths.tolist())))
         self.rows = TOKENS[kind]
 
@@ -154,7 +154,7 @@ class Scene:
         for number, span in enumerate(pairwise(inputs.cu_seqlens.tolist())):
             state = inputs.initial[number : number + 1]
             for token in range(*span):
-                initial = {inputs.LINEAR[1]: state}
+                initial = {inputs.STATES: state}
                 alone = cut(inputs, token, token + 1, cu_seqlens=None, **initial)
                 out, state = RECURRENCES[self.place.operator](alone)
                 outs.append(out.float())

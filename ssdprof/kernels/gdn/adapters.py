@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ssdprof.kernels.adapters import (
-    MOST_STEPS,
+    LONGEST_BY_TOKEN,
     SHORT,
     Prepared,
     Tunings,
@@ -520,8 +520,8 @@ def load_flashinfer_mtp() -> Implementation:
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
         yield inputs.q.dtype != torch.bfloat16 and inputs.length == 1, "one token in bf16 only"
-        long = inputs.cu_seqlens is not None or inputs.length > MOST_STEPS
-        yield long, f"at most {MOST_STEPS} tokens of each sequence"
+        long = inputs.cu_seqlens is not None or inputs.length > LONGEST_BY_TOKEN
+        yield long, f"at most {LONGEST_BY_TOKEN} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     return pool_kernel(

@@ -49,7 +49,8 @@ class GDNInputs(Inputs):
 
     operator: ClassVar[str] = "gdn"
     FIRST: ClassVar[str] = "q"
-    LINEAR: ClassVar[tuple[str, ...]] = ("v", "initial_state")
+    VALUES: ClassVar[str] = "v"
+    STATES: ClassVar[str] = "initial_state"
     q: Tensor
     k: Tensor
     v: Tensor

@@ -703,20 +703,34 @@ def two_launches(
     states_shape = inputs.states_shape
     first, second = launchers
 
-    def call(inputs: GDNInputs) -> GDNOutput:
+    def call(call_inputs: GDNInputs) -> GDNOutput:
         """Allocate the factors and the outputs, and launch both kernels."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            device = inputs.q.device
-            cu_seqlens = inputs.cu_seqlens
+            device = call_inputs.q.device
+            cu_seqlens = call_inputs.cu_seqlens
             between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in factors]
-            first(programs[0], inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *between)
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            first(
+                programs[0],
+                call_inputs.q,
+                call_inputs.k,
+                call_inputs.g,
+                call_inputs.beta,
+                cu_seqlens,
+                *between,
+            )
+            out = torch.empty_like(call_inputs.v, memory_format=torch.contiguous_format)
             final_states = torch.empty_strided(
                 states_shape, states, dtype=torch.float32, device=device
             )
-            read = (getattr(inputs, name) for name in names)
+            read = (getattr(call_inputs, name) for name in names)
             second(
-                programs[1], *read, *between, inputs.initial_state, cu_seqlens, out, final_states
+                programs[1],
+                *read,
+                *between,
+                call_inputs.initial_state,
+                cu_seqlens,
+                out,
+                final_states,
             )
         return GDNOutput(out, final_states)
 

@@ -312,18 +312,21 @@ def recurrent_launch(
         ),
     )
 
-    def call(inputs: GDNInputs) -> GDNOutput:
+    def call(call_inputs: GDNInputs) -> GDNOutput:
         """Allocate the outputs and launch."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
             out = torch.empty_like(
-                inputs.v, dtype=stepping.out_dtype, memory_format=torch.contiguous_format
+                call_inputs.v, dtype=stepping.out_dtype, memory_format=torch.contiguous_format
             )
-            states = inputs.initial_state
+            states = call_inputs.initial_state
             if not in_place or states is None:
                 states = torch.empty_strided(
-                    inputs.final_shape, new_strides, dtype=torch.float32, device=inputs.q.device
+                    call_inputs.final_shape,
+                    new_strides,
+                    dtype=torch.float32,
+                    device=call_inputs.q.device,
                 )
-            launcher(programs, *inputs.kernel_tensors, out, states)
+            launcher(programs, *call_inputs.kernel_tensors, out, states)
         return GDNOutput(out, states)
 
     return call

@@ -77,7 +77,7 @@ from ssdprof.kernels.kda.hopper.launch import (
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.kda.unfused import (
     add_scores,
-    cumulative_decays,
+    cumulative_log_decays,
     keys_with_keys,
     queries_with_keys,
     score_products,
@@ -213,7 +213,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     for n in tl.static_range(BLOCKS):
         o_n = n * S.BLOCK_K + o_k
         # stage gate_cumsum
-        G = cumulative_decays(
+        G = cumulative_log_decays(
             load_rows(g_ptr, g_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE)
         )
         G_end = tl.sum(tl.where(o_t[:, None] == S.CHUNK - 1, G, 0.0), axis=0)

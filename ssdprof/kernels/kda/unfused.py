@@ -39,7 +39,7 @@ from ssdprof.kernels.tensors import strides_unit
 
 # other functions belong to the stage that calls them
 STAGES = {
-    "cumulative_decays": "gate_cumsum",
+    "cumulative_log_decays": "gate_cumsum",
     "_kda_gate_cumsum_kernel": "gate_cumsum",
     "_kda_decayed_scores_kernel": "decayed_scores",
     "_kda_recompute_w_u_kernel": "recompute_w_u",
@@ -87,9 +87,9 @@ def stage_options(inputs: KDAInputs, precision: Precision) -> dict[str, dict[str
 def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
     """The dtype and the input precision of the scores' operands, as compile-time arguments.
 
-    Operands keep 11 significant bits, more than bfloat16, because the inverse amplifies errors of
-    the system.  fp16 is twice as fast as tf32, but its range is large enough only for fp16 inputs
-    and for normalised q and k.
+    Operands keep at least 11 significant bits, more than bfloat16, because the inverse amplifies
+    errors of the system.  fp16 is twice as fast as tf32, but its range is large enough only for
+    fp16 inputs and for normalised q and k.
     """
     if operand == torch.float32:
         return dict(SCORES=tl.float32, PRECISION="tf32x3")
@@ -100,7 +100,7 @@ def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
 
 
 @triton.jit
-def cumulative_decays(g):
+def cumulative_log_decays(g):
     """Cumulative sums of the clamped g (C, n) over positions, as binary logs; NaN stays NaN.  They
     are summed in fp64 and rounded once, because differences of them follow.
     """
@@ -182,7 +182,7 @@ def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
         other=0.0,
     )  # [CHUNK_SIZE, BLOCK_K]
     index = (i_b, i_c, i_h, o_i[:, None], o_k[None, :])
-    tl.store(G_ptr + ptr_offset(index, G_strides), cumulative_decays(b_g), mask=m_k[None, :])
+    tl.store(G_ptr + ptr_offset(index, G_strides), cumulative_log_decays(b_g), mask=m_k[None, :])
 
 
 def gate_cumsum(inputs: KDAInputs, chunks: Chunks, precision: Precision) -> Tensor:

@@ -42,7 +42,8 @@ class SSDInputs(Inputs):
 
     operator: ClassVar[str] = "ssd"
     FIRST: ClassVar[str] = "x"
-    LINEAR: ClassVar[tuple[str, ...]] = ("x", "initial_states")
+    VALUES: ClassVar[str] = "x"
+    STATES: ClassVar[str] = "initial_states"
     x: Tensor
     dt: Tensor
     A: Tensor

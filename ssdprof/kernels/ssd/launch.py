@@ -51,14 +51,14 @@ def prepared(
     index = inputs.x.get_device()
     shape = inputs.final_shape
 
-    def call(inputs: SSDInputs) -> Output:
-        x, final = inputs.x, inputs.initial_states
+    def call(call_inputs: SSDInputs) -> Output:
+        x, final = call_inputs.x, call_inputs.initial_states
         with torch.cuda.device(index):  # no effect for -1, the CPU
             workspace = allocated(buffers, x.device)
             out = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
             if not in_place or final is None:
                 final = torch.empty(shape, dtype=torch.float32, device=x.device)
-            launcher(programs, *tensors(inputs, out, final, **workspace))
+            launcher(programs, *tensors(call_inputs, out, final, **workspace))
         return Output(out, final)
 
     return call

@@ -686,7 +686,7 @@ def portable_launch(
     scores = scores_launcher(inputs, config.chunk, shape) if len(shape) > 1 else None
 
     def tensors(
-        inputs: SSDInputs,
+        call_inputs: SSDInputs,
         out: torch.Tensor,
         final: torch.Tensor,
         gates: torch.Tensor,
@@ -699,9 +699,9 @@ def portable_launch(
         CB = None
         if scores is not None:
             CB, gates = gates[: prod(shape)], gates[prod(shape) :]
-            scores(prod(shape[:3]), inputs.C, inputs.B, None, CB)
+            scores(prod(shape[:3]), call_inputs.C, call_inputs.B, None, CB)
         states = final if states is None else states
-        return *inputs.kernel_tensors[:10], out, final, gates, states, sync, CB
+        return *call_inputs.kernel_tensors[:10], out, final, gates, states, sync, CB
 
     strides = (
         tile_strides(inputs.x),

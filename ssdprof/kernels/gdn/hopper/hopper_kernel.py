@@ -58,7 +58,7 @@ def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen,
     sequences, slots, K, S: gl.constexpr,
 ):  # fmt: skip
-    """Computes outputs and final states of a segment, or of whole sequences if PERSISTENT: six
+    """Compute outputs and final states of a segment, or of whole sequences if PERSISTENT: six
     roles, which pass tiles through rings in shared memory (`rings.py`).
 
     slots: of chunks of all sequences.  K: chunks of a segment
@@ -119,7 +119,7 @@ def _parts_kernel(
     k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots,
     K, rows, limit, least, S: gl.constexpr,
 ):  # fmt: skip
-    """Computes the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
+    """Compute the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
     program computes several parts.
 
     rows: number of rows.  limit, least: see `first_passes`

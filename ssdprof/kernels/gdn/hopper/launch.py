@@ -93,15 +93,15 @@ def hopper_launch(
     shape = inputs.states_shape
     strides = state_strides(*shape[1:], v_first=state_v_first)
 
-    def call(inputs: GDNInputs) -> GDNOutput:
+    def call(call_inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            begun = begin(inputs)
+            begun = begin(call_inputs)
             # the host does the following while the GPU runs the first launch
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            out = torch.empty_like(call_inputs.v, memory_format=torch.contiguous_format)
             final_states = torch.empty_strided(
-                shape, strides, dtype=torch.float32, device=inputs.q.device
+                shape, strides, dtype=torch.float32, device=call_inputs.q.device
             )
-            finish(begun, inputs, out, final_states)
+            finish(begun, call_inputs, out, final_states)
         return GDNOutput(out, final_states)
 
     return call
@@ -138,13 +138,13 @@ def launches(
         num_warps=4,
     )
 
-    def begin(inputs: GDNInputs) -> Begun:
+    def begin(call_inputs: GDNInputs) -> Begun:
         memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
         parts = {
             name: None if place is None else Part(memory, *place)
             for name, place in part_places.items()
         }
-        return parts, invert(inputs, parts)
+        return parts, invert(call_inputs, parts)
 
     return begin, _scan(inputs, config, options)
 
@@ -189,14 +189,16 @@ def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any,
         ),
     )
 
-    def invert(inputs: GDNInputs, parts: Workspace) -> tuple[Any, Any, Any]:
+    def invert(call_inputs: GDNInputs, parts: Workspace) -> tuple[Any, Any, Any]:
         assert parts["inverse"] is not None
-        q = q_tiles(inputs.q)
-        k = k_tiles(inputs.k)
+        q = q_tiles(call_inputs.q)
+        k = k_tiles(call_inputs.k)
         inverse = inverse_tiles(parts["inverse"])
-        gates = (inputs.g, inputs.beta)
+        gates = (call_inputs.g, call_inputs.beta)
         chunk_gates = (parts[name] for name in CHUNK_GATES)
-        launcher(slots * heads // at_once, k, q, inverse, *gates, inputs.cu_seqlens, *chunk_gates)
+        launcher(
+            slots * heads // at_once, k, q, inverse, *gates, call_inputs.cu_seqlens, *chunk_gates
+        )
         return q, k, inverse
 
     return invert
@@ -227,15 +229,15 @@ def _scan(
         programs = min(config.persistent_programs, inputs.sequences * heads)
 
     def finish(
-        begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
+        begun: Begun, call_inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
     ) -> None:
         parts, (q, k, inverse) = begun
-        v = v_tiles(inputs.v)
+        v = v_tiles(call_inputs.v)
         gates = [parts[name] for name in CHUNK_GATES]
         if enter is not None:
-            enter(parts, k, v, inverse, inputs, gates)
+            enter(parts, k, v, inverse, call_inputs, gates)
         descriptors = q, k, v, inverse, out_tiles(out)
-        entering = inputs.initial_state, inputs.cu_seqlens, parts["entering"]
+        entering = call_inputs.initial_state, call_inputs.cu_seqlens, parts["entering"]
         scan(programs, *descriptors, *entering, parts["warmup_lengths"], final_states, *gates)
 
     return finish
@@ -279,11 +281,18 @@ def _entering(
     )
 
     def enter(
-        parts: Workspace, k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: list[Part | None]
+        parts: Workspace,
+        k: Any,
+        v: Any,
+        inverse: Any,
+        call_inputs: GDNInputs,
+        gates: list[Part | None],
     ) -> None:
         results = parts["parts"], parts["moves"], parts["warmup_lengths"]
-        compute(programs, k, v, inverse, inputs.cu_seqlens, *results, *gates)
-        combine(pairs * DIM.value // block_v, *results, inputs.initial_state, parts["entering"])
+        compute(programs, k, v, inverse, call_inputs.cu_seqlens, *results, *gates)
+        combine(
+            pairs * DIM.value // block_v, *results, call_inputs.initial_state, parts["entering"]
+        )
 
     return enter
 

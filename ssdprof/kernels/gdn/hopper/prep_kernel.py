@@ -266,7 +266,7 @@ def _prep_kernel(
     k_desc, q_desc, A_desc, tensors, g_strides, beta_strides, cu_strides, seqlen, sequences, slots,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Computes the inverses of one chunk of AT_ONCE value heads of a key head, their decays and
+    """Compute the inverses of one chunk of AT_ONCE value heads of a key head, their decays and
     bounds, and the norms of the chunk's keys and queries.
     """
     g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors

@@ -129,17 +129,17 @@ def sliced_launch(
         padded.as_strided(pieces, initial_padded).copy_(states.as_strided(pieces, strides))
         return padded
 
-    def call(inputs: GDNInputs) -> GDNOutput:
+    def call(call_inputs: GDNInputs) -> GDNOutput:
         """Copy gates for each slice, launch the kernels, copy states from and to padded ones."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            changed = vars(inputs).copy()
+            changed = vars(call_inputs).copy()
             if count > 1:
-                changed |= {"g": for_slices(inputs.g), "beta": for_slices(inputs.beta)}
+                changed |= {"g": for_slices(call_inputs.g), "beta": for_slices(call_inputs.beta)}
             begun = begin(GDNInputs.unchecked(**changed))
             # the host does the following while the GPU runs the first launch
-            if inputs.initial_state is not None:
-                changed["initial_state"] = pad(inputs.initial_state)
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            if call_inputs.initial_state is not None:
+                changed["initial_state"] = pad(call_inputs.initial_state)
+            out = torch.empty_like(call_inputs.v, memory_format=torch.contiguous_format)
             padded = begun[0]["padded"]
             assert padded is not None
             finish(begun, GDNInputs.unchecked(**changed), out, padded)

@@ -191,16 +191,27 @@ def hopper_launch(
     programs = (slabs + config.behind) * heads * (config.slab + slices)
     flags = flag_count(inputs, config)
 
-    def call(inputs: KDAInputs) -> GDNOutput:
+    def call(call_inputs: KDAInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
             sync = torch.zeros(flags, dtype=torch.int32, device=device)
             memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
             *factors, ends = (Part(memory, *place) for place in parts.values())
-            output = _outputs(inputs, strides)
-            tiled: tuple[torch.Tensor | Part, ...] = (inputs.q, inputs.k, inputs.g, inputs.v)
+            output = _outputs(call_inputs, strides)
+            tiled: tuple[torch.Tensor | Part, ...] = (
+                call_inputs.q,
+                call_inputs.k,
+                call_inputs.g,
+                call_inputs.v,
+            )
             tiled += (*factors, output.out)
             descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
-            tensors = inputs.beta, inputs.cu_seqlens, ends, inputs.initial_state, sync
+            tensors = (
+                call_inputs.beta,
+                call_inputs.cu_seqlens,
+                ends,
+                call_inputs.initial_state,
+                sync,
+            )
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output
 
@@ -223,12 +234,12 @@ def whole_launch(
     launcher = _launcher(_kda_whole_kernel, (), inputs, strides, **options)
     programs = inputs.sequences * inputs.v.shape[2]
 
-    def call(inputs: KDAInputs) -> GDNOutput:
+    def call(call_inputs: KDAInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            output = _outputs(inputs, strides)
-            tiled = inputs.q, inputs.k, inputs.g, inputs.v, output.out
+            output = _outputs(call_inputs, strides)
+            tiled = call_inputs.q, call_inputs.k, call_inputs.g, call_inputs.v, output.out
             descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
-            tensors = inputs.beta, inputs.cu_seqlens, inputs.initial_state
+            tensors = call_inputs.beta, call_inputs.cu_seqlens, call_inputs.initial_state
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output
 

@@ -552,7 +552,7 @@ def stored(v):
 
 @gluon.jit
 def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
-    """Returns the scores of a chunk in the form of `products`, and shared memory with its keys
+    """The scores of a chunk in the form of `products`, and shared memory with its keys
     decayed to the chunk's end, (half of K, j, K / 2).
 
     Stores keys and queries in place of k and q in `tiles`, and through the descriptors `descs` from

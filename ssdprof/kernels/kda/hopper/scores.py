@@ -124,14 +124,14 @@ def blocks_of(first, second, between):
 
 @gluon.jit
 def add_blocks(acc, rows, columns):
-    """Adds products of eight rows of q, eight of k and eight columns, for each block of 16."""
+    """Add products of eight rows of q, eight of k and eight columns, for each block of 16."""
     rows, columns = rows.reshape([2, BLOCK, HALF]), columns.reshape([2, EIGHT, HALF])
     return product_of(rows, columns, acc, blocks_layout)
 
 
 @gluon.jit
 def add_products(sums, operands, half):
-    """Adds the products of half of the channels to sums, which are
+    """Add the products of half of the channels to sums, which are
 
     first, second: inside the first and the second eight of each 16 positions (block, i, j)
     between: between those (block, i, j)

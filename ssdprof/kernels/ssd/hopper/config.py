@@ -42,7 +42,7 @@ LONGEST_RECOMPUTED = 128  # most chunks of a sequence for `recompute`
 UNFUSED_CHUNK = 4  # longest chunk of an unfused pipeline, in chunks of this kernel: 256 positions
 # heads for which `as_exact_as_unfused` compares errors: their memory in chunks, the inverse of the
 # log of their decay
-MEMORIES = (1, 2, 4, 8)
+CHECKED_MEMORIES = (1, 2, 4, 8)
 AS_LARGE = 1.01  # two squared errors count as equal up to this factor, which no test can detect
 
 
@@ -201,7 +201,7 @@ def as_exact_as_unfused(segments: Cut, nchunks: int) -> bool:
     unfused = Cut(segment=UNFUSED_CHUNK).lengths(nchunks)
     return rounded_twice(fused) <= rounded_twice(unfused) and all(
         squared_error(fused, memory) <= AS_LARGE * squared_error(unfused, memory)
-        for memory in MEMORIES
+        for memory in CHECKED_MEMORIES
     )
 
 

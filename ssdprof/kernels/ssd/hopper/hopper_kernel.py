@@ -332,7 +332,7 @@ def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT,
     K_LONG, S: gl.constexpr,
 ):  # fmt: skip
-    """Computes outputs and final states of a segment, or of the segments of a share: five roles,
+    """Compute outputs and final states of a segment, or of the segments of a share: five roles,
     which pass tiles through rings in shared memory (`rings.py`).
 
     strides: of dt, A, dt_bias, D, cu_seqlens

@@ -103,7 +103,7 @@ def launch_options(
 def hopper_launch(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
 ) -> PreparedLaunch:
-    """A call of the Hopper kernel, for all inputs of one signature.  Requires that
+    """A call of the Hopper kernel, for all inputs of the signature of `inputs`.  Requires that
     `config.unsupported` returns "".
     """
     packed = inputs.cu_seqlens is not None
@@ -120,20 +120,21 @@ def hopper_launch(
         segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
 
     def tensors(
-        inputs: SSDInputs,
+        call_inputs: SSDInputs,
         out: torch.Tensor,
         final: torch.Tensor,
         sync: torch.Tensor | None = None,
         states: torch.Tensor | None = None,
     ) -> tuple[object, ...]:
         """The kernel's descriptors and tensors in its order."""
-        descriptors = x_tiles(inputs.x), B_tiles(inputs.B), C_tiles(inputs.C), out_tiles(out)
-        gates = inputs.dt, inputs.A, inputs.dt_bias
+        x, B, C = call_inputs.x, call_inputs.B, call_inputs.C
+        descriptors = x_tiles(x), B_tiles(B), C_tiles(C), out_tiles(out)
+        gates = call_inputs.dt, call_inputs.A, call_inputs.dt_bias
         # the kernel does not use pointers to buffers that a call does not have
         states = final if states is None else states
         sync = final if sync is None else sync
-        entering = inputs.initial_states, inputs.cu_seqlens
-        return *descriptors, *gates, inputs.D, *entering, final, states, sync
+        entering = call_inputs.initial_states, call_inputs.cu_seqlens
+        return *descriptors, *gates, call_inputs.D, *entering, final, states, sync
 
     D_strides: tuple[int, ...] = (0, 0)
     if D is not None:  # (h, p), or (h): every p has the same number
