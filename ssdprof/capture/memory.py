@@ -208,8 +208,8 @@ def _outputs(call: OperatorCall) -> Result:
 def _attend(
     _module: object, query: Tensor, _key: object, value: Tensor, *_: object, **__: object
 ) -> tuple[Tensor, None]:
-    """Stands for attention: query (b, heads, q, d) -> (b, q, heads, d).  Only the output needs
-    memory, as in flash attention.
+    """Stands for attention: query (b, heads, q, d) -> (b, q, heads, d), and no attention weights.
+    Only the output needs memory, as in flash attention.
     """
     batch, heads, length = query.shape[:3]
     return query.new_empty(batch, length, heads, value.shape[-1]), None

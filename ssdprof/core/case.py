@@ -607,7 +607,7 @@ class Case(Record):
         return self.size
 
     @property
-    def kernels(self) -> int | None:
+    def kernel_count(self) -> int | None:
         """The number of Triton kernels whose launch was recorded; None if there are none.
 
         Where no Triton kernel could be inspected, `launches` has the planned one, without

@@ -212,7 +212,7 @@ METRICS: dict[str, Metric] = {
         unit=" bytes",
     ),
     "launches": Metric(
-        value=lambda case, _at, _: case.kernels, applies=_is_call, gate="2", change="base+0"
+        value=lambda case, _at, _: case.kernel_count, applies=_is_call, gate="2", change="base+0"
     ),
     KEPT_STEPS: Metric(
         value=_kept_steps,

@@ -163,8 +163,8 @@ class Report(Record):
         check_unique("a case", [case.name for case in self.cases])
         check_unique("a requested case", self.requested)
         check_unique("a process", [line.process for line in self.processes])
-        if len(self.processes) > self.files:
-            raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
+        if len(self.processes) > self.process_count:
+            raise ValueError(f"it has {len(self.processes)} processes of {self.process_count}")
         slices: dict[int, int] = {}  # tokens of a call -> slices of its errors
         for case in self.cases:
             of_out = case.tensor("out")
@@ -186,7 +186,7 @@ class Report(Record):
     # --- of all processes
 
     @property
-    def files(self) -> int:
+    def process_count(self) -> int:
         """The number of processes, each of which writes a file."""
         return self.ranks + self.samplers - 1
 
@@ -393,7 +393,9 @@ class Report(Record):
     @property
     def complete(self) -> bool:
         """Whether every process reached its end."""
-        return len(self.processes) == self.files and all(line.complete for line in self.processes)
+        return len(self.processes) == self.process_count and all(
+            line.complete for line in self.processes
+        )
 
     def restricted(
         self,

@@ -184,7 +184,8 @@ def resolved(
     operator = operators.get(asked.operator)
     resolve = resolver(torch.device("cuda"))
     requested = [resolve(operator.name, name) for name in names]
-    baseline = resolve(operator.name, asked.baseline or "")
+    assert asked.baseline is not None  # the reading of the options names the default
+    baseline = resolve(operator.name, asked.baseline)
     matched = resolve(operator.name, asked.match_with or operator.baseline)
     if (
         not asked.verify

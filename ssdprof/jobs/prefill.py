@@ -62,7 +62,7 @@ def find(request: ModelOptions) -> Target:
 
 
 def prefill(request: PrefillOptions, watcher: Watcher) -> tuple[Path, Report]:
-    """Find the model, and time its prefills; see `time_prefills`."""
+    """Find the model, and time its prefills.  Returns what `time_prefills` returns."""
     require_gpu(*NEEDS_GPU)
     target = find(request)
     if not request.no_tuned:
@@ -279,7 +279,8 @@ class _Length:
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
             case_key = next(iter(self.cases.values())).case_key
-            reason = f"the budget of {self.request.budget or 0:g} s was spent"
+            # only a budget leaves cases out
+            reason = f"the budget of {self.request.budget:g} s was spent"
             writer.leave_out(case_key, reason, unseen if begun else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:

@@ -162,7 +162,7 @@ def run(
         if isinstance(source, Stored):
             _replay_stored(source, replay)
         else:
-            with storing as store, replay.calls(source.target.calls, store) as on_layer:
+            with storing as store, replay.calls(source.target.call_count, store) as on_layer:
                 source.run(on_layer)
         if options.answers and isinstance(source, Loaded):
             compared = [known.name for known in resolved.requested if known.kind != "library"]
@@ -325,7 +325,7 @@ def capture(
         with (
             limits.memory_errors(),
             writer,
-            watcher.step("Capturing layers", target.calls) as advance,
+            watcher.step("Capturing layers", target.call_count) as advance,
         ):
 
             def add(captured: CapturedLayer) -> None:
@@ -336,7 +336,7 @@ def capture(
     except KeyboardInterrupt:
         if writer.kept or not writer.manifest.layers:
             raise
-        done = f"{len(writer.manifest.layers):,} of {plural(target.calls, 'call')}"
+        done = f"{len(writer.manifest.layers):,} of {plural(target.call_count, 'call')}"
         raise KeyboardInterrupt(
             f"What was captured is kept in {folder}, marked as incomplete: {done}."
         ) from None

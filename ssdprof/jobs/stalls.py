@@ -65,7 +65,7 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
         out = request.out or run
     else:  # a model or captures
         folders = [Path(where).expanduser()]
-        to_capture = partial(_of_model, request)
+        to_capture = partial(_of_model, request, where)
         out = request.out or new_folder(where)
     with _new_folder(out / documents.STALLS_FOLDER, overwrite=request.force) as folder:
         return folder, _profile(folders, to_capture, request, folder, watcher)
@@ -314,10 +314,10 @@ def _captured_again(
     )
 
 
-def _of_model(request: StallsOptions) -> ModelOptions:
+def _of_model(request: StallsOptions, model: str) -> ModelOptions:
     """The options that capture a layer of a model; by default its first one."""
     return ServedModelOptions(
-        model=request.where or "",
+        model=model,
         seqlens=None if request.seqlen is None else (request.seqlen,),
         layers="first:1" if request.layer is None else str(request.layer),
     )

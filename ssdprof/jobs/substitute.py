@@ -36,7 +36,7 @@ def implemented(name: str, precision: Precision, mixers: Sequence[Mixer]) -> Com
     """
     runs = {
         operator: required(resolve(operators.get(operator), name)).run
-        for operator in {mixer.operator for mixer in mixers}
+        for operator in dict.fromkeys(mixer.operator for mixer in mixers)
     }
 
     def compute(call: OperatorCall) -> Result:

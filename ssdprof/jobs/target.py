@@ -130,7 +130,7 @@ class Target:
         return self.located.weight_bytes(self.deepest_layer, head=self.head, dtype=self.dtype)
 
     @property
-    def calls(self) -> int:
+    def call_count(self) -> int:
         """Expected number of captures: of all calls of all selected layers on all prompts."""
         calls_of_a_layer = sum(
             len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens
@@ -250,7 +250,9 @@ def _packed_lengths(request: declared.ModelOptions) -> tuple[int, ...]:
     if request.packed is None:
         return ()
     # checked first, because generating a million lengths takes seconds
-    _refuse_too_many(request.packed.sequences * (request.packed.shortest or 0))
+    shortest = request.packed.shortest
+    assert shortest is not None  # because the sequences are packed
+    _refuse_too_many(request.packed.sequences * shortest)
     return tuple(stop - start for start, stop in pairwise(boundaries(request.packed, SEED)))
 
 

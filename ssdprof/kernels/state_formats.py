@@ -52,7 +52,9 @@ class StateFormat:
 
     @property
     def constants(self) -> tuple[str, str, str, float]:
-        """The fields that are compile-time arguments of kernels (`stored_states.py`)."""
+        """The number format, rounding, scale and fixed range, which are a compile-time argument of
+        kernels (`stored_states.py`).
+        """
         return self.number, self.rounding, self.scale, self.fixed_range
 
     def state_bytes(self, key_dim: int, value_dim: int) -> int | None:

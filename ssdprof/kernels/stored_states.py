@@ -54,7 +54,9 @@ class Stepping:
 
     @property
     def constants(self) -> tuple[str, str, str, float] | None:
-        """The compile-time argument FORMAT of the kernels."""
+        """The compile-time argument FORMAT of the kernels: `StateFormat.constants`; None without a
+        format.
+        """
         return None if self.format is None else self.format.constants
 
     @property

@@ -34,7 +34,7 @@ _HOPPER_SHARED_BYTES = 227 << 10  # shared memory that a program can have on Hop
 _LARGEST_STATE = 128 * 128  # numbers that a program can hold in registers; more would be spilled
 
 
-def _hopper_chunks(inputs: SSDInputs) -> int:
+def _hopper_chunk_count(inputs: SSDInputs) -> int:
     """Chunks of the Hopper kernel per sequence."""
     return ceil_div(inputs.length, HOPPER_CHUNK)
 
@@ -61,7 +61,7 @@ def _keeps_addresses(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
 def _equal_segments(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
     """Configurations that cut a sequence into 1 to 64 segments."""
     for count in _SEGMENT_COUNTS:
-        yield _cut(config, Cut(segment=ceil_div(_hopper_chunks(inputs), count)))
+        yield _cut(config, Cut(segment=ceil_div(_hopper_chunk_count(inputs), count)))
 
 
 def _long_first(
@@ -77,7 +77,7 @@ def _long_first(
     the remaining chunks; nothing if no chunks remain.
     """
     long = round(length)
-    remaining = _hopper_chunks(inputs) - count * long
+    remaining = _hopper_chunk_count(inputs) - count * long
     if long > 0 and remaining > 0:
         segment = ceil_div(remaining, shorter)
         yield _cut(
@@ -87,7 +87,7 @@ def _long_first(
 
 def _long_segments_first(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
     """Configurations with long segments for most of a sequence, then shorter ones."""
-    chunks = _hopper_chunks(inputs)
+    chunks = _hopper_chunk_count(inputs)
     for count, share, shorter in product((1, 2, 3, 4), (0.5, 0.67, 0.8), (1, 2, 4, 8)):
         yield from _long_first(config, inputs, count, share * chunks / count, shorter)
 
@@ -96,7 +96,7 @@ def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHoppe
     """Configurations in which no segment waits for another one: its first pass covers everything
     before it.
     """
-    chunks = _hopper_chunks(inputs)
+    chunks = _hopper_chunk_count(inputs)
     if chunks > LONGEST_RECOMPUTED:
         return
     for count in (2, 3, 4):
@@ -111,7 +111,7 @@ def _segments_nearby(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSD
     """
     if config.shares:
         return
-    chunks = _hopper_chunks(inputs)
+    chunks = _hopper_chunk_count(inputs)
     remaining = chunks - config.long_count * config.long_segment
     if remaining <= 0:
         return
@@ -132,7 +132,7 @@ def _cut(config: SSDHopperConfig, cut: Cut) -> SSDHopperConfig:
 
 def _is_as_exact(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
     """Whether the outputs are as exact as those of the unfused kernels."""
-    return as_exact_as_unfused(config, _hopper_chunks(inputs))
+    return as_exact_as_unfused(config, _hopper_chunk_count(inputs))
 
 
 def _rings_fit(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
@@ -243,9 +243,9 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
     """
     if not isinstance(config, SSDHopperConfig):
         return config
-    if config.count(_hopper_chunks(inputs)) == 1:
+    if config.count(_hopper_chunk_count(inputs)) == 1:
         return replace(
-            config, segment=_hopper_chunks(TUNING.short(inputs)), long_count=0, long_segment=0
+            config, segment=_hopper_chunk_count(TUNING.short(inputs)), long_count=0, long_segment=0
         )
     # long segments take at most half of the short inputs
     half = CHECKED_POSITIONS // HOPPER_CHUNK // 2

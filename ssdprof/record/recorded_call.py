@@ -186,7 +186,9 @@ class RecordedCall:
 
 
 def _first_nonfinite(tensor: Tensor) -> tuple[int, int] | None:
-    """The first index (row, head) at which a tensor (rows, heads, ...) has NaN or infinity."""
+    """The first index (row, head) at which a tensor (rows, heads, ...) has NaN or infinity; None if
+    all numbers are finite.
+    """
     is_finite = tensor.flatten(2).isfinite().all(-1)
     indices = (~is_finite).nonzero()
     if not len(indices):

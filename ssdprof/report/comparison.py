@@ -87,7 +87,7 @@ def _resources(case: Case) -> TableRow:
     return {
         "kernel": " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING,
         "configuration": digest if configuration else fmt.MISSING,
-        "kernels": fmt.count(case.kernels),
+        "kernels": fmt.count(case.kernel_count),
         "extra memory": fmt.size_words(case.workspace_bytes),
     }
 

@@ -104,7 +104,7 @@ def _row(report: Report, case: Case) -> CsvRow:
         row |= _times(report, case, clock)
     row["of roofline [%]"] = case.floor_pct(report.ceilings)
     row["extra memory [bytes]"] = case.workspace_bytes
-    row["kernels launched"] = case.kernels
+    row["kernels launched"] = case.kernel_count
     for tensor, name in SHOWN.items():
         row |= _errors(case.tensor(tensor), name)
     return row | _of_model(report, case)

@@ -85,7 +85,9 @@ def _of_stalls(report: StallReport) -> Pictures:
 
 def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
     """The pictures of the layers in which the formats lose the most heads."""
-    layers = sorted(states.by_layer(report).items(), key=lambda layer: -states.losses(layer[1]))
+    layers = sorted(
+        states.by_layer(report).items(), key=lambda layer: -states.lost_head_count(layer[1])
+    )
     pictures = {}
     for layer, cases in layers[:_MOST_PICTURES]:
         for which in ("state", "output"):

@@ -176,7 +176,7 @@ def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
 # --- numbers
 
 
-def losses(cases: Iterable[Case]) -> int:
+def lost_head_count(cases: Iterable[Case]) -> int:
     """The number of heads that are lost, summed over formats and layers."""
     layers = chain.from_iterable(by_format(cases).values())
     return sum(len(layer.lost) for layer in layers)

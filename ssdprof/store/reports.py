@@ -375,7 +375,7 @@ def _sample_in_others(writer: Writer, watcher: Watcher) -> None:
     case.  Samplers that completed before an interruption are not started again.
     """
     header = writer.report
-    for number in range(header.ranks, header.files):
+    for number in range(header.ranks, header.process_count):
         if not _last(writer.folder, number).complete:
             with watcher.step(f"Process {number + 1} of {header.samplers}"):
                 sample_again(writer.folder, number)
@@ -670,7 +670,7 @@ def _folder(path: Path) -> Report:
         return header
     cases: dict[str, Case] = {}
     processes: list[ProcessLine] = []
-    for number in range(header.files):
+    for number in range(header.process_count):
         lines, process = _lines(path / f"cases.{number}.jsonl")
         for name, case in _joined(lines).items():
             is_sampler = number >= header.ranks

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
-from ssdprof.capture.layers import gates
+from ssdprof.capture.layers import gated_heads
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.errors import BadInputError, ExitCode
 
@@ -100,7 +100,7 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name):
     for layer in checkpoint.layers:
         sizes = checkpoint.sizes(layer)
         assert (
-            gates(model.get_submodule(layer.name))
+            gated_heads(model.get_submodule(layer.name))
             == sizes["nheads" if layer.operator == "ssd" else "value_heads"]
         )
         assert layer.operator == tiny_models.operator_of(name)

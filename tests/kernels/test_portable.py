@@ -82,7 +82,7 @@ def test_the_grid_is_large_enough(
     inputs = SSDInputs(
         x=x, dt=x[..., 0], A=torch.zeros(1), B=x, C=x, cu_seqlens=bounds(tuple(lengths))
     )
-    assert needed <= config.segments(inputs)
+    assert needed <= config.segment_count(inputs)
     if any(count > config.segment_chunks(count) for count in chunks):
         assert config.handover(inputs)
 

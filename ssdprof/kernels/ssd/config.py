@@ -208,7 +208,7 @@ class SSDPortableConfig:
             max_chunks=self.max_chunks * ratio,
         )
 
-    def units(self, inputs: SSDInputs) -> int:
+    def programs_per_segment(self, inputs: SSDInputs) -> int:
         """Programs per segment: slices of P of all heads."""
         nheads, headdim = inputs.x.shape[2:]
         return int(nheads * triton.cdiv(headdim, self.block_p))
@@ -223,7 +223,7 @@ class SSDPortableConfig:
         nchunks = triton.cdiv(inputs.x.shape[1], self.chunk)
         return bool(nchunks > self.segment_chunks(nchunks))
 
-    def segments(self, inputs: SSDInputs) -> int:
+    def segment_count(self, inputs: SSDInputs) -> int:
         """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the
         device.
         """

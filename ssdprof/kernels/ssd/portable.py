@@ -595,7 +595,7 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableCon
     gates: C B^T of all chunks, if an earlier launch computes it, then dt and the cumulative sums of
         dt A of all positions
     """
-    units = config.units(inputs)
+    units = config.programs_per_segment(inputs)
     buffers = Buffers()
     if config.handover(inputs):
         buffers["sync"] = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value, torch.int32
@@ -714,5 +714,5 @@ def portable_launch(
     )
     scalars = (strides, inputs.length, inputs.sequences, *map(float, inputs.dt_limit))
     launcher = Launcher(_fused_kernel, scalars, launch_options(inputs, precision, config, new_out))
-    programs = config.segments(inputs) * config.units(inputs)
+    programs = config.segment_count(inputs) * config.programs_per_segment(inputs)
     return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))
