@@ -145,11 +145,11 @@ SPECIAL = (
 
 # --- shapes
 
-WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
+SIZE_WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
 GENERATOR: InputGenerator[SSDInputs] = InputGenerator(
     form="{nheads}x{headdim}x{dstate}x{ngroups}",
     order="heads x P x N x groups",
-    words=WORDS,
+    words=SIZE_WORDS,
     models=generate.models_of("ssd"),
     divides=("ngroups", "nheads"),
     largest={"dstate": 256},

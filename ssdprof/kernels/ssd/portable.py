@@ -182,7 +182,7 @@ def wait_for_state(flag_ptr, segment):
 
 
 @triton.jit
-def part_of_state(m_state, k: tl.constexpr, S: tl.constexpr):
+def state_mask(m_state, k: tl.constexpr, S: tl.constexpr):
     """Mask of block k of a state: inside P (`m_state`) and inside N."""
     if (k + 1) * S.BLOCK_N > S.DSTATE:
         m_n = tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N
@@ -196,7 +196,7 @@ def take_state(ptr, tile, step, m_state, S: tl.constexpr):
     """Stage 3: load a state in fp32.  Bypasses L1, whose lines may be outdated."""
     state = ()
     for k in tl.static_range((S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N):
-        m = part_of_state(m_state, k, S)
+        m = state_mask(m_state, k, S)
         block = tl.load(ptr + k * step + tile, mask=m, other=0.0, cache_modifier=".cg")
         state = state + (block.to(tl.float32),)
     return state
@@ -214,7 +214,7 @@ def take_initial_state(ptr, strides, index, p, n, m_state, S: tl.constexpr):
 def store_state(ptr, tile, m_state, state, S: tl.constexpr):
     """Store a state, in stage 3 or at a sequence's end."""
     for k in tl.static_range(len(state)):
-        m = part_of_state(m_state, k, S)
+        m = state_mask(m_state, k, S)
         tl.store(ptr + k * S.BLOCK_N + tile, state[k].to(ptr.dtype.element_ty), mask=m)
 
 

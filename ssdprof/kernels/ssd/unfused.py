@@ -125,6 +125,8 @@ def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
     Logarithms have base 2, because later stages take exp2 of their differences many times per
     element.
 
+    In:   dt_raw (b, l, h) | A, dt_bias (h)
+    Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
     blocks = unfused_blocks("chunk_cumsum")
@@ -209,6 +211,8 @@ def chunk_state(
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
 
+    In:   x (b, l, h, p) | B (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
+    Out:  states (b, c, h, p, n) fp32
     Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one
           head.
     """
@@ -282,6 +286,8 @@ def state_passing(
     States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of
     prev_states.
 
+    In:   states (b, c, h, p, n) fp32 | dA_cumsum_log2 (b, h, c, q) fp32 | initial_states
+          (sequences, h, p, n) or None
     Out:  prev_states (b, c, h, p, n), the precision's state_dtype
           final_states (sequences, h, p, n) fp32
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over
@@ -360,7 +366,8 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor
     Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does
     not use them.
 
-    Out:  CB, fp32 if exact and 16 bit if relaxed
+    In:   C, B (b, l, g, n)
+    Out:  CB (b, c, g, q, s), fp32 if the precision is exact and 16 bit if it is relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
     ngroups, dstate = inputs.B.shape[2:]
@@ -503,11 +510,14 @@ def chunk_scan(
     a[s]) = exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most
     1.  Only blocks on the diagonal need an exponential per element.
 
+    In:   x, z (b, l, h, p) | C (b, l, g, n) | D (h) or (h, p) | dt, dA_cumsum_log2 (b, h, c, q)
+          fp32 | prev_states (b, c, h, p, n) | CB (b, c, g, q, s).  D and z may be None
+    Out:  out (b, l, h, p) in x's dtype
     Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk
-    and head.
+          and head.
     """
     x = inputs.x
-    nheads, headdim = inputs.x.shape[2:]
+    nheads, headdim = x.shape[2:]
     blocks = _blocks("chunk_scan", inputs)
     if INTERPRETED:  # it takes as long for a large block as for a small one
         blocks["block_s"] = blocks["block_q"]
