@@ -356,6 +356,7 @@ class Comparer:
         """The entry with the fastest chunk size that passed, by a few replays in turns; if none
         passed, the first entry.
 
+        timer: times the replays.
         cases: entries of one implementation and precision, one for each chunk size.  The returned
         case has the times of all chunk sizes (`trials`), and what their kernels took to compile.
         """

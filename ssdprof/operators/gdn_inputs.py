@@ -76,7 +76,7 @@ def draw(
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
     states, slots = None, None
-    if cell.tokens.states:
+    if cell.tokens.has_states:
         states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
         if cell.tokens.pool:  # in memory V is before K, as in servers
             pool, slots = generate.pool(states.mT, cell.tokens.pool)

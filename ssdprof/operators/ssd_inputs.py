@@ -44,7 +44,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
     states, slots = None, None
-    if cell.tokens.states:
+    if cell.tokens.has_states:
         states = normal(cell.tokens.sequences, h, p, n)
         if cell.tokens.pool:
             states, slots = generate.pool(states, cell.tokens.pool)

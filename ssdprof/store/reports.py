@@ -113,7 +113,7 @@ class Writer:
         return self.folder / CAPTURES
 
     @property
-    def begun(self) -> bool:
+    def has_cases(self) -> bool:
         """Whether there are results to keep."""
         return bool(self._cases)
 
@@ -365,7 +365,7 @@ def _resumed(path: Path, header: Report, file: BinaryIO, watcher: Watcher) -> Wr
     if os.path.getsize(file.name):
         # This process has a name of its own, and tries again what the interrupted one left out.
         writer.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
-    if writer.begun:
+    if writer.has_cases:
         watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
     return writer
 
@@ -416,13 +416,13 @@ def _clean_up(
         # if another rank died, that is the cause: torchrun then interrupts this one
         death = _dead(writer.folder, ranks) if ranks else None
         sentence = _note_end(writer, death or error)
-        if not writer.begun and (ranks is None or ranks.first):
+        if not writer.has_cases and (ranks is None or ranks.first):
             _remove_empty(writer.folder, is_new)
     if death:
         raise death from None
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(sentence) from None
-    if writer.begun:
+    if writer.has_cases:
         watcher.say(sentence)
 
 
@@ -443,7 +443,7 @@ def _remove_empty(folder: Path, is_new: bool) -> None:
 
 def _note_end(writer: Writer, error: BaseException) -> str:
     """Store why the process ended.  Returns a sentence that says where its cases are."""
-    if not writer.begun:
+    if not writer.has_cases:
         return "Nothing had been compared yet, and no report is kept."
     if isinstance(error, KeyboardInterrupt):
         reason = "interrupted"
@@ -485,7 +485,7 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
         writer = Writer(folder, _document(folder / HEADER), opened_file)
         if case:
             writer.case(Case.model_validate_json(case).changed(status="failed", reason=why))
-        elif not writer.begun:
+        elif not writer.has_cases:
             return None
         if not complete:
             writer.update(ended=why)

@@ -109,6 +109,7 @@ def reach_back(
 
     wanted: whether the result of the row is needed; else it is 0
     bounds: pointers to the bounds of each row's first chunk
+    truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
     LOOK: chunks per row and iteration
     """
     o_c = gl.arange(0, LOOK, gl.SliceLayout(0, layout))
@@ -137,7 +138,8 @@ def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S
     last segment is slow, so are its head's rows whose segments begin after more than `least`
     chunks.
 
-    rows: their number.  limits: `limit` and `least`.  packing, bounds: as in `segment_of`
+    rows, sequences: their numbers.  K: chunks of a segment.  limits: `limit` and `least`.
+    truncation_log2: as in `reach_back`.  packing, bounds: as in `segment_of`
     """
     limit, least = limits
     LOOK: gl.constexpr = LOOKS // S.ROWS
@@ -168,6 +170,8 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.con
     before: the program's chunks before this part
     previous: chunks of the first pass of the segment with the parts, -1 if that segment's row is
         slow, too
+    sequence: the row's sequence
+    K: chunks of a segment
     pairs: sequences times heads
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
