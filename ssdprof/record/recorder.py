@@ -18,15 +18,16 @@ thread lets neither go before all kernels that read them have ended.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing import util
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -62,8 +63,8 @@ class _Begun:
     """A call before its function runs.
 
     inputs: copies of these names; what else they have is copied afterwards.
-    beside: the stream of a large prompt's copies.  states: an event on it, after which the copy of
-        initial states is complete; None without one.
+    beside: the stream of a large prompt's copies.  copies_states: whether initial states are copied
+        there.
     """
 
     call: FunctionCall
@@ -71,7 +72,7 @@ class _Begun:
     layer: str
     copied: frozenset[str]
     beside: torch.cuda.Stream | None
-    states: torch.cuda.Event | None
+    copies_states: bool
 
 
 def call(
@@ -183,19 +184,18 @@ class Recorder:
         now = frozenset(call.inputs) if beside is None else call.overwrites
         values = _copies(call.inputs, now - call.copied)
         meanwhile = _STATES - now - call.copied
-        states = None
-        if beside and any(values.get(name) is not None for name in meanwhile):
-            beside.wait_stream(torch.cuda.current_stream(beside.device))
+        copies_states = any(values.get(name) is not None for name in meanwhile)
+        if beside and copies_states:
+            _wait(beside, torch.cuda.current_stream(beside.device))
             with torch.cuda.stream(beside):
-                values = _copies(values, meanwhile)
-                states = beside.record_event()
+                values = _copies(values, meanwhile, beside)
         return _Begun(
             call=call,
             inputs=operators.get(place.operator).inputs(**values),
             layer=layer,
             copied=now | _STATES,
             beside=beside,
-            states=states,
+            copies_states=copies_states,
         )
 
     def _stream_beside(
@@ -215,10 +215,11 @@ class Recorder:
         device = inputs.device
         try:
             with torch.no_grad():
-                if begun.states:
-                    torch.cuda.current_stream(device).wait_event(begun.states)
                 if beside:
-                    beside.wait_stream(torch.cuda.current_stream(device))
+                    program = torch.cuda.current_stream(device)
+                    if begun.copies_states:
+                        _wait(program, beside)
+                    _wait(beside, program)
                 with torch.cuda.stream(beside):
                     out, final_states = begun.call.result(returned)
                     _check_shape("out", out, inputs.values.shape)
@@ -239,7 +240,7 @@ class Recorder:
                         activate=begun.call.activate,
                     )
                     names = call.tensors.keys() - begun.copied
-                    copies = call.with_tensors(_copies(call.tensors, names))
+                    copies = call.with_tensors(_copies(call.tensors, names, beside))
                     done = None
                     if device.type == "cuda":
                         done = torch.cuda.current_stream(device).record_event()
@@ -400,12 +401,81 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(shape)}")
 
 
-def _copies(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The values, with copies in place of the tensors of these names."""
-    return {
-        name: value.clone() if name in names and isinstance(value, Tensor) else value
-        for name, value in values.items()
+def _copies(
+    values: Mapping[str, Any], names: Collection[str], beside: torch.cuda.Stream | None = None
+) -> dict[str, Any]:
+    """The values, with copies in place of the tensors of these names.  beside: the current stream,
+    if it is beside the program's.
+    """
+    tensors = {
+        name: value for name, value in values.items() if name in names and isinstance(value, Tensor)
     }
+    if beside:
+        copies = _copies_beside(tensors.values(), beside)
+    else:
+        copies = [tensor.clone() for tensor in tensors.values()]
+    return {**values, **dict(zip(tensors, copies, strict=True))}
+
+
+def _copies_beside(tensors: Collection[Tensor], stream: torch.cuda.Stream) -> list[Tensor]:
+    """Clones, on the current stream: of dense tensors by one call of the driver, where it can.
+
+    It leaves the multiprocessors to the program's kernels.  Beside the 207 MB of a call, four
+    matrix products on an H200 take 38 us longer with `clone`, and with this not measurably so
+    (+-20 us).
+    """
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    together: list[tuple[Tensor, Tensor]] = []
+    for copy, tensor in zip(copies, tensors, strict=True):
+        # of a tensor with gaps or overlaps, the copy has other strides
+        if tensor.device == stream.device and copy.stride() == tensor.stride():
+            together.append((copy, tensor))
+        else:
+            copy.copy_(tensor)
+    if not _are_copied(together, stream):
+        for copy, tensor in together:
+            copy.copy_(tensor)
+    return copies
+
+
+def _are_copied(pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> bool:
+    """Queue copies of tensors to the first of each pair.  False if the driver cannot."""
+    if (copy_together := _memcpy_batch()) is None:
+        return False
+    numbers, device = ctypes.c_uint64 * len(pairs), stream.device_index
+    # read in the order of the stream; where both are, of which 1 is a device; no flags
+    attributes = (ctypes.c_int * 6)(1, 1, device, 1, device, 0)
+    return not copy_together(
+        numbers(*(copy.data_ptr() for copy, _ in pairs)),
+        numbers(*(tensor.data_ptr() for _, tensor in pairs)),
+        numbers(*(tensor.nbytes for _, tensor in pairs)),
+        ctypes.c_size_t(len(pairs)),
+        attributes,
+        ctypes.byref(ctypes.c_size_t(0)),  # the attributes are those from the first copy on
+        ctypes.c_size_t(1),
+        ctypes.byref(ctypes.c_size_t()),  # which copy the driver refuses
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+
+
+@cache
+def _memcpy_batch() -> Callable[..., int] | None:
+    """cuMemcpyBatchAsync of CUDA 12.8 and newer."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
+    except (OSError, AttributeError):
+        return None
+
+
+def _wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """Have a stream wait for another, without a new event for each time."""
+    stream.wait_event(other.record_event(_event(other)))
+
+
+@cache
+def _event(_stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event of a stream.  Who waits for it waits for what it was when the wait began."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _stream(
