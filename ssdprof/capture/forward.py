@@ -276,12 +276,12 @@ class PromptRun:
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
-        """The calls of one layer's operator that are captured: only the decode steps, or only the
-        calls before them.  None stands for a whole prompt.
+        """The calls of one layer's operator that are captured: only the decode steps, which are the
+        last calls, or only the calls before them.  None stands for a whole prompt.
         """
         calls = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
-        steps = tuple(call for call in calls if call is not None and call.kind == "decode")
-        return steps if decode else tuple(call for call in calls if call not in steps)
+        count = len(calls) - self.serving.decode
+        return calls[count:] if decode else calls[:count]
 
     def run(
         self,
