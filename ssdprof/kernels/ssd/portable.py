@@ -500,7 +500,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         sequence, segment, begin, length = find_segment(
             rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, S.CHUNK, S.RULE
         )
-        if sequence < 0:
+        if sequence < 0:  # there is no such segment
             return
         i_b, position = 0, begin
     nchunks = tl.cdiv(length, S.CHUNK)

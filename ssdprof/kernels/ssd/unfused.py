@@ -552,8 +552,9 @@ def ssd_unfused(
     `ssd_fused`.
 
     chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.
-    batch_invariant: no effect, every call is batch invariant.  Does not support
-    torch.compile(fullgraph=True).
+    batch_invariant: has no effect, because every call is batch invariant.
+
+    In contrast to `ssd_fused`, it does not support torch.compile(fullgraph=True).
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
     ones.

@@ -206,6 +206,7 @@ def norms(q, k):
     r, c = in_block(blocks_layout)
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     shape: gl.constexpr = [BLOCKS, BLOCK, HALF]
+    # products (block, i, j) of q with q, k with k and q with k, over both halves of the channels
     qq, kk, qk = zero, zero, zero
     for half in gl.static_range(2):
         q_blocks, k_blocks = q.index(half).reshape(shape), k.index(half).reshape(shape)
@@ -226,6 +227,7 @@ def between_blocks(quarters):
     it in the second; the decays from the chunk's start to the block; the decays from the block to
     the chunk's end; and the decays over the whole chunk.
     """
+    # T of the four blocks, each in all rows (4, K)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, by_block))[:, None]
     t0, t1 = quarters.slice(0, 1).load(by_block), quarters.slice(1, 1).load(by_block)
     t2, t3 = quarters.slice(2, 1).load(by_block), quarters.slice(3, 1).load(by_block)
@@ -260,15 +262,18 @@ def store_anchored(q, k, a, rows, columns):
 
     rows (128, HALF): eight rows of q and eight of k in turn.  columns (64, HALF): k.
     """
+    # D (i, HALF): products of a' inside each block of 8; the anchor's factor is ANCHOR
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
     D = at_least(a)
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
     T = D
     for level in gl.static_range(3):
         D, _, T = grown(D, D, T, level, thread_layout)
+    # rows: (second block?, block of 16, q or k, i, HALF) as (128, HALF)
     both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
     both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
     rows.store(both.reshape([2 * CHUNK, HALF]))
+    # columns: (second block?, block of 16, i, HALF) as (64, HALF)
     tile = (
         times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
         .reshape([BLOCKS, 2, EIGHT, HALF])
@@ -288,9 +293,9 @@ def store_between_eights(q, k, P, S, rows, columns):
     _, second_P = eights_of(P)
     first_S, _ = eights_of(S)
     both = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
-    both = both.permute((0, 3, 1, 2))
+    both = both.permute((0, 3, 1, 2))  # (block of 16, q or k, i, HALF)
     tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
-    role_barrier()
+    role_barrier()  # all warps have read the operands before
     halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
     halved(columns).index(0).store(tile)
 
@@ -305,9 +310,10 @@ def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
     PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
     tile = times(k, decays, rows.dtype)
     both = gl.join(times(q, decays, rows.dtype), tile)
+    # (second block?, pair, eight, q or k, i, HALF), and (second block?, pair, i, HALF)
     both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
     tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
-    role_barrier()
+    role_barrier()  # all warps have read the operands before
     rows.store(both.reshape([2 * CHUNK, HALF]))
     columns.store(tile.reshape([CHUNK, HALF]))
 
@@ -404,6 +410,7 @@ def parts_of(scores):
     of 16, (pair, i, j) between these blocks, and (i, j) between the halves of the chunk.
     """
     eights, sixteens, pairs, halves = scores
+    # (block, i, j, second block?, q or k)
     eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
     q_eights, k_eights = gl.split(eights)
     q_sixteens, k_sixteens = gl.split(
@@ -465,7 +472,9 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     layout: gl.constexpr = narrow(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    # the inverses D_i of the diagonal blocks
     invert_blocks(scratch.diagonal, scratch.inverted, 1)
+    # block column i of the transposed A, (j, i of the block), from those before it
     beta = beta.load(gl.SliceLayout(1, layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
@@ -492,9 +501,11 @@ def square_of(blocks, pairs):
     """A matrix (i, j) with the diagonal blocks `blocks` (block, i, j), and `pairs` (pair, i, j)
     between them; zeros elsewhere.
     """
+    # numbers of the block row and of the block column of each entry
     r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
     c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
     zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
+    # each block in all four block columns, and each pair in all places of its size
     blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
     pairs = gl.join(pairs, pairs)
     pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
@@ -553,6 +564,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
     """
     q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
+    # shared memory for operands; fp16 does not have the range that blocks of 8 need
     rows, columns = allocate_tile(dtype, [2 * CHUNK, HALF]), allocate_tile(dtype, [CHUNK, HALF])
     wide_rows, wide_columns = rows, columns
     if dtype == gl.float16:
@@ -572,7 +584,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         scores, since_start, to_end, end = products(
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
-        # stage gate_cumsum
+        # stage gate_cumsum: keys, queries, and keys decayed to the chunk's end (i, HALF)
         k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, thread_layout))[:, None]
         q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, thread_layout)) * scale)[:, None]
         q_tiles.index(half).store((q_row * since_start).to(dtype))
@@ -583,6 +595,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         eights, sixteens, pairs, halves = scores
         halves = warpgroup_mma_wait(0, deps=[halves])
         scores = (eights, sixteens, pairs, halves)
+        # TMA reads what all warps have stored
         fence_async_shared()
         role_barrier()
         async_store(descs[0], [row, half * HALF], k_tiles.index(half))
@@ -684,19 +697,19 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     """
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
-    # stage qk_l2norm
+    # stage qk_l2norm: when q and k are loaded
     mbarrier.wait(full.index(0), 0)
     q_norm, k_norm, q_k = norms(tiles[0], tiles[1])
     q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
     beta_norms, betas = stored(k_norm * beta), stored(beta)
-    # stage decayed_scores
+    # stage decayed_scores: when g is loaded, and all warps have stored the norms
     mbarrier.wait(full.index(1), 0)
     role_barrier()
     scores, at_end = decayed_scores(
         tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
     )
     of_q, of_k = parts_of(scores)
-    # stage solve_tril
+    # stage solve_tril: L, P and the inverse
     scratch = allocate_scratch(1)
     lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
     own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])

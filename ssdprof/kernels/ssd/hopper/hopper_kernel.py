@@ -140,20 +140,20 @@ class StreamK:
         nchunks = gl.where(begins, self.begun_chunks, self.nchunks - first)
         segment = SSDSegment(
             sequence,
-            gl.minimum(first, 1),
+            gl.minimum(first, 1),  # index
             self.length,
-            sequence.to(gl.int64) * self.dt_step,
-            sequence,
-            gl.to_tensor(0),
+            sequence.to(gl.int64) * self.dt_step,  # dt_begin
+            sequence,  # tile
+            gl.to_tensor(0),  # row
             first,
             nchunks,
-            pair % self.PAIRS * self.UNITS,
-            k >= 0,
-            False,
+            pair % self.PAIRS * self.UNITS,  # unit
+            k >= 0,  # last
+            False,  # has_warmup; the next two are not used
             first,
             nchunks,
-            self.program,
-            gl.to_tensor(1),
+            self.program,  # slot
+            gl.to_tensor(1),  # slot_step
         )
         return segment, gl.where(begins, 0, self.begun_chunks + k * self.nchunks)
 
@@ -197,19 +197,19 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
     return SSDSegment(
         sequence,
         index,
-        seqlen,
-        sequence.to(gl.int64) * dt_strides[0],
-        sequence,
-        gl.to_tensor(0),
+        seqlen,  # length
+        sequence.to(gl.int64) * dt_strides[0],  # dt_begin
+        sequence,  # tile
+        gl.to_tensor(0),  # row
         first,
         nchunks,
-        ticket % S.PAIRS * S.UNITS,
+        ticket % S.PAIRS * S.UNITS,  # unit
         last,
         has_warmup,
         warmup_first,
         warmup_chunks,
-        rank,
-        gl.to_tensor(sequences),
+        rank,  # slot
+        gl.to_tensor(sequences),  # slot_step
     )
 
 
@@ -259,18 +259,18 @@ def packed_segment_of(
         sequence,
         index,
         length,
-        begin.to(gl.int64) * dt_strides[1],
-        begin + length,
+        begin.to(gl.int64) * dt_strides[1],  # dt_begin
+        begin + length,  # tile, and next row: `tensors.tiles` explains them
         seqlen - length,
         first,
         nchunks,
-        ticket % S.PAIRS * S.UNITS,
+        ticket % S.PAIRS * S.UNITS,  # unit
         last,
         has_warmup,
         warmup_first,
         warmup_chunks,
-        rank - sequence,  # the last segment of each sequence needs no slot
-        gl.to_tensor(1),
+        rank - sequence,  # slot; the last segment of each sequence needs none
+        gl.to_tensor(1),  # slot_step
     )
     return segment, exists
 
