@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -118,8 +118,6 @@ class Recorder:
         self.lost: Counter[str] = Counter()  # reason -> calls that were not recorded
         self._queue = _Queue()
         self._keeper = Keeper(self.settings, _RING_BYTES)
-        self._thread_streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._second_streams: dict[torch.device, torch.cuda.Stream] = {}
         self._next_query_s = 0.0
         self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
         self._thread.start()
@@ -214,11 +212,11 @@ class Recorder:
     ) -> torch.cuda.Stream | None:
         """The stream for the copies of a large prompt on a GPU.  None for other calls."""
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
-        if place.phase != "prompt" or not all(tensor.is_cuda for tensor in tensors):
+        is_on_gpu = all(tensor.is_cuda for tensor in tensors)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if place.phase != "prompt" or not is_on_gpu or nbytes < _LARGE_BYTES:
             return None
-        if sum(tensor.nbytes for tensor in tensors) < _LARGE_BYTES:
-            return None
-        return _stream(self._second_streams, tensors[0].device)
+        return _stream(tensors[0].device, "copies")
 
     def after(self, place: Place, begun: _BegunCall, returned: object) -> None:
         """Copy what is not copied yet, and put the call into the queue."""
@@ -324,11 +322,11 @@ class Recorder:
         Kernels run on a stream of this thread.  They have ended when the function returns, so that
         the memory of the call can be freed.
         """
-        stream = _stream(self._thread_streams, call.inputs.device) if copied else None
+        stream = _stream(call.inputs.device, "thread") if copied else None
         with torch.no_grad(), torch.cuda.stream(stream):
-            if stream and copied:
-                stream.wait_event(copied)
-                self._limit_memory(stream.device)
+            if copied:
+                copied.wait()
+                self._limit_memory(call.inputs.device)
             try:
                 self._keeper.keep(call)
             finally:
@@ -427,56 +425,44 @@ def _copies(
 ) -> dict[str, Any]:
     """The values, with copies of the tensors that have these names.
 
-    second_stream: the current stream, if it is not the program's.
+    second_stream: the current stream, if it is not the program's.  There, one call of the driver
+        copies all tensors that are dense.  It leaves the multiprocessors to the program's kernels:
+        while the 207 MB of a call are copied, four matrix products on an H200 take 38 us longer
+        with `clone`, and with this not measurably longer (within 20 us).
     """
-    tensors = {
-        name: value for name, value in values.items() if name in names and isinstance(value, Tensor)
-    }
-    if second_stream:
-        copies = _copies_on(second_stream, tensors.values())
-    else:
-        copies = [tensor.clone() for tensor in tensors.values()]
-    return {**values, **dict(zip(tensors, copies, strict=True))}
-
-
-def _copies_on(stream: torch.cuda.Stream, tensors: Collection[Tensor]) -> list[Tensor]:
-    """Clones of tensors, on the current stream.  One call of the driver copies the dense ones.
-
-    It leaves the multiprocessors to the program's kernels: while the 207 MB of a call are copied,
-    four matrix products on an H200 take 38 us longer with `clone`, and with this not measurably
-    longer (within 20 us).
-    """
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    together: list[tuple[Tensor, Tensor]] = []
-    for copy, tensor in zip(copies, tensors, strict=True):
-        # the copy of a tensor with gaps or overlaps has other strides
-        if tensor.device == stream.device and copy.stride() == tensor.stride():
-            together.append((copy, tensor))
-        else:
-            copy.copy_(tensor)
-    if not _are_copied(together, stream):
-        for copy, tensor in together:
-            copy.copy_(tensor)
+    copies = dict(values)
+    dense = []
+    for name, value in values.items():
+        if name in names and isinstance(value, Tensor):
+            copies[name] = copy = torch.empty_like(value)
+            # the copy of a tensor with gaps or overlaps has other strides
+            if second_stream and copy.stride() == value.stride():
+                dense.append((copy, value))
+            else:
+                copy.copy_(value)
+    if second_stream and not _copy_together(dense, second_stream):
+        for copy, value in dense:
+            copy.copy_(value)
     return copies
 
 
-def _are_copied(pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> bool:
-    """Whether the driver copies the second tensor of each pair to the first."""
-    if (copy_together := _memcpy_batch()) is None:
+def _copy_together(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> bool:
+    """Copy the second tensor of each pair to the first.  Returns whether the driver can."""
+    if (memcpy_batch := _memcpy_batch()) is None:
         return False
-    numbers, device = ctypes.c_uint64 * len(pairs), stream.device_index
-    # CUmemcpyAttributes: reads in the stream's order; both locations, 1 is a device; no flags
-    attributes = (ctypes.c_int * 6)(1, 1, device, 1, device, 0)
-    return not copy_together(
+    number = ctypes.c_size_t
+    numbers = number * len(pairs)
+    return not memcpy_batch(
         numbers(*(copy.data_ptr() for copy, _ in pairs)),
-        numbers(*(tensor.data_ptr() for _, tensor in pairs)),
-        numbers(*(tensor.nbytes for _, tensor in pairs)),
-        ctypes.c_size_t(len(pairs)),
-        attributes,
-        ctypes.byref(ctypes.c_size_t(0)),  # the first copy with these attributes
-        ctypes.c_size_t(1),
-        ctypes.byref(ctypes.c_size_t()),  # gets the first copy that is refused
-        ctypes.c_void_p(stream.cuda_stream),
+        numbers(*(value.data_ptr() for _, value in pairs)),
+        numbers(*(value.nbytes for _, value in pairs)),
+        number(len(pairs)),
+        # CUmemcpyAttributes: reads in the stream's order; both locations, 1 is a device; no flags
+        (ctypes.c_int * 6)(1, 1, stream.device_index, 1, stream.device_index, 0),
+        ctypes.byref(number()),  # the first copy with these attributes
+        number(1),
+        ctypes.byref(number()),  # gets the first copy that is refused
+        number(stream.cuda_stream),
     )
 
 
@@ -514,10 +500,7 @@ def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
         frame = frame.f_back
 
 
-def _stream(
-    streams: dict[torch.device, torch.cuda.Stream], device: torch.device
-) -> torch.cuda.Stream:
-    """The stream for this device, created at the first use."""
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return streams[device]
+@cache
+def _stream(device: torch.device, _user: str) -> torch.cuda.Stream:
+    """A stream on this device for each user, the thread or the copies."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

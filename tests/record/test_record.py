@@ -264,16 +264,17 @@ def test_copies_on_a_second_stream_are_clones(monkeypatch: pytest.MonkeyPatch, d
                 ctypes.memmove(*each)
         return driver == "refuses"
 
-    stream = SimpleNamespace(device=torch.device("cpu"), device_index=0, cuda_stream=1)
+    stream = SimpleNamespace(device_index=0, cuda_stream=1)
     monkeypatch.setattr(
         recorder, "_memcpy_batch", lambda: None if driver == "is older" else copy_together
     )
     pool = torch.randn(4, 2, 3)
-    tensors = [pool, pool[1:3], pool.mT, pool[:, :1], pool[:, 0, :1].expand(4, 5)]
-    for copy, tensor in zip(recorder._copies_on(stream, tensors), tensors, strict=True):
-        assert torch.equal(copy, tensor)
-        assert copy.stride() == tensor.clone().stride()
-        assert copy.data_ptr() != tensor.data_ptr()
+    tensors = pool, pool[1:3], pool.mT, pool[:, :1], pool[:, 0, :1].expand(4, 5)
+    values = {str(index): tensor for index, tensor in enumerate(tensors)}
+    for name, copy in recorder._copies(values, values, stream).items():
+        assert torch.equal(copy, values[name])
+        assert copy.stride() == values[name].clone().stride()
+        assert copy.data_ptr() != values[name].data_ptr()
     assert sizes == ([] if driver == "is older" else [96, 48, 96])
 
 
