@@ -481,16 +481,16 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
     rows, scaled_rows = (), ()
     for i in gl.static_range(BLOCKS):
-        known = zero
+        earlier = zero  # the sum over j of L_ij A_j, transposed
         for j in gl.static_range(i):
             if i // 2 == j // 2:
                 L_ij = lower_pairs.slice(BLOCK * (i // 2), BLOCK)
             else:
                 L_ij = lower_halves.slice(BLOCK * (i - 2), BLOCK).slice(BLOCK * j, BLOCK, dim=1)
-            known = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), known)
+            earlier = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), earlier)
         identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
         D_i = scratch.inverted.slice(BLOCK * i, BLOCK).load(right)
-        row = mma_v2(gl.convert_layout((identity - known).to(gl.float16), left), D_i, zero)
+        row = mma_v2(gl.convert_layout((identity - earlier).to(gl.float16), left), D_i, zero)
         rows += (gl.convert_layout(row.to(gl.float16), left),)
         scaled_rows += ((row * beta[:, None]).to(dtype),)
     return side_by_side(0, 1, scaled_rows)
