@@ -440,39 +440,38 @@ def _copies(
                 dense.append((copy, value))
             else:
                 copy.copy_(value)
-    if second_stream and not _copy_together(dense, second_stream):
-        for copy, value in dense:
-            copy.copy_(value)
+    if second_stream and dense:
+        _copy_together(dense, second_stream)
     return copies
 
 
-def _copy_together(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> bool:
-    """Copy the second tensor of each pair to the first.  Returns whether the driver can."""
-    if (memcpy_batch := _memcpy_batch()) is None:
-        return False
+def _copy_together(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> None:
+    """Copy the second tensor of each pair to the first.  Both are dense, with the same strides."""
+    memcpy_batch = _memcpy_batch()
     number = ctypes.c_size_t
     numbers = number * len(pairs)
-    return not memcpy_batch(
+    if memcpy_batch is None or memcpy_batch(
         numbers(*(copy.data_ptr() for copy, _ in pairs)),
         numbers(*(value.data_ptr() for _, value in pairs)),
         numbers(*(value.nbytes for _, value in pairs)),
         number(len(pairs)),
         # CUmemcpyAttributes: reads in the stream's order; both locations, 1 is a device; no flags
         (ctypes.c_int * 6)(1, 1, stream.device_index, 1, stream.device_index, 0),
-        ctypes.byref(number()),  # the first copy with these attributes
+        numbers(),  # 0: the first copy with these attributes
         number(1),
-        ctypes.byref(number()),  # gets the first copy that is refused
+        numbers(),  # gets the first copy that is refused
         number(stream.cuda_stream),
-    )
+    ):
+        for copy, value in pairs:
+            copy.copy_(value)
 
 
 @cache
 def _memcpy_batch() -> Callable[..., int] | None:
-    """The driver's function that makes several copies.  None before CUDA 12.8."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
-    except (OSError, AttributeError):
-        return None
+    """The driver's function that makes several copies.  It returns 0 if it can.  None before CUDA
+    12.8.
+    """
+    return getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync", None)
 
 
 def _wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
