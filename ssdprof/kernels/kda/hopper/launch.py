@@ -40,14 +40,14 @@ RESIDENT = 2  # programs on a multiprocessor at the same time
 REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
 # Microseconds that a multiprocessor of an H200 takes for 64 positions of a head, and for the start
-# of a sequence and head: with slabs that fill the GPU, and with a program for a whole sequence
-# (benchmarks/log/kda.md, row 16)
+# of a sequence and head: with slabs that fill the GPU (benchmarks/log/kda.md, row 16), and with a
+# program for a whole sequence (least squares over the three times of row 18, within 2 us)
 SLAB_CHUNK, SLAB_START = 8.9, 4.7
-WHOLE_CHUNK, WHOLE_START = 5.3, 5.0
+WHOLE_CHUNK, WHOLE_START = 4.9, 5.1
 # Configuration of `whole_kernel.py`: chunks of q, k and v in shared memory; chunks of g there; and
 # registers of a thread in three roles, of which the role `states` gets the remaining ones
 WHOLE_CONFIG = dict(
-    slots=3, gate_slots=2, decay_registers=160, score_registers=104, copy_registers=24
+    slots=3, gate_slots=2, decay_registers=112, score_registers=144, copy_registers=24
 )
 
 
@@ -57,6 +57,7 @@ class KDAHopperConfig:
 
     slab: chunks of a slab: the most that a program scans.
     behind: number of slabs that are prepared before the first slab is scanned.
+    reason: why the sizes were chosen, for reports.
     """
 
     slab: int
@@ -155,7 +156,7 @@ def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
     The host does not know the lengths of packed sequences.  At worst, they run one after the other,
     each in the rounds of its heads: a program begins when another one ends, so that the sum over
     all sequences is an upper bound for any lengths.  Packed sequences run whole only if that bound
-    is below the time of slabs, which needs two thirds as many heads as multiprocessors.
+    is below the time of slabs, which needs more than half as many heads as multiprocessors.
     """
     heads, sequences = inputs.v.shape[2], inputs.sequences
     if inputs.cu_seqlens is None:
@@ -182,8 +183,9 @@ def hopper_launch(
     slabs, slices = slab_count(inputs, config), value_dim // HALF.value
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     nbytes, parts = workspace(inputs)
-    *read, written = _tiles(inputs, CHUNK.value, HALF.value)
-    describe = *read, *_factors(inputs), written
+    *input_makers, output_maker = _tiles(inputs, CHUNK.value, HALF.value)
+    # functions that make descriptors, in the order of the kernel's arguments
+    makers = *input_makers, *_factors(inputs), output_maker
     sizes = inputs.sequences, slabs, config.slab, config.behind
     launcher = _launcher(_kda_hopper_kernel, sizes, inputs, strides, SLICES=slices)
     programs = (slabs + config.behind) * heads * (config.slab + slices)
@@ -197,7 +199,7 @@ def hopper_launch(
             output = _outputs(inputs, strides)
             tiled: tuple[torch.Tensor | Part, ...] = (inputs.q, inputs.k, inputs.g, inputs.v)
             tiled += (*factors, output.out)
-            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = inputs.beta, inputs.cu_seqlens, ends, inputs.initial_state, sync
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output
@@ -216,7 +218,7 @@ def whole_launch(
     """
     index = inputs.q.get_device()
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    describe = _tiles(inputs, SIZE.value, DIM.value)
+    makers = _tiles(inputs, SIZE.value, DIM.value)
     options = {name.upper(): value for name, value in config.items()}
     launcher = _launcher(_kda_whole_kernel, (), inputs, strides, **options)
     programs = inputs.sequences * inputs.v.shape[2]
@@ -225,7 +227,7 @@ def whole_launch(
         with torch.cuda.device(index):  # no effect for -1, the CPU
             output = _outputs(inputs, strides)
             tiled = inputs.q, inputs.k, inputs.g, inputs.v, output.out
-            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = inputs.beta, inputs.cu_seqlens, inputs.initial_state
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output

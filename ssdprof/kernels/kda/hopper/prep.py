@@ -65,12 +65,13 @@ from ssdprof.kernels.gdn.hopper.inverse import (
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
 from ssdprof.kernels.gdn.hopper.role_gates import LOG2_E
 from ssdprof.kernels.hopper.ring import CHUNK, barriers
-from ssdprof.kernels.kda.hopper.tiles import DIM, HALF
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, halves_of
 
 WARPS = gl.constexpr(4)
 EIGHT = gl.constexpr(8)
 ANCHOR = gl.constexpr(2.0**84)  # factor of D at the anchor
 plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # rows of shared memory
+vector_layout = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # a vector there
 # register layout of (i, K): a thread has 16 positions of two channels
 thread_layout = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
 # register layout of (block of 16 positions, K)
@@ -239,20 +240,27 @@ def between_blocks(quarters):
 
 
 @gluon.jit
-def halved(buffer):
-    """A buffer (n, HALF) of shared memory as (2, n / 2, HALF)."""
-    shape: gl.constexpr = [buffer.shape[0] // 2, HALF]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, buffer.dtype)
-    return reinterpret(buffer, buffer.dtype, [2, buffer.shape[0] // 2, HALF], layout)
-
-
-@gluon.jit
 def eights_of(tile):
     """The first and the second eight positions of each block of 16 of a tile (i, K), as (block, i,
     K) each.
     """
     blocks = tile.reshape([tile.shape[0] // BLOCK, 2, EIGHT, tile.shape[1]])
     return gl.split(blocks.permute((0, 2, 3, 1)))
+
+
+@gluon.jit
+def in_turn(q, k):
+    """Rows of q and k in turn, eight of each (2 i, K)."""
+    both = gl.join(q, k).reshape([q.shape[0] // EIGHT, EIGHT, HALF, 2]).permute((0, 3, 1, 2))
+    return both.reshape([2 * q.shape[0], HALF])
+
+
+@gluon.jit
+def sorted_pairs(tile, PAIRS: gl.constexpr):
+    """The first ones of pairs of blocks (rows, K) before all second ones."""
+    ROWS: gl.constexpr = tile.shape[0]
+    tile = tile.reshape([PAIRS, 2, ROWS // (2 * PAIRS), HALF])
+    return tile.permute((1, 0, 2, 3)).reshape([ROWS, HALF])
 
 
 @gluon.jit
@@ -269,17 +277,10 @@ def store_anchored(q, k, a, rows, columns):
     T = D
     for level in gl.static_range(3):
         D, _, T = grown(D, D, T, level, thread_layout)
-    # rows: (second block?, block of 16, q or k, i, HALF) as (128, HALF)
-    both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
-    both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
-    rows.store(both.reshape([2 * CHUNK, HALF]))
-    # columns: (second block?, block of 16, i, HALF) as (64, HALF)
-    tile = (
-        times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
-        .reshape([BLOCKS, 2, EIGHT, HALF])
-        .permute((1, 0, 2, 3))
-    )
-    columns.store(tile.reshape([CHUNK, HALF]))
+    # (second block?, block of 16, q or k, i, HALF), and (second block?, block of 16, i, HALF)
+    rows.store(sorted_pairs(in_turn(times(q, D, rows.dtype), times(k, D, rows.dtype)), BLOCKS))
+    tile = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
+    columns.store(sorted_pairs(tile, BLOCKS))
 
 
 @gluon.jit
@@ -296,26 +297,23 @@ def store_between_eights(q, k, P, S, rows, columns):
     both = both.permute((0, 3, 1, 2))  # (block of 16, q or k, i, HALF)
     tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
     role_barrier()  # all warps have read the operands before
-    halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
-    halved(columns).index(0).store(tile)
+    halves_of(rows).index(0).store(both.reshape([CHUNK, HALF]))
+    halves_of(columns).index(0).store(tile)
 
 
 @gluon.jit
-def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
-    """Store the operands of pairs between blocks of SIZE: those of the first block of each pair of
-    blocks, then those of the second block.
+def store_between(q, k, decays, rows, columns, PAIRS: gl.constexpr):
+    """Store the operands of pairs between blocks of 16 or 32: those of the first block of each pair
+    of blocks, then those of the second block.
 
     decays (i, K): S in first blocks, P in second blocks.
     """
-    PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
     tile = times(k, decays, rows.dtype)
-    both = gl.join(times(q, decays, rows.dtype), tile)
-    # (second block?, pair, eight, q or k, i, HALF), and (second block?, pair, i, HALF)
-    both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
-    tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
+    both = in_turn(times(q, decays, rows.dtype), tile)
     role_barrier()  # all warps have read the operands before
-    rows.store(both.reshape([2 * CHUNK, HALF]))
-    columns.store(tile.reshape([CHUNK, HALF]))
+    # (second block?, pair, eight, q or k, i, HALF), and (second block?, pair, i, HALF)
+    rows.store(sorted_pairs(both, PAIRS))
+    columns.store(sorted_pairs(tile, PAIRS))
 
 
 @gluon.jit
@@ -351,28 +349,28 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     quarters.store(gl.convert_layout(T, by_block))
     role_barrier()
     sixteens = product_of(
-        halved(rows).index(0).reshape([BLOCKS, 2 * EIGHT, HALF]),
-        halved(columns).index(0).reshape([BLOCKS, EIGHT, HALF]),
+        halves_of(rows).index(0).reshape([BLOCKS, 2 * EIGHT, HALF]),
+        halves_of(columns).index(0).reshape([BLOCKS, EIGHT, HALF]),
         sixteens,
         blocks_layout,
     )
     between, since_start, to_end, whole = between_blocks(quarters)
     # h = 16
-    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, BLOCK)
+    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, 2)
     role_barrier()
     pairs = product_of(
-        halved(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
-        halved(columns).index(0).reshape([2, BLOCK, HALF]),
+        halves_of(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
+        halves_of(columns).index(0).reshape([2, BLOCK, HALF]),
         pairs,
         pairs_layout,
     )
     # h = 32
     decays = gl.where(o_i >= 32, P, S) * spread(between, 4, thread_layout)
-    store_between(q, k, decays, rows, columns, CHUNK // 2)
+    store_between(q, k, decays, rows, columns, 1)
     fence_async_shared()
     role_barrier()
     halves = warpgroup_mma(
-        halved(rows).index(1), halved(columns).index(0).permute((1, 0)), halves, is_async=True
+        halves_of(rows).index(1), halves_of(columns).index(0).permute((1, 0)), halves, is_async=True
     )
     scores = (eights, sixteens, pairs, halves)
     return (
@@ -385,8 +383,8 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
 
 @gluon.jit
 def of_blocks(vector, COUNT: gl.constexpr):
-    """A vector (CHUNK) in shared memory as (COUNT blocks, i)."""
-    return reinterpret(vector, gl.float32, [COUNT, CHUNK // COUNT], plain)
+    """A vector in shared memory as (COUNT blocks, i)."""
+    return reinterpret(vector, gl.float32, [COUNT, vector.shape[0] // COUNT], plain)
 
 
 @gluon.jit
@@ -438,10 +436,10 @@ def arranged(eights, sixteens, pairs, halves):
 
 
 @gluon.jit
-def scaled(scores, i_factors, j_factors):
+def scaled(scores, i_factors, j_factors, layout: gl.constexpr):
     """Scores (block, i, j) times factors of their rows and columns."""
-    i = of_blocks(i_factors, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
-    j = of_blocks(j_factors, BLOCKS).load(gl.SliceLayout(1, blocks_layout))
+    i = of_blocks(i_factors, scores.shape[0]).load(gl.SliceLayout(2, layout))
+    j = of_blocks(j_factors, scores.shape[0]).load(gl.SliceLayout(1, layout))
     return scores * i[:, :, None] * j[:, None, :]
 
 
@@ -454,10 +452,11 @@ def scaled_pairs(pairs, i_factors, j_factors):
 
 
 @gluon.jit
-def scaled_halves(halves, i_factors, j_factors):
+def scaled_halves(halves, i_factors, j_factors, layout: gl.constexpr):
     """Scores (i, j) between the halves times factors of their rows and columns."""
-    i = i_factors.slice(CHUNK // 2, CHUNK // 2).load(gl.SliceLayout(1, quadrant_layout))
-    j = j_factors.slice(0, CHUNK // 2).load(gl.SliceLayout(0, quadrant_layout))
+    LENGTH: gl.constexpr = halves.shape[0]
+    i = i_factors.slice(LENGTH, LENGTH).load(gl.SliceLayout(1, layout))
+    j = j_factors.slice(0, LENGTH).load(gl.SliceLayout(0, layout))
     return halves * i[:, None] * j[None, :]
 
 
@@ -546,8 +545,7 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
 @gluon.jit
 def stored(v):
     """Shared memory (CHUNK) with a number for each position, v (block, i)."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout)
     memory.store(v.reshape([CHUNK]))
     return memory
 
@@ -612,11 +610,11 @@ def store_system(of_k, beta_norms, k_norms, scratch):
     """
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
     lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
-    L = scaled(of_k[0], beta_norms, k_norms)
+    L = scaled(of_k[0], beta_norms, k_norms, blocks_layout)
     scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
     L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
     lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
+    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms, quadrant_layout).to(gl.float16))
     return lower_pairs, lower_halves
 
 
@@ -628,13 +626,13 @@ def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
     """
     r, c = in_block(blocks_layout)
     q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
-    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
+    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms, blocks_layout)
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
     P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
     own_scores.store(square_of(P, P_pairs))
     role_barrier()
     own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
-        scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
+        scaled_halves(of_q[2], q_norms, k_norms, quadrant_layout).to(gl.float16)
     )
     role_barrier()
 
