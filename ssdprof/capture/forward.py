@@ -291,6 +291,8 @@ class PromptRun:
         """Run the model once with `handler` as its operator.  Returns the number of calls, without
         decode steps.
 
+        on_step: gets the decode steps, if the prompt has any (`Serving.decode`).
+
         Exceptions of the handler pass through.  Exceptions of the model's code become
         BadInputError, because a config that transformers accepts may still describe a model that
         does not run.
@@ -310,10 +312,9 @@ class PromptRun:
             return call_and_note
 
         handler = noting_errors(handler)
-        if on_step is not None:
-            on_step = noting_errors(on_step)
+        noting_step = noting_errors(on_step) if on_step and self.serving.decode else None
         try:
-            with intercept(self.mixers, handler, on_step) as count:
+            with intercept(self.mixers, handler, noting_step) as count:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(

@@ -413,7 +413,8 @@ def refuse_ranks(*what: str) -> None:
     what: the options, or the command, that several processes cannot share; without any, nothing is
     checked.
     """
-    if what and (count := started()) > 1:
+    count = started()
+    if what and count > 1:
         raise BadInputError(
             f"{count} ranks cannot share {' and '.join(what)}.",
             "Start a single process, without torchrun.",
@@ -488,7 +489,8 @@ def _refuse_exclusive(request: declared.RunOptions, parts: Sequence[str]) -> Non
             "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
             "--verify.",
         )
-    if request.prefill and (folder := captures_of(request.model)) is not None:
+    folder = captures_of(request.model)
+    if request.prefill and folder is not None:
         raise BadInputError(
             f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
         )

@@ -334,15 +334,18 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     # stage chunk_state: each chunk's v and W, Y = V - keys S, the next state, and the output
     for i_c in tl.range(0, nchunks, num_stages=S.SCAN_STAGES):
         t = tl.cast(i_c, tl.int64) * S.CHUNK
-        at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
-        rows = at * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
+        slot_place = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        rows = slot_place * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
         m_tile = m_v
         if not S.ALIGNED:
             m_tile = m_v & (state_t < length - i_c * S.CHUNK)
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
         v = tl.load(v_rows_ptr + v_tile, mask=m_tile, other=0.0).to(tl.float32)
         W = tl.load(
-            out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :]
+            out_factor_ptr
+            + slot_place * (S.CHUNK * S.CHUNK)
+            + o_c[:, None] * S.CHUNK
+            + o_c[None, :]
         )
         # stage chunk_state.residual
         product, out = tl.zeros_like(v), tl.zeros_like(v)
@@ -350,12 +353,12 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         out = add_products(out, state, queries_ptr + rows, S)
         Y = (v - product).to(S.OPERAND)
         # stage chunk_state.update
-        after = ()
+        next_state = ()
         for n in tl.static_range(BLOCKS):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + state_k)
-            after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
-        state = after
+            end = tl.load(ends_ptr + slot_place * S.PADDED + n * S.BLOCK_K + state_k)
+            next_state = next_state + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
+        state = next_state
         # stage chunk_output
         out = add_product(out, W, Y, S.OPERAND)
         tl.store(

@@ -34,7 +34,12 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels._gluon import aggregate, load_acquire, order_async, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.kda.hopper.prep import allocate_inputs, load_inputs, prepare_chunk
+from ssdprof.kernels.kda.hopper.prep import (
+    allocate_inputs,
+    load_inputs,
+    prepare_chunk,
+    vector_layout,
+)
 from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles, load_segment, store_segment
 
@@ -191,8 +196,7 @@ def scan(env, tiles, written):
     """Role: scans the sequences that have chunks in a slab, for 64 columns of V of one head.  n
     counts the program's chunks.
     """
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ends = gl.allocate_shared_memory(gl.float32, [2, DIM], vector)
+    ends = gl.allocate_shared_memory(gl.float32, [2, DIM], vector_layout)
     wait_for_slab(env)
     n, sequences = gl.to_tensor(0), env.slab_sequences()
     for i in range(sequences[0], sequences[1]):

@@ -40,14 +40,14 @@ RESIDENT = 2  # programs on a multiprocessor at the same time
 REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
 # Microseconds that a multiprocessor of an H200 takes for 64 positions of a head, and for the start
-# of a sequence and head: with slabs that fill the GPU, and with a program for a whole sequence
-# (benchmarks/log/kda.md, row 16)
+# of a sequence and head: with slabs that fill the GPU (benchmarks/log/kda.md, row 16), and with a
+# program for a whole sequence (least squares over the three times of row 18, within 2 us)
 SLAB_CHUNK, SLAB_START = 8.9, 4.7
-WHOLE_CHUNK, WHOLE_START = 5.3, 5.0
+WHOLE_CHUNK, WHOLE_START = 4.9, 5.1
 # Configuration of `whole_kernel.py`: chunks of q, k and v in shared memory; chunks of g there; and
 # registers of a thread in three roles, of which the role `states` gets the remaining ones
 WHOLE_CONFIG = dict(
-    slots=3, gate_slots=2, decay_registers=160, score_registers=104, copy_registers=24
+    slots=3, gate_slots=2, decay_registers=112, score_registers=144, copy_registers=24
 )
 
 
@@ -155,7 +155,7 @@ def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
     The host does not know the lengths of packed sequences.  At worst, they run one after the other,
     each in the rounds of its heads: a program begins when another one ends, so that the sum over
     all sequences is an upper bound for any lengths.  Packed sequences run whole only if that bound
-    is below the time of slabs, which needs two thirds as many heads as multiprocessors.
+    is below the time of slabs, which needs more than half as many heads as multiprocessors.
     """
     heads, sequences = inputs.v.shape[2], inputs.sequences
     if inputs.cu_seqlens is None:

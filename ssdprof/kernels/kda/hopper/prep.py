@@ -65,12 +65,13 @@ from ssdprof.kernels.gdn.hopper.inverse import (
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
 from ssdprof.kernels.gdn.hopper.role_gates import LOG2_E
 from ssdprof.kernels.hopper.ring import CHUNK, barriers
-from ssdprof.kernels.kda.hopper.tiles import DIM, HALF
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, halves_of
 
 WARPS = gl.constexpr(4)
 EIGHT = gl.constexpr(8)
 ANCHOR = gl.constexpr(2.0**84)  # factor of D at the anchor
 plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # rows of shared memory
+vector_layout = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # a vector there
 # register layout of (i, K): a thread has 16 positions of two channels
 thread_layout = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
 # register layout of (block of 16 positions, K)
@@ -206,6 +207,7 @@ def norms(q, k):
     r, c = in_block(blocks_layout)
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     shape: gl.constexpr = [BLOCKS, BLOCK, HALF]
+    # products (block, i, j) of q with q, k with k and q with k, over both halves of the channels
     qq, kk, qk = zero, zero, zero
     for half in gl.static_range(2):
         q_blocks, k_blocks = q.index(half).reshape(shape), k.index(half).reshape(shape)
@@ -226,6 +228,7 @@ def between_blocks(quarters):
     it in the second; the decays from the chunk's start to the block; the decays from the block to
     the chunk's end; and the decays over the whole chunk.
     """
+    # T of the four blocks, each in all rows (4, K)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, by_block))[:, None]
     t0, t1 = quarters.slice(0, 1).load(by_block), quarters.slice(1, 1).load(by_block)
     t2, t3 = quarters.slice(2, 1).load(by_block), quarters.slice(3, 1).load(by_block)
@@ -234,14 +237,6 @@ def between_blocks(quarters):
     since_start = since_half * gl.where(o_b < 2, 1.0, t0 * t1)
     to_end = to_half * gl.where(o_b < 2, t2 * t3, 1.0)
     return gl.where(o_b < 2, to_half, since_half), since_start, to_end, t0 * t1 * (t2 * t3)
-
-
-@gluon.jit
-def halved(buffer):
-    """A buffer (n, HALF) of shared memory as (2, n / 2, HALF)."""
-    shape: gl.constexpr = [buffer.shape[0] // 2, HALF]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, buffer.dtype)
-    return reinterpret(buffer, buffer.dtype, [2, buffer.shape[0] // 2, HALF], layout)
 
 
 @gluon.jit
@@ -254,27 +249,38 @@ def eights_of(tile):
 
 
 @gluon.jit
+def in_turn(q, k):
+    """Rows of q and k in turn, eight of each (2 i, K)."""
+    both = gl.join(q, k).reshape([q.shape[0] // EIGHT, EIGHT, HALF, 2]).permute((0, 3, 1, 2))
+    return both.reshape([2 * q.shape[0], HALF])
+
+
+@gluon.jit
+def sorted_pairs(tile, PAIRS: gl.constexpr):
+    """The first ones of pairs of blocks (rows, K) before all second ones."""
+    ROWS: gl.constexpr = tile.shape[0]
+    tile = tile.reshape([PAIRS, 2, ROWS // (2 * PAIRS), HALF])
+    return tile.permute((1, 0, 2, 3)).reshape([ROWS, HALF])
+
+
+@gluon.jit
 def store_anchored(q, k, a, rows, columns):
     """Store the operands of pairs inside blocks of 8 (D and 1 / D): those of the first blocks of
     all 16, then those of the second blocks.
 
     rows (128, HALF): eight rows of q and eight of k in turn.  columns (64, HALF): k.
     """
+    # D (i, HALF): products of a' inside each block of 8; the anchor's factor is ANCHOR
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
     D = at_least(a)
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
     T = D
     for level in gl.static_range(3):
         D, _, T = grown(D, D, T, level, thread_layout)
-    both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
-    both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
-    rows.store(both.reshape([2 * CHUNK, HALF]))
-    tile = (
-        times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
-        .reshape([BLOCKS, 2, EIGHT, HALF])
-        .permute((1, 0, 2, 3))
-    )
-    columns.store(tile.reshape([CHUNK, HALF]))
+    # (second block?, block of 16, q or k, i, HALF), and (second block?, block of 16, i, HALF)
+    rows.store(sorted_pairs(in_turn(times(q, D, rows.dtype), times(k, D, rows.dtype)), BLOCKS))
+    tile = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
+    columns.store(sorted_pairs(tile, BLOCKS))
 
 
 @gluon.jit
@@ -288,28 +294,26 @@ def store_between_eights(q, k, P, S, rows, columns):
     _, second_P = eights_of(P)
     first_S, _ = eights_of(S)
     both = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
-    both = both.permute((0, 3, 1, 2))
+    both = both.permute((0, 3, 1, 2))  # (block of 16, q or k, i, HALF)
     tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
-    role_barrier()
-    halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
-    halved(columns).index(0).store(tile)
+    role_barrier()  # all warps have read the operands before
+    halves_of(rows).index(0).store(both.reshape([CHUNK, HALF]))
+    halves_of(columns).index(0).store(tile)
 
 
 @gluon.jit
-def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
-    """Store the operands of pairs between blocks of SIZE: those of the first block of each pair of
-    blocks, then those of the second block.
+def store_between(q, k, decays, rows, columns, PAIRS: gl.constexpr):
+    """Store the operands of pairs between blocks of 16 or 32: those of the first block of each pair
+    of blocks, then those of the second block.
 
     decays (i, K): S in first blocks, P in second blocks.
     """
-    PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
     tile = times(k, decays, rows.dtype)
-    both = gl.join(times(q, decays, rows.dtype), tile)
-    both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
-    tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
-    role_barrier()
-    rows.store(both.reshape([2 * CHUNK, HALF]))
-    columns.store(tile.reshape([CHUNK, HALF]))
+    both = in_turn(times(q, decays, rows.dtype), tile)
+    role_barrier()  # all warps have read the operands before
+    # (second block?, pair, eight, q or k, i, HALF), and (second block?, pair, i, HALF)
+    rows.store(sorted_pairs(both, PAIRS))
+    columns.store(sorted_pairs(tile, PAIRS))
 
 
 @gluon.jit
@@ -345,28 +349,28 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     quarters.store(gl.convert_layout(T, by_block))
     role_barrier()
     sixteens = product_of(
-        halved(rows).index(0).reshape([BLOCKS, 2 * EIGHT, HALF]),
-        halved(columns).index(0).reshape([BLOCKS, EIGHT, HALF]),
+        halves_of(rows).index(0).reshape([BLOCKS, 2 * EIGHT, HALF]),
+        halves_of(columns).index(0).reshape([BLOCKS, EIGHT, HALF]),
         sixteens,
         blocks_layout,
     )
     between, since_start, to_end, whole = between_blocks(quarters)
     # h = 16
-    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, BLOCK)
+    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, 2)
     role_barrier()
     pairs = product_of(
-        halved(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
-        halved(columns).index(0).reshape([2, BLOCK, HALF]),
+        halves_of(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
+        halves_of(columns).index(0).reshape([2, BLOCK, HALF]),
         pairs,
         pairs_layout,
     )
     # h = 32
     decays = gl.where(o_i >= 32, P, S) * spread(between, 4, thread_layout)
-    store_between(q, k, decays, rows, columns, CHUNK // 2)
+    store_between(q, k, decays, rows, columns, 1)
     fence_async_shared()
     role_barrier()
     halves = warpgroup_mma(
-        halved(rows).index(1), halved(columns).index(0).permute((1, 0)), halves, is_async=True
+        halves_of(rows).index(1), halves_of(columns).index(0).permute((1, 0)), halves, is_async=True
     )
     scores = (eights, sixteens, pairs, halves)
     return (
@@ -379,8 +383,8 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
 
 @gluon.jit
 def of_blocks(vector, COUNT: gl.constexpr):
-    """A vector (CHUNK) in shared memory as (COUNT blocks, i)."""
-    return reinterpret(vector, gl.float32, [COUNT, CHUNK // COUNT], plain)
+    """A vector in shared memory as (COUNT blocks, i)."""
+    return reinterpret(vector, gl.float32, [COUNT, vector.shape[0] // COUNT], plain)
 
 
 @gluon.jit
@@ -404,6 +408,7 @@ def parts_of(scores):
     of 16, (pair, i, j) between these blocks, and (i, j) between the halves of the chunk.
     """
     eights, sixteens, pairs, halves = scores
+    # (block, i, j, second block?, q or k)
     eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
     q_eights, k_eights = gl.split(eights)
     q_sixteens, k_sixteens = gl.split(
@@ -431,10 +436,10 @@ def arranged(eights, sixteens, pairs, halves):
 
 
 @gluon.jit
-def scaled(scores, i_factors, j_factors):
+def scaled(scores, i_factors, j_factors, layout: gl.constexpr):
     """Scores (block, i, j) times factors of their rows and columns."""
-    i = of_blocks(i_factors, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
-    j = of_blocks(j_factors, BLOCKS).load(gl.SliceLayout(1, blocks_layout))
+    i = of_blocks(i_factors, scores.shape[0]).load(gl.SliceLayout(2, layout))
+    j = of_blocks(j_factors, scores.shape[0]).load(gl.SliceLayout(1, layout))
     return scores * i[:, :, None] * j[:, None, :]
 
 
@@ -447,10 +452,11 @@ def scaled_pairs(pairs, i_factors, j_factors):
 
 
 @gluon.jit
-def scaled_halves(halves, i_factors, j_factors):
+def scaled_halves(halves, i_factors, j_factors, layout: gl.constexpr):
     """Scores (i, j) between the halves times factors of their rows and columns."""
-    i = i_factors.slice(CHUNK // 2, CHUNK // 2).load(gl.SliceLayout(1, quadrant_layout))
-    j = j_factors.slice(0, CHUNK // 2).load(gl.SliceLayout(0, quadrant_layout))
+    LENGTH: gl.constexpr = halves.shape[0]
+    i = i_factors.slice(LENGTH, LENGTH).load(gl.SliceLayout(1, layout))
+    j = j_factors.slice(0, LENGTH).load(gl.SliceLayout(0, layout))
     return halves * i[:, None] * j[None, :]
 
 
@@ -465,23 +471,25 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     layout: gl.constexpr = narrow(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    # the inverses D_i of the diagonal blocks
     invert_blocks(scratch.diagonal, scratch.inverted, 1)
+    # block column i of the transposed A, (j, i of the block), from those before it
     beta = beta.load(gl.SliceLayout(1, layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
     rows, scaled_rows = (), ()
     for i in gl.static_range(BLOCKS):
-        known = zero
+        earlier = zero  # the sum over j of L_ij A_j, transposed
         for j in gl.static_range(i):
             if i // 2 == j // 2:
                 L_ij = lower_pairs.slice(BLOCK * (i // 2), BLOCK)
             else:
                 L_ij = lower_halves.slice(BLOCK * (i - 2), BLOCK).slice(BLOCK * j, BLOCK, dim=1)
-            known = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), known)
+            earlier = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), earlier)
         identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
         D_i = scratch.inverted.slice(BLOCK * i, BLOCK).load(right)
-        row = mma_v2(gl.convert_layout((identity - known).to(gl.float16), left), D_i, zero)
+        row = mma_v2(gl.convert_layout((identity - earlier).to(gl.float16), left), D_i, zero)
         rows += (gl.convert_layout(row.to(gl.float16), left),)
         scaled_rows += ((row * beta[:, None]).to(dtype),)
     return side_by_side(0, 1, scaled_rows)
@@ -492,9 +500,11 @@ def square_of(blocks, pairs):
     """A matrix (i, j) with the diagonal blocks `blocks` (block, i, j), and `pairs` (pair, i, j)
     between them; zeros elsewhere.
     """
+    # numbers of the block row and of the block column of each entry
     r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
     c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
     zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
+    # each block in all four block columns, and each pair in all places of its size
     blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
     pairs = gl.join(pairs, pairs)
     pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
@@ -535,8 +545,7 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
 @gluon.jit
 def stored(v):
     """Shared memory (CHUNK) with a number for each position, v (block, i)."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout)
     memory.store(v.reshape([CHUNK]))
     return memory
 
@@ -553,6 +562,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
     """
     q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
+    # shared memory for operands; fp16 does not have the range that blocks of 8 need
     rows, columns = allocate_tile(dtype, [2 * CHUNK, HALF]), allocate_tile(dtype, [CHUNK, HALF])
     wide_rows, wide_columns = rows, columns
     if dtype == gl.float16:
@@ -572,7 +582,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         scores, since_start, to_end, end = products(
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
-        # stage gate_cumsum
+        # stage gate_cumsum: keys, queries, and keys decayed to the chunk's end (i, HALF)
         k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, thread_layout))[:, None]
         q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, thread_layout)) * scale)[:, None]
         q_tiles.index(half).store((q_row * since_start).to(dtype))
@@ -583,6 +593,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         eights, sixteens, pairs, halves = scores
         halves = warpgroup_mma_wait(0, deps=[halves])
         scores = (eights, sixteens, pairs, halves)
+        # TMA reads what all warps have stored
         fence_async_shared()
         role_barrier()
         async_store(descs[0], [row, half * HALF], k_tiles.index(half))
@@ -599,11 +610,11 @@ def store_system(of_k, beta_norms, k_norms, scratch):
     """
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
     lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
-    L = scaled(of_k[0], beta_norms, k_norms)
+    L = scaled(of_k[0], beta_norms, k_norms, blocks_layout)
     scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
     L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
     lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
+    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms, quadrant_layout).to(gl.float16))
     return lower_pairs, lower_halves
 
 
@@ -615,13 +626,13 @@ def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
     """
     r, c = in_block(blocks_layout)
     q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
-    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
+    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms, blocks_layout)
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
     P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
     own_scores.store(square_of(P, P_pairs))
     role_barrier()
     own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
-        scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
+        scaled_halves(of_q[2], q_norms, k_norms, quadrant_layout).to(gl.float16)
     )
     role_barrier()
 
@@ -684,19 +695,19 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     """
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
-    # stage qk_l2norm
+    # stage qk_l2norm: when q and k are loaded
     mbarrier.wait(full.index(0), 0)
     q_norm, k_norm, q_k = norms(tiles[0], tiles[1])
     q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
     beta_norms, betas = stored(k_norm * beta), stored(beta)
-    # stage decayed_scores
+    # stage decayed_scores: when g is loaded, and all warps have stored the norms
     mbarrier.wait(full.index(1), 0)
     role_barrier()
     scores, at_end = decayed_scores(
         tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
     )
     of_q, of_k = parts_of(scores)
-    # stage solve_tril
+    # stage solve_tril: L, P and the inverse
     scratch = allocate_scratch(1)
     lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
     own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])

@@ -128,14 +128,14 @@ def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
     """
     next_decays = decays_at(env, segment, gl.minimum(j + 1, segment.nchunks - 1))
     decays = ends.index(n % 2).load(gl.SliceLayout(0, by_k))
-    # stage chunk_state.update
+    # stage chunk_state.update: S' = diag(ends) S + X^T Y
     tiles.wait_full(4 * n + UPDATE)
     X, decayed = tiles.tile(4 * n + UPDATE), state * decays[None, :]
     state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), X, decayed, is_async=True)
-    # stage chunk_output
+    # stage chunk_output: O = queries S + W Y
     W = halves_of(tiles.tile(4 * n + VALUES)).index(1).permute((1, 0))
     out_begun = warpgroup_mma(Y, W, QS, is_async=True)
-    role_barrier()
+    role_barrier()  # all warps have loaded the previous chunk's decays from the slot stored next
     ends.index((n + 1) % 2).store(next_decays)
     return state_begun, out_begun
 

@@ -38,9 +38,12 @@ STAGES = {
 
 @gluon.jit
 def halves_of(tile):
-    """A tile (i, 128) of shared memory as its first and its last 64 columns, (2, i, 64)."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], tile.dtype)
-    return reinterpret(tile, tile.dtype, [2, CHUNK, HALF], layout)
+    """A tile as two of 64 columns (2, i, 64), which follow each other in memory: those of 128
+    columns, or the first and the last rows of 64.
+    """
+    shape: gl.constexpr = [tile.shape[0] * tile.shape[1] // (2 * HALF), HALF]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, tile.dtype)
+    return reinterpret(tile, tile.dtype, [2, shape[0], HALF], layout)
 
 
 @gluon.jit
