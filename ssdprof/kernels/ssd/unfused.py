@@ -605,8 +605,8 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     if inputs.state_every:
         step = inputs.state_every // chunks.size
-        on_the_way = prev_states[:, step::step].float()
-        final_states = torch.cat([on_the_way, final_states[:, None]], 1).flatten(0, 1)
+        states = [prev_states[:, step::step].float(), final_states[:, None]]
+        final_states = torch.cat(states, 1).flatten(0, 1)
     return SSDOutput(out, final_states)
 
 
@@ -618,11 +618,9 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
     nchunks = batch * inputs.chunk_count
     size = inputs.power_of_two_chunk
     dtype = inputs.x.dtype
-    # bytes: of dt and dA_cumsum in fp32, of prev_states, of states in fp32, of CB
+    # dt and dA_cumsum in fp32; the numbers in states, and in prev_states; CB
     gate_bytes = 2 * 4 * nchunks * nheads * size
-    numbers = nchunks * nheads * headdim * dstate
-    prev_states_bytes = precision.state_dtype.itemsize * numbers
-    states_bytes = 4 * numbers
+    states = nchunks * nheads * headdim * dstate
     CB_bytes = nchunks * ngroups * size**2 * precision.intermediate_dtype(dtype).itemsize
     launches, reason = 5, "five stages, one launch each"
     if inputs.cu_seqlens is not None:
@@ -634,8 +632,10 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
         variant="interpreter" if INTERPRETED else "portable",
         launches=launches,
         config=config,
-        # CB takes the memory of states
-        workspace_bytes=gate_bytes + prev_states_bytes + max(states_bytes, CB_bytes),
+        # CB takes the memory of states, which are fp32
+        workspace_bytes=gate_bytes
+        + precision.state_dtype.itemsize * states
+        + max(4 * states, CB_bytes),
         reason=reason,
     )
 
