@@ -549,7 +549,7 @@ def bench(
         refuse_ranks("--processes")
     request = _check_decoded(read(options))
     operator = operators.get(options.operator)
-    tokens, too_large = _tokens_of_bench(options)
+    tokens, too_large = tokens_of_bench(options)
     baseline = operator.baseline
     if options.verify:  # drafted tokens are compared with `fused`, which computes step by step
         baseline = "fused"
@@ -579,7 +579,7 @@ def bench(
     return request, (*libraries, *request.implementations), too_large, join()
 
 
-def _tokens_of_bench(
+def tokens_of_bench(
     options: declared.BenchOptions,
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
     """The layouts of tokens that are measured, and those that --max-tokens leaves out."""

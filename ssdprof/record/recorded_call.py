@@ -67,7 +67,7 @@ class RecordedCall:
         return self.place.operator, self.layer
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> RecordedCall:
-        """The call with other tensors, which have the names and shapes of `tensors`."""
+        """The call with other tensors, under the names that the property `tensors` has for them."""
         fields = vars(self.inputs)
         changed = {name: tensors[name] for name in fields.keys() & tensors.keys()}
         return replace(

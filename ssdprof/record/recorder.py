@@ -240,7 +240,7 @@ class Recorder:
         except Exception as error:
             self._count_failure(place, error)
             return
-        # numbers of calls between which graphs are replayed do not follow each other
+        # graphs may be replayed between two calls, whose numbers then must not be consecutive
         self._counts[call.layer_key] += 2 if _IN_GRAPHS in self.lost else 1
         self._queue.put((copies, copied, (call, begun, returned)))
 
@@ -254,7 +254,7 @@ class Recorder:
         return RecordedCall(
             place=place,
             layer=begun.layer,
-            # a call that is lost leaves a gap in the numbers
+            # each lost call leaves a gap in the numbers
             number=self._counts[place.operator, begun.layer] + self.lost.total(),
             inputs=inputs,
             out=out,
@@ -406,8 +406,8 @@ os.register_at_fork(after_in_child=Recorder.forget)
 
 
 def _is_plain(arguments: Mapping[str, object]) -> bool:
-    """Whether no tensor needs a gradient, and none is of a subclass, such as FakeTensor, which may
-    have no values.
+    """Whether a call can be recorded: its tensors need no gradients, and are of no subclass, such
+    as FakeTensor, whose tensors may have no values.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -421,11 +421,12 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _copies(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The values, with copies of the tensors that have these names."""
-    return {
-        name: value.clone() if name in names and isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    """The values, with copies of the tensors that have these names, made in the values' order."""
+    copies = dict(values)
+    for name, value in values.items():
+        if name in names and isinstance(value, Tensor):
+            copies[name] = value.clone()
+    return copies
 
 
 def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
@@ -433,7 +434,8 @@ def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
     for _ in range(_FRAMES):
         if frame is None:
             return
-        # not more frames than needed: their `f_locals` hold what the callers' variables had
+        # `f_locals` is a copy that keeps the caller's tensors alive: a caller of this generator
+        # should stop as soon as it has found its module
         for value in (frame.f_locals.get("self"), frame.f_locals.get("layer")):
             if isinstance(value, torch.nn.Module):
                 yield value

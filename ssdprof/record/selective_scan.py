@@ -52,14 +52,16 @@ def _final_states(arguments: Arguments, returned: list[Tensor]) -> Tensor | None
 
     returned: the tensors that the function returned besides its output.
     """
-    if arguments.get("pool") is not None:
-        pool: Tensor = arguments["pool"]
+    pool: Tensor | None = arguments.get("pool")
+    if pool is not None:
         return pool[arguments["slots"].long()]
     if "last_chunks" in arguments:
-        states = returned[0]
-        return states[arguments["last_chunks"].long()] if arguments["returns_chunks"] else states
+        if arguments["returns_chunks"]:
+            return returned[0][arguments["last_chunks"].long()]
+        return returned[0]
     is_packed = arguments.get("cu_seqlens") is not None
-    if not arguments["returns_final_packed" if is_packed else "returns_final"]:
+    returns_states = arguments["returns_final_packed" if is_packed else "returns_final"]
+    if not returns_states:
         return None
     return returned[1] if arguments.get("returns_tracked") else returned[-1]
 

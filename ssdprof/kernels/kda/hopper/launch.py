@@ -57,6 +57,7 @@ class KDAHopperConfig:
 
     slab: chunks of a slab: the most that a program scans.
     behind: number of slabs that are prepared before the first slab is scanned.
+    reason: why the sizes were chosen, for reports.
     """
 
     slab: int
@@ -182,8 +183,9 @@ def hopper_launch(
     slabs, slices = slab_count(inputs, config), value_dim // HALF.value
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     nbytes, parts = workspace(inputs)
-    *read, written = _tiles(inputs, CHUNK.value, HALF.value)
-    describe = *read, *_factors(inputs), written
+    *input_makers, output_maker = _tiles(inputs, CHUNK.value, HALF.value)
+    # functions that make descriptors, in the order of the kernel's arguments
+    makers = *input_makers, *_factors(inputs), output_maker
     sizes = inputs.sequences, slabs, config.slab, config.behind
     launcher = _launcher(_kda_hopper_kernel, sizes, inputs, strides, SLICES=slices)
     programs = (slabs + config.behind) * heads * (config.slab + slices)
@@ -197,7 +199,7 @@ def hopper_launch(
             output = _outputs(inputs, strides)
             tiled: tuple[torch.Tensor | Part, ...] = (inputs.q, inputs.k, inputs.g, inputs.v)
             tiled += (*factors, output.out)
-            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = inputs.beta, inputs.cu_seqlens, ends, inputs.initial_state, sync
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output
@@ -216,7 +218,7 @@ def whole_launch(
     """
     index = inputs.q.get_device()
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    describe = _tiles(inputs, SIZE.value, DIM.value)
+    makers = _tiles(inputs, SIZE.value, DIM.value)
     options = {name.upper(): value for name, value in config.items()}
     launcher = _launcher(_kda_whole_kernel, (), inputs, strides, **options)
     programs = inputs.sequences * inputs.v.shape[2]
@@ -225,7 +227,7 @@ def whole_launch(
         with torch.cuda.device(index):  # no effect for -1, the CPU
             output = _outputs(inputs, strides)
             tiled = inputs.q, inputs.k, inputs.g, inputs.v, output.out
-            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = inputs.beta, inputs.cu_seqlens, inputs.initial_state
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output

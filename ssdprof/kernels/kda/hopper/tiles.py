@@ -55,7 +55,7 @@ def allocate_tiles(dtype: gl.constexpr):
     begin_ring(tiles, 1, THREADS)
     for i in gl.static_range(2):
         mbarrier.init(written.index(i), count=THREADS)
-    role_barrier()
+    role_barrier()  # the mbarriers are initialised before any role uses them
     return tiles, written
 
 
@@ -67,7 +67,7 @@ def load_factor(tiles, desc, row, n, WHICH: gl.constexpr):
     use = 4 * n + WHICH
     tiles.wait_empty(use)
     full, halves = tiles.full_at(use), halves_of(tiles.tile(use))
-    mbarrier.expect(full, 2 * CHUNK * DIM)
+    mbarrier.expect(full, 2 * CHUNK * DIM)  # bytes
     for half in gl.static_range(2):
         async_load(desc, [row, half * HALF], full, halves.index(half))
 
@@ -80,9 +80,9 @@ def load_values(env, tiles, segment, t, row, n):
     use = 4 * n + VALUES
     tiles.wait_empty(use)
     full, halves = tiles.full_at(use), halves_of(tiles.tile(use))
-    mbarrier.expect(full, 4 * CHUNK * HALF)
-    where = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
-    async_load(env.inputs[3], where, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
+    mbarrier.expect(full, 4 * CHUNK * HALF)  # bytes of v and W
+    corner = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
+    async_load(env.inputs[3], corner, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
     async_load(env.factors[3], [row, 0], full, halves.index(1))
 
 
@@ -106,8 +106,8 @@ def store_segment(env, tiles, written, segment, n):
     for j in range(segment.nchunks):
         mbarrier.wait(written.index((n + j) % 2), (n + j) // 2 & 1)
         t = segment.sequence.row + (segment.first + j) * CHUNK
-        where = [segment.sequence.tile, segment.head, t, segment.first_v]
+        corner = [segment.sequence.tile, segment.head, t, segment.first_v]
         out = halves_of(tiles.tile(4 * (n + j) + VALUES)).index(0)
-        async_store(env.inputs[4], where, out.reshape([1, 1, CHUNK, HALF]))
+        async_store(env.inputs[4], corner, out.reshape([1, 1, CHUNK, HALF]))
         tma.store_wait(0)
         mbarrier.arrive(tiles.empty_at(4 * (n + j) + VALUES), count=THREADS)
