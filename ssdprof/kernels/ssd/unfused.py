@@ -605,8 +605,9 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     if inputs.state_every:
         step = inputs.state_every // chunks.size
-        states = [prev_states[:, step::step].float(), final_states[:, None]]
-        final_states = torch.cat(states, 1).flatten(0, 1)
+        final_states = torch.cat(
+            [prev_states[:, step::step].float(), final_states[:, None]], 1
+        ).flatten(0, 1)
     return SSDOutput(out, final_states)
 
 
