@@ -137,7 +137,7 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
 
     Raises BadInputError if there is none, or if it cannot be read.
     """
-    kinds = () if where else ("run", "bench", "prefill", "answers")
+    kinds = () if where else reports.KINDS
     folder, report = reports.load(None if where is None else Path(where), *kinds)
     return Results(report, folder)
 

@@ -273,7 +273,7 @@ def main() -> None:
             code = failed.exit_code
         else:
             _line("internal error", f"{type(error).__name__}: {error}", "red")
-            _line("hint", _kept_traceback(), "cyan")
+            _line("hint", _store_traceback(), "cyan")
     finally:
         Commands.of_main = False
     child.finish(code if isinstance(code, int) else 1)
@@ -290,7 +290,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
     raise KeyboardInterrupt
 
 
-def _kept_traceback() -> str:
+def _store_traceback() -> str:
     """Write the traceback of the current exception into a file.  Returns a hint that names it."""
     try:
         with tempfile.NamedTemporaryFile(

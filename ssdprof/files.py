@@ -182,8 +182,8 @@ def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> Bi
     and for a pipe that nobody reads.
     """
 
-    def opener(name: str, of_mode: int) -> int:
-        return os.open(name, of_mode | flags, 0o666)
+    def opener(name: str, mode_flags: int) -> int:
+        return os.open(name, mode_flags | flags, 0o666)
 
     return open(file, "ab", opener=opener)
 
@@ -298,9 +298,8 @@ def safe_name(model: str) -> str:
 
 def why(error: Exception) -> str:
     """The reason of an error in lower case, in the operating system's words if it has any."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return str(error).lower()
+    reason = error.strerror if isinstance(error, OSError) else ""
+    return (reason or str(error)).lower()
 
 
 def _flush(path: Path) -> None:

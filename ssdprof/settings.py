@@ -58,11 +58,13 @@ def load(file: Path | None = None) -> ProjectSettings:
     Raises BadInputError if the file cannot be read, is not TOML, or has an unknown key or a wrong
     value.
     """
-    candidates: list[Path] = [file] if file else []
-    if file is None:
+    candidates = []
+    if file is not None:
+        candidates.append(file)
+    else:
         for folder in (Path.cwd(), *Path.cwd().parents):
-            near = (folder / "ssdprof.toml", folder / _PROJECT)
-            candidates += filter(os.path.lexists, near)
+            paths = (folder / "ssdprof.toml", folder / _PROJECT)
+            candidates += filter(os.path.lexists, paths)
     for candidate in candidates:
         values = _values(candidate)
         if values is not None:

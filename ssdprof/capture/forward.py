@@ -276,12 +276,12 @@ class PromptRun:
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
-        """The calls of one layer's operator that are captured: only the decode steps, or only the
-        calls before them.  None stands for a whole prompt.
+        """The calls of one layer's operator that are captured: only the decode steps, which are the
+        last calls, or only the calls before them.  None stands for a whole prompt.
         """
         calls = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
-        steps = tuple(call for call in calls if call is not None and call.kind == "decode")
-        return steps if decode else tuple(call for call in calls if call not in steps)
+        count = len(calls) - self.serving.decode
+        return calls[count:] if decode else calls[:count]
 
     def run(
         self,
@@ -290,6 +290,8 @@ class PromptRun:
     ) -> int:
         """Run the model once with `handler` as its operator.  Returns the number of calls, without
         decode steps.
+
+        on_step: gets the decode steps, if the prompt has any (`Serving.decode`).
 
         Exceptions of the handler pass through.  Exceptions of the model's code become
         BadInputError, because a config that transformers accepts may still describe a model that
@@ -310,10 +312,9 @@ class PromptRun:
             return call_and_note
 
         handler = noting_errors(handler)
-        if on_step is not None:
-            on_step = noting_errors(on_step)
+        noting_step = noting_errors(on_step) if on_step and self.serving.decode else None
         try:
-            with intercept(self.mixers, handler, on_step) as count:
+            with intercept(self.mixers, handler, noting_step) as count:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(

@@ -89,7 +89,7 @@ def capture_layers(
             pass_on(call)
             return call.replacement()
 
-        return prompt.run(handler, _passing_on_steps(prompt, wanted, on_layer))
+        return prompt.run(handler, _passing_on(prompt, wanted, on_layer, decode=True))
     budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
     # layer index -> bytes of its inputs, in the order in which layers run
     sizes = {
@@ -102,15 +102,6 @@ def capture_layers(
         budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
     groups = list(_groups(prompt, wanted, sizes, budget))
     return sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
-
-
-def _passing_on_steps(
-    prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer
-) -> Callable[[OperatorCall], None] | None:
-    """`_passing_on` for decode steps; None if the prompt has none."""
-    if not prompt.serving.decode:
-        return None
-    return _passing_on(prompt, wanted, on_layer, decode=True)
 
 
 def _passing_on(
@@ -165,7 +156,7 @@ def _capture_together(
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.replacement()
 
-    calls = prompt.run(handler, _passing_on_steps(prompt, wanted, on_layer))
+    calls = prompt.run(handler, _passing_on(prompt, wanted, on_layer, decode=True))
     (call_ref,) = prompt.calls(decode=False)
     for index, layer in wanted.items():
         inputs = buffers.pop(index).inputs(prompt.model.device)

@@ -194,11 +194,13 @@ def _text_ids(
     """Token ids (sum of lengths) of the default text or of a file, and words on their source."""
     name = "The default text" if file is None else f"The prompt file {file.name}"
     try:
-        if file is None:
-            ids = _first_ids(tokenizer, io.StringIO(default_text().decode("utf-8")), lengths, name)
-        else:
-            with file.open(encoding="utf-8-sig") as stream:
-                ids = _first_ids(tokenizer, stream, lengths, name)
+        stream: TextIO = (
+            io.StringIO(default_text().decode("utf-8"))
+            if file is None
+            else file.open(encoding="utf-8-sig")
+        )
+        with stream:
+            ids = _first_ids(tokenizer, stream, lengths, name)
     except UnicodeDecodeError as error:
         raise BadInputError(
             f"{name} is not UTF-8 text: {error.reason}.", "Give a text file."

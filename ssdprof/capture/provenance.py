@@ -149,8 +149,10 @@ def _sketches(states: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _projection(size: int) -> torch.Tensor:
+    """The random matrix (size, columns) of `_sketches`."""
     return torch.randn(size, _COLUMNS, generator=torch.Generator().manual_seed(0))
 
 
 def _is_close(sketch: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two sketches (heads, columns) are those of equal states, except for rounding."""
     return bool(((sketch - other).norm(dim=-1) <= CLOSE * other.norm(dim=-1)).all())

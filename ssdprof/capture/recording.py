@@ -112,7 +112,7 @@ class ServerCalls:
         calls = [call for _, call in chain.from_iterable(self.passes)]
         identity = "".join(call.identity for call in calls)
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        first_calls = [first for (_, first), *_ in self.passes]
+        first_calls = [pass_calls[0][1] for pass_calls in self.passes]
         counts = Counter(call.shape[0] for call in first_calls)
         return tuple(
             Prompt(

@@ -334,6 +334,7 @@ def _file_words(call: CallRef | None, seqlen: int) -> str:
 
 
 def _sha256(tensor: torch.Tensor) -> str:
+    """The SHA-256 of a tensor's bytes in row-major order."""
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 

@@ -1,9 +1,10 @@
-"""Checkpoints: from a model id, a folder or a demo to local files, the layers with an operator, and
-the model.
+"""Checkpoints: finds a model by its id, folder or name, fetches its files, finds its layers with an
+operator, and loads it.
 """
 
 from ssdprof.operators.fla import keep_alone
 from ssdprof.operators.late import lazy
 
-accelerate = lazy("accelerate")  # stored captures need neither, and their imports take seconds
+# imported at the first use: the imports take seconds, and stored captures need neither
+accelerate = lazy("accelerate")
 transformers = lazy("transformers", prepare=keep_alone)

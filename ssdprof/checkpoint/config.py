@@ -1,8 +1,8 @@
 """Reads and checks config.json, and cuts it to the first layers.  Imports neither torch nor
 transformers.
 
-Layers and sizes come from the model that transformers builds (`meta`); here are only those checks
-that should not wait for its import.
+Layers and sizes come from the model that transformers builds (`meta`).  This module only has the
+checks that need no import of transformers.
 """
 
 import math
@@ -16,31 +16,34 @@ from ssdprof.files import read_object
 
 ModelConfig = dict[str, Any]  # config.json, or the part of it for the language model
 _AGAIN = "Fetch or copy the file again."
-# NVIDIA's tool writes it; config.json may not mention the quantisation
+# NVIDIA's ModelOpt writes this file; config.json may not mention the quantisation
 MODELOPT_CONFIG = "hf_quant_config.json"
-# a config's key, as benchmarks/make_random_checkpoint.py writes it
+# key of a config that benchmarks/make_random_checkpoint.py has written
 RANDOM_WEIGHTS = "ssdprof_random_weights"
 SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
-# Keys of what transformers builds one by one, and more of it than any model has: it would take
-# forever
+# Keys that count modules, which transformers builds one by one, and more of them than any model
+# has.  A damaged config could make it build modules for hours.
 _COUNTED = re.compile("(layers|experts|blocks|layer_types|block_type|pattern)$")
 _MOST = 4096
-_LARGEST_STEP = 1e38  # of fp32
+_LARGEST_STEP = 1e38  # about the largest number of fp32
+# keys of the language model's config in that of a larger model, as transformers names them
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+# keys of other parts of a larger model
 _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
-# one entry per layer
+# keys of lists, or strings, with one entry for each layer
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
+# keys of lists of layer indices
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
-# Remote code; a part that is not loaded; labels of a classifier, from which transformers makes
-# tables of any length.  The kernels of attention, which need not be installed here.  What the
-# config says of a quantisation, which the weights may not have.
+# keys that transformers does not get
 _DROPPED = (
-    "auto_map",
-    "quantization_config",
-    "vision_config",
+    "auto_map",  # remote code
+    "quantization_config",  # the weights may have been decoded since
+    "vision_config",  # of a part that is not loaded
+    # labels of a classifier, from which transformers makes tables of any length
     "num_labels",
     "id2label",
     "label2id",
+    # kernels of attention, which need not be installed here
     "attn_implementation",
     "_attn_implementation",
     "_attn_implementation_internal",
@@ -49,7 +52,7 @@ _DROPPED = (
 # The original format of state-spaces/mamba2-*: a config with `ssm_cfg`, keys of the `mamba_ssm`
 # package.
 PICKLE = "pytorch_model.bin"
-# these models were trained with it; their repos have no tokenizer
+# These models were trained with this tokenizer; their repos have none.
 DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"
 # Keys of `ssm_cfg` that do not change the structure of a layer, with the package's defaults.
 _SSM_SIZES = {
@@ -60,12 +63,12 @@ _SSM_SIZES = {
     "ngroups": 1,
     "chunk_size": 256,
 }
-# Keys that Mamba2Config has under another name, keys that it has only with the package's default,
-# and keys of initial weights and of the package's own kernels.
+# Keys of `ssm_cfg` that Mamba2Config has under another name.
 _SSM_OPTIONS = {"bias": "use_bias", "conv_bias": "use_conv_bias", "dt_limit": "time_step_limit"}
+# Keys of `ssm_cfg`, and keys beside it, with the only value that transformers' model supports.
 _SSM_FIXED = {"rmsnorm": True, "D_has_hdim": False, "norm_before_gate": False, "d_ssm": None}
-# beside `ssm_cfg`
 _ORIGINAL_FIXED: dict[str, Any] = {"attn_layer_idx": [], "d_intermediate": 0, "rms_norm": True}
+# Keys of `ssm_cfg` for initial weights and for the package's own kernels.
 _SSM_WITHOUT_EFFECT = (
     "layer",
     "A_init_range",
@@ -78,16 +81,17 @@ _SSM_WITHOUT_EFFECT = (
 )
 
 
-def refuse(where: str, what: str) -> BadInputError:
-    """The error for a config: "<where> <what>."."""
+def refuse(where: str, fault: str) -> BadInputError:
+    """The error for a config whose message is "<where> <fault>."."""
     return BadInputError(
-        f"{where} {what}.", "The checkpoint's config is damaged, or not of this model type."
+        f"{where} {fault}.", "The checkpoint's config is damaged, or not of this model type."
     )
 
 
 def _check_counts(config: ModelConfig, where: str) -> None:
-    """BadInputError for more layers or experts than any model has.  transformers says what else is
-    wrong.
+    """BadInputError for more layers or experts than any model has.
+
+    Values of other types are left to transformers, which refuses them with a message.
     """
     for key in filter(_COUNTED.search, config):
         count = len(config[key]) if isinstance(config[key], list | str) else config[key]
@@ -96,11 +100,12 @@ def _check_counts(config: ModelConfig, where: str) -> None:
 
 
 def _check_steps(config: ModelConfig, where: str) -> None:
-    """BadInputError for limits of time steps that only a run would refuse."""
+    """BadInputError for limits of time steps that transformers would accept, and only a run would
+    refuse.
+    """
     limits = config.get("time_step_limit")
-    # an infinity may be a text or a table
     steps = limits if isinstance(limits, list) else []
-    numbers = [step for step in steps if isinstance(step, int | float)]
+    numbers = [step for step in steps if isinstance(step, int | float)]  # infinity may be a text
     in_order = numbers == sorted(numbers) and all(
         abs(step) < _LARGEST_STEP or abs(step) == math.inf for step in numbers
     )
@@ -117,11 +122,12 @@ def _check_steps(config: ModelConfig, where: str) -> None:
 
 
 def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, Any]:
-    """What config.json says of a model: fields of `model.Model`.  where: names it in messages.
+    """The fields of `model.Model` that config.json determines.
 
-    modelopt: the `MODELOPT_CONFIG`, if there is one.  BadInputError if it is not a JSON object, of
-    a model type whose recurrent layers are known to be another operator, or with sizes that no
-    model has or that contradict each other.
+    where: names the file in messages.  modelopt: the `MODELOPT_CONFIG`; None: there is none.
+
+    Raises BadInputError if the file is no JSON object, if the recurrent layers of the model type
+    are known to be another operator, and for sizes that no model has or that contradict each other.
     """
     stored = read_object(file, where, _AGAIN)
     original = "ssm_cfg" in stored and "model_type" not in stored
@@ -146,8 +152,11 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
 
 
 def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | None) -> object:
-    """What the config, or ModelOpt's file beside it, says of quantised weights, as transformers
-    takes it.  Formats that it does not know have the method "mlx" or "modelopt".
+    """The quantization_config for transformers: from the config, or from ModelOpt's file beside it;
+    None if neither describes a quantisation.
+
+    Formats that transformers does not know get the method "mlx" or "modelopt".
+    stored: all of config.json.  config: the language model's part of it.
     """
     for codes in (stored.get("quantization"), stored.get("quantization_config")):
         if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys():
@@ -157,15 +166,16 @@ def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | Non
         beside = read_object(modelopt, MODELOPT_CONFIG, _AGAIN).get("quantization")
         codes = {**(beside if isinstance(beside, dict) else {}), "quant_method": "modelopt"}
     table = codes if isinstance(codes, dict) else {}
-    # one scale for each tensor
-    if (table.get("quant_method"), table.get("quant_algo")) == ("modelopt", "FP8"):
-        return {"quant_method": "fp8", "weight_block_size": None}
+    if table.get("quant_method") == "modelopt" and table.get("quant_algo") == "FP8":
+        return {"quant_method": "fp8", "weight_block_size": None}  # one scale for each tensor
     return codes
 
 
 def _check_model_type(config: ModelConfig, where: str) -> str:
-    """The model type; BadInputError if there is none, or if its recurrent layers are known to be
-    another operator.
+    """The model type.
+
+    Raises BadInputError if there is none, or if its recurrent layers are known to be another
+    operator.
     """
     name = config.get("model_type")
     if name is None:
@@ -181,46 +191,48 @@ def _check_model_type(config: ModelConfig, where: str) -> str:
 
 
 def _text_config(config: ModelConfig) -> ModelConfig | None:
-    """The language model's config in that of a larger model, with its outer values; None: it
-    describes only that.
+    """The language model's config in that of a larger model, completed by values of the latter;
+    None if `config` is that of a language model.
     """
     keys = [key for key in config if key.endswith("_config") and not _OTHER_PARTS.search(key)]
-    for key in sorted(keys, key=lambda key: key not in _TEXT_CONFIGS):
+    for key in sorted(keys, key=lambda key: key not in _TEXT_CONFIGS):  # the usual names first
         nested = config[key]
         if not isinstance(nested, dict):
             continue
+        has_layers = "num_hidden_layers" in nested and "num_hidden_layers" not in config
         if deeper := _text_config(nested):
             nested = deeper
-        elif key not in _TEXT_CONFIGS and (
-            "num_hidden_layers" not in nested or "num_hidden_layers" in config
-        ):
+        elif key not in _TEXT_CONFIGS and not has_layers:
             continue
-        outer = {
-            key: config[key]
-            for key in ("dtype", "torch_dtype", "quantization_config")
-            if key in config
-        }
-        text = {"model_type": f"{config.get('model_type')}_text", **outer, **nested}
+        text: ModelConfig = {"model_type": f"{config.get('model_type')}_text"}
+        for outer_key in ("dtype", "torch_dtype", "quantization_config"):
+            if outer_key in config:
+                text[outer_key] = config[outer_key]
+        text |= nested
         ties = config.get("tie_word_embeddings")
-        return {**text, "tie_word_embeddings": ties} if isinstance(ties, bool) else text
+        if isinstance(ties, bool):
+            text["tie_word_embeddings"] = ties
+        return text
     return None
 
 
 def quant_method(config: ModelConfig) -> str | None:
-    """The quantisation of the weights, as a config names it.  None: there is none, or it has no
+    """The quantisation of the weights, as a config names it; None if there is none, or if it has no
     name.
     """
     codes = config.get("quantization_config")
     table = codes if isinstance(codes, dict) else {}
-    # Configs of bitsandbytes' first releases name no method.
-    first = "bitsandbytes" if table.get("load_in_4bit") or table.get("load_in_8bit") else None
-    method = table.get("quant_method", first)
+    default = None
+    if table.get("load_in_4bit") or table.get("load_in_8bit"):
+        default = "bitsandbytes"  # configs of its first releases name no method
+    method = table.get("quant_method", default)
     return method if isinstance(method, str) else None
 
 
 def refuse_quantization(codes: object, label: str) -> BadInputError:
-    """The error for weights that would load as if their codes were values.  codes: what the config
-    says of them.
+    """The error for quantised weights that transformers would load as if their codes were values.
+
+    codes: the quantization_config.  label: names the checkpoint.
     """
     table = codes if isinstance(codes, dict) else {}
     method = table.get("quant_method", codes)
@@ -241,11 +253,11 @@ def refuse_quantization(codes: object, label: str) -> BadInputError:
 def cut_config(
     config: ModelConfig, depth: int | None = None, *, dtype: str | None = None
 ) -> ModelConfig:
-    """A language model's config with its first `depth` decoder layers only (all for None), as
-    transformers reads it, for plain weights.
+    """A language model's config for transformers, with its first `depth` decoder layers only, and
+    without a quantisation.
 
-    dtype: in which its weights are loaded, named as in torch; None: what the config says of it, if
-    anything.
+    depth: None: all layers.  dtype: the dtype in which weights are loaded, named as in torch; None:
+    the one that the config names, if it does.
     """
     config = {key: value for key, value in config.items() if key not in _DROPPED}
     if dtype is not None:
@@ -263,7 +275,7 @@ def cut_config(
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0  # their weights are not fetched
     if config.get("time_step_limit", ()) is None:
-        # some model definitions refuse null; a missing key means no limit
+        # Some model definitions refuse null.  Without the key there is no limit, either.
         del config["time_step_limit"]
     return config
 
@@ -272,15 +284,16 @@ def cut_config(
 
 
 def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
-    """The config for Mamba2Config.  BadInputError for Mamba-1, other layers, and options that it
-    has no key for.
+    """The config of an original checkpoint, converted for transformers' Mamba2Config.
+
+    Raises BadInputError for Mamba-1, for other layers, and for options that transformers lacks.
     """
     ssm = config["ssm_cfg"]
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
     if layer != "Mamba2":
+        kind = "Mamba-1" if layer == "Mamba1" else shown(layer)
         raise BadInputError(
-            f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; ssdprof "
-            "reads Mamba-2.",
+            f"{where} describes {kind} layers; ssdprof reads Mamba-2.",
             "The Mamba-2 checkpoints of this format are state-spaces/mamba2-130m to mamba2-2.7b.",
         )
     for key, usual in _ORIGINAL_FIXED.items():

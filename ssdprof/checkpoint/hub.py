@@ -1,6 +1,6 @@
-"""The files of a checkpoint: in a local folder, or on the hub through its own client.
+"""The files of a checkpoint: in a local folder, or on the hub, through the hub's own client.
 
-The client honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on
+The client reads HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on
 stderr, and continues a broken download at the byte where it broke.
 """
 
@@ -34,17 +34,18 @@ from ssdprof.errors import (
 from ssdprof.files import unwritable
 
 
-def _bad_settings(why: str) -> BadInputError:
+def _bad_settings(reason: str) -> BadInputError:
+    """The error for environment variables that the hub's client cannot use."""
     return BadInputError(
-        f"The hub's client cannot use its settings: {why}.",
+        f"The hub's client cannot use its settings: {reason}.",
         "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and "
         "HTTP_PROXY.",
     )
 
 
 def _check_timeouts() -> None:
-    """BadInputError for a number of seconds that is none, which the client refuses without its
-    name.
+    """BadInputError for a timeout that is no number of seconds.  The client's own error does not
+    name the variable.
     """
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         value = os.environ.get(name, "")
@@ -56,7 +57,7 @@ def _check_timeouts() -> None:
 
 
 def _endpoint() -> str | None:
-    """HF_ENDPOINT; BadInputError if it is no address.  What is before an @ may be a password."""
+    """The value of HF_ENDPOINT; None if it is not set.  BadInputError if it is no address."""
     endpoint = os.environ.get("HF_ENDPOINT")
     if endpoint is None:
         return None
@@ -66,8 +67,9 @@ def _endpoint() -> str | None:
     except ValueError:
         usable = False
     if not usable:
+        without_password = endpoint.rpartition("@")[2]
         raise BadInputError(
-            f"HF_ENDPOINT={endpoint.rpartition('@')[2]!r} is not the address of a hub.",
+            f"HF_ENDPOINT={without_password!r} is not the address of a hub.",
             "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
         )
     return endpoint
@@ -106,37 +108,42 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-# Each of these files is a vocabulary; other files only describe one.
+# Files that hold a vocabulary; the other files only describe one.
 VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
-# In names of files of tokenizers that are not read: tiktoken.model, tekken.json, spiece.model,
-# source.spm, bpe.model, tokenization_kimi.py
+# Parts of the names of tokenizer files that ssdprof does not read: tiktoken.model, tekken.json,
+# spiece.model, source.spm, bpe.model, tokenization_kimi.py
 _OTHER_TOKENIZER = re.compile(r"tiktoken|tekken|sentencepiece|spiece|\.spm$|bpe|tokeniz|vocab")
 _MOST_FOLDERS_IN_HINT = 4
 ATTEMPTS = 3  # of a request whose connection drops
-PAUSE_S = 0.5
-# No server can be reached.  By name, because they are httpx's or httpx2's.
+PAUSE_S = 0.5  # between two attempts
+# Errors that say that no server can be reached.  They are compared by name, because their classes
+# are httpx's or httpx2's.
 UNREACHABLE_ERROR_NAMES = ("ConnectError", "ConnectTimeout", "ProxyError")
 # The base of the HTTP library's errors: httpx's or httpx2's, depending on huggingface_hub.
 TRANSPORT_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a Git LFS pointer
 
 
 class Source:
-    """A flat set of files in a local folder.  Every method raises SsdprofError only.
+    """The files of a checkpoint in a local folder.  All errors that methods raise are SsdprofError.
 
-    label: repo id or folder name, for messages.  revision: commit hash on the hub; None for a
-    folder.
+    label: repo id or folder name, for messages.
+    revision: commit hash on the hub; None for a folder.
+    complete: whether `sizes`, once read, has every file.
     """
 
     revision: str | None = None
-    complete = True  # whether `sizes`, once read, has every file
+    complete = True
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
-        """Raises if `folder` is not a directory.  Its files are listed when `sizes` are read."""
+        """Raises BadInputError or ModelUnavailableError if `folder` is no directory.
+
+        Its files are listed when `sizes` is first read.
+        """
         self.folder = folder
-        # by name, and whether it was cached
+        # (name, whether the file was cached) -> header
         self._headers: dict[tuple[str, bool], Mapping[str, TensorInfo]] = {}
-        # a symlink keeps its name
+        # the name of a symbolic link, not that of its target
         self.label = label or folder.absolute().name or folder.resolve().name
         if folder.is_file():
             raise BadInputError(
@@ -150,7 +157,7 @@ class Source:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """The size in bytes of every file, by name; broken symlinks are left out."""
+        """The size in bytes of every file, by name; broken symbolic links are left out."""
         try:
             return {
                 path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()
@@ -162,11 +169,11 @@ class Source:
             ) from None
 
     def cached(self, name: str) -> bool:
-        """Whether `name` is on this machine."""
+        """Whether the file `name` is on this machine."""
         return os.path.isfile(self.folder / name)
 
     def path(self, name: str) -> Path:
-        """The path of `name` on this machine; downloads the file if necessary."""
+        """The path of the file `name` on this machine; downloads it if necessary."""
         if not self.cached(name):
             raise ModelUnavailableError(
                 f"{self.label} has no {name}.", "The folder is an incomplete copy."
@@ -174,33 +181,36 @@ class Source:
         return self.folder / name
 
     def header(self, name: str) -> Mapping[str, TensorInfo]:
-        """The header of the safetensors file `name`, without downloading the file: name -> tensor.
+        """The header of the safetensors file `name`: the key of each tensor, and its description.
 
-        ModelUnavailableError when the file is truncated or corrupt: its header and its length must
-        agree.  A header read on the hub does not check the copy that is downloaded later, whose
-        header is read again.
+        The file is not downloaded for it.  After a download the header is read again, from the
+        file on this machine.
+
+        Raises ModelUnavailableError if the file is truncated or corrupt: its length must be the one
+        that its header says.
         """
-        if (key := (name, self.cached(name))) not in self._headers:
+        key = (name, self.cached(name))
+        if key not in self._headers:
             self._headers[key] = self._read_header(name)
         return self._headers[key]
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
+        """The header of a file on this machine; see `header`."""
         path = self.path(name)
         try:
-            # which checks that the length is that of the header
-            with safe_open(path, framework="np"):
+            with safe_open(path, framework="np"):  # checks the length of the file
                 return parse_local_safetensors_file_metadata(path).tensors
         except (SafetensorError, errors.SafetensorsParsingError, OSError) as error:
             raise broken_file(path, name, error) from None
 
     def tokenizer_files(self) -> tuple[str, ...]:
-        """Names of the tokenizer's files; empty when there is no vocabulary."""
-        there = tuple(name for name in TOKENIZER_FILES if name in self.sizes)
-        return there if VOCABULARIES & set(there) else ()
+        """Names of the tokenizer's files; empty if there is no vocabulary."""
+        files = tuple(name for name in TOKENIZER_FILES if name in self.sizes)
+        return files if VOCABULARIES & set(files) else ()
 
     def unread_tokenizer(self) -> str:
-        """A file of a vocabulary, or of code for one, that ssdprof does not read; empty without
-        one.
+        """The name of a tokenizer's file that ssdprof does not read, preferably not one of Python
+        code; empty if there is none.
         """
         inner = {str(path.relative_to(self.folder)) for path in self.folder.glob("*/tokenizer*")}
         others = sorted((inner | self.sizes.keys()) - set(TOKENIZER_FILES))
@@ -217,20 +227,24 @@ class Source:
         return f"Name a checkpoint inside: {names}." if newest else ""
 
     def planned(self, name: str) -> PlannedFile:
+        """The file `name`, as a dry run shows it."""
         size = self.sizes.get(name)
         if size is None:
-            size = self.path(name).stat().st_size  # not listed: a request for it raises the reason
+            # The hub was not reached: the file is cached, or the request for it raises the error.
+            size = self.path(name).stat().st_size
         return PlannedFile(name=name, size_bytes=size, cached=self.cached(name))
 
 
 def _natural(path: Path) -> tuple[tuple[int, str], ...]:
-    """A key that puts checkpoint-1000 after checkpoint-200."""
+    """A sort key that compares numbers in names by value: checkpoint-1000 comes after
+    checkpoint-200.
+    """
     parts = re.split(r"(\d+)", str(path))
     return tuple((int(part), "") if part.isdecimal() else (0, part) for part in parts)
 
 
 def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableError:
-    """The error for a weights file that cannot be read; names the two usual reasons."""
+    """The error for a weights file that cannot be read: it is a Git LFS pointer, or damaged."""
     with path.open("rb") as file:
         is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
     if is_pointer:
@@ -247,11 +261,11 @@ def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableErro
 
 
 def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
-    """Repo id and revision (None where the user named none) of "org/name", "org/name@v1" or
-    "https://huggingface.co/org/name/tree/v1"; `revision` is the value of --revision.
+    """The repo id, and the revision, which is None if the user named none.
 
-    A known repo in another case is corrected.  Raises BadInputError for an address without a repo,
-    and for two different revisions.
+    typed: "org/name", "org/name@v1" or "https://huggingface.co/org/name/tree/v1".  A known repo is
+    found with any capitalisation.  revision: the value of --revision.
+    Raises BadInputError for an address without a repo, and for two different revisions.
     """
     if "://" in typed:
         try:
@@ -263,8 +277,8 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
         repo_id = address.id
         named = address.revision
     else:
-        repo_id, _, at = typed.partition("@")
-        named = at or None
+        repo_id, _, suffix = typed.partition("@")
+        named = suffix or None
     if named is not None and revision not in (None, named):
         raise BadInputError(
             f"{typed} names the revision {named}, and --revision another: {revision}.",
@@ -276,25 +290,27 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
 
 
 class HubRepo(Source):
-    """The files of one repo at one commit.  folder: the snapshot in the hub's cache, with the files
-    so far.
+    """The files of one repo on the hub, at one commit.
+
+    folder: the commit's folder in the hub's cache, with the files that have been downloaded.
     """
 
     def __init__(self, repo_id: str, revision: str | None = None, *, first: str = CONFIG) -> None:
-        """Resolve `revision` (a branch, tag, commit or refs/pr/N; the main branch for None) to a
-        commit, once.
+        """Resolve the revision to a commit, by fetching one file.
 
-        It is resolved by fetching `first`, a small file that any repo of this kind has.
+        revision: a branch, tag, commit or refs/pr/N; None: the main branch.
+        first: the file, a small one that any repo of this kind has.
 
-        ModelUnavailableError: not found, gated, unknown revision, or unreachable and not cached.
-        BadInputError: no repo id, or a repo without `first`.
+        Raises ModelUnavailableError if the repo or the revision does not exist, if the repo is
+        gated, and if the hub is unreachable and the file is not cached.
+        Raises BadInputError for text that is no repo id, and for a repo without `first`.
         """
         self._api = api()
         with _hub_errors(repo_id, revision):
             try:
                 if not isinstance(try_to_load_from_cache(repo_id, first, revision=revision), str):
-                    # Ask once: without a network, the client tries for 24 s to get a file that is
-                    # not cached.
+                    # This request fails at once without a network.  A download of a file that is
+                    # not cached would be tried for 24 s.
                     url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
                     _resumed(self._api.get_hf_file_metadata, url=url)
                 path = Path(_resumed(self._api.hf_hub_download, repo_id, first, revision=revision))
@@ -307,14 +323,16 @@ class HubRepo(Source):
                 raise
             except TRANSPORT_ERROR as dropped:
                 raise errors.LocalEntryNotFoundError(str(dropped)) from dropped
-        # It lies in snapshots/<commit>/, according to the server or, if it is unreachable, to the
-        # refs in the cache.
+        # The file is in snapshots/<commit>/.  If the hub is unreachable, the commit is the one that
+        # the revision had when it was last resolved.
         super().__init__(path.parent, repo_id)
         self.revision = path.parent.name
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """If the hub is unreachable, only those of cached files are known."""
+        """The size in bytes of every file, by name; if the hub is unreachable, only of cached
+        files (see `complete`).
+        """
         with _hub_errors(self.label, self.revision):
             try:
                 info = _resumed(
@@ -322,9 +340,9 @@ class HubRepo(Source):
                 )
             except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
-                    raise
+                    raise  # the hub answers, and refuses the request
                 self.complete = False
-                cached = (path for path in self.folder.rglob("*") if path.is_file())
+                cached = [path for path in self.folder.rglob("*") if path.is_file()]
                 return {
                     path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached
                 }
@@ -337,13 +355,13 @@ class HubRepo(Source):
         return self.folder / name
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
-        """The client fetches the header alone of a file that is not cached."""
+        """The header of a file; if the file is not cached, the client fetches the header alone."""
         if self.cached(name):
             return super()._read_header(name)
         try:
             with _hub_errors(self.label, self.revision, name):
-                ask = self._api.parse_safetensors_file_metadata
-                return _resumed(ask, self.label, name, revision=self.revision).tensors
+                fetch_header = self._api.parse_safetensors_file_metadata
+                return _resumed(fetch_header, self.label, name, revision=self.revision).tensors
         except errors.SafetensorsParsingError as error:
             raise ModelUnavailableError(
                 f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.",
@@ -351,7 +369,7 @@ class HubRepo(Source):
             ) from None
 
     def check_space(self, need_bytes: int) -> None:
-        """MissingCapabilityError unless the disk of the cache has `need_bytes` left."""
+        """MissingCapabilityError unless the disk of the hub's cache has `need_bytes` free."""
         free = shutil.disk_usage(self.folder).free
         if need_bytes > free:
             raise MissingCapabilityError(
@@ -363,7 +381,10 @@ class HubRepo(Source):
 
 
 def api() -> HfApi:
-    """The client, with the present HF_ENDPOINT.  BadInputError if that is no address."""
+    """The hub's client, for the HF_ENDPOINT that is set now.  BadInputError if that is no address.
+
+    Passwords in the client's log messages are masked.
+    """
     endpoint = _endpoint()
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_masked)
@@ -371,8 +392,9 @@ def api() -> HfApi:
 
 
 def _masked(record: logging.LogRecord) -> bool:
-    """A filter of log records: warnings of the client quote addresses, which may hold a
-    password.
+    """A filter of log records, which masks passwords in the addresses that warnings quote.
+
+    True: the record is shown.
     """
     record.msg = masked(record.getMessage())
     record.args = ()
@@ -380,8 +402,11 @@ def _masked(record: logging.LogRecord) -> bool:
 
 
 def _resumed(ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """The result of `ask`, repeated if the connection drops between two requests, which the client
-    does not retry.
+    """The result of `ask`, a function of the hub's client, which is called again if the connection
+    drops.
+
+    The client itself retries a download, but no request.  Errors that the server answers, and those
+    of an unreachable server, are raised at once.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -400,8 +425,9 @@ def _resumed(ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
 
 @contextmanager
 def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
-    """Turn the client's errors into ssdprof's, with theirs as the cause.  file: the requested file,
-    if any.
+    """Turn errors of the hub's client in the block into SsdprofError, with theirs as the cause.
+
+    file: the requested file, for messages; empty: the request was for none.
     """
     try:
         yield
@@ -416,9 +442,9 @@ def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[
 
 
 def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
-    """A class is tried before those that it is derived from."""
+    """The error of ssdprof for one of the hub's client.  file: see `_hub_errors`."""
     text = library_message(error)
-    match error:
+    match error:  # a class comes before its base classes
         case errors.RepositoryNotFoundError():
             return _no_access(repo_id, is_gated=isinstance(error, errors.GatedRepoError))
         case errors.RevisionNotFoundError():
@@ -464,7 +490,7 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
 
 
 def _no_access(repo_id: str, *, is_gated: bool) -> ModelUnavailableError:
-    """The error for a repo that is not there, or not for this user."""
+    """The error for a repo that does not exist, or that this user must not read."""
     token = get_token()
     if is_gated:
         state = "your token's account is not on the list." if token else "you are not logged in."
@@ -482,38 +508,39 @@ def _no_access(repo_id: str, *, is_gated: bool) -> ModelUnavailableError:
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:
-    """The error for a file that is not cached while the hub is unreachable; it names at most 20
-    cached models.
+    """The error for a file that is not cached while the hub is unreachable.
+
+    The hint names at most 20 cached models.  cause: the error of the request; None: there was none.
     """
     if is_offline_mode():
-        why = "HF_HUB_OFFLINE is set"
+        reason = "HF_HUB_OFFLINE is set"
     elif isinstance(cause, errors.HfHubHTTPError):
-        why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
+        reason = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
-        reason = f": {library_message(cause)}" if cause else ""
-        why = f"the hub at {api().endpoint} cannot be reached{reason}"
+        details = f": {library_message(cause)}" if cause else ""
+        reason = f"the hub at {api().endpoint} cannot be reached{details}"
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
         cached = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")[:20]
     except errors.CacheNotFound:
         cached = []
-    where = "only partly" if repo_id in cached else "not"
+    degree = "only partly" if repo_id in cached else "not"
     remedy = "unset HF_HUB_OFFLINE" if is_offline_mode() else "check the network"
-    hint = (
-        f"In the cache: {', '.join(cached)}."
-        if cached
-        else f"The cache is empty: {remedy}, or use demo."
-    )
-    return ModelUnavailableError(f"{repo_id} is {where} in the cache, and {why}.", hint)
+    hint = f"The cache is empty: {remedy}, or use demo."
+    if cached:
+        hint = f"In the cache: {', '.join(cached)}."
+    return ModelUnavailableError(f"{repo_id} is {degree} in the cache, and {reason}.", hint)
 
 
 def _revisions_hint(repo_id: str) -> str:
-    """A hint that lists branches and tags, or where to find them if the hub does not answer."""
+    """A hint that lists at most 20 branches and tags, or says where to find them if the hub does
+    not answer.
+    """
     try:
         refs = api().list_repo_refs(repo_id)
     except (errors.HfHubHTTPError, TRANSPORT_ERROR):
         return f"See the branches and tags at {api().endpoint}/{repo_id}/tree/main."
     names = [ref.name for ref in (*refs.branches, *refs.tags)]
-    return (
-        f"Branches and tags: {', '.join(names[:20])}." if names else "It has no branches or tags."
-    )
+    if not names:
+        return "It has no branches or tags."
+    return f"Branches and tags: {', '.join(names[:20])}."

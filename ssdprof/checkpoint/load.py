@@ -1,5 +1,5 @@
-"""Fetches a checkpoint's files, checks them, and loads the model from them, on several devices if
-it does not fit on one.
+"""Fetches a checkpoint's files, checks them, and loads the model from them, on one device or
+several.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ if TYPE_CHECKING:
 finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
 StoredWeights = Mapping[str, TensorInfo]  # weights by their stored key
-# renamings of stored keys that transformers does not know, and where each weight goes
+# How stored weights fit a model: renamings of stored keys that transformers does not know, and the
+# parameters to which each key contributes.
 Fit = tuple[dict[str, str], Destinations]
 Device = int | str  # the index of a GPU, "cpu" or "disk"
-DeviceMap = Mapping[str, Device]  # of each module and its submodules, by path
-REWRITTEN = "rewritten"  # streamed weights that transformers converts
+DeviceMap = Mapping[str, Device]  # path of a module -> the device of it and its submodules
+REWRITTEN = "rewritten"  # folder of streamed weights that transformers has converted
 _HEAD = "lm_head.weight"
-# heads of classifiers
+# keys of heads that predict no tokens
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
-_MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
+_MOST_COMPUTED = 1 << 24  # elements of computed tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_EXACT = ("F32", "F64")
-# the first releases of GPTQ and AWQ described the quantisation in such a file, not in the config
+_EXACT = ("F32", "F64")  # dtypes in safetensors with at least the precision of fp32
+# files in which the first releases of GPTQ and AWQ described the quantisation
 _QUANTISERS = ("quantize_config.json", "quant_config.json")
-# parameters that are computed in fp32 if a checkpoint of 16-bit weights stores them so
+# Parameters of the operators.  They stay in fp32 if a checkpoint of 16-bit weights has them so.
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
@@ -70,11 +71,12 @@ _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 class LocalCheckpoint:
     """A checkpoint on this machine, cut to its first decoder layers.
 
-    folder: loads with stock transformers, except for the original format, which `load_model` reads.
-    Its config names no remote code and no vision tower.  It is temporary and goes when this object
-    does.
-    empty: its model on the meta device, with the language-model head if that is part of it.
-    fit: of its weights, and tensors: their headers; None for a pickle, which has no header.
+    folder: a temporary folder, which is deleted with this object.  transformers can load it, except
+        for a checkpoint of the original format, which `load_model` reads.  Its config names no
+        remote code and no vision tower.
+    empty: the model on the meta device, with the language-model head if that was fetched.
+    fit: how the weights fit the model; None for a pickle, which has no header.
+    tensors: the headers of the weights; None for a pickle.
     """
 
     model: Model
@@ -85,10 +87,11 @@ class LocalCheckpoint:
 
 
 def fetch_tokenizer(model: Model) -> Source | None:
-    """Download the tokenizer, which is small, so that an invalid prompt is found before the weights
-    are downloaded.
+    """Download the tokenizer.  Returns its files, whose folder AutoTokenizer can load; None if
+    there is no tokenizer.
 
-    Its folder is for AutoTokenizer.  None if there is no tokenizer.  Raises what `fetch` raises.
+    It is small, and with it an invalid prompt is found before the weights are downloaded.
+    Raises what `fetch` raises.
     """
     source = model.tokenizer_source
     if source is not None:
@@ -104,16 +107,16 @@ def fetch(
     head: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LocalCheckpoint:
-    """Download and check the files that layers 0 to `deepest_layer` need (all layers for None).
+    """Download and check the files that layers 0 to `deepest_layer` need.
 
-    head: with the language-model head.
-    `progress` is called with one line before a download; the hub's client draws its bars on stderr.
+    deepest_layer: None: all layers.  head: also the language-model head.
+    progress: called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: transformers cannot use the config, or the weights do not fit it, both of which
-    are raised before any large download.
-    ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that
-    it should hold.
-    MissingCapabilityError: no room for it on the disk, or no permission.
+    Raises BadInputError if transformers cannot use the config, or if the weights do not fit it;
+    both are checked before any large download.
+    Raises ModelUnavailableError if a file is not available, is truncated or corrupt, or lacks
+    weights that it should have.
+    Raises MissingCapabilityError if the disk has no room, or may not be written.
     """
     repo_id = model.source.label
     weights = model.part(deepest_layer, head=head)
@@ -123,7 +126,7 @@ def fetch(
         local = LocalCheckpoint(model, folder, empty, fit)
         weakref.finalize(local, shutil.rmtree, local.folder, ignore_errors=True)
         config = model.load_config(weights.depth, model.dtype)
-        # Infinities as the checkpoints write them
+        # json writes an infinity as Infinity, as the configs of checkpoints have it
         (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         files, size = check_space(model, deepest_layer, head=head)
         if files and progress is not None:
@@ -135,7 +138,8 @@ def fetch(
             target = local.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             # transformers would take the last copy of a tensor, whatever the index says
-            if not weights.pickled and (misplaced := weights.misplaced(name)):
+            misplaced = set() if weights.pickled else weights.misplaced(name)
+            if misplaced:
                 _copy_without(path, misplaced, target)
             else:
                 target.symlink_to(path.resolve())
@@ -151,7 +155,7 @@ def fetch(
 
 
 def _copy_without(path: Path, left_out: set[str], target: Path) -> None:
-    """Write the tensors of a safetensors file without some of them."""
+    """Copy a safetensors file without the tensors in `left_out`."""
     with safe_open(path, framework="pt", device="cpu") as opened:
         kept = sorted(set(opened.keys()) - left_out)
         tensors = {key: opened.get_tensor(key) for key in kept}
@@ -173,11 +177,11 @@ def check_space(
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
-    """Raise before a download what `fetch` and `load_model` would raise: no room, or weights that
-    do not fit the config.
+    """Raise, before a download, the error of `fetch` or `load_model` for a full disk, or for
+    weights that do not fit the config.
 
-    If all files are here, loads the model on the meta device; else, and if it is quantised, reads
-    the headers of its files only.
+    If all files are on this machine, the model is loaded on the meta device.  If one is not, or the
+    weights are quantised, only the headers are read.
     """
     file_count, _ = check_space(model, deepest_layer, head=head)
     if file_count or model.quantization is not None:
@@ -190,7 +194,9 @@ def _check_fit(
     model: Model, deepest_layer: int | None, *, head: bool
 ) -> tuple[PreTrainedModel, Fit | None]:
     """The model on the meta device, and how the weights fit it by their headers; None for a pickle.
-    Raises for a config that transformers cannot use, and for weights that do not fit it.
+
+    Raises the error of `fetch` for a config that transformers cannot use, and for weights that do
+    not fit it.
     """
     empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
     weights = model.part(deepest_layer, head=head)
@@ -209,61 +215,58 @@ def load_model(
     dtype: DType = "auto",
     device_map: DeviceMap | None = None,
 ) -> PreTrainedModel:
-    """The checkpoint's base model with the decoder layers of `local`, on `device`, in eval mode.
+    """The checkpoint's base model with the decoder layers of `local`, on `device`, in eval mode;
+    with its language-model head if that was fetched.
 
-    With its language-model head if it was fetched with one.
+    dtype: the dtype of the weights; "auto": the checkpoint's own.
+    device_map: the device of every module, from `infer_devices`; None: `device`.  Weights on the
+        disk are read from `local` as long as the model runs.
 
-    dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `infer_devices`; None: `device`.  Weights on the
-    disk
-        are read from `local` as long as the model runs.
-
-    BadInputError: a config that transformers refuses or that describes more than the weights hold,
-    a pickle that holds more than tensors.  ModelUnavailableError: weights are missing.
-    MissingCapabilityError: a package that decodes the quantisation is not installed.
+    Raises BadInputError for a config that transformers refuses or that describes more parameters
+    than there are weights, and for a pickle with other objects than tensors.
+    Raises ModelUnavailableError if weights are missing, and MissingCapabilityError if a package
+    that decodes the quantisation is not installed.
     """
     device = torch.device(device)
     with quiet_transformers():
-        # With a map, weights are moved to the GPU one by one, without a complete copy in host
-        # memory.
         if device_map is not None:
             return _load(local, dtype, device_map).eval()
-        everywhere = None if device.type == "cpu" else {"": device}
-        return _load(local, dtype, everywhere).to(device).eval()
+        # With a map, weights are moved to the GPU one by one, without a complete copy in main
+        # memory.
+        one_device = None if device.type == "cpu" else {"": device}
+        return _load(local, dtype, one_device).to(device).eval()
 
 
 def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
-    """The renamings with which the stored weights fit the model, and where each weight goes.
+    """How the stored weights fit the model.  empty: the model on the meta device.
 
-    empty: the model on the meta device.
-
-    Raises, before anything is allocated, for a weight that is missing, of another shape or stored
-    as codes, and for a config that describes more parameters than the weights hold.
+    Raises, before anything is allocated, an error for a weight that is missing, has another shape
+    or is stored as codes, and for a config that describes more parameters than there are weights.
     """
     label = model.source.label
-    names = _renamings(model)
-    places = destinations(empty, stored, names)
-    if model.quantization not in (None, *DECODED_ON_LOAD):  # packed
-        return names, places
+    renamings = _renamings(model)
+    places = destinations(empty, stored, renamings)
+    if model.quantization not in (None, *DECODED_ON_LOAD):
+        return renamings, places  # packed weights have other shapes, and no dtype of their own
     _refuse_classifier(label, stored, empty)
     lost = missing(empty, places)
     if lost and (wrappers := _wrappers(stored.keys() - places.keys(), empty)):
-        names |= wrappers
-        places = destinations(empty, stored, names)
+        renamings |= wrappers
+        places = destinations(empty, stored, renamings)
         lost = missing(empty, places)
     _refuse_codes(model, stored, places.keys(), lost)
     _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
-    for key, (parameter_names, whole) in sorted(places.items()):
-        parameter = parameters.get(parameter_names[0]) if whole else None
+    for key, (parameter_names, is_whole) in sorted(places.items()):
+        parameter = parameters.get(parameter_names[0]) if is_whole else None
         if parameter is not None and list(parameter.shape) != stored[key].shape:
             raise _other_shape(label, key, stored[key].shape, parameter.shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
-    held = sum(tensor.parameter_count for tensor in stored.values())
-    if described > held:
+    stored_count = sum(tensor.parameter_count for tensor in stored.values())
+    if described > stored_count:
         raise BadInputError(
             f"The config of {label} describes {described} parameters in its first layers, "
-            f"but the weights hold {held}.",
+            f"but the weights hold {stored_count}.",
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
@@ -273,75 +276,78 @@ def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
             "the weights.",
             "The config is damaged, most often in rope_parameters.",
         )
-    return names, places
+    return renamings, places
 
 
 def _renamings(model: Model) -> dict[str, str]:
     """Renamings of stored keys that transformers does not know: ModelOpt's scales, and the
     embedding of the original Mamba-2 checkpoints.
     """
-    names = {r"\.weight_scale$": ".weight_scale_inv"} if model.quantization == "fp8" else {}
-    return names | ({r"\bembedding\.": "embeddings."} if model.model_type == "mamba2" else {})
+    renamings: dict[str, str] = {}
+    if model.quantization == "fp8":
+        renamings[r"\.weight_scale$"] = ".weight_scale_inv"
+    if model.model_type == "mamba2":
+        renamings[r"\bembedding\."] = "embeddings."
+    return renamings
 
 
 def _refuse_codes(
     model: Model, stored: StoredWeights, known: Collection[str], lost: Iterable[str]
 ) -> None:
-    """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
-    quantisation.  What is no weight of the model may be stored in anything.
+    """BadInputError for weights that are stored as codes, in integers or in 8 bits and less, if no
+    scale or no quantisation says how to decode them.
 
-    known: stored keys of its parameters.  lost: parameters without one, whose codes may have
-    another name.
+    Tensors that are no weights of the model may have any dtype.
+    known: stored keys of the model's parameters.  lost: parameters without a stored key, whose
+    codes may have another name.
     """
     modules = {_module(name) for name in lost}
     for name, tensor in stored.items():
         is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
-        if not is_code or (name not in known and _module(name) not in modules):
-            continue
-        described = next((file for file in _QUANTISERS if file in model.source.sizes), None)
-        if model.quantization:
-            why = f"has no {model.quantization} scale for it"
-        elif described:
-            why = (
-                f"its config names no quantisation; {described} does, in a format that ssdprof "
-                "cannot load"
-            )
-        else:
-            why = "its config names no quantisation"
-        if described:
-            hint = "Take the unquantised checkpoint."
-        else:
-            hint = (
-                "Take the config.json that came with these weights, or the unquantised checkpoint."
-            )
-        raise BadInputError(
-            f"{model.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and "
-            f"{why}.",
-            hint,
-        )
+        if is_code and (name in known or _module(name) in modules):
+            raise _undecodable(model, name, tensor.dtype)
+
+
+def _undecodable(model: Model, name: str, dtype: str) -> BadInputError:
+    """The error for a weight that is stored as codes.  dtype: its dtype in safetensors."""
+    quantisers = [file for file in _QUANTISERS if file in model.source.sizes]
+    reason = "its config names no quantisation"
+    if model.quantization:
+        reason = f"has no {model.quantization} scale for it"
+    elif quantisers:
+        reason += f"; {quantisers[0]} does, in a format that ssdprof cannot load"
+    hint = "Take the config.json that came with these weights, or the unquantised checkpoint."
+    if quantisers:
+        hint = "Take the unquantised checkpoint."
+    return BadInputError(
+        f"{model.source.label} stores codes, such as {shown(name)} in {dtype}, and {reason}.", hint
+    )
 
 
 def _is_scaled(model: Model, name: str, stored: StoredWeights) -> bool:
-    """Whether `name` is a scale, or has one from which transformers decodes it."""
+    """Whether the tensor `name` is a scale, or has one with which transformers decodes it."""
     if model.quantization is None:
         return False
+    if "scale" in name:
+        return True
     layer = name.removesuffix("weight")
     scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
-    fit = any(
-        stored[scale].shape in ([], [1]) or stored[scale].shape[1:]
-        for scale in scales & stored.keys()
-    )
-    return "scale" in name or (fit and stored[name].dtype != "U8")
+    shapes = [stored[scale].shape for scale in scales & stored.keys()]
+    # one scale for the tensor, or one for each block, but not one for each row
+    has_scale = any(shape in ([], [1]) or len(shape) > 1 for shape in shapes)
+    return has_scale and stored[name].dtype != "U8"
 
 
 def _module(name: str) -> str:
-    """What a parameter belongs to, from its layer on."""
+    """The path of the module to which a parameter belongs, from "layers." on if that is in it."""
     path = name.rpartition(".")[0]
     return path[max(path.find("layers."), 0) :]
 
 
 def _refuse_classifier(label: str, keys: Iterable[str], empty: PreTrainedModel) -> None:
-    """BadInputError for a head that predicts no tokens where the model needs one that does."""
+    """BadInputError if the model needs a language-model head, and the checkpoint has only another
+    head.
+    """
     heads = [key for key in keys if _OTHER_HEAD.search(key)]
     predicts = any(key.endswith(_HEAD) for key in keys)
     if heads and not predicts and empty.get_output_embeddings() is not None:
@@ -353,40 +359,50 @@ def _refuse_classifier(label: str, keys: Iterable[str], empty: PreTrainedModel) 
 
 
 def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Renamings without the names that wrappers put into keys: "_orig_mod" anywhere, and what is
-    before the layers.
+    """Renamings that remove the names that wrappers of a model have put into stored keys.
 
-    keys: those that transformers leaves aside.
+    Such names are "_orig_mod" and the like, anywhere in a key, and a prefix before the layers.
+    keys: the stored keys that transformers ignores.
     """
     parameters = [name for name, _ in model.named_parameters()]
     known = set(".".join(parameters).split("."))
-    most: Counter[str] = Counter()
-    stripped = set()
+    most: Counter[str] = Counter()  # name of a wrapper -> how often it is in one key, at most
+    stripped = set()  # the keys without these names
     for key in keys:
         path = key.split(".")
-        inside = [part for part in path[:-1] if part.startswith("_") and part not in known]
-        most |= Counter(inside)
-        stripped.add(".".join(part for part in path if part not in inside))
-    # transformers applies a renaming once to each key; a comment makes a second one of it
+        wrappers = [part for part in path[:-1] if part.startswith("_") and part not in known]
+        most |= Counter(wrappers)
+        stripped.add(".".join(part for part in path if part not in wrappers))
+    # transformers applies each renaming once to a key.  A name that occurs several times needs
+    # several renamings, which differ by a comment in the pattern.
     renamings: dict[str, str] = {}
-    for part, times in most.items():
-        renamings |= {rf"{re.escape(part)}\.(?#{number})": "" for number in range(times)}
+    for wrapper, times in most.items():
+        for number in range(times):
+            renamings[rf"{re.escape(wrapper)}\.(?#{number})"] = ""
+    return renamings | _prefix_renaming(parameters, stripped)
+
+
+def _prefix_renaming(parameters: Iterable[str], keys: Collection[str]) -> dict[str, str]:
+    """A renaming that replaces the prefix of stored keys by that of the model's parameters; empty
+    if no key is a parameter of layer 0 with another prefix.
+    """
     for name in parameters:
-        before, layers, rest = name.partition("layers.")
-        for key in stripped if layers and rest.startswith("0.") else ():
-            prefix = key.removesuffix(layers + rest)
-            if prefix not in (key, before):
-                wrapper = prefix.removesuffix(before)
-                return renamings | {
-                    f"^{re.escape(wrapper)}": "" if prefix.endswith(before) else before
-                }
-    return renamings
+        own_prefix, layers, path = name.partition("layers.")
+        if not layers or not path.startswith("0."):
+            continue
+        for key in keys:
+            prefix = key.removesuffix(layers + path)
+            if prefix not in (key, own_prefix):
+                if prefix.endswith(own_prefix):
+                    return {f"^{re.escape(prefix.removesuffix(own_prefix))}": ""}
+                return {f"^{re.escape(prefix)}": own_prefix}
+    return {}
 
 
 def _load(
     local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    """See `load_model`."""
+    """The model, loaded by transformers; see `load_model`."""
     model = local.model
     empty = local.empty
     kind = type(empty)
@@ -396,16 +412,18 @@ def _load(
         pickled = _pickled(local)
         stored = {key: _described(tensor) for key, tensor in pickled.items()}
     key_mapping, places = local.fit or _fit(model, stored, empty)
-    whole = {
-        key: parameter_names[0] for key, (parameter_names, is_whole) in places.items() if is_whole
-    }
-    exact = [name for key, name in whole.items() if stored[key].dtype in _EXACT]
-    gates = [name for name in exact if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
+    fp32_parameters = [
+        parameter_names[0]
+        for key, (parameter_names, is_whole) in places.items()
+        if is_whole
+        and stored[key].dtype in _EXACT
+        and parameter_names[0].rpartition(".")[2] in _OPERATOR_PARAMETERS
+    ]
     try:
         with (
             refusals(f"config and weights of {model.source.label}"),
             _whole_blocks(),
-            _in_fp32(kind, gates),
+            _in_fp32(kind, fp32_parameters),
         ):
             loaded, info = kind.from_pretrained(
                 local.folder if pickled is None else None,
@@ -417,7 +435,7 @@ def _load(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, by name
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 key_mapping=key_mapping or None,
             )
     except MissingCapabilityError as error:
@@ -432,8 +450,9 @@ def _load(
 
 @contextmanager
 def _in_fp32(kind: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
-    """Makes transformers load these parameters in fp32, wherever they are put: it would round them
-    like the weights.
+    """While the context is open, transformers loads these parameters in fp32, on any device.
+
+    Otherwise it would round them to the dtype of the weights.
     """
     post_init = kind.post_init
 
@@ -452,8 +471,10 @@ def _in_fp32(kind: type[PreTrainedModel], names: Collection[str]) -> Iterator[No
 
 @contextmanager
 def _whole_blocks() -> Iterator[None]:
-    """Fills up the last FP8 block, which may be cut off: transformers would take blocks of equal
-    sizes instead.
+    """While the context is open, transformers decodes FP8 weights whose last block is cut off.
+
+    Such a weight is padded to whole blocks.  transformers itself would divide it into blocks of
+    equal sizes, to which the scales do not belong.
     """
     kind = finegrained_fp8.Fp8Dequantize
     decode = kind._dequantize_one
@@ -461,20 +482,27 @@ def _whole_blocks() -> Iterator[None]:
     def decode_blocks(
         self: Any, codes: Tensor, scales: Tensor, *rest: object, **options: object
     ) -> object:
-        """codes (rows, columns), scales (blocks of rows, blocks of columns) -> (rows, columns)."""
+        """Decode one weight, (..., rows, columns).
+
+        codes: (..., rows, columns).  scales: (..., blocks of rows, blocks of columns).
+        Raises ValueError, as transformers does, if the scales do not fit the codes.
+        """
         block = self.hf_quantizer.quantization_config.weight_block_size
         rows, columns = codes.shape[-2:]
         if block is None or scales.ndim < 2 or codes.dtype not in _FP8:
             return decode(self, codes, scales, *rest, **options)
-        missing = [-rows % block[0], -columns % block[1]]
-        padded = torch.nn.functional.pad(codes.float(), (0, missing[1], 0, missing[0]))
-        expected = padded.shape[-2] // block[0], padded.shape[-1] // block[1]
-        if any(missing) and tuple(scales.shape[-2:]) != expected:
+        missing_rows = -rows % block[0]
+        missing_columns = -columns % block[1]
+        if not missing_rows and not missing_columns:
+            return decode(self, codes, scales, *rest, **options)
+        padded = torch.nn.functional.pad(codes.float(), (0, missing_columns, 0, missing_rows))
+        grid = padded.shape[-2] // block[0], padded.shape[-1] // block[1]
+        if tuple(scales.shape[-2:]) != grid:
             raise ValueError(
                 f"weight {rows, columns} is not a multiple of its scale grid "
                 f"{tuple(scales.shape[-2:])}"
             )
-        decoded = decode(self, padded if any(missing) else codes, scales, *rest, **options)
+        decoded = decode(self, padded, scales, *rest, **options)
         return decoded[..., :rows, :columns].contiguous()
 
     kind._dequantize_one = decode_blocks
@@ -485,17 +513,22 @@ def _whole_blocks() -> Iterator[None]:
 
 
 def unpickled(path: Path) -> Any:
-    """What torch.save wrote, on the CPU, nothing of it executed.  Raises errors of any class."""
-    with zipfile.ZipFile(path) as archive:  # torch checks no checksums
+    """The object that torch.save has written to a file, on the CPU.  No code in it is executed.
+
+    Raises errors of any class for a damaged file.
+    """
+    with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums
         if damaged := archive.testzip():
             raise ValueError(f"the checksum of {damaged} differs")
-    # memory-mapped, it would check no sizes
+    # without mmap, with which torch.load would not check the sizes
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
-    """The tables of floats in a pickle by stored name.  All other entries must be no weights of
-    the model.
+    """The tensors of floats in the checkpoint's pickle, by stored name.
+
+    Raises BadInputError if a weight of the model is no such tensor, and ModelUnavailableError for a
+    damaged file.
     """
     path = local.folder / PICKLE
     label = local.model.source.label
@@ -507,7 +540,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             "Do not trust this checkpoint; take its safetensors revision, often --revision "
             "refs/pr/1.",
         ) from None
-    except Exception as error:  # of any class: torch's reader checks little of what it reads
+    except Exception as error:  # torch raises errors of any class for a damaged file
         raise broken_file(path.resolve(), PICKLE, error) from None
     entries = content if isinstance(content, dict) else {"": content}
     for name in entries:
@@ -518,7 +551,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             )
     weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
     others = sorted(entries.keys() - weights.keys())
-    # entries that are no weights of the model are ignored, unless there is nothing else
+    # Other entries are ignored, unless one has the name of a weight, or no entry is a tensor.
     damaged = list(destinations(local.empty, others, _renamings(local.model)))
     if not weights and not damaged:
         damaged = others
@@ -531,7 +564,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
 
 
 def _is_dense(entry: object) -> bool:
-    """Whether it is a tensor of floats with values."""
+    """Whether an entry of a pickle is a strided tensor of floats that has values."""
     return (
         isinstance(entry, Tensor)
         and entry.layout == torch.strided
@@ -541,61 +574,62 @@ def _is_dense(entry: object) -> bool:
 
 
 def _described(tensor: Tensor) -> TensorInfo:
-    """A tensor as the header of a safetensors file describes it."""
-    names = {getattr(torch, name): code for code, name in FLOATS.items()}
-    code = names.get(tensor.dtype, str(tensor.dtype))
+    """The description of a tensor, as in the header of a safetensors file."""
+    codes = {getattr(torch, name): code for code, name in FLOATS.items()}
+    # Any other dtype gets torch's name for it, with which `_refuse_codes` refuses it.
+    code = codes.get(tensor.dtype, str(tensor.dtype))
     shape = list(tensor.shape)
     offsets = (0, tensor.nbytes)
-    # a dtype that safetensors does not have is refused by name
     return TensorInfo(code, shape, offsets)  # type: ignore[arg-type]
 
 
 def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None:
-    """Raise for missing weights, which transformers would replace by random ones.
+    """Raise an error for missing weights, which transformers would replace by random ones.
 
-    unused: stored keys of no parameter.
+    lost: names of parameters without weights.  unused: stored keys that belong to no parameter; if
+    one of them resembles a lost name, the message says why the names differ.
     """
     label = model.source.label
     in_layers = [name for name in sorted(lost) if "layers." in name]
     for name, key in product(in_layers, sorted(unused)):
         if ".base_layer." in key and _wraps(key, name):
-            why = "an adapter was not merged"
+            reason = "an adapter was not merged"
         elif _wraps(key, name):
-            why = "it was saved in a wrapper"
+            reason = "it was saved in a wrapper"
         elif _place(key) == _place(name):
-            why = "it has the names of another library or model type"
+            reason = "it has the names of another library or model type"
         else:
             continue
         raise BadInputError(
-            f"{label} has {shown(key)}, not {name}: {why}.",
+            f"{label} has {shown(key)}, not {name}: {reason}.",
             "Save the model itself, by save_pretrained: merge the adapter, or save what the "
             "wrapper holds.",
         )
     if lost:
-        which = f"{len(lost)} weights, such as {min(lost)}"
+        description = f"{len(lost)} weights, such as {min(lost)}"
         if len(lost) == 1:
-            which = f"{min(lost)} among its weights"
+            description = f"{min(lost)} among its weights"
         error = ModelUnavailableError(
-            f"{label} lacks {which}.",
+            f"{label} lacks {description}.",
             "The checkpoint is incomplete, or its config describes more than it holds; fetch it "
             "again or take another revision.",
         )
-        if spare := model.weights.outside_index():
-            error.hint = f"The index does not name {words(spare)}.  {error.hint}"
+        if unnamed := model.weights.outside_index():
+            error.hint = f"The index does not name {words(unnamed)}.  {error.hint}"
         raise error
 
 
 def _wraps(key: str, name: str) -> bool:
-    """Whether a stored key has the path of a parameter, from its layer on, and names besides:
-    "model.layers.0.base_layer.norm" that of "layers.0.norm".
+    """Whether a stored key has all parts of a parameter's path, from "layers." on, in their order,
+    perhaps with other parts between: "model.layers.0.base_layer.norm" wraps "layers.0.norm".
     """
-    path = iter(key.split("."))  # each part is looked for behind the one before it
-    return all(part in path for part in name[name.index("layers.") :].split("."))
+    remaining = iter(key.split("."))  # `in` consumes the parts up to the one that it finds
+    return all(part in remaining for part in name[name.index("layers.") :].split("."))
 
 
 def _place(name: str) -> tuple[list[str], str]:
-    """What two libraries' names of one weight have in common: its numbers, and its last two
-    parts.
+    """The parts of a weight's name on which different libraries agree: its numbers, and its last
+    two parts.
     """
     path = name.casefold().split(".")
     return [part for part in path if part.isdecimal()], ".".join(path[-2:])
@@ -604,6 +638,7 @@ def _place(name: str) -> tuple[list[str], str]:
 def _other_shape(
     label: str, name: str, stored: Iterable[int], expected: Iterable[int]
 ) -> BadInputError:
+    """The error for a weight whose stored shape is not the one that the config describes."""
     return BadInputError(
         f"The weights of {label} do not fit its config: {shown(name)} is {tuple(stored)} in "
         f"the file and {tuple(expected)} by the config.",
@@ -615,64 +650,64 @@ def _other_shape(
 
 
 def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceMap | None:
-    """A map of `model`, on the meta device, that fills the devices of `room` in order.
+    """A device for each module of `model`, which is on the meta device, by accelerate.
 
-    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings
-    the weights of a module that lies elsewhere to the device of the first layers just before the
-    module runs there.
+    The devices of `room` are filled in its order.  Decoder layers stay whole.  When the model runs,
+    accelerate brings the weights of a module that is not on a GPU to the first device, just before
+    the module is computed there.
 
-    room: bytes for weights.  The first is where the model begins; what finds no room goes to the
-    disk if "disk" is a key, whose number is not read.  None if there is too little room, or if the
-    token embedding does not lie in the first one.
+    room: bytes for weights on each device.  The first device is where the model begins.  If "disk"
+        is a key, weights without room go to the disk; its number is not read.
+    None if there is too little room, or none for the token embedding on the first device.
     """
     most = {device: size for device, size in room.items() if device != "disk"}
     if min(most.values()) < 0:
         return None
     kept_whole = sorted(model._no_split_modules or ())
-    # Without a number for main memory, accelerate would take what the machine has.
-    with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
+    # Without a number for "cpu", accelerate would fill the machine's main memory.
+    with warnings.catch_warnings(action="ignore"):  # it warns about buffers of a few bytes
         devices: dict[str, Device] = accelerate.infer_auto_device_map(
             model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
         )
     if "disk" in devices.values() and "disk" not in room:
         return None
-    embedding = next(
-        name for name, part in model.named_modules() if part is model.get_input_embeddings()
-    )
-    return devices if device_of(f"{embedding}.weight", devices) == next(iter(room)) else None
+    embedding = model.get_input_embeddings()
+    path = next(name for name, module in model.named_modules() if module is embedding)
+    first_device = next(iter(room))
+    return devices if device_of(f"{path}.weight", devices) == first_device else None
 
 
 def device_of(name: str, devices: DeviceMap) -> Device:
-    """Where the parameter `name` lies."""
+    """The device of the parameter `name`: that of the innermost module around it in the map."""
     while name not in devices:
         name = name.rpartition(".")[0]
     return devices[name]
 
 
 def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device, Allocation]:
-    """What each device holds of a model."""
+    """The number of decoder layers, and the bytes of all weights, on each device."""
     sizes: Counter[Device] = Counter()
     layers: dict[int, Device] = {}
     for name, parameter in model.named_parameters():
         device = device_of(name, devices)
         sizes[device] += parameter.nbytes
-        if (index := layer_index(name)) is not None:
+        index = layer_index(name)
+        if index is not None:
             layers.setdefault(index, device)
     counts = Counter(layers.values())
     return {device: Allocation(layers=counts[device], bytes=size) for device, size in sizes.items()}
 
 
 def largest_streamed(model: PreTrainedModel, devices: DeviceMap, main: Device) -> tuple[int, int]:
-    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in
-    memory at once.
+    """Bytes of the largest streamed decoder layer, and of the largest streamed module.
 
-    accelerate brings a module's own weights, not those of the modules in it.
+    Streamed weights are brought to `main` for each forward call, one module's own weights at a
+    time, without those of its submodules.
     main: the device of the first layers, which also computes the modules that are not on a GPU.
     """
-    layers: Counter[object] = Counter()
+    layers: Counter[object] = Counter()  # by layer index; a weight outside of layers by its name
     modules: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        # brought to `main` for each forward call
         if device_of(name, devices) in {"cpu", "disk"} - {main}:
             index = layer_index(name)
             layers[name if index is None else index] += parameter.nbytes

@@ -1,5 +1,5 @@
-"""The model without its weights, as transformers builds it from a config, and where it puts stored
-weights.
+"""Builds the model without weights, as transformers does from a config, and finds out to which
+parameters transformers assigns stored weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,22 +37,24 @@ if TYPE_CHECKING:
 conversion_mapping, core_model_loading = (
     lazy(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
 )
-# stored key -> names of its parameters, and whether it becomes the one parameter as it is, without
-# a conversion
+# Stored key -> names of the parameters to which it contributes, and whether it becomes a single
+# parameter as it is, without a conversion.
 Destinations = dict[str, tuple[tuple[str, ...], bool]]
-# to find the invalid field; building a large model takes a while, even without weights
+# Seconds to search for the invalid field of a config.  Building a large model takes a while, even
+# without weights.
 SEARCH_S = 3.0
 
 
 def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTrainedModel:
-    """The base model that `config` describes, on the meta device, in eval mode: shapes, and no
-    memory.
+    """The base model that `config` describes, in eval mode, on the meta device, where tensors have
+    shapes but no memory.
 
-    head: the model with its language-model head.
+    head: with its language-model head.
 
-    BadInputError if transformers refuses the config or cannot build the model: a float where an
-    integer belongs, an unknown activation, sizes that contradict each other.  The hint names the
-    field if leaving it out helps.  MissingCapabilityError if it cannot load the quantisation here.
+    Raises BadInputError if transformers refuses the config or cannot build the model: for a float
+    in place of an integer, an unknown activation, or sizes that contradict each other.  The hint
+    names the field if the config is accepted without it.
+    Raises MissingCapabilityError if transformers cannot load the quantisation on this machine.
     """
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
@@ -65,7 +66,7 @@ def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTraine
         if field := _refused_field(config, head=head):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
-    # a larger model's config, which transformers would complete with parts of its own choice
+    # The config is a larger model's, which transformers would complete with default parts.
     if not is_text:
         raise BadInputError(
             f"{CONFIG} of {repo_id} has no text_config, where a {parsed.model_type} config "
@@ -96,14 +97,16 @@ def check_known(config: ModelConfig, where: str) -> None:
     """BadInputError for a model type that the installed transformers does not have."""
     name = config["model_type"]
     if name not in transformers.CONFIG_MAPPING:
-        why = "which the installed transformers does not know"
+        reason = "which the installed transformers does not know"
         if config.get("auto_map"):
-            why = "whose code is in the repo itself; ssdprof runs no remote code"
-        raise BadInputError(f"{where} is of type {shown(name)}, {why}.", SUPPORTED)
+            reason = "whose code is in the repo itself; ssdprof runs no remote code"
+        raise BadInputError(f"{where} is of type {shown(name)}, {reason}.", SUPPORTED)
 
 
 def check_known_quantization(config: ModelConfig, label: str) -> None:
-    """BadInputError for a quantisation that transformers would ignore with a warning."""
+    """BadInputError for a quantisation that transformers does not know, and would ignore with a
+    warning.
+    """
     codes = config["quantization_config"]
     with quiet_transformers():
         if quant_method(config) in (None, "mlx", "modelopt") or not (
@@ -112,18 +115,20 @@ def check_known_quantization(config: ModelConfig, label: str) -> None:
             raise refuse_quantization(codes, label)
 
 
-def _check_quantization(found: ModelConfig, repo_id: str) -> None:
-    """MissingCapabilityError if transformers cannot load the quantisation here, which it says only
-    with the weights.
+def _check_quantization(codes: ModelConfig, repo_id: str) -> None:
+    """MissingCapabilityError if transformers cannot load the quantisation on this machine, which
+    it would say only when it loads the weights.
+
+    codes: the quantization_config.
     """
     with quiet_transformers():
         with refusals(f"the quantization_config of {repo_id}"):
             quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
-                found, pre_quantized=True
+                codes, pre_quantized=True
             )
         try:
             quantizer.validate_environment(device_map=None, weights_only=True)
-        except Exception as error:  # of every class: each method has its own
+        except Exception as error:  # each quantisation raises errors of other classes
             method = quantizer.quantization_config.quant_method
             raise MissingCapabilityError(
                 f"{repo_id} is quantised by {getattr(method, 'value', method)}, and transformers "
@@ -133,27 +138,23 @@ def _check_quantization(found: ModelConfig, repo_id: str) -> None:
 
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
+    """The model on the meta device.  Raises what transformers raises."""
+    kind = transformers.AutoModelForCausalLM if head else transformers.AutoModel
     with torch.device("meta"):
-        return (transformers.AutoModelForCausalLM if head else transformers.AutoModel).from_config(
-            config
-        )
+        return kind.from_config(config)
 
 
 def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
-    """A field without which transformers accepts a refused config; None if none is found in
-    time.
+    """A field without which transformers accepts a refused config: "hidden_act = 'none'"; None if
+    there is none, or it is not found within `SEARCH_S`.
     """
     deadline = time.monotonic() + SEARCH_S
     for field in sorted(config.keys() - {"model_type"}):
         if time.monotonic() > deadline:
             break
-        with quiet_transformers(), suppress(Exception):  # still refused
-            _build(
-                transformers.AutoConfig.for_model(
-                    **{key: value for key, value in config.items() if key != field}
-                ),
-                head=head,
-            )
+        others = {key: value for key, value in config.items() if key != field}
+        with quiet_transformers(), suppress(Exception):  # refused without this field, too
+            _build(transformers.AutoConfig.for_model(**others), head=head)
             return f"{field} = {shown(config[field])}"
     return None
 
@@ -161,7 +162,8 @@ def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
 def destinations(
     model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]
 ) -> Destinations:
-    """Where transformers puts each stored weight, without keys that it leaves aside.
+    """The parameters to which transformers assigns each stored weight; keys that it ignores are
+    left out.
 
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     """
@@ -172,6 +174,7 @@ def destinations(
     converters = [
         step for step in conversions if isinstance(step, core_model_loading.WeightConverter)
     ]
+    # pattern of a converted key -> patterns of the parameters that the conversion makes of it
     targets: dict[str, list[str]] = {}
     for converter in converters:
         targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
@@ -180,91 +183,96 @@ def destinations(
     known = {}
     for key in sorted(keys):
         rename = partial(core_model_loading.rename_source_key, key)
-        name, source = rename(renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, source = rename([], [], prefix, state)
-        if name in state:
-            first, *rest = targets[source] if source else [""]
-            names = (name, *(name.replace(first, other) for other in rest))
-            known[key] = names, source is None
+        name, pattern = rename(renamings, converters, prefix, state)
+        if name not in state and key in state:  # the key is a parameter's name already
+            name, pattern = rename([], [], prefix, state)
+        if name not in state:
+            continue
+        names = [name]
+        if pattern:
+            first, *others = targets[pattern]
+            names += [name.replace(first, other) for other in others]
+        known[key] = tuple(names), pattern is None
     return known
 
 
-def missing(model: PreTrainedModel, found: Destinations) -> set[str]:
-    """Parameters that no stored weight becomes.  One of those that share their weights is
-    enough.
+def missing(model: PreTrainedModel, known: Destinations) -> set[str]:
+    """Parameters to which no stored weight contributes.
+
+    If several parameters share their weights, a stored weight for one of them is enough.
     """
-    there = set(chain.from_iterable(names for names, _ in found.values()))
+    present: set[str] = set()
+    for names, _ in known.values():
+        present.update(names)
     shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()
     for pairs in shared.values():
-        names = [name for name, _ in pairs]
-        is_optional = any(re.search(pattern, names[0]) for pattern in optional)
-        if there.isdisjoint(names) and not is_optional:
-            lost.add(names[0])
+        names_of_one = [name for name, _ in pairs]
+        is_optional = any(re.search(pattern, names_of_one[0]) for pattern in optional)
+        if present.isdisjoint(names_of_one) and not is_optional:
+            lost.add(names_of_one[0])
     return lost
 
 
 def accepts(config: ModelConfig) -> bool:
-    """Whether transformers accepts a config as such."""
-    with quiet_transformers(), suppress(Exception):  # of any class
+    """Whether transformers accepts a config, whatever it would build from it."""
+    with quiet_transformers(), suppress(Exception):  # transformers raises errors of any class
         return bool(_parsed(config))
     return False
 
 
 @contextmanager
 def refusals(what: str, hint: str = "") -> Iterator[None]:
-    """Turn all errors of transformers on a user's file into BadInputError with its message.
+    """Turn all errors of transformers in the block into BadInputError, with transformers' message.
 
-    what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their
-    own messages.
+    Errors of ssdprof and torch.OutOfMemoryError are passed on.  A missing package, full memory and
+    a full disk become MissingCapabilityError.
+
+    what: the user's file that transformers reads, for messages.  hint: replaces the usual one.
     """
     try:
         yield
     except (SsdprofError, torch.OutOfMemoryError):
         raise
-    except OSError as error:
-        if error.errno not in OF_MACHINE:
-            raise failed_import(error) or _unusable(what, error, hint) from error
-        raise MissingCapabilityError(
-            f"A temporary file for {what} cannot be written: {error.strerror}.",
-            "Make room there or set TMPDIR to another folder.",
-        ) from error
     except ImportError as error:
         raise MissingCapabilityError(
             f"transformers needs a missing package for {what}: {library_message(error)}.",
             "Install the package.",
         ) from error
     except Exception as error:  # the library may raise any class of error on the user's data
-        # the second is PyTorch's
+        if isinstance(error, OSError) and error.errno in OF_MACHINE:
+            raise MissingCapabilityError(
+                f"A temporary file for {what} cannot be written: {error.strerror}.",
+                "Make room there or set TMPDIR to another folder.",
+            ) from error
+        # torch raises a RuntimeError with this message
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MissingCapabilityError(
                 f"Main memory is too small for {what}.", "Take fewer layers."
             ) from error
-        raise failed_import(error) or _unusable(what, error, hint) from error
-
-
-def _unusable(what: str, error: Exception, hint: str) -> BadInputError:
-    return BadInputError(
-        f"transformers cannot use {what}: {library_message(error)}.",
-        hint or "The file is damaged, or the checkpoint is newer than the installed transformers.",
-    )
+        raise failed_import(error) or BadInputError(
+            f"transformers cannot use {what}: {library_message(error)}.",
+            hint
+            or "The file is damaged, or the checkpoint is newer than the installed transformers.",
+        ) from error
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress its bars, and warnings on unused weights of a cut model and unusual configs, which
-    ssdprof checks.
+    """Suppress transformers' progress bars and warnings in the block.
+
+    It would warn about the unused weights of a cut model, and about unusual configs, which ssdprof
+    checks itself.
     """
     logging: Any = transformers.logging
-    before = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    shows_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.ERROR)
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
-        if bars:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
             logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""The modules of a model that call an operator."""
+"""Finds the modules of a model that call an operator."""
 
 import inspect
 import re
@@ -21,22 +21,23 @@ from ssdprof.errors import BadInputError
 class Mixer:
     """A module that calls an operator, and the function that it calls.
 
-    From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global
-    function of the modeling file: a mixer is a module whose forward names that function in its
-    bytecode.
+    In transformers 5.15 and later, every Mamba-2 and gated-delta-rule model calls its scan as a
+    global function of the modeling file.  A mixer is a module whose forward names that function in
+    its bytecode.
     """
 
-    name: str  # path in the model that was searched
-    layer_index: int  # decoder layer
+    name: str  # path of the module in the model that was searched
+    layer_index: int  # index of its decoder layer
     operator: str
     module: nn.Module
-    function: str  # name of the global
+    function: str  # name of the global function that computes the operator
     namespace: dict[str, Any]  # globals of the modeling file
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the operator by name.  BadInputError if the module does not have them as
-        attributes.
+        """Sizes of the operator by name, from attributes of the module.
+
+        Raises BadInputError if an attribute is missing, or no possible size.
         """
         wanted = operators.get(self.operator).mixer_sizes
         sizes = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
@@ -49,12 +50,12 @@ class Mixer:
 
 
 def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
-    """Every mixer of `model`, in the order of its decoder layers.  what: names the model in
-    messages.
+    """Every mixer of `model`, in the order of its decoder layers.
 
+    what: names the model in messages; empty: its class does.
     Raises BadInputError if there is none, or if two share a decoder layer.
     """
-    # The variants for a single token are other functions, which are not replaced.
+    # function -> operator; the functions for a single token are others, which are not replaced
     functions = {operators.get(name).binding.function: name for name in operators.names()}
     mixers: dict[int, Mixer] = {}
     for name, module in model.named_modules():
@@ -73,35 +74,38 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
                 name, index, functions[function], module, function, forward.__globals__
             )
     if not mixers:
-        parts = (
-            part
-            for name, part in model.named_modules()
-            if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
-        )
-        kinds = dict.fromkeys(
-            type(part).__name__
-            for part in parts
-            if any(parameter.ndim > 1 for parameter in part.parameters())
-        )
+        kinds = _kinds_of_layers(model) or ["nothing with weights"]
         raise BadInputError(
             f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers are "
-            f"of {words(kinds or ['nothing with weights'])}.",
+            f"of {words(kinds)}.",
             SUPPORTED,
         )
     return tuple(mixers[index] for index in sorted(mixers))
 
 
+def _kinds_of_layers(model: nn.Module) -> list[str]:
+    """The class names of the modules in the model's layers, outermost ones with weight matrices
+    only.
+    """
+    kinds: dict[str, None] = {}
+    for name, module in model.named_modules():
+        is_in_a_layer = re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)  # such as layers.3.mlp
+        if is_in_a_layer and any(parameter.ndim > 1 for parameter in module.parameters()):
+            kinds[type(module).__name__] = None
+    return list(kinds)
+
+
 def is_attention(module: nn.Module) -> bool:
-    """Whether `module` computes attention by one of transformers' functions: its class's forward
-    names their table.
+    """Whether `module` computes attention by one of transformers' functions: then the forward of
+    its class names their table.
     """
     forward = _forward(module)
     return forward is not None and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
 def _forward(module: nn.Module) -> FunctionType | None:
-    """The forward that the model's author wrote: transformers wraps some in decorators.  None if it
-    is not Python.
+    """The module's forward without decorators, with which transformers wraps some; None if it is no
+    Python function.
     """
     forward = inspect.unwrap(type(module).forward)
     return forward if isinstance(forward, FunctionType) else None

@@ -1,5 +1,6 @@
-"""Opens the checkpoint that the user named: its files, its config, and the layers with an
-operator.
+"""Opens the checkpoint that the user named: its files, its config, and its layers with an operator.
+
+Imports no torch until the layers are asked for.
 """
 
 from __future__ import annotations
@@ -44,27 +45,32 @@ if TYPE_CHECKING:
     from ssdprof.checkpoint import meta, mixers
     from ssdprof.checkpoint.mixers import Mixer
 else:
-    # they import torch and transformers: a wrong name or layer is refused before that
+    # These modules import torch and transformers.  A wrong name is refused before that.
     meta = lazy("ssdprof.checkpoint.meta")
     mixers = lazy("ssdprof.checkpoint.mixers")
 
 _ADAPTER = "adapter_config.json"
-_NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
+_NAMES = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."  # a hint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A checkpoint that is available.  Its layers are read from the model that transformers builds
-    without weights.
+    """A checkpoint that exists.  Its layers are those of the model that transformers builds from
+    its config, without weights.
 
-    config: the language model's own config in transformers' format: flat, and converted from the
-    original format.
+    requested: the model as the user named it.
+    source: the files.
+    config: the config of the language model, without that of a larger model around it; converted
+        from the original format, if the checkpoint has that.
     model_type: as config.json says; "mamba2" for the original format.
-    nested: the language model is part of a larger model.
-    named_quantization: what the config says of the weights.
-    tokenizer: hub id or folder that the user named.
-    notes: sentences for the user before the run, such as which repo a family name stands for.
-    adapter: the file of an adapter beside the weights; empty without one.
+    nested: whether the language model is part of a larger model.
+    original: whether the checkpoint has the original format of state-spaces/mamba2-*.
+    named_quantization: the quantisation that the config names; None: it names none.
+    random_weights: whether the weights are random numbers, as the config says.
+    tokenizer: hub id or folder that the user named; None: the user named none.
+    siblings: other repos of the family that the user named.
+    notes: sentences for the user before the run, such as which repo a family name means.
+    adapter: name of the file of an adapter beside the weights; empty: there is none.
     """
 
     requested: str
@@ -82,7 +88,7 @@ class Model:
 
     @property
     def caveats(self) -> Iterator[str]:
-        """Sentences for the report on files that are not read."""
+        """Sentences for the report on files of the checkpoint that are not read."""
         if self.adapter:
             yield (
                 f"{self.adapter} of {self.source.label} is not applied: these are the layers of "
@@ -96,20 +102,22 @@ class Model:
 
     @property
     def where(self) -> str:
-        """Names the config in messages."""
+        """The config's name in messages: "config.json of org/name"."""
         return f"{CONFIG} of {self.source.label}"
 
     @cached_property
     def quantization(self) -> str | None:
-        """The quantisation of the stored weights.  None, too, if the weights were decoded and only
-        their config still names it.
+        """The quantisation of the stored weights.
+
+        None if the config names none, or if the weights were decoded, and only the config still
+        names one.
         """
         named = self.named_quantization
         return named if named is not None and self.weights.has_codes else None
 
     @cached_property
     def on_meta(self) -> PreTrainedModel:
-        """The whole base model on the meta device; raises what `meta.build` raises."""
+        """The whole base model on the meta device.  Raises what `meta.build` raises."""
         meta.check_known(self.config, self.where)
         if self.config.get("quantization_config") and self.weights.has_codes:
             meta.check_known_quantization(self.config, self.source.label)
@@ -118,10 +126,11 @@ class Model:
     def cut_on_meta(
         self, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
     ) -> PreTrainedModel:
-        """What `load.fetch` and `load.load_model` give, on the meta device: shapes and dtypes.
-        Downloads nothing.
+        """The model that `load.fetch` and `load.load_model` would load, on the meta device: with
+        its shapes and dtypes, but without weights.  Downloads nothing.
 
-        dtype: of the weights, named as in torch; None: the checkpoint's own.
+        deepest_layer, head: see `load.fetch`.
+        dtype: the dtype of the weights, named as in torch; None: the checkpoint's own.
         """
         wanted = dtype or (self._dtype_by_size if self.weights.pickled else self.dtype)
         config = self.load_config(self.depth(deepest_layer), wanted)
@@ -129,15 +138,15 @@ class Model:
 
     @property
     def _dtype_by_size(self) -> str:
-        """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes
-        or 2.
+        """The dtype of the weights in a pickle, which has no header: the size of the file shows
+        whether a weight takes 4 bytes or 2.
         """
         parameters = sum(parameter.numel() for parameter in self.on_meta.parameters())
         return "float32" if self.weight_bytes() > 3 * parameters else "bfloat16"
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
-        """Modules of `on_meta` that call an operator; BadInputError if there are none."""
+        """The modules of `on_meta` that call an operator.  BadInputError if there are none."""
         return mixers.find_mixers(self.on_meta, f"{self.where}, of type {shown(self.model_type)},")
 
     @cached_property
@@ -153,10 +162,12 @@ class Model:
 
     @cached_property
     def layer_count(self) -> int:
+        """The number of all decoder layers."""
         return 1 + max(layer_index(name) or 0 for name, _ in self.on_meta.named_parameters())
 
     @property
     def _origin(self) -> Literal["demo", "local", "hub"]:
+        """Where the checkpoint comes from."""
         if self.requested in DEMO_FOLDERS:
             return "demo"
         return "local" if self.source.revision is None else "hub"
@@ -186,39 +197,32 @@ class Model:
         return self._number("vocab_size")
 
     def _number(self, key: str) -> int | None:
+        """A number in the config; None if it has no positive integer with this key."""
         value = self.config.get(key)
         return value if isinstance(value, int) and value > 0 else None
 
     def sizes(self, layer: LayerRef) -> dict[str, int]:
-        """Sizes of `layer`'s operator by name; BadInputError when the model has no such layer."""
-        if layer not in self.layers:
-            raise self._refuse_layer(
-                f"{self.source.label} has no SSD or gated-delta-rule layer {layer.name}."
-            )
+        """The sizes of the operator of a layer, which is one of `layers`, by name."""
         return self.mixers[self.layers.index(layer)].sizes
 
-    def _refuse_layer(self, what: str) -> BadInputError:
-        """The error for a layer that is not there."""
-        return BadInputError(
-            what, f"Layers with the operator: {', '.join(str(ref.index) for ref in self.layers)}."
-        )
-
     def size_words(self, layer: LayerRef) -> str:
-        """Those sizes for people: "128x64, N 128, G 1, chunk 256"."""
+        """The sizes of a layer's operator in words: "128x64, N 128, G 1, chunk 256"."""
         return operators.get(layer.operator).words.format(**self.sizes(layer))
 
     def depth(self, deepest_layer: int | None) -> int:
-        """Decoder layers to load so that layer `deepest_layer` can run; all for None.
+        """The number of decoder layers to load so that layer `deepest_layer` can run; None: all.
 
-        More than deepest_layer + 1 if the model definition needs an attention layer.
-        BadInputError if the model has no such layer.
+        It is larger than deepest_layer + 1 if the model definition needs an attention layer.
+        Raises BadInputError if the model has no such layer.
         """
         if deepest_layer is None:
             return self.layer_count
         if not 0 <= deepest_layer < self.layer_count:
             last = self.layer_count - 1
-            raise self._refuse_layer(
-                f"There is no layer {deepest_layer}: the model's layers are 0 to {last}."
+            indices = ", ".join(str(layer.index) for layer in self.layers)
+            raise BadInputError(
+                f"There is no layer {deepest_layer}: the model's layers are 0 to {last}.",
+                f"Layers with the operator: {indices}.",
             )
         wanted = deepest_layer + 1
         kinds = getattr(self.on_meta.config, "layer_types", None) or []
@@ -227,21 +231,22 @@ class Model:
         return wanted
 
     def cut_config(self, depth: int | None = None, dtype: str | None = None) -> ModelConfig:
-        """See `config.cut_config`."""
+        """The config for transformers with the first `depth` layers; see `config.cut_config`."""
         config = dict(self.config)
         if depth is not None and not any(config.get(key) for key in configs.PER_LAYER):
-            # The model definition may have a list of its own, such as Zamba2's.
+            # The model definition may compute the kinds of its layers, as Zamba2's does.
             whole = self.on_meta.config.to_dict()
             config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
         return configs.cut_config(config, depth, dtype=dtype)
 
     def load_config(self, depth: int, dtype: str | None) -> ModelConfig:
-        """`cut_config` with the quantisation of the weights."""
+        """The config of `cut_config`, with the quantisation of the stored weights."""
         config = self.cut_config(depth, dtype)
         if self.quantization is not None:
             config["quantization_config"] = dict(self.config["quantization_config"])
             if self.quantization in DECODED_ON_LOAD:
-                # To 16 bit: the operator's inputs do not depend on the fp8 matmul of this GPU.
+                # With weights in 16 bits, the operator's inputs do not depend on the GPU's products
+                # of fp8 matrices.
                 config["quantization_config"]["dequantize"] = True
         return config
 
@@ -251,40 +256,44 @@ class Model:
         return find_weights(self.source, is_original=self.original)
 
     def part(self, deepest_layer: int | None, *, head: bool = False) -> Weights:
-        """The weights that layers 0 to `deepest_layer` need.  head: and the language-model head."""
+        """The weights that layers 0 to `deepest_layer` need (None: all), with the language-model
+        head if `head` is set.
+        """
         return replace(self.weights, depth=self.depth(deepest_layer), head=head)
 
     @cached_property
     def dtype(self) -> str | None:
-        """The dtype in which the weights are loaded, named as in torch: that of the config, or else
-        of most weights.
+        """The dtype in which the weights are loaded, named as in torch: the one that the config
+        names, or else that of most weights.
 
-        None if neither is known: a pickle has no header.
+        None if neither is known, because a pickle has no header.
         """
         for key in ("dtype", "torch_dtype"):
-            if (named := self.config.get(key)) is not None:
-                # transformers will say what is wrong with it
+            named = self.config.get(key)
+            if named is not None:
+                # transformers refuses a value that is no string
                 return named if isinstance(named, str) else None
         return None if self.weights.pickled else usual_dtype(self.part(0).tensors.values())
 
     def weight_bytes(
         self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None
     ) -> int:
-        """Bytes, once loaded, of the weights of layers 0 to `deepest_layer` and of those outside of
-        layers.
+        """Bytes in memory of the weights of layers 0 to `deepest_layer` (None: all), and of those
+        outside of layers.
 
-        head: also of the language-model head, where it has weights of its own.
-        dtype: in which they are loaded; None: their own.
+        head: also of the language-model head, if it has weights of its own.
+        dtype: the dtype in which they are loaded, named as in torch; None: the checkpoint's own.
 
-        Read from the headers of safetensors; for a pickle the size of the whole file.
+        The headers of safetensors files are read.  For a pickle it is the size of the file.
         """
         return self.part(deepest_layer, head=head).bytes(dtype or self.dtype)
 
     @cached_property
     def tokenizer_source(self) -> Source | None:
-        """The source of the tokenizer; None if the user named none and the checkpoint has none.
+        """The files among which the tokenizer is; None if the user named none and the checkpoint
+        has none.
 
-        ModelUnavailableError or BadInputError when the named one is not available.
+        Raises ModelUnavailableError or BadInputError if the named one is not available.
         """
         named = self.tokenizer
         if named is None:
@@ -292,12 +301,12 @@ class Model:
                 return self.source
             if not self.original:
                 if not self.source.complete:
-                    # raises: the hub may have it, but the cache does not
+                    # The hub may have a tokenizer that is not cached: this raises the error.
                     self.source.path(TOKENIZER_FILES[0])
                 return None
             named = configs.DEFAULT_TOKENIZER
         if not named.strip():
-            raise BadInputError("The tokenizer's name is empty.", _NO_TOKENIZER)
+            raise BadInputError("The tokenizer's name is empty.", _NAMES)
         source = _local(named) or HubRepo(*parse_repo(named, None), first="tokenizer_config.json")
         if not source.tokenizer_files():
             raise BadInputError(
@@ -308,22 +317,21 @@ class Model:
     def files(
         self, deepest_layer: int | None = None, *, head: bool = False
     ) -> tuple[PlannedFile, ...]:
-        """Every file that running layers 0 to `deepest_layer` needs (all layers for None),
-        tokenizer included.
+        """Every file that a run of layers 0 to `deepest_layer` (None: all) needs, with those of the
+        tokenizer, and of the language-model head if `head` is set.
 
-        head: include the language-model head.
-
-        Files of a tokenizer from another repo are prefixed with that repo's name.
+        Names of a tokenizer's files from another repo begin with the name of that repo.
         """
         names = [CONFIG]
         if self.weights.shards is not None:
             names.append(INDEX)
         names += self.part(deepest_layer, head=head).files
         planned = [self.source.planned(name) for name in names]
-        if (other := self.tokenizer_source) is not None:
-            prefix = "" if other is self.source else f"{other.label}/"
-            for name in other.tokenizer_files():
-                file = other.planned(name)
+        tokenizer = self.tokenizer_source
+        if tokenizer is not None:
+            prefix = "" if tokenizer is self.source else f"{tokenizer.label}/"
+            for name in tokenizer.tokenizer_files():
+                file = tokenizer.planned(name)
                 planned.append(file.model_copy(update={"name": prefix + file.name}))
         return tuple(planned)
 
@@ -334,14 +342,15 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
 
     Downloads config.json only, and imports no torch.
 
-    revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
-    tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
+    revision: branch, tag, commit or refs/pr/N on the hub; None: the main branch.
+    tokenizer: hub id or folder of the tokenizer; None: the checkpoint's own.
 
-    ModelUnavailableError when it is not available; BadInputError if its config shows that ssdprof
-    cannot measure it.
+    Raises ModelUnavailableError if the checkpoint is not available, and BadInputError if its config
+    shows that ssdprof cannot measure it.
     """
     source, family = _find(named, revision)
-    adapter = next((name for name in source.sizes if name.startswith("adapter_model.")), "")
+    adapters = [name for name in source.sizes if name.startswith("adapter_model.")]
+    adapter = adapters[0] if adapters else ""
     if adapter and not any(name.startswith(("model", "pytorch_model")) for name in source.sizes):
         raise BadInputError(
             f"{source.label} is a LoRA adapter for {_base_of(source)}.",
@@ -359,7 +368,8 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     siblings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if family:
-        siblings = tuple(c.repo for c in family.checkpoints if c.repo != source.label)
+        repos = [checkpoint.repo for checkpoint in family.checkpoints]
+        siblings = tuple(repo for repo in repos if repo != source.label)
         notes = (
             f"{named} is a family of models, not a repo: taking {source.label}. Others: "
             f"{', '.join(siblings)}.",
@@ -376,9 +386,12 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
 
 
 def _find(named: str, revision: str | None) -> tuple[Source, Family | None]:
-    """The files, and the family if `named` is its name."""
+    """The files of the checkpoint, and the family if `named` is a family's name.
+
+    Raises BadInputError for an empty name or revision, and for a revision of a local folder.
+    """
     if not named.strip():
-        raise BadInputError("The model's name is empty.", _NO_TOKENIZER)
+        raise BadInputError("The model's name is empty.", _NAMES)
     if revision is not None and not revision.strip():
         raise BadInputError(
             "The revision is empty.", "Name a branch, a tag or a commit, or leave out --revision."
@@ -391,7 +404,8 @@ def _find(named: str, revision: str | None) -> tuple[Source, Family | None]:
             )
         return source, None
     repo_id, revision = parse_repo(named, revision)
-    if (demo := repo_id.casefold()) in DEMO_FOLDERS:
+    demo = repo_id.casefold()
+    if demo in DEMO_FOLDERS:  # with other capitals, or with a revision
         raise BadInputError(
             f"There is no model {named}; a model that ships with ssdprof is {demo}.",
             f"Name {demo}.",
@@ -403,25 +417,28 @@ def _find(named: str, revision: str | None) -> tuple[Source, Family | None]:
 
 
 def _base_of(source: Source) -> str:
-    """What an adapter's config says that it belongs to."""
-    with suppress(SsdprofError):
+    """The name of the model to which an adapter belongs, from the adapter's config."""
+    with suppress(SsdprofError):  # the config is missing or damaged
         if base := read_object(source.path(_ADAPTER), _ADAPTER, "").get("base_model_name_or_path"):
             return f"{shown(base)} ({_ADAPTER})"
     return "another model"
 
 
 def _local(name: str) -> Source | None:
-    """A demo model or a local folder; None for a name on the hub."""
+    """The files of a demo model or of a local folder; None for a name on the hub."""
     if name in DEMO_FOLDERS:
         return Source(DEMO_FOLDERS[name], name)
     return Source(Path(name).expanduser()) if is_folder(name) else None
 
 
 def _open_repo(repo_id: str, revision: str | None) -> Source:
+    """The files of a repo on the hub.  If that fails for an unknown repo, the hint lists similar
+    names.
+    """
     try:
         return HubRepo(repo_id, revision)
     except SsdprofError as error:
-        similar = [name for name in close_names(repo_id) if repo_id.casefold() not in KNOWN]
+        similar = [] if repo_id.casefold() in KNOWN else close_names(repo_id)
         if similar:
             error.hint = f"Similar names: {', '.join(similar)}.  {error.hint}"
         raise

@@ -1,5 +1,6 @@
-"""Names that users type for models and layers, and the table of published checkpoints.  Imports no
-torch.
+"""Names that users type for models and layers, and the table of published checkpoints.
+
+Imports no torch.
 """
 
 import difflib
@@ -16,8 +17,8 @@ from ssdprof import operators
 from ssdprof.errors import BadInputError
 
 DEMO_FOLDERS = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("demo*"))}
-_ALIKE = 0.83  # difflib's ratio from which a name counts as a typo of another
-_AT_MOST = 4  # suggestions
+_ALIKE = 0.83  # difflib's ratio from which a name counts as a typo of another one
+_AT_MOST = 4  # names that are suggested
 
 
 # --- published checkpoints
@@ -25,24 +26,28 @@ _AT_MOST = 4  # suggestions
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCheckpoint:
-    """One repo.  None: unknown.  dims: sizes of its operator by name, as the operator's outline
-    lists them.
+    """One repo on the hub.  A field that is not known is None.
+
+    parameters: number of parameters of the whole model.
+    operator_layers: number of layers with an operator.  layers: number of all layers.
+    dims: sizes of the operator by name (`Operator.mixer_sizes`).
+    trained_context: tokens, if they differ from the config's max_position_embeddings.
     """
 
     repo: str
-    parameters: int  # of the whole model
+    parameters: int
     operator_layers: int | None = None
     layers: int | None = None
     dims: dict[str, int] | None = None
-    # tokens, if it differs from the config's max_position_embeddings
     trained_context: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Checkpoints of one `model_type`, smallest first.
+    """Checkpoints of one `model_type`, the smallest first.
 
-    typed: names that users type and that are not repos.  flagship: the repo used for them.
+    typed: names of the family that users type; they are no repos.  flagship: the repo that such a
+    name means.
     """
 
     title: str
@@ -56,56 +61,64 @@ class Family:
 def _family(
     organisation: str, checkpoints: list[dict[str, Any]], typed: Sequence[str] = (), **row: Any
 ) -> Family:
-    """A table of families.toml.  `layers` of a checkpoint: those with an operator, and all."""
+    """The family of a table of families.toml.
+
+    In the file, `layers` of a checkpoint is a list: the number of layers with an operator, and of
+    all layers.  It has a single number if all layers have an operator.
+    """
     names = operators.get(row["operator"]).mixer_sizes
-    known = (
-        KnownCheckpoint(
+    known: list[KnownCheckpoint] = []
+    for entry in checkpoints:
+        counts = entry.get("layers", [None])
+        checkpoint = KnownCheckpoint(
             repo=f"{organisation}/{entry['repo']}",
             parameters=round(1e9 * entry["billions"]),
-            operator_layers=entry.get("layers", [None])[0],
-            layers=entry.get("layers", [None])[-1],
+            operator_layers=counts[0],
+            layers=counts[-1],
             dims=dict(zip(names, entry["sizes"], strict=True)) if "sizes" in entry else None,
             trained_context=entry.get("context"),
         )
-        for entry in checkpoints
-    )
+        known.append(checkpoint)
     return Family(checkpoints=tuple(known), typed=tuple(typed), **row)
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 OTHER_SCANS: dict[str, str] = _TABLE["other_scans"]  # model type -> why it is refused
 FAMILIES = tuple(_family(**row) for row in _TABLE["family"])
-# any other works if it calls an operator
-KNOWN_TYPES = tuple(dict.fromkeys(row.model_type for row in FAMILIES))
+# model types for messages; a model of another type works if it calls an operator
+KNOWN_TYPES = tuple(dict.fromkeys(family.model_type for family in FAMILIES))
 
 
 def family_named(typed: str) -> Family | None:
-    """The family with the name `typed`; None if there is none."""
-    return next((row for row in FAMILIES if typed.casefold() in map(str.casefold, row.typed)), None)
+    """The family with the name `typed`, in any capitalisation; None if there is none."""
+    for family in FAMILIES:
+        if typed.casefold() in map(str.casefold, family.typed):
+            return family
+    return None
 
 
-_CHECKPOINTS = tuple(chain.from_iterable(row.checkpoints for row in FAMILIES))
-KNOWN = {checkpoint.repo.casefold(): checkpoint for checkpoint in _CHECKPOINTS}  # by repo
+_CHECKPOINTS = tuple(chain.from_iterable(family.checkpoints for family in FAMILIES))
+# repo in lower case -> checkpoint
+KNOWN = {checkpoint.repo.casefold(): checkpoint for checkpoint in _CHECKPOINTS}
 
 
 def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint, ...]:
-    """Other members of `repo_id`'s family whose 16-bit weights take at most `budget_bytes`, largest
-    first.
+    """Other checkpoints of the repo's family whose 16-bit weights take at most `budget_bytes`, the
+    largest first.
     """
-    members = next(
-        (row.checkpoints for row in FAMILIES if any(c.repo == repo_id for c in row.checkpoints)), ()
-    )
-    fitting = [c for c in members if c.repo != repo_id and 2 * c.parameters <= budget_bytes]
-    return tuple(sorted(fitting, key=lambda checkpoint: -checkpoint.parameters))
+    for family in FAMILIES:
+        others = [known for known in family.checkpoints if known.repo != repo_id]
+        if len(others) < len(family.checkpoints):  # the repo is in this family
+            fitting = [known for known in others if 2 * known.parameters <= budget_bytes]
+            return tuple(sorted(fitting, key=lambda known: -known.parameters))
+    return ()
 
 
 # --- names of models
 
 
 def is_folder(name: str) -> bool:
-    """Whether the user means a local folder: an existing one, or a name that only a path can
-    have.
-    """
+    """Whether a name means a local folder: it exists, or only a path can have that name."""
     separators = (os.sep, os.altsep or os.sep)
     return (
         os.path.exists(os.path.expanduser(name))
@@ -115,28 +128,26 @@ def is_folder(name: str) -> bool:
 
 
 def close_names(typed: str) -> list[str]:
-    """Known names of which `typed` may be a typo, or the beginning or a word, the likeliest
-    first.
-    """
-    end = typed.rpartition("/")[2].casefold()
-    # else the end of a name decides: granite-9 is no granite-4.0
-    begins = not any(map(str.isdigit, end))
+    """Known names that `typed` may mean by a typo, a beginning or a word, the likeliest first."""
+    typed_end = typed.rpartition("/")[2].casefold()  # without the organisation
+    # With digits, a name is compared as a whole: granite-9 is not the beginning of granite-4.0.
+    may_be_beginning = not any(map(str.isdigit, typed_end))
 
     def likeness(name: str) -> float:
-        """The best match of what was typed: with the whole name, or of its end with a part of the
-        name.
-        """
-        last = name.rpartition("/")[2].casefold()
-        words = [word for word in last.split("-") if len(word) > 4 and end.isalnum()]
-        parts = [last, *words]
-        if begins:
-            parts.append(last[: len(end)])
-        pairs = [(typed.casefold(), name.casefold()), *((end, part) for part in parts)]
+        """From 0 to 1: how well `typed` matches the name, or its end matches a part of the name."""
+        end = name.rpartition("/")[2].casefold()
+        parts = [end]
+        if typed_end.isalnum():
+            parts += [word for word in end.split("-") if len(word) > 4]
+        if may_be_beginning:
+            parts.append(end[: len(typed_end)])
+        pairs = [(typed.casefold(), name.casefold())]
+        pairs += [(typed_end, part) for part in parts]
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     names = {
         *DEMO_FOLDERS,
-        *chain.from_iterable(row.typed for row in FAMILIES),
+        *chain.from_iterable(family.typed for family in FAMILIES),
         *(checkpoint.repo for checkpoint in _CHECKPOINTS),
     }
     scored = sorted((-likeness(name), name) for name in names)
@@ -149,27 +160,30 @@ _GRAMMAR = (
     "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer numbers "
     "and ranges: 3,7 or 0-3."
 )
-_NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"
+_NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"  # a layer number, or a range
+_LAYERS = re.compile(rf"all|(first|every):0*[1-9]\d{{0,5}}|{_NUMBERS}(\s*,\s*{_NUMBERS})*")
 
 
 def check_layers(spec: str) -> None:
-    """BadInputError for a spec that cannot be read, whatever the model."""
+    """BadInputError for a value of --layers that can be read for no model.  spec: see
+    `select_indices`.
+    """
     text = spec.strip().lower()
-    read = re.fullmatch(rf"all|(first|every):0*[1-9]\d{{0,5}}|{_NUMBERS}(\s*,\s*{_NUMBERS})*", text)
-    ranges = re.findall(_NUMBERS, text if text[:1].isdigit() else "")
-    if not read or any(last and int(last) < int(first) for first, last in ranges):
+    ranges = re.findall(_NUMBERS, text) if text[:1].isdigit() else []
+    backwards = any(last and int(last) < int(first) for first, last in ranges)
+    if backwards or not _LAYERS.fullmatch(text):
         raise BadInputError(f"--layers {spec!r} cannot be read.", _GRAMMAR)
 
 
 def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
-    """Those of `indices`, the decoder layers with an operator, that `spec` names, each once, in
-    their order.
+    """The layers that a value of --layers names, without duplicates, in the order of `indices`.
 
-    `all`, `first:N` and `every:K` count them: with 0, 1, 3, 4, `first:3` is 0, 1 and 3.  Numbers
-    and ranges, such as `3,7` and `0-3,7`, are decoder layer indices; a range includes both ends,
-    and selects its layers with an operator.
+    indices: indices of the decoder layers with an operator.
+    spec: "all", "first:N" or "every:K", which count these layers: of 0, 1, 3, 4, "first:3" selects
+        0, 1 and 3.  Or numbers and ranges, such as "3,7" and "0-3,7", which are decoder layer
+        indices; a range includes both ends, and selects its layers with an operator.
 
-    Raises BadInputError for a spec that cannot be read and for a layer that does not exist; the
+    Raises BadInputError for a spec that cannot be read, and for a layer that does not exist; the
     message lists the existing ones.
     """
     check_layers(spec)
@@ -183,20 +197,22 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
         if int(number) > len(indices):
             raise BadInputError(f"--layers {spec}: {listed}", "Use --layers all for every one.")
         return tuple(indices[: int(number)])
-    ranges = [
-        (int(first), int(last or first), f"{first}-{last}" if last else first)
-        for first, last in re.findall(_NUMBERS, word)
-    ]
-    if missing := [
-        words for first, last, words in sorted(ranges) if not {*indices} & {*range(first, last + 1)}
-    ]:
+    ranges: list[tuple[int, int, str]] = []  # first layer, last layer, as typed
+    for first, last in re.findall(_NUMBERS, word):
+        ranges.append((int(first), int(last or first), f"{first}-{last}" if last else first))
+    missing: list[str] = []
+    selected: set[int] = set()
+    for start, stop, typed in sorted(ranges):
+        in_range = [index for index in indices if start <= index <= stop]
+        selected.update(in_range)
+        if not in_range:
+            missing.append(typed)
+    if missing:
         raise BadInputError(
             f"Layer {', '.join(missing)} has no SSD, GDN or KDA operator; {listed}",
             "Numbers are decoder layer indices, counted from 0.",
         )
-    return tuple(
-        index for index in indices if any(first <= index <= last for first, last, _ in ranges)
-    )
+    return tuple(index for index in indices if index in selected)
 
 
 def shown(value: object) -> str:

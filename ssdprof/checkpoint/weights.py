@@ -1,12 +1,11 @@
-"""The files and tensors of the weights, checked before they are read, and those that the first
-layers need.
+"""The files and tensors of a checkpoint's weights, checked before they are read, and those of them
+that the first layers need.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.config import PICKLE
@@ -15,25 +14,26 @@ from ssdprof.checkpoint.names import shown
 from ssdprof.errors import BadInputError, ModelUnavailableError, library_message
 from ssdprof.files import read_json
 
-# of torch's dtypes that a model is loaded in
+# bytes of an element, by dtype, of the dtypes in which a model is loaded
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# of safetensors; what is stored otherwise is no weight to compute with: codes, and indexes
+# Dtypes of safetensors, and their names in torch.  Tensors of other dtypes are codes or indices.
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_CAST = FLOATS.keys() | {"F8_E4M3", "F8_E5M2"}  # on load
+_CAST = FLOATS.keys() | {"F8_E4M3", "F8_E5M2"}  # dtypes that are cast when the model is loaded
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 MOST_LAYERS = 1 << 16  # more than any model has
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HEAD = "lm_head."
+# keys of weights that are never computed with: prediction of several tokens, images and audio
 _UNUSED = re.compile(
     r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\."
 )
 
 
 def layer_index(name: str) -> int | None:
-    """The decoder layer that a parameter or module belongs to ("model.layers.3.mamba.norm": 3);
-    None: to none.
+    """The index of the decoder layer to which a parameter or module belongs: 3 for
+    "model.layers.3.mamba.norm"; None if it belongs to none.
     """
     match = _LAYER.search(name)
     return int(match[1]) if match else None
@@ -41,13 +41,12 @@ def layer_index(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one checkpoint, or those that its first decoder layers need.
+    """The weights of one checkpoint that its first decoder layers need.
 
-    shards: the file of each tensor, from the index; None for a single file, whose tensors its own
-    header names.
-    single: that file; a pickle only in the original format.
-    depth: number of the layers; the weights outside of layers are needed too.  head: so is the
-    language-model head.
+    shards: the file of each tensor, from the index; None: there is a single file.
+    single: the single file, which is a pickle only in the original format; None: there is an index.
+    depth: number of the first layers; weights outside of layers are needed, too.
+    head: whether the language-model head is needed.
     """
 
     source: Source
@@ -58,12 +57,11 @@ class Weights:
 
     @property
     def pickled(self) -> bool:
+        """Whether the weights are in a pickle."""
         return self.single == PICKLE
 
     def needs(self, key: str) -> bool:
-        """Whether the weight `key` is one of them: image and audio towers, which are never run, and
-        prediction of several tokens are not.
-        """
+        """Whether the weight `key` is needed."""
         if key.startswith(_HEAD):
             return self.head
         if _UNUSED.match(key):
@@ -73,32 +71,34 @@ class Weights:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The needed files, in order."""
-        if self.shards is None:
-            assert self.single is not None
+        """The names of the needed files, sorted."""
+        if self.single is not None:
             return (self.single,)
         return tuple(sorted(set(self.needed_shards.values())))
 
     @property
     def needed_shards(self) -> dict[str, str]:
-        """The needed part of the index."""
+        """The file of each needed tensor, from the index; empty if there is no index."""
         return {key: file for key, file in (self.shards or {}).items() if self.needs(key)}
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """The needed tensors with their shapes, from the files' headers (on the hub: a few
-        requests, no download).  A tensor is that of the file in which the index places it.
+        """The needed tensors by key, with their dtypes and shapes, from the headers of the files.
 
-        ModelUnavailableError when a file is truncated, corrupt, or lacks a tensor that the index
-        places in it.  BadInputError when two files hold a tensor and the index names neither.
+        On the hub this takes a few requests, and no download.  If several files have a tensor, the
+        one counts in which the index places it.
+
+        Raises ModelUnavailableError if a file is truncated or corrupt, or lacks a tensor that the
+        index places in it, and BadInputError if two files have a tensor that is not in the index.
         """
         assert not self.pickled, "a pickle has no header"
         tensors: dict[str, TensorInfo] = {}
         needed = self.needed_shards
-        holder: dict[str, str] = {}
+        holder: dict[str, str] = {}  # key -> the file that has the tensor
         for file in self.files:
             header = self.source.header(file)
-            if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
+            missing = sorted(key for key in needed if needed[key] == file and key not in header)
+            if missing:
                 raise ModelUnavailableError(
                     f"{file} lacks {len(missing)} of the weights that the index places in it, such "
                     f"as {shown(missing[0])}.",
@@ -118,31 +118,37 @@ class Weights:
         return tensors
 
     def misplaced(self, file: str) -> set[str]:
-        """The tensors in `file` that the index places in another one: older copies."""
+        """The keys of tensors in `file` that the index places in another file: older copies."""
         shards = self.shards or {}
         return {key for key in self.source.header(file) if shards.get(key, file) != file}
 
+    @property
+    def _all_files(self) -> set[str]:
+        """The names of all files of weights that the checkpoint uses."""
+        return {self.single} if self.single else set((self.shards or {}).values())
+
     def outside_index(self) -> tuple[str, ...]:
-        """Files of weights beside those that the checkpoint uses."""
-        used = {self.single, *(self.shards or {}).values()}
-        return tuple(
-            name
-            for name in sorted(self.source.sizes)
-            if name.endswith(".safetensors") and name not in used
-        )
+        """The names of safetensors files that the checkpoint does not use."""
+        unused = self.source.sizes.keys() - self._all_files
+        return tuple(sorted(name for name in unused if name.endswith(".safetensors")))
 
     @property
     def has_codes(self) -> bool:
-        """Whether any tensor is stored in integers or in 8 bit and less, or cannot be looked at."""
+        """Whether any tensor of the checkpoint is stored as codes, in integers or in 8 bits and
+        less.  True for a pickle, which has no header to tell.
+        """
         if self.pickled:
             return True
-        files = [self.single] if self.single else sorted(set((self.shards or {}).values()))
-        headers = (self.source.header(file).values() for file in files)
-        return any(tensor.dtype not in FLOATS for tensor in chain.from_iterable(headers))
+        for file in sorted(self._all_files):
+            if any(tensor.dtype not in FLOATS for tensor in self.source.header(file).values()):
+                return True
+        return False
 
     def bytes(self, dtype: str | None) -> int:
-        """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit
-        decoded to it; other tensors are as stored.  For a pickle the size of the whole file.
+        """Bytes of the needed weights in memory.
+
+        Floats are cast, and 8-bit floats are decoded, to `dtype`; None: they stay as stored, as
+        other tensors do.  For a pickle it is the size of the file.
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
@@ -158,10 +164,13 @@ class Weights:
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:
-    """The checkpoint's weights; safetensors wherever there are any.  An index whose files are all
-    there counts before a single file.
+    """The checkpoint's weights, in safetensors files if there are any.
 
-    BadInputError if ssdprof can read none; ModelUnavailableError if they are unreachable.
+    An index is preferred to a single file, unless files that it names are missing.
+    is_original: whether the checkpoint has the original format, in which a pickle is read.
+
+    Raises BadInputError if ssdprof can read none of the files, and ModelUnavailableError if the hub
+    is unreachable.
     """
     if INDEX in source.sizes:
         shards = _read_index(source.path(INDEX))
@@ -172,15 +181,15 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
     if is_original and PICKLE in source.sizes:
         return Weights(source, None, PICKLE)
     if not source.complete:
-        source.path(INDEX)  # raises: it may be there, but is not in the cache
+        source.path(INDEX)  # raises the error: the hub may have an index that is not cached
     others = sorted(
         name
         for name in source.sizes
         if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     )
+    only = f", only {', '.join(others[:3])}" if others else ""
     raise BadInputError(
-        f"{source.label} has no {SINGLE} and no {INDEX}"
-        + (f", only {', '.join(others[:3])}." if others else "."),
+        f"{source.label} has no {SINGLE} and no {INDEX}{only}.",
         source.inner_checkpoints()
         or "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
         "with save_pretrained.",
@@ -188,17 +197,22 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
 
 
 def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
-    """That of most elements in floats of 16 bit and more, named as in torch; None without any."""
+    """The dtype of most elements, named as in torch.
+
+    Only floats of 16 bits and more count; None if there are none.
+    """
     counts: Counter[str] = Counter()
     for tensor in tensors:
-        if (name := FLOATS.get(tensor.dtype)) is not None:
-            counts[name] += tensor.parameter_count
+        if tensor.dtype in FLOATS:
+            counts[FLOATS[tensor.dtype]] += tensor.parameter_count
     return max(counts, key=counts.__getitem__, default=None)
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name.  BadInputError for a file outside the folder, ModelUnavailableError
-    if unreadable.
+    """The index of the weights: key of a tensor -> file name.
+
+    Raises BadInputError for a file outside of the checkpoint's folder, and ModelUnavailableError if
+    the index is unreadable.
     """
     try:
         content = read_json(path)
@@ -221,7 +235,7 @@ def _read_index(path: Path) -> dict[str, str]:
                 "checkpoint's folder.",
                 "Do not trust this checkpoint: no honest tool writes such an index.",
             )
-    return {key: str(PurePosixPath(file)) for key, file in pairs}  # "./x" is x
+    return {key: str(PurePosixPath(file)) for key, file in pairs}  # without "./" at the start
 
 
 def stays_inside(name: str) -> bool:

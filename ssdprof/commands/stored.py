@@ -46,7 +46,7 @@ from ssdprof.jobs.target import captures_of
 from ssdprof.operators.late import lazy
 from ssdprof.record.settings import SEEN
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
-from ssdprof.report.table import TableRow, table
+from ssdprof.report.table import Document, TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
 from ssdprof.store.ranks import FIRST
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 else:
     run_job = lazy("ssdprof.jobs.run")
 
-_REPORTS = ("run", "bench", "prefill", "answers")
+
 _ACCURACY_METRICS = ("match", "rms")  # metrics of gates that `ssdprof accuracy` judges
 _COMPARISON_FORMATS = ("markdown", "html", "json")
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -185,7 +185,7 @@ def export(options: options.ExportOptions) -> None:
                 f"{OUTPUT}.",
                 "Elsewhere take --format markdown, or name files with these variables.",
             )
-    folder, report = reports.load(options.run, *_REPORTS)
+    folder, report = reports.load(options.run, *reports.KINDS)
     if format_name == "github":
         _to_github(report)
     else:
@@ -272,7 +272,7 @@ def case(options: options.CaseOptions) -> None:
     """Print the command that runs a case of a report again, or the case as JSON, or save the call
     that failed.
     """
-    kinds = () if options.run else _REPORTS
+    kinds = () if options.run else reports.KINDS
     folder, report = reports.load(options.run, *kinds)
     by_id = {case.id: case for case in report.cases}
     by_name = {case.name: case for case in report.cases}
@@ -300,11 +300,11 @@ def _save_failure(folder: Path, case: Case, target: Path) -> None:
     """
     stored = sorted(folder.glob(f"{case.id}*.safetensors"))
     if not stored:
-        others = ", ".join(sorted({file.stem.partition("-")[0] for file in folder.glob("*")}))
+        ids = {file.stem.partition("-")[0] for file in folder.glob("*")}
         raise BadInputError(
             f"The run kept no tensors of {case.name}.",
             "It keeps those of the first call of each implementation that fails, or breaks a law: "
-            f"{others or 'none here'}.",
+            f"{', '.join(sorted(ids)) or 'none here'}.",
         )
     target.mkdir(parents=True, exist_ok=True)
     for file in stored:
@@ -346,15 +346,11 @@ def compare(options: options.CompareOptions) -> None:
     before = documents.stalls_of_run(base_folder)
     after = documents.stalls_of_run(new_folder)
     changes = tuple(stalls.changes(before, after))
-    document = comparison.compose(compared, changes, every=bool(options.format or target))
-    if format_name == "json":
-        _write(pairs.DOCUMENT.dump_json(compared, indent=1).decode(), target, force=options.force)
-    elif format_name == "html":
-        _write(html.of_document(document), target, force=options.force)
-    elif format_name == "markdown":
-        _write(markdown.render(document), target, force=options.force)
-    else:
+    document = comparison.compose(compared, changes, all_cases=bool(options.format or target))
+    if format_name == "screen":
         terminal.out().print(render(document))
+    else:
+        _write(_comparison_text(compared, document, format_name), target, force=options.force)
     if compared.passed:
         return
     offences = list(chain.from_iterable(compared.verdicts.values()))
@@ -362,6 +358,13 @@ def compare(options: options.CompareOptions) -> None:
     if compared.nothing_compared:
         lines.append(f"FAILED: nothing was compared: {compared.nothing_compared}")
     output.fail(lines)
+
+
+def _comparison_text(compared: pairs.Comparison, document: Document, format_name: str) -> str:
+    """A comparison in one of `_COMPARISON_FORMATS`."""
+    if format_name == "json":
+        return pairs.DOCUMENT.dump_json(compared, indent=1).decode()
+    return html.of_document(document) if format_name == "html" else markdown.render(document)
 
 
 # --- models
@@ -411,9 +414,8 @@ def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
         }
         for check in checks
     ]
-    columns = ("result", "requirement", "detail")
-    if shown := table("", rows, columns, keys=2, wraps="detail"):
-        terminal.out().print(SplitTable(shown))
+    shown = table("", rows, ("result", "requirement", "detail"), keys=2, wraps="detail")
+    terminal.out().print(SplitTable(shown))
 
 
 # --- schemas

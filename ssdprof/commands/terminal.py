@@ -16,7 +16,7 @@ from rich.text import Text
 from ssdprof.errors import BadInputError, MissingCapabilityError, harmless, masked
 
 
-class Unread(io.FileIO):
+class LossyFile(io.FileIO):
     """A file of progress and warnings, which drops what cannot be written.
 
     Nothing is lost with them if the reader has gone or the disk is full.
@@ -29,12 +29,12 @@ class Unread(io.FileIO):
             return len(data)
 
 
-def unread(number: int, *, close: bool) -> io.TextIOWrapper:
+def lossy_stream(number: int, *, close: bool) -> io.TextIOWrapper:
     """A text stream that writes lines to a file descriptor, and drops what cannot be written.
 
     close: whether to close the descriptor with the stream.
     """
-    raw = io.BufferedWriter(Unread(number, "w", closefd=close))
+    raw = io.BufferedWriter(LossyFile(number, "w", closefd=close))
     return io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
 
 
@@ -84,7 +84,7 @@ def prepare() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lasts
     elif sys.stderr is sys.__stderr__:
-        sys.stderr = unread(2, close=False)
+        sys.stderr = lossy_stream(2, close=False)
     codecs.register_error("json-escape", _json_escape)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -143,7 +143,7 @@ def only_data_on_stdout() -> Iterator[None]:
     with (
         os.fdopen(os.dup(1), "wb") as stdout,
         # on a descriptor of its own, because a kernel may close stderr
-        unread(os.dup(2), close=True) as diverted,
+        lossy_stream(os.dup(2), close=True) as diverted,
         redirect_stdout(diverted),
     ):
         os.dup2(2, 1)

@@ -285,8 +285,10 @@ def number(value: Measured) -> float:
 
 
 def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.Match[str]]:
-    """Parse a gate or a change.  Returns (what follows @, or the metric's default; the number; the
-    match of the grammar, with all parts of the text).
+    """Parse and check a gate or a change.
+
+    Returns (at, limit, parts): the word after @, or the metric's default; the number; and the match
+    of the grammar, whose groups are all parts of the text.
 
     Raises BadInputError for an unknown metric, another grammar, and a limit or a word after @ that
     the metric does not take.
@@ -295,7 +297,8 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
     metric = METRICS.get(name)
     if metric is None:
         raise BadInputError(f"The {what} {text!r} is of an unknown metric.", nearest(name, METRICS))
-    pattern, example = (_GATE, metric.gate) if what == "gate" else (_CHANGE, metric.change)
+    pattern = _GATE if what == "gate" else _CHANGE
+    example = metric.gate if what == "gate" else metric.change
     hint = f"Write {name}:{example}."
     parts = pattern.fullmatch(text)
     if parts is None:
@@ -313,8 +316,9 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
         fits = has_unit and (limit <= 100 or not percent)
     else:
         sign_of_worse = "-" if metric.more_is_better else "+"
-        is_share_of_percent = percent and metric.is_percent  # these changes are in points
-        fits = parts["sign"] == sign_of_worse and not is_share_of_percent
+        # changes of a metric in percent are in percentage points, and have no % themselves
+        has_wrong_unit = percent and metric.is_percent
+        fits = parts["sign"] == sign_of_worse and not has_wrong_unit
     if math.isinf(limit) or not fits:
         raise BadInputError(f"The {what} {text!r} has a limit that does not fit {name}.", hint)
     return at, limit, parts

@@ -37,14 +37,16 @@ def _in_unit(value: float | None, step: float, *units: str) -> str:
     """
     if value is None:
         return MISSING
-    texts = [three_digits(value / step**power) for power in range(len(units))]
-    fits = (power for power, text in enumerate(texts) if abs(float(text)) < 1000)
-    power = next(fits, len(units) - 1)
-    return f"{texts[power]} {units[power]}".rstrip()
+    for unit in units[:-1]:
+        text = three_digits(value)
+        if abs(float(text)) < 1000:
+            return f"{text} {unit}".rstrip()
+        value /= step
+    return f"{three_digits(value)} {units[-1]}"
 
 
 def ratio(value: float | None) -> str:
-    """ "1.52x"; small and large ratios keep three digits."""
+    """A ratio: "1.52x".  Small and large ratios have three digits."""
     return MISSING if value is None else f"{_ratio(value)}x"
 
 

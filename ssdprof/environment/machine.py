@@ -114,13 +114,11 @@ def kernels_hash(operator: str) -> str:
 
 
 def _cpu_model() -> str:
-    """The processor's name in /proc/cpuinfo; elsewhere than on Linux, its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
+    """The processor's name in /proc/cpuinfo; its architecture if that has no name."""
+    for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
     return platform.processor() or platform.machine()
 
 
@@ -266,8 +264,7 @@ def read_bytes_per_s(file: Path) -> float | None:
     The file is first dropped from the system's page cache, if that is possible.
     """
     with file.open("rb", buffering=0) as opened:
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(opened.fileno(), 0, TRANSFER_BYTES, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(opened.fileno(), 0, TRANSFER_BYTES, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
         size = 0
         while size < TRANSFER_BYTES:

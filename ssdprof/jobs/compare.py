@@ -324,10 +324,10 @@ class Comparer:
         # shortest chunks.
         shortest = min(outputs, key=lambda entry: entry.case.chunk_size or math.inf)
         inputs = shortest.call.inputs
-        candidates = {
-            entry: entry.candidate(output, entry.baseline if entry.baseline in outputs else None)
-            for entry, output in outputs.items()
-        }
+        candidates: dict[Entry, Candidate] = {}
+        for entry, output in outputs.items():
+            baseline = entry.baseline if entry.baseline in outputs else None
+            candidates[entry] = entry.candidate(output, baseline)
         case = shortest.case
         try:
             with self.watcher.step(

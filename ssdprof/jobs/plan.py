@@ -166,7 +166,8 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
             )
         wanted = "one-gpu"
     chooser = Chooser(target, copies)
-    if wanted is not None and (lacking := chooser.lacks(wanted)):
+    lacking = chooser.lacks(wanted) if wanted else ""
+    if lacking:
         raise MissingCapabilityError(
             f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.",
             "Leave out --placement.",
@@ -201,7 +202,8 @@ class Chooser:
             deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
         )
         self._seqlen = max(target.seqlens)
-        self.main: Device = limits.device().index if limits.device().type == "cuda" else "cpu"
+        device = limits.device()
+        self.main: Device = device.index if device.type == "cuda" else "cpu"
         self.fixed = target.serving.chunk or target.request.segment_length
         # (seqlen, segment length) -> bytes without and with replaying; see `_predicted`
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
@@ -322,13 +324,13 @@ class Chooser:
                 break
             length //= 2
         if not target.whole:
-            sizes = (
-                target.located.weight_bytes(layer.index, dtype=target.dtype)
+            fitting = [
+                layer
                 for layer in target.ref.layers
-            )
-            number = sum(size + computed <= free for size in sizes)
-            if number:
-                yield f"--layers first:{number}"
+                if target.located.weight_bytes(layer.index, dtype=target.dtype) + computed <= free
+            ]
+            if fitting:
+                yield f"--layers first:{len(fitting)}"
         yield from (known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed))
 
     def _lengths(self, seqlen: int) -> tuple[int, ...]:
@@ -339,8 +341,10 @@ class Chooser:
         return (longest, *(length for length in memory.SEGMENT_LENGTHS if length < longest))
 
     def _segment_length(self, seqlen: int, at_most: int, free: int) -> int:
-        """Tokens per segment of a prompt: as many as fit in `free` bytes, else at most `at_most`,
-        the number for the longest prompt.
+        """Tokens per segment of a prompt.
+
+        at_most: the number for the longest prompt.  A shorter prompt may have longer segments, if
+        its computation fits in `free` bytes with them.
         """
         lengths = self._lengths(seqlen)
         if seqlen != self._seqlen:

@@ -141,8 +141,10 @@ def _lengths(
         conv_and_norms.append(ConvAndNorm(mixers))
     timer = CudaTimer(device)
     isolated = IsolatedFirstCall(request.first_call_s)
-    prompts = list(zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True))
-    prompts.sort(key=lambda prompt: prompt[1].seqlen)
+    prompts = sorted(
+        zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True),
+        key=lambda prompt: prompt[1].seqlen,
+    )
     lengths: list[_Length] = []
     for bundled, (ids, prompt, segment_length) in product(conv_and_norms, prompts):
         length = _Length(

@@ -93,7 +93,7 @@ class Resolved:
     @property
     def absent(self) -> tuple[str, ...]:
         """A sentence for each unavailable implementation."""
-        return tuple(dict.fromkeys(filter(None, (known.absent for known in self.all))))
+        return tuple(dict.fromkeys(known.absent for known in self.all if known.absent))
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -158,8 +158,8 @@ def planned(
         is the first one at which it does.
         """
         exact = replace(precision, intermediates="exact")
-        available = own_precisions(baseline, dtype, (exact,))
-        base = exact if exact in available else next(iter(available), exact)
+        available = own_precisions(baseline, dtype, (exact,)) or (exact,)
+        base = exact if exact in available else available[0]
         return groups.setdefault(base, {(baseline.name, base): baseline})
 
     for precision in wanted:

@@ -413,7 +413,8 @@ def refuse_ranks(*what: str) -> None:
     what: the options, or the command, that several processes cannot share; without any, nothing is
     checked.
     """
-    if what and (count := started()) > 1:
+    count = started()
+    if what and count > 1:
         raise BadInputError(
             f"{count} ranks cannot share {' and '.join(what)}.",
             "Start a single process, without torchrun.",
@@ -488,7 +489,8 @@ def _refuse_exclusive(request: declared.RunOptions, parts: Sequence[str]) -> Non
             "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
             "--verify.",
         )
-    if request.prefill and (folder := captures_of(request.model)) is not None:
+    folder = captures_of(request.model)
+    if request.prefill and folder is not None:
         raise BadInputError(
             f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
         )
@@ -547,7 +549,7 @@ def bench(
         refuse_ranks("--processes")
     request = _check_decoded(read(options))
     operator = operators.get(options.operator)
-    tokens, too_large = _tokens_of_bench(options)
+    tokens, too_large = tokens_of_bench(options)
     baseline = operator.baseline
     if options.verify:  # drafted tokens are compared with `fused`, which computes step by step
         baseline = "fused"
@@ -577,7 +579,7 @@ def bench(
     return request, (*libraries, *request.implementations), too_large, join()
 
 
-def _tokens_of_bench(
+def tokens_of_bench(
     options: declared.BenchOptions,
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
     """The layouts of tokens that are measured, and those that --max-tokens leaves out."""

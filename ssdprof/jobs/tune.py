@@ -267,8 +267,10 @@ def _screened(trials: _Trials) -> Config | None:
             fastest = min(timed, key=lambda config: math.prod(_us(timed[config])))
             if best not in timed:
                 best = fastest  # the best so far could not be timed again
-            if fastest != best and _ratio(timed[best], timed[fastest]).verdict(0) == "faster":
-                best = fastest
+            if fastest != best:
+                ratio = statistics.mean(_ratios(timed[best], timed[fastest]))
+                if ratio.verdict(0) == "faster":
+                    best = fastest
     return best
 
 
@@ -428,8 +430,3 @@ def _ratios(base: Sequence[Case], cases: Sequence[Case]) -> list[Estimate]:
     """How many times as fast as the base's case each case is, by device time."""
     pairs = zip(cases, base, strict=True)
     return list(filter(None, (case.over(base_case) for case, base_case in pairs)))
-
-
-def _ratio(base: Sequence[Case], cases: Sequence[Case]) -> Estimate:
-    """The mean of `_ratios`."""
-    return statistics.mean(_ratios(base, cases))

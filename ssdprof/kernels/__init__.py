@@ -1,7 +1,7 @@
-"""Bundled kernels, usable without the rest of ssdprof.  Imports nothing of ssdprof outside this
-package.
+"""The bundled kernels, which can be used without the rest of ssdprof.  This package imports nothing
+of ssdprof outside of itself.
 
-Importing this package is cheap.  Each name below is imported with its dependencies at first use.
+Importing it is cheap: each name below is imported with its dependencies when it is first used.
 
     from ssdprof.kernels import ssd_fused
     out, final_states = ssd_fused(x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_softplus=True)
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
     from ssdprof.kernels.ssd.unfused import ssd_unfused as ssd_unfused
 
-_HOME = {
+_HOME = {  # name -> the module that defines it
     "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Output": "inputs",
     "Precision": "precision", "SSDInputs": "ssd.inputs", "SSDOutput": "ssd.inputs",
     "UnsupportedError": "registry",
@@ -51,7 +51,7 @@ _NAMES = {
     "gdn": ("reference", "unfused", "fused", *_STEPS, "fused_portable"),
     "kda": ("reference", "unfused", "fused", *_STEPS),
 }
-_MODULES = (  # which register them, beside what they import
+_MODULES = (  # these register the implementations, together with the modules that they import
     "ssd.reference",
     "ssd.unfused",
     "ssd.fused",
@@ -76,10 +76,8 @@ def get(operator: str, name: str) -> Implementation:
 
 
 def names(operator: str) -> list[str]:
-    """Names of an operator's implementations: the bundled ones, the oracle first, then others by
-    registration.
-
-    Imports no torch.
+    """Names of an operator's implementations: the bundled ones, of which the oracle is first, then
+    others in order of registration.  Imports no torch.
     """
     bundled = _NAMES.get(operator, ())
     return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]

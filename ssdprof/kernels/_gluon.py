@@ -1,9 +1,9 @@
 """Shared code of Gluon kernels: names that later versions of Triton changed, aggregates, slots and
-phases of rings.
+phases of rings, and waiting through global memory.
 
-An aggregate holds the arguments of a program's roles, or a program's work, one or more segments.
-Each operator has its own for a segment and for all arguments of a role, because the order of its
-fields is that of the arguments in machine code.
+An aggregate is a struct of kernel values.  Kernels have aggregates for the arguments of a program's
+roles and for a program's work, which is one or more segments.  Each operator defines its own,
+because the order of the fields is that of the arguments in machine code.
 """
 
 from triton.experimental import gluon
@@ -14,8 +14,8 @@ from triton.language.core import _aggregate
 
 STAGES = {"segments": "ticket", "segment_at": "ticket", "chunks": "ticket"}
 
-# Later versions of Triton have other names for these: the barrier of a role's threads, TMA copies,
-# and views of shared memory with another layout.
+# Functions that later versions of Triton renamed: the barrier of a role's threads, TMA copies, and
+# views of shared memory in another layout
 role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -27,36 +27,37 @@ reinterpret = (
 
 @gluon.constexpr_function
 def constants(value):
-    """`value` with None and whole numbers, also in tuples, as constants."""
+    """The value with None and integers, also those in tuples, as compile-time constants."""
     if isinstance(value, gl.tuple):
         return gl.tuple([constants(part) for part in value])
     return gl.constexpr(value) if value is None or isinstance(value, int) else value
 
 
 def aggregate(cls: type) -> type:
-    """A Gluon aggregate with a constructor: its annotated fields, in their order or by name, some
-    with defaults.
+    """Decorates a class as a Gluon aggregate, whose constructor takes the annotated fields in order
+    or by name.  Fields may have defaults.
     """
     kinds = cls.__annotations__
     defaults = {name: getattr(cls, name) for name in kinds if hasattr(cls, name)}
 
     @gluon.constexpr_function
-    def __init__(self, *values, **named):
-        for name, value in (defaults | dict(zip(kinds, values, strict=False)) | named).items():
-            setattr(
-                self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else constants(value)
-            )
+    def __init__(self, *values, **by_name):
+        fields = defaults | dict(zip(kinds, values, strict=False)) | by_name
+        for name, value in fields.items():
+            is_constant = kinds[name] is gl.constexpr
+            setattr(self, name, gl.constexpr(value) if is_constant else constants(value))
 
     cls.__init__ = __init__
     return _aggregate(cls)
 
 
-# Methods of a segment that is the whole work of its program.  An aggregate cannot inherit them in
-# Triton 3.9.
+# Methods of an aggregate for the work of a program that has a single segment.  They are functions
+# here, because an aggregate cannot inherit methods in Triton 3.9.
 
 
 @gluon.jit
 def segments(self):  # noqa: ARG001
+    """The number of the program's segments."""
     return 1
 
 
@@ -68,41 +69,44 @@ def segment_at(self, k):  # noqa: ARG001
 
 @gluon.jit
 def chunks(self):
-    """Chunks of all segments, without first passes."""
+    """The number of chunks of all segments; first passes over them do not count."""
     return self.nchunks
 
 
 @gluon.constexpr_function
 def product_layout(columns, warps):
-    """Register layout of a product with `columns` columns and 16 rows per warp."""
+    """Register layout of a matrix product with `columns` columns and 16 rows per warp."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.jit
 def begin_product(a, b, layout: gl.constexpr):
-    """Start a b (rows, columns) with fp32 sums asynchronously.  The caller waits for it."""
+    """Start the matrix product a b (rows, columns) in fp32.  It is asynchronous: the caller waits
+    for it.
+    """
     zero = gl.full([a.shape[0], b.shape[1]], 0.0, gl.float32, layout)
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def tile_indices(ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Indices of the rows and of the columns of a tile with this layout."""
+    """Indices of the rows (ROWS) and of the columns (COLUMNS) of a tile with this layout."""
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     return o_row, gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
 
 
 @gluon.jit
 def add(a, b):
+    """The combination of a sum that `gl.reduce` computes."""
     return a + b
 
 
 @gluon.jit
 def place_in(i, SIZE: gl.constexpr):
-    """i % SIZE for i >= 0.
+    """i % SIZE for i >= 0: the slot of use i in a ring of SIZE slots.
 
-    The result passes through inline assembly, which hides the division from LLVM: compiling
-    addresses that depend on a division takes long.
+    The result passes through inline assembly, which hides the division from LLVM, because LLVM
+    takes long to compile addresses that depend on a division.
     """
     place = gl.to_tensor(i).to(gl.uint32) % SIZE
     return gl.inline_asm_elementwise(
@@ -112,55 +116,60 @@ def place_in(i, SIZE: gl.constexpr):
 
 @gluon.jit
 def phase(i, SIZE: gl.constexpr):
-    """The phase of use i of a ring at its barriers."""
+    """The phase, 0 or 1, at which the barriers of a ring of SIZE slots are for use i."""
     return (gl.to_tensor(i).to(gl.uint32) // SIZE & 1).to(gl.int32)
 
 
 @gluon.jit
 def scalar(buffer):
-    """The single number in `buffer`."""
+    """The number in a buffer (1) of shared memory, as a scalar."""
     return gl.reduce(buffer.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0, add)
 
 
 @gluon.jit
 def arrive(barrier):
-    """Every thread arrives by itself, so that no warp waits for others.
+    """Have every thread arrive at an mbarrier by itself, so that no warp waits for others.
 
-    This is safe: a warp's accesses to shared memory happen in order, the caller has waited for
-    products that read it, and a fence separates stores from the arrival that announces them.
+    The arrival orders the thread's earlier accesses to shared memory before later accesses of the
+    threads that wait: a warp's accesses happen in order, the caller has waited for the products
+    that read shared memory, and it has a fence between its stores and the arrival.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
 def masked(v, bits):
-    """v where all of `bits` are set, 0 where none is set.  Processes two numbers at a time."""
+    """v (16 bits) where all of `bits` are set, 0 where none is set.  An instruction masks two
+    numbers.
+    """
     return gl.inline_asm_elementwise(
         "and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2
     )
 
 
-# Programs of one launch that wait for each other, through numbers in global memory
+# Programs of one launch wait for each other through numbers in global memory
 
 
 @gluon.jit
 def load_acquire(ptr):
-    """A number, after which what was written before it is visible."""
+    """Load an int32 from global memory with acquire order: if another program stored it with
+    release order, everything that the program stored before is visible to this thread.
+    """
     code: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
     return gl.inline_asm_elementwise(code, "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def order_async():
-    """Later TMA copies come after what this thread has read."""
+    """A fence that orders this thread's earlier accesses before its later TMA copies."""
     code: gl.constexpr = "{ fence.proxy.async; mov.b32 $0, 0; }"
     gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_until_written():
-    """Wait until what this thread has stored through TMA is in global memory; `store_wait` waits
-    until it is read from shared memory.
+    """Wait until this thread's TMA stores are in global memory.  Triton's `store_wait` only waits
+    until they have read shared memory.
     """
     code: gl.constexpr = "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0; }"
     gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,13 +1,13 @@
-"""Kernels of other libraries, as `registry.Implementation`s: code that the adapters of all
+"""Adapters that make kernels of other libraries `registry.Implementation`s: the code that all
 operators share.
 
 An adapter contains no code of the library.  It rejects inputs for which the library silently
-returns wrong results.  Plans give no workspace, because it is measured.
+returns wrong results.  Plans have no workspace, because the workspace of a library is measured.
 
-Tuners of libraries choose by few sizes of the model, so that the first call decides for all later
-ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.
-The tuners still choose among the library's configurations by measured times, but these are compiled
-in parallel, and measured for a quarter of the time.
+The tuners of a library choose by few sizes of the model, so that the first call decides for all
+later ones.  Here calls of different kinds are tuned separately, which a user of the library would
+not get.  The tuners still choose among the library's configurations by measured times, but the
+configurations are compiled in parallel, and measured for a quarter of the time.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
-SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
-_WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
-MOST_STEPS = 64  # tokens of a sequence for token-by-token kernels
-INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
-# packages of which the modules with kernels need nothing, outermost first
+SHORT = 8192  # tokens; the data of so many fits into the L2 cache of a large GPU
+_WARMUP_MS, _MEASURE_MS = 6, 25  # for each configuration; Triton's defaults are 25 and 100
+MOST_STEPS = 64  # longest sequence, in tokens, for token-by-token kernels
+INT32_ELEMENTS = 2**31  # number of elements that 32-bit offsets can address
+# packages that are not run: their modules with kernels need nothing of them.  Outermost first
 _UNRUN = (
     "vllm",
     "vllm.model_executor",
@@ -58,23 +58,29 @@ T = TypeVar("T")
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last one, including those that strides skip."""
+    """The number of elements of memory from a tensor's first to its last element, including those
+    that strides skip.
+    """
     sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
 
 
 def bounds_of(inputs: Inputs) -> torch.Tensor:
-    """(sequences + 1): where each sequence begins in a pack."""
+    """(sequences + 1) integers: where each sequence begins, and the last one ends, if the sequences
+    are packed.
+    """
     if inputs.cu_seqlens is not None:
         return inputs.cu_seqlens
     return torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length
 
 
 def too_long(inputs: Inputs) -> tuple[bool, str]:
-    """Whether sequences, of a pack in the mean, are too long for a token-by-token kernel."""
-    sequences = 1 if inputs.cu_seqlens is None else inputs.sequences  # in a row
-    far = inputs.length > sequences * MOST_STEPS
-    return far, f"token by token, for sequences of at most {MOST_STEPS}"
+    """A reason in the sense of `registry.first_reason`: sequences, or packed sequences on average,
+    are too long for a token-by-token kernel.
+    """
+    sequences_in_row = 1 if inputs.cu_seqlens is None else inputs.sequences
+    is_too_long = inputs.length > sequences_in_row * MOST_STEPS
+    return is_too_long, f"token by token, for sequences of at most {MOST_STEPS}"
 
 
 def library_kernel(
@@ -84,33 +90,44 @@ def library_kernel(
     call: Callable[[Any, Precision], Any],
     plan: Callable[[Any, Precision], Plan] | Plan,
 ) -> Implementation:
-    """A library's kernel.  unsupported: why it does not take inputs; "" if it does."""
+    """A library's kernel as an implementation.
+
+    unsupported: (inputs, precision) -> why the kernel does not support them; "" if it does.
+    call: (inputs, precision) -> the output.
+    plan: (inputs, precision) -> the plan, or the plan of all calls.
+    """
     plan_of = (lambda _inputs, _precision: plan) if isinstance(plan, Plan) else plan
 
-    def checked(then: Callable[[Any, Precision], Any], inputs: Inputs, precision: Precision) -> Any:
-        if reason := unsupported(inputs, precision):
+    def checked(
+        function: Callable[[Any, Precision], Any], inputs: Inputs, precision: Precision
+    ) -> Any:
+        """`function(inputs, precision)`, after the check."""
+        reason = unsupported(inputs, precision)
+        if reason:
             raise UnsupportedError(f"{name}: {reason}")
-        return then(inputs, precision)
+        return function(inputs, precision)
 
     return Implementation(
         operator=operator, name=name, run=partial(checked, call), plan=partial(checked, plan_of)
     )
 
 
-def once(of: Callable[[Any], T]) -> Callable[[Any], T]:
-    """`of`, called once for inputs; what it returned is kept as long as these live."""
-    kept: dict[int, T] = {}
+def once(function: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A function of inputs that is called once for each of them.  Its result is kept as long as the
+    inputs exist.
+    """
+    results: dict[int, T] = {}  # id of the inputs -> result
 
     def get(inputs: Any) -> T:
-        if id(inputs) not in kept:
-            kept[id(inputs)] = of(inputs)
-            weakref.finalize(inputs, kept.pop, id(inputs), None)
-        return kept[id(inputs)]
+        if id(inputs) not in results:
+            results[id(inputs)] = function(inputs)
+            weakref.finalize(inputs, results.pop, id(inputs), None)
+        return results[id(inputs)]
 
     return get
 
 
-# what makes a call; the values and the states as the call reads them
+# () -> the output of a call; the values and the initial states as that call reads them
 Prepared = tuple[Callable[[], Output], tuple[torch.Tensor | None, ...]]
 
 
@@ -121,27 +138,35 @@ def prepared_kernel(
     prepare: Callable[[Any], Prepared],
     plan: Callable[[Any, Precision], Plan] | Plan,
 ) -> Implementation:
-    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
-    live.
+    """A library's kernel as an implementation that prepares the arguments once for inputs, and
+    keeps them as long as the inputs exist.
+
+    prepare: (inputs) -> the prepared call.  The other arguments are those of `library_kernel`.
     """
     prepared = once(prepare)
 
     def call(inputs: Inputs, _precision: Precision) -> Output:
+        run, _ = prepared(inputs)
         with torch.cuda.device(inputs.values.get_device()), torch.no_grad():
-            return prepared(inputs)[0]()
+            return run()
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
+        """`Implementation.copies`: the tensors that the call reads in place of those in inputs."""
         tensors = inputs.tensors
         addresses = {tensors[name].data_ptr() for name in inputs.LINEAR if name in tensors}
-        read = (tensor for tensor in prepared(inputs)[1] if tensor is not None)
-        return [tensor for tensor in read if tensor.data_ptr() not in addresses]
+        _, tensors_read = prepared(inputs)
+        return [
+            tensor
+            for tensor in tensors_read
+            if tensor is not None and tensor.data_ptr() not in addresses
+        ]
 
     return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)
 
 
 def import_kernels(name: str) -> Any:
-    """A server's module with kernels, imported without running the packages around it that patch
-    torch or transformers, or that load the server.  Raises ImportError.
+    """Import a server's module with kernels.  The packages around it are not run, because they
+    patch torch or transformers, or load the whole server.  Raises ImportError.
     """
     for package in _UNRUN:
         if package in sys.modules or not name.startswith(f"{package}."):
@@ -149,24 +174,25 @@ def import_kernels(name: str) -> Any:
         spec = find_spec(package)
         if spec is None or spec.submodule_search_locations is None:
             raise ModuleNotFoundError(f"No module named {package!r}")
-        sys.modules[package] = bare = ModuleType(package)
-        bare.__spec__ = spec
-        bare.__path__ = list(spec.submodule_search_locations)
+        empty_package = ModuleType(package)
+        empty_package.__spec__ = spec
+        empty_package.__path__ = list(spec.submodule_search_locations)
+        sys.modules[package] = empty_package
     return import_module(name)
 
 
 def model_function(model_type: str, name: str, package: str) -> Callable[..., Any]:
-    """transformers' own torch function of this name; with a package, the one that models call where
-    the package is installed.
+    """The function `name` in the modeling file of `model_type`, as transformers defines it in
+    torch.  With a package, the function that models call if this package is installed.
 
-    Every modeling file with a function of this name has the same one.  Raises ImportError.
+    All modeling files that have a function of this name have the same.  Raises ImportError.
     """
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     function: Callable[..., Any] | None = getattr(module, name, None)
-    original: Callable[..., Any] | None = function and inspect.unwrap(function)
-    if function is None or original is None or original is function:
+    if function is None or inspect.unwrap(function) is function:
         raise ImportError(f"transformers {package_version('transformers')} does not wrap {name}")
     if not package:
+        original: Callable[..., Any] = inspect.unwrap(function)
         return original
     if find_spec(package) is None:
         raise ImportError(f"transformers finds no {package} here, and calls its torch function")
@@ -187,21 +213,20 @@ def package_version(package: str) -> str:
 
 
 class Tunings:
-    """Keeps the choices of the modules' tuners separately for each kind of call; all share compiled
-    kernels.
-
-    Every process chooses anew.
+    """The tuners of a library's modules.  Their choices are kept separately for each kind of call;
+    compiled kernels are shared.  Each process chooses anew.
     """
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
-        """Finds the tuners among the modules' names; one that several names hold counts once."""
-        tuners: dict[int, Autotuner] = {}
+        """Finds the tuners among the globals of the modules."""
+        tuners: dict[int, Autotuner] = {}  # by id, because several globals may be the same tuner
         for module in modules:
-            for thing in vars(module).values():
-                if (tuner := _tuner(thing)) is not None:
+            for value in vars(module).values():
+                tuner = _tuner(value)
+                if tuner is not None:
                     tuners[id(tuner)] = tuner
         self._tuners = list(tuners.values())
-        self._kind: Hashable = object()
+        self._kind: Hashable = object()  # equal to no kind
         self._choices = defaultdict[Hashable, list[dict[Any, Any]]](
             lambda: [{} for _ in self._tuners]
         )
@@ -209,7 +234,7 @@ class Tunings:
             _hasten(tuner)
 
     def use_for(self, kind: Hashable) -> None:
-        """Let the tuners see only their choices for calls of this kind."""
+        """Give the tuners their choices for calls of this kind, and no others."""
         if kind == self._kind:
             return
         self._kind = kind
@@ -217,8 +242,8 @@ class Tunings:
             tuner.cache = choices
 
     def zero_before_each_try(self, argument: str) -> None:
-        """Zero a buffer before each measurement, for kernels that count in it and skip work if it
-        is not zero.
+        """Have the tuners zero the argument before each measurement, for kernels that count in it
+        and skip work if it is not zero.
         """
 
         def zero(
@@ -231,17 +256,19 @@ class Tunings:
             tuner.pre_hook = zero
 
 
-def _tuner(thing: object) -> Autotuner | None:
-    """The autotuner around a kernel, possibly inside other wrappers; None if there is none."""
-    while thing is not None and not isinstance(thing, Autotuner | type | ModuleType):
-        thing = getattr(thing, "fn", None)
-    return thing if isinstance(thing, Autotuner) else None
+def _tuner(value: object) -> Autotuner | None:
+    """The autotuner of a kernel, which other wrappers may contain; None if there is none."""
+    while value is not None and not isinstance(value, Autotuner | type | ModuleType):
+        value = getattr(value, "fn", None)
+    return value if isinstance(value, Autotuner) else None
 
 
 def _hasten(tuner: Autotuner) -> None:
+    """Have the tuner measure for a shorter time, compile in parallel, and store no choice on disk,
+    where it would be used although the GPU may have been busy.
+    """
     tuner.do_bench = partial(do_bench, warmup=_WARMUP_MS, rep=_MEASURE_MS)
     tuner.early_config_prune = partial(_compiled, tuner.fn, tuner.early_config_prune)
-    # on disk, where a choice may come from a process whose GPU was busy
     tuner.cache_results = False
 
 
@@ -252,15 +279,16 @@ def _compiled(
     arguments: dict[str, Any],
     **options: Any,
 ) -> list[triton.Config]:
-    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it
-    measures.
+    """Compile the configurations that `prune` leaves, in parallel, and return them.  The tuner
+    calls this as its `early_config_prune`, before it measures.
     """
-    kept = configs if prune is None else prune(configs, arguments, **options)
+    if prune is not None:
+        configs = prune(configs, arguments, **options)
 
     def compile_all() -> None:
-        # ignored errors are raised again, and reported, when the tuner tries the configuration
+        # an ignored error is raised again, and reported, when the tuner tries the configuration
         with triton.AsyncCompileMode(pool, ignore_errors=True):
-            for config in kept:
+            for config in configs:
                 kernel.run(**{**arguments, **options, **config.all_kwargs(), "warmup": True})
 
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -268,4 +296,4 @@ def _compiled(
         copy_context().run(compile_all)  # the mode ends with the context, also after an exception
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return kept
+    return configs

@@ -1,5 +1,5 @@
-"""The first of an operator's fused kernels that supports a call runs it: the choice, its plan, and
-kept launches.
+"""Fused implementations: each call runs on the first of an operator's fused kernels that supports
+it.  This file has the choice, its plan, the launches that are kept, and the torch operator.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ I = TypeVar("I", bound=Inputs)
 class FusedCall:
     """A call of a fused implementation.
 
-    batch_invariant: a sequence's result must not depend on the number of others.
-    state_v_first: for GDN: V precedes K in the memory of final states.
+    inputs: the operator's `Inputs`.
+    batch_invariant: whether a sequence's result must not depend on the number of other sequences.
+    state_v_first: for GDN and KDA, whether V precedes K in the memory of final states.
     """
 
-    inputs: Any  # the operator's own `Inputs`
+    inputs: Any
     precision: Precision
     batch_invariant: bool = False
     state_v_first: bool = False
 
 
-# of a call: launches, bytes of the workspace, and the reason for the plan
+# the number of launches, the bytes of the workspace, and the reason for the plan
 Work = tuple[int, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A kernel.
+    """One of the kernels of a fused implementation.
 
-    unsupported: why the kernel does not support a call, or should not run it; "" if it runs
-    configure: its configuration for a call, a mapping, or a dataclass with a field `reason`
-    prepare: makes the launch, without tensors, of a call with a configuration
-    work: of a call with a configuration
+    unsupported: (call) -> why the kernel does not support the call, or should not run it; "" if it
+        runs it.
+    configure: (call) -> the configuration: a mapping, or a dataclass with a field `reason`.
+    prepare: (call, configuration) -> the launch, without the call's tensors.
+    work: (call, configuration) -> what the plan says of them.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Variant:
     work: Callable[[FusedCall, Any], Work]
 
     def plan(self, call: FusedCall) -> Plan:
-        """The plan of a call by this variant."""
+        """The plan for a call that this variant runs."""
         config = self.configure(call)
         settings = dict(config) if isinstance(config, Mapping) else asdict(config)
         settings.pop("reason", None)
@@ -73,10 +75,10 @@ class Variant:
 class Fused:
     """An implementation that chooses among kernels, its variants, for each call.
 
-    name: of the implementation.
-    variants: in order of preference.  The last one supports every call.
-    rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the
-    call.
+    name: name of the implementation.
+    variants: the variants in order of preference.  The last one supports every call.
+    rows: names of tensors (b, l, heads, columns) that are copied to contiguous memory if a better
+        variant supports the call then.
     refuse: raises UnsupportedError for inputs that no variant supports.
     """
 
@@ -91,31 +93,34 @@ class Fused:
         self.variants = variants
         self._rows = rows
         self._refuse = refuse
-        # without one, a call chooses its kernel and configuration
+        # signature of a call -> its launch; a call without one chooses kernel and configuration
         self.launches: dict[Hashable, PreparedLaunch] = {}
         when_overridden(self.launches.clear)
 
     def choose(self, call: FusedCall) -> Variant:
-        """The variant that runs, by the GPU and by shapes, strides, alignment and dtypes."""
+        """The variant that runs the call, which depends on the GPU and on the shapes, strides,
+        alignment and dtypes of the tensors.
+        """
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
     def variant_for(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
-        """The kernel, the call as it gets it, and the names of tensors to copy first.
+        """The variant that runs a call, the call as the variant gets it, and the names of tensors
+        that must be copied before.
 
-        In that call, tensors that are to be copied have the shapes and strides of copies, and no
-        meaning.
+        In the returned call, tensors that must be copied have the shapes and strides of the copies,
+        but arbitrary values.
         """
         self._refuse(call.inputs)
         refuse_device(self.name, getattr(call.inputs, call.inputs.FIRST))
         variant = self.choose(call)
         if variant is not self.variants[-1]:
             return variant, call, ()
-        names = tuple(name for name in self._rows if is_scattered(getattr(call.inputs, name)))
-        if names and not any(overlaps(getattr(call.inputs, name)) for name in names):
-            copied = replace(call, inputs=_replaced(call.inputs, names, contiguous_view))
+        scattered = tuple(name for name in self._rows if is_scattered(getattr(call.inputs, name)))
+        if scattered and not any(overlaps(getattr(call.inputs, name)) for name in scattered):
+            copied = replace(call, inputs=_replaced(call.inputs, scattered, contiguous_view))
             better = self.choose(copied)
             if better is not variant:
-                return better, copied, names
+                return better, copied, scattered
         return variant, call, ()
 
     def run(
@@ -126,11 +131,11 @@ class Fused:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> Output:
-        """Output in the inputs' dtype, final states in fp32.  UnsupportedError for inputs that no
-        kernel supports.
+        """Run a call: out in the inputs' dtype, final states in fp32.  Raises UnsupportedError for
+        inputs that no variant supports.
 
-        A launch is prepared once per signature of the inputs, because this is most of a call's time
-        on the host.
+        A launch is prepared once for each signature of the inputs, because preparing it takes most
+        of a call's time on the host.
         """
         refuse_gradient(self.name, vars(inputs).values())
         signature = (
@@ -150,7 +155,7 @@ class Fused:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> PreparedLaunch:
-        """The launch of a call, which is not kept here."""
+        """The launch of a call.  It chooses the variant and its configuration, and is not kept."""
         inputs.check()
         call = FusedCall(
             inputs=inputs,
@@ -171,30 +176,31 @@ class Fused:
         *,
         batch_invariant: bool = False,
     ) -> Plan:
-        """The kernel that would run, with its configuration and reason.  Allocates and launches
-        nothing.
+        """The plan for a call: the variant that would run, with its configuration and reason.
+        Allocates and launches nothing.
         """
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
         variant, call, names = self.variant_for(call)
         plan = variant.plan(call)
-        copies = sum(
-            getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names
-        )
+        if not names:
+            return plan
+        copies = [getattr(inputs, name) for name in names]
         return replace(
             plan,
             launches=plan.launches + len(names),
-            workspace_bytes=plan.workspace_bytes + copies,
-            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}"
-            if names
-            else plan.reason,
+            workspace_bytes=plan.workspace_bytes
+            + sum(copy.numel() * copy.itemsize for copy in copies),
+            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}",
         )
 
 
-def _replaced(inputs: I, names: Sequence[str], by: Callable[[Tensor], Tensor]) -> I:
-    return inputs.unchecked(**vars(inputs) | {name: by(getattr(inputs, name)) for name in names})
+def _replaced(inputs: I, names: Sequence[str], convert: Callable[[Tensor], Tensor]) -> I:
+    """The inputs with these tensors converted."""
+    converted = {name: convert(getattr(inputs, name)) for name in names}
+    return inputs.unchecked(**vars(inputs) | converted)
 
 
-# types in the schema of a torch operator, by the annotation of a field of the inputs
+# annotation of a field of the inputs -> its type in the schema of a torch operator
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
@@ -207,10 +213,13 @@ _SCHEMA_OPTIONS = "str intermediates, ScalarType state_dtype, bool batch_invaria
 
 
 def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
-    """Fused kernels as a function of the tensors and other fields of `kind`, by name.
+    """The fused implementation as a function of the fields of its inputs, by name.
 
-    Registers it as a torch operator, for example `ssdprof::ssd_fused`, which is what torch.compile
-    sees.  Its arguments are all fields, in their order, then what else a call has.
+    Also registers a torch operator, for example `ssdprof::ssd_fused`, which torch.compile sees in
+    place of the function.  Its arguments are all fields of the inputs in order, then
+    `_SCHEMA_OPTIONS`.
+
+    kind: the type of the inputs.
     """
     name = f"{kind.operator}_{fused.name}"
     defaults = {
@@ -238,12 +247,14 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
 
     @operator.register_fake
     def shapes(*values: Any) -> tuple[Tensor, Tensor]:
-        """Results with the shapes, strides and dtypes of those of `operator`."""
+        """Empty results with the shapes, strides and dtypes of those of `operator`."""
         inputs = inputs_of(values)
         state_v_first = values[-1]
-        *rest, rows, columns = inputs.final_shape
-        memory = (*rest, columns, rows) if state_v_first else inputs.final_shape
-        final_states = inputs.values.new_empty(memory, dtype=torch.float32)
+        sequences, heads, rows, columns = inputs.final_shape
+        shape = (sequences, heads, rows, columns)
+        if state_v_first:
+            shape = (sequences, heads, columns, rows)
+        final_states = inputs.values.new_empty(shape, dtype=torch.float32)
         out = inputs.values.new_empty(inputs.values.shape)
         return out, (final_states.mT if state_v_first else final_states)
 
@@ -254,8 +265,10 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> Output:
-        """Call the variant for these arguments.  state_v_first: V precedes K in initial and final
-        states.
+        """Run a call, through the torch operator inside of torch.compile.
+
+        arguments: fields of the inputs by name.  state_v_first: whether V precedes K in the shapes
+            of initial and final states, and in the memory of final states.
         """
         initial = arguments[kind.LINEAR[1]]
         if state_v_first and initial is not None and initial.ndim == 4:

@@ -1,12 +1,12 @@
-"""Locations of the chunks of a call: computed for a batch, in a table on the device for packed
-sequences.
+"""Where the chunks of a call begin and end.  Kernels compute this for a batch, and read it from a
+table on the device for packed sequences.
 
-A chunk has `power_of_two_chunk` positions and never crosses the boundary of two sequences.  For
-packed sequences, ceil(l / chunk) + sequences chunks are always sufficient, so that the host reads
-no lengths.  Unused chunks are empty and at the end of the table.
+A chunk has at most `power_of_two_chunk` positions, and never crosses the boundary of two sequences.
+For packed sequences the host reads no lengths: ceil(l / chunk) + sequences chunks are always
+enough.  Unused chunks are empty and at the end of the table.
 
-Grid of the table's kernel: (sequences).  One program writes the spans of its sequence's chunks, and
-the last program also those of the empty chunks.
+Grid of the table's kernel: (sequences).  A program writes the spans of its sequence's chunks, and
+the last program also those of the unused chunks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# chooses the interpreter or a GPU before a kernel is defined
+# its import chooses the interpreter or a GPU before a kernel is defined
 import ssdprof.kernels.functions  # noqa: F401
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.tensors import strides_of_each
 
-_BLOCK = 128  # sequences or chunks per iteration
+_BLOCK = 128  # sequences or chunks in each iteration of the table's kernel
 
 STAGES = {"_chunk_table_kernel": "setup"}
 
@@ -34,10 +34,12 @@ STAGES = {"_chunk_table_kernel": "setup"}
 class Chunks:
     """The chunks of one call.
 
-    count: chunks per row of the batch; an upper bound for packed sequences.  total: of all rows
-    spans: (count, 2) int64: first position, and the position after the last; None for a batch
-    bounds: (sequences + 1) int64: sequence i has chunks bounds[i] .. bounds[i+1]-1; None for a
-    batch
+    size: positions of a chunk.
+    count: number of chunks per row of the batch; an upper bound for packed sequences.
+    spans: (count, 2) int64: the first position of each chunk, and the position after its last;
+        None for a batch.
+    bounds: (sequences + 1) int64: sequence i has chunks bounds[i] to bounds[i + 1] - 1; None for a
+        batch.
     """
 
     inputs: Inputs
@@ -48,16 +50,14 @@ class Chunks:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Chunks:
-        """The chunks of a call.  A launch writes those of packed sequences on the device, so that
-        the host does not wait for their lengths.
+        """The chunks of a call.  For packed sequences a launch writes the table, so that the host
+        does not wait for the lengths.
         """
         size, count, sequences = inputs.power_of_two_chunk, inputs.chunk_count, inputs.sequences
         if inputs.cu_seqlens is None:
             return cls(inputs=inputs, size=size, count=count)
-        spans, bounds = (
-            torch.empty(shape, dtype=torch.int64, device=inputs.device)
-            for shape in ((count, 2), (sequences + 1,))
-        )
+        spans = torch.empty((count, 2), dtype=torch.int64, device=inputs.device)
+        bounds = torch.empty(sequences + 1, dtype=torch.int64, device=inputs.device)
         launch(
             _chunk_table_kernel,
             sequences,
@@ -70,6 +70,7 @@ class Chunks:
 
     @property
     def total(self) -> int:
+        """The number of chunks in all rows of the batch."""
         return self.inputs.values.shape[0] * self.count
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,9 +89,12 @@ class Chunks:
         *scalars: object,
         **options: object,
     ) -> None:
-        """Launch a stage's kernel, with this number of programs for each chunk: of the tensors that
-        it reads and writes, with `spans` between them, their strides, the numbers of positions,
-        heads and chunks, and scalars.
+        """Launch a stage's kernel.
+
+        Its arguments are the tensors that it reads, `spans`, the tensors that it writes, the
+        strides of all these tensors, the numbers of positions, heads and chunks, and the scalars.
+
+        programs: number of programs for each chunk.
         """
         launch(
             kernel,
@@ -104,8 +108,8 @@ class Chunks:
 
 @triton.jit
 def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
-    """(start, length) of chunk i_c in its row, in int64 and int32; length <= 0 for an unused
-    chunk.
+    """First position (int64) and length (int32) of chunk i_c in its row of the batch.  The length
+    of an unused chunk is at most 0.
     """
     if spans_ptr is None:
         start = tl.cast(i_c, tl.int64) * CHUNK_SIZE
@@ -118,8 +122,8 @@ def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
 
 @triton.jit
 def own_chunk(unit, spans_ptr, seqlen, heads, nchunks, CHUNK_SIZE: tl.constexpr):
-    """(head, row of the batch, chunk, its first position, its positions) of a unit of (rows *
-    chunks * heads).
+    """The head, the row of the batch, the chunk, its first position and its length of a unit of
+    work, 0 to rows * chunks * heads - 1.
     """
     i_h, i_bc = unit % heads, unit // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -129,11 +133,11 @@ def own_chunk(unit, spans_ptr, seqlen, heads, nchunks, CHUNK_SIZE: tl.constexpr)
 
 @triton.jit
 def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.constexpr):
-    """The spans and bounds of the chunks of one packed sequence, after those of all sequences
-    before it.
+    """Write the spans of the chunks of one packed sequence, behind those of all earlier sequences,
+    and its entry of `bounds`.
     """
     cu_seqlens_ptr, spans_ptr, bounds_ptr = tensors
-    # --- chunks of earlier sequences
+    # --- first: the number of chunks of earlier sequences, BLOCK sequences at a time
     i_s = tl.program_id(0)
     first = tl.zeros((), tl.int64)
     for block_start in range(0, i_s, S.BLOCK):
@@ -144,7 +148,7 @@ def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.cons
         end = tl.load(p + cu_seqlens_stride, mask=m_s, other=0)
         first += tl.sum(tl.cdiv(end - begin, S.CHUNK_SIZE).to(tl.int64))
 
-    # --- chunks of this program's sequence
+    # --- the spans of this program's sequence, BLOCK chunks at a time
     p = cu_seqlens_ptr + i_s.to(tl.int64) * cu_seqlens_stride
     begin = tl.load(p).to(tl.int64)
     end = tl.load(p + cu_seqlens_stride).to(tl.int64)
@@ -156,7 +160,7 @@ def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.cons
         tl.store(spans_ptr + 2 * o_c, start, mask=o_c < after)
         tl.store(spans_ptr + 2 * o_c + 1, tl.minimum(start + S.CHUNK_SIZE, end), mask=o_c < after)
 
-    # --- unused chunks
+    # --- the last program: empty spans for the unused chunks
     if i_s == sequences - 1:
         tl.store(bounds_ptr + sequences, after)
         for block_start in range(after, count, S.BLOCK):

@@ -1,11 +1,11 @@
-"""Where kernels run: on a GPU, whose properties are cached, or in Triton's interpreter on the CPU.
+"""Where kernels run: on a GPU, or in Triton's interpreter on the CPU.
 
 Without an NVIDIA GPU, kernels run in the interpreter.  Triton reads this choice when a kernel is
-defined, so this module makes it before any kernel file is imported.  Triton's own TRITON_INTERPRET
-has precedence.
+defined, so that this module makes the choice before any file with kernels is imported.  Triton's
+variable TRITON_INTERPRET has precedence.
 
-The interpreter stores bfloat16 as 16-bit integers, multiplies them as integers and rounds towards
-zero.  The patch here widens bfloat16 operands to fp32, and rounds results to nearest even, as a GPU
+The interpreter stores bfloat16 as 16-bit integers, multiplies these as integers and rounds towards
+zero.  A patch here widens bfloat16 operands to fp32, and rounds results to nearest even, as a GPU
 does.
 """
 
@@ -30,20 +30,22 @@ from ssdprof.kernels.registry import UnsupportedError
 
 
 def has_gpu() -> bool:
-    """Asks NVML if possible: a process forked after the start of the driver could not use the
-    driver.
+    """Whether torch has an NVIDIA GPU.
+
+    `device_count` asks NVML if possible, and does not start the CUDA driver, which a process that
+    is forked later could not use.
     """
     return torch.cuda.device_count() > 0
 
 
 def capability(tensor: Tensor) -> tuple[int, int]:
-    """Compute capability, (9, 0) for Hopper."""
+    """Compute capability of the tensor's GPU, (9, 0) for Hopper."""
     return torch.cuda.get_device_capability(tensor.device)
 
 
 def sm_count(tensor: Tensor) -> int:
-    """Number of multiprocessors; without a GPU that of an H200, as which the interpreter divides
-    calls.
+    """Number of multiprocessors of the tensor's GPU.  On the CPU it is that of an H200, so that the
+    interpreter divides calls as an H200 does.
     """
     if not tensor.is_cuda:
         return 132
@@ -51,7 +53,7 @@ def sm_count(tensor: Tensor) -> int:
 
 
 def gpu_name(tensor: Tensor) -> str:
-    """Name of the GPU, for example "NVIDIA H200"; "cpu" for a tensor that is on none."""
+    """Name of the tensor's GPU, for example "NVIDIA H200"; "cpu" for a tensor on the CPU."""
     return str(torch.cuda.get_device_properties(tensor.device).name) if tensor.is_cuda else "cpu"
 
 
@@ -59,8 +61,8 @@ def gpu_name(tensor: Tensor) -> str:
 
 
 def interpret() -> None:
-    """Interpret kernels defined from now on, and Triton's own device functions, which its import
-    has defined.
+    """Interpret all kernels that are defined from now on, and Triton's device functions, which are
+    defined already.
     """
     triton.knobs.runtime.interpret = True
     for module_name, module in list(sys.modules.items()):
@@ -71,18 +73,19 @@ def interpret() -> None:
 
 
 def skip_idle_work() -> None:
-    """Skip work of the interpreter that has no effect and takes longer than the computation of
+    """Patch the interpreter so that it skips work without effect, which takes longer than computing
     small blocks.
 
-    At every call of a device function, it searches for functions to replace, although the launch
-    has replaced them.  It checks 32-bit sums and products for overflow, but drops the result unless
-    its option `debug` is set.  For every value, it computes again what depends on the dtype and the
-    shape alone.
+    At every call of a device function, the interpreter searches for functions to replace, although
+    the launch has replaced them.  It checks 32-bit sums and products for overflow, but drops the
+    result unless its option `debug` is set.  For every value, it computes fields again that depend
+    on the dtype and the shape alone.
     """
 
     patch_modules = interpreter._patch_lang
 
     def patch_lang(fn: Callable[..., object]) -> object:
+        """Replace the functions of Triton that `fn` calls, unless the launch has done so."""
         in_launch = hasattr(tl.tensor, "__index__")
         if in_launch and not any(tl.core.is_builtin(module.load) for module in _modules(fn)):
             return None
@@ -111,8 +114,8 @@ def skip_idle_work() -> None:
     def block(
         self: tl.block_type, element_ty: tl.dtype, shape: Sequence[int | tl.constexpr]
     ) -> None:
-        """As the constructor of `tl.block_type`, which computes the same fields for every tensor of
-        a shape.
+        """Replaces the constructor of `tl.block_type`, which computes the same fields for every
+        tensor of one shape.
         """
         key = element_ty.name, *(getattr(size, "value", size) for size in shape)
         if key not in blocks:
@@ -136,19 +139,20 @@ def skip_idle_work() -> None:
 
 @cache
 def _modules(fn: Callable[..., object]) -> tuple[ModuleType, ...]:
-    """The modules of Triton's language that a device function sees."""
-    seen = fn.__globals__.values()
-    return tuple(module for module in (tl, tl.core) if any(value is module for value in seen))
+    """The modules of Triton's language among the globals of a device function."""
+    values = fn.__globals__.values()
+    return tuple(module for module in (tl, tl.core) if any(value is module for value in values))
 
 
 @cache
 def _builtins(pkg: ModuleType) -> tuple[str, ...]:
+    """The names of the builtin functions of Triton in a module."""
     return tuple(name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member))
 
 
 def follow_bfloat16() -> None:
-    """Replace the interpreter's casts, products and element-wise operations that involve
-    bfloat16.
+    """Patch the interpreter's casts, matrix products and element-wise operations, so that bfloat16
+    is computed as on a GPU.
     """
     builder = InterpreterBuilder
     cast, binary, dot = builder.cast_impl, builder.binary_op, builder.create_dot
@@ -164,7 +168,9 @@ def follow_bfloat16() -> None:
         rhs: TensorHandle,
         op: Callable[..., npt.NDArray[np.float32]],
     ) -> TensorHandle:
-        """Compute in fp32 where operands are bfloat16, which NumPy does not have."""
+        """An element-wise operation, in fp32 for bfloat16 operands, because NumPy has no
+        bfloat16.
+        """
         if lhs.dtype.scalar != tl.bfloat16:
             return binary(self, lhs, rhs, op)
         result = op(_widen(lhs).data, _widen(rhs).data)
@@ -181,14 +187,14 @@ def follow_bfloat16() -> None:
 
 
 def _widen(handle: TensorHandle) -> TensorHandle:
-    """Convert bfloat16 values to fp32, and leave others unchanged."""
+    """Convert values from bfloat16 to fp32, and leave other dtypes unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _narrow(values: npt.NDArray[np.float32]) -> TensorHandle:
-    """Round fp32 values to nearest even bfloat16."""
+    """Round fp32 values to the nearest bfloat16, ties to even."""
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
     return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
@@ -201,12 +207,13 @@ if INTERPRETED:
     skip_idle_work()
 
 
-# --- what no Triton kernel of this package does
+# --- calls that no Triton kernel of this package supports
 
 
 def refuse_gradient(name: str, arguments: Iterable[object]) -> None:
-    """Raises UnsupportedError if a tensor among the arguments requires a gradient.  name: of the
-    implementation.
+    """Raises UnsupportedError if a tensor among the arguments requires a gradient.
+
+    name: name of the implementation, for the message.
     """
     if torch.is_grad_enabled() and any(
         isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
@@ -217,8 +224,9 @@ def refuse_gradient(name: str, arguments: Iterable[object]) -> None:
 
 
 def refuse_device(name: str, tensor: Tensor, *, oldest: tuple[int, int] = (8, 0)) -> None:
-    """Raises UnsupportedError for a device that the kernels do not run on.  oldest: compute
-    capability.
+    """Raises UnsupportedError for a tensor on a device that the kernels do not run on.
+
+    name: name of the implementation, for the message.  oldest: the lowest compute capability.
     """
     if tensor.is_cuda:
         if capability(tensor) < oldest:

@@ -1,5 +1,5 @@
-"""Device functions and constants that all kernels share: dtypes, products, decays and strided
-offsets.
+"""Device functions and constants that all kernels share: dtypes, strided offsets, decays and
+sums of products.
 """
 
 import math
@@ -13,13 +13,13 @@ from ssdprof.kernels import device
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# Input precision of tl.dot for fp32 operands: each is the sum of two tf32 numbers, with three
-# products and fp32 accumulation.  The result is close to fp32; plain tf32 keeps 3 digits.  It does
-# not affect 16-bit operands.
+# Input precision of tl.dot for fp32 operands: each operand is the sum of two tf32 numbers, and
+# three products of these are added in fp32.  The result is close to fp32; plain tf32 keeps 3
+# digits.  16-bit operands are not affected.
 DOT_PRECISION = tl.constexpr("tf32x3")
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-# from here to 0, five terms of expm1's series have an error below 5e-9
+# between this number and 0, five terms of the series of expm1 have an error below 5e-9
 SERIES = tl.constexpr(-0.125)
 INTERPRETED = tl.constexpr(device.INTERPRETED)
 
@@ -28,7 +28,7 @@ STAGES = {"softplus": "chunk_cumsum"}
 
 @triton.jit
 def ptr_offset(index, strides):
-    """Element offset of `index`, along the first axes of a tensor with `strides`, in int64."""
+    """Offset in elements, in int64, of `index` along the first axes of a tensor with `strides`."""
     offset = tl.zeros((), tl.int64)
     for axis in tl.static_range(len(index)):
         offset += tl.cast(index[axis], tl.int64) * strides[axis]
@@ -51,7 +51,9 @@ def store_at(ptr, strides, index, value, mask=None):
 
 @triton.jit
 def slot_to_read(sequence, slots, slots_strides, accepted, accepted_strides):
-    """The slot of a pool with which a sequence begins; -1 for none."""
+    """The slot of a pool with which a sequence begins (`Inputs.state_indices`, `accepted`); -1: it
+    begins with zeros.
+    """
     slots += tl.cast(sequence, tl.int64) * slots_strides[0]
     if accepted is not None:
         column = tl.load(accepted + ptr_offset((sequence,), accepted_strides)) - 1
@@ -61,10 +63,8 @@ def slot_to_read(sequence, slots, slots_strides, accepted, accepted_strides):
 
 @triton.jit
 def in_units(strides, UNIT: tl.constexpr):
-    """Make known to the compiler that all strides except the last are multiples of UNIT
-    (`strides_unit`).
-
-    The compiler itself detects only multiples of 16.
+    """The strides, with the information for the compiler that all except the last are multiples of
+    UNIT (`strides_unit`).  The compiler itself detects only multiples of 16.
     """
     if UNIT == 1 or UNIT == 16:
         return strides
@@ -79,18 +79,18 @@ def in_units(strides, UNIT: tl.constexpr):
 
 @triton.jit
 def decay_exp2(log2_decay):
-    """2 ** log2_decay, clamped to 1, because a rounded difference of cumulative sums may exceed it.
-    NaN stays NaN.
+    """2 ** log2_decay, at most 1: the exponent is a rounded difference of cumulative sums, which
+    may be slightly above 0.  NaN stays NaN.
     """
     return tl.exp2(tl.minimum(log2_decay, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def decay_exp(log_decay):
-    """exp(log_decay), clamped to 1, for states that decay at every position.  NaN stays NaN.
+    """exp(log_decay), at most 1, for states that decay at every position.  NaN stays NaN.
 
     A GPU's exp2 has a bias of about 2e-8, so that a state with decays close to 1 would have an
-    error of 2e-5 after a thousand positions.  Decays close to 1 are therefore computed from a
+    error of 2e-5 after a thousand positions.  Decays close to 1 are therefore computed with a
     series.
     """
     v = tl.minimum(log_decay, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -100,7 +100,9 @@ def decay_exp(log_decay):
 
 @triton.jit
 def _added(total, product):
-    """total + product, with the product fused into the sum, never the total."""
+    """total + product.  The compiler may fuse the product into the sum, but never the total,
+    because the assembly, which takes no instruction, hides how that was computed.
+    """
     total = tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -109,13 +111,14 @@ def _added(total, product):
 
 @triton.jit
 def sum_of_products(products, AXIS: tl.constexpr):
-    """The sum of a tile of products, the same in every kernel that gives the tile the same layout.
+    """The sum of a tile of products along AXIS, with the same bits in every kernel that gives the
+    tile the same layout.
 
-    With `tl.sum`, the compiler rounds either of a thread's first two products and fuses the other
-    with their sum, as the code around it happens to be ordered.  Here it always rounds the first:
-    the assembly, which takes no instruction, hides from LLVM that this is a product, too.
+    With `tl.sum`, the compiler rounds one of a thread's first two products and fuses the other with
+    their sum; which one depends on the order of the code around it.  Here it always rounds the
+    first (`_added`).
     """
-    if INTERPRETED:  # which has no assembly and fuses nothing
+    if INTERPRETED:  # the interpreter has no assembly, and fuses nothing
         return tl.sum(products, axis=AXIS)
     else:
         return tl.reduce(products, AXIS, _added)
@@ -134,6 +137,6 @@ def softplus(v):
     """log(1 + exp(v)), without overflow, and with full precision where exp(v) is small."""
     e = tl.exp2(-tl.abs(v) * LOG2_E)
     u = 1.0 + e
-    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding
+    # u is rounded; the factor e / (u - 1) corrects log(u) for this rounding
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p

@@ -1,6 +1,4 @@
-"""What the inputs of all operators have in common: checks, sequences, and the signature of a
-call.
-"""
+"""The base class of the inputs of all operators: checks, sequences, and the signature of a call."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def tensor_signature(tensor: Tensor | None) -> Hashable:
     """The properties of a tensor that determine which kernels support it and what Triton compiles
-    for it.
-
-    Equal for tensors that differ only in their values, and in their addresses by a multiple of 16
-    bytes.
+    for it.  Equal for tensors that differ only in their values, and in their addresses by a
+    multiple of 16 bytes.
     """
     if tensor is None:
         return None
@@ -30,8 +26,9 @@ def tensor_signature(tensor: Tensor | None) -> Hashable:
 class Output(NamedTuple):
     """The result of a call.
 
-    out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states' shape;
-    more with state_every.
+    out: the output, in the shape and dtype of the values, x or v.
+    final_states: fp32 states, in the shape of the initial states; with `state_every` more rows
+        (`Inputs.final_shape`).
     """
 
     out: Tensor
@@ -41,28 +38,31 @@ class Output(NamedTuple):
 class Inputs:
     """The base of an operator's inputs, a frozen dataclass of tensors and scalars.
 
-    operator: its name.  FIRST: the tensor that determines batch, length, dtype and device
-    LINEAR: tensors that, multiplied together by a number, multiply the output by it: values, of the
-        output's shape, then initial states, if there are any
-    state_every: positions; 1: after each one.  The states after so many of every sequence, and at
-        its end, are wanted; 0: only those at the end.  Above 1 sequences are not packed.  An
-        implementation that does not keep them (`Implementation.keeps`) refuses; a report calls it
-        once for each state
-    state_indices: (sequences) int32 or int64: the row of the initial states, then a pool, with
-        which each sequence begins.  None: row i for sequence i.  The host does not read the values.
-        An implementation that does not read pools (`Implementation.pools`) refuses; a report gives
-        it copies of the rows, in its time
+    operator: name of the operator.
+    FIRST: name of the tensor that determines batch, length, dtype and device.
+    LINEAR: names of the tensors in which the operator is linear: if all of them are multiplied by a
+        number, so is the output.  First the values, in the shape of the output, then the initial
+        states if the operator has any.
+    state_every: number of positions after which a state of every sequence is returned, besides its
+        state at the end; 0: only the states at the end are returned.  With packed sequences it is 0
+        or 1.  Implementations that do not keep these states (`Implementation.keeps`) refuse; a
+        report calls them once for each state.
+    state_indices: (sequences) int32 or int64, for initial states that are a pool: the slot of the
+        pool with which each sequence begins.  None: sequence i begins with row i.  The host does
+        not read the values.  Implementations that do not read pools (`Implementation.pools`)
+        refuse; a report gives them copies of the rows, and times the copying.
 
-    What only a call in place (`Implementation.in_place`) takes.  It writes new states to slots of
-    the pool, rounded once, and returns the pool.  It changes nothing else in the pool, and slots to
-    be written differ:
+    A call in place (`Implementation.in_place`) writes new states to slots of the pool, rounded
+    once, and returns the pool.  It changes nothing else in the pool.  All slots to which it writes
+    must differ.  Only such a call takes these values:
 
     state_indices: also (sequences, columns): sequence i begins with the slot in column
-        accepted[i] - 1.  -1: it begins with zeros
-    accepted: (sequences) int32 or int64, 1 to columns
-    write_indices: None: the final state goes to the slot that was read.  (sequences): to this slot.
-        (sequences, T): the state after token t goes to slot write_indices[i, t].  -1: it is not
-        kept.  A sequence that neither reads nor writes is padding, whose tokens may be NaN
+        accepted[i] - 1.  The slot -1 means that it begins with zeros.
+    accepted: (sequences) int32 or int64, 1 to columns.
+    write_indices: None: the final state goes to the slot that was read.  (sequences): it goes to
+        this slot.  (sequences, T): the state after token t goes to slot write_indices[i, t].  A
+        state with slot -1 is dropped.  A sequence that neither reads nor writes is padding, whose
+        tokens may be NaN.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
@@ -77,8 +77,8 @@ class Inputs:
 
     @classmethod
     def unchecked(cls, **values: object) -> Self:
-        """Fields by name, without a check.  The caller knows the signature, or calls `check`
-        later.
+        """Inputs from fields by name, without a check, for a caller that has checked a call of this
+        signature, or calls `check` later.
         """
         inputs = object.__new__(cls)
         inputs.__dict__.update(values)
@@ -88,35 +88,39 @@ class Inputs:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError, naming the argument that does not fit the others."""
+        """Raises ValueError, which names an argument that does not fit the others."""
 
     @property
     def _first(self) -> Tensor:
+        """The tensor FIRST."""
         first: Tensor = getattr(self, self.FIRST)
         return first
 
     @property
     def values(self) -> Tensor:
+        """The first tensor in LINEAR, x or v."""
         values: Tensor = getattr(self, self.LINEAR[0])
         return values
 
     @property
     def initial(self) -> Tensor | None:
-        """Initial states, one for each sequence: of a pool, a copy.  None is zeros."""
+        """The initial state of each sequence; from a pool they are copied.  None stands for
+        zeros.
+        """
         states: Tensor | None = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
         if states is None or self.state_indices is None:
             return states
         return states[self.state_indices.long()]
 
     def after(self, states: Tensor | None) -> Self:
-        """The inputs with these initial states, one for each sequence."""
-        rows = {} if self.state_indices is None else {"state_indices": None}
-        return replace(self, **{self.LINEAR[1]: states}, **rows)
+        """The inputs with other initial states, one for each sequence, and without a pool."""
+        without_pool = {} if self.state_indices is None else {"state_indices": None}
+        return replace(self, **{self.LINEAR[1]: states}, **without_pool)
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
-        """ValueError unless a tensor is None or has this shape and a floating-point dtype.
+        """Raises ValueError unless the tensor is None or has this shape and a floating-point dtype.
 
-        same_dtype: it must have the dtype of the tensor FIRST.
+        same_dtype: whether it must have the dtype of the tensor FIRST.
         """
         tensor = getattr(self, name)
         dtype = self._first.dtype
@@ -132,7 +136,7 @@ class Inputs:
             )
 
     def _check_sequences(self) -> None:
-        """Raises ValueError for lengths, slots or a `state_every` that do not fit the tensors."""
+        """Raises ValueError if `state_every`, the slots or cu_seqlens do not fit the tensors."""
         if self.state_every < 0 or (self.state_every > 1 and self.cu_seqlens is not None):
             raise ValueError(
                 f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}"
@@ -141,7 +145,8 @@ class Inputs:
         if slots is None and not (self.write_indices is None and self.accepted is None):
             raise ValueError("write_indices and accepted need state_indices")
         if slots is not None:
-            if (pool := getattr(self, self.LINEAR[1])) is None or not sum(pool.shape[:1]):
+            pool = getattr(self, self.LINEAR[1])
+            if pool is None or not sum(pool.shape[:1]):
                 raise ValueError(f"state_indices needs {self.LINEAR[1]}, a pool of states")
             self._check_indices("state_indices", (1,) if self.accepted is None else (2,))
             self._check_indices("accepted", (1,))
@@ -158,7 +163,9 @@ class Inputs:
             raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
 
     def _check_indices(self, name: str, dims: tuple[int, ...]) -> None:
-        """A row for each sequence.  dims: how many there may be."""
+        """Raises ValueError unless a tensor of indices is None, or has integers, a row for each
+        sequence, and one of the numbers of dimensions `dims`.
+        """
         indices = getattr(self, name)
         if indices is None:
             return
@@ -172,9 +179,10 @@ class Inputs:
             )
 
     def _check_devices(self) -> None:
+        """Raises ValueError for tensors on several devices."""
         for name, tensor in self.tensors.items():
-            if tensor.device != (first := self._first.device):
-                raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {first}")
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {self.device}")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -193,31 +201,32 @@ class Inputs:
 
     @property
     def form(self) -> Hashable:
-        """All properties of the inputs except the values of their tensors."""
-        of_tensors = (
+        """The properties of the inputs except the values and the memory of their tensors."""
+        tensor_forms = (
             (name, tensor.shape, tensor.stride(), tensor.dtype)
             for name, tensor in self.tensors.items()
         )
-        return (type(self), *of_tensors, *self.scalars.items())
+        return (type(self), *tensor_forms, *self.scalars.items())
 
     @property
     def device(self) -> torch.device:
+        """The device of all tensors."""
         return self._first.device
 
     @property
     def length(self) -> int:
-        """Positions of one row of the batch; of all sequences together if packed."""
+        """Positions of one row of the batch; if sequences are packed, of all of them together."""
         return self._first.shape[1]
 
     @property
     def sequences(self) -> int:
-        """Independent sequences: the batch, or the packed ones."""
+        """The number of independent sequences: rows of the batch, or packed sequences."""
         return self._first.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def slots_read(self) -> Tensor | None:
-        """The slot of a pool with which each sequence begins: of tables, that of the accepted
-        state.
+        """The slot of the pool with which each sequence begins, (sequences); None without a
+        pool.
         """
         slots = self.state_indices
         if slots is None or self.accepted is None:
@@ -226,13 +235,13 @@ class Inputs:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of a layer, by the operator's own names."""
+        """The sizes of a layer, by the operator's names of them."""
         raise NotImplementedError
 
     @property
     def final_shape(self) -> tuple[int, ...]:
-        """The shape of the final states; with `state_every` a row for each state, sequence by
-        sequence.
+        """The shape of the final states.  With `state_every` they have a row for each state,
+        sequence after sequence.
         """
         if not self.state_every:
             return self.states_shape
@@ -245,8 +254,8 @@ class Inputs:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for inputs that differ only in the values of their tensors, and in addresses by a
-        multiple of 16 bytes.
+        """A key that is equal for inputs that differ only in the values of their tensors, and in
+        addresses by a multiple of 16 bytes.
         """
         raise NotImplementedError
 
@@ -262,5 +271,5 @@ class Inputs:
         return whole if self.cu_seqlens is None else whole + self.sequences
 
 
-# A call without its tensors.  It serves all inputs of one `signature` and keeps none of them.
+# (inputs) -> the output: a prepared call for all inputs of one `signature`; keeps no tensors
 PreparedLaunch = Callable[[Any], Output]

@@ -2,9 +2,9 @@
 launcher.
 
 At every launch, Triton finds the compiled form by the type, alignment and value of every argument,
-encodes every descriptor again and unpacks some eighty Python objects.  Where these properties are
-known to be unchanged, only the first launch goes through Triton.  Each later one writes the
-addresses of its tensors and calls the CUDA driver.
+encodes every descriptor again, and unpacks some eighty Python objects.  If these properties are
+known to be unchanged, only the first launch goes through Triton.  Later launches write the
+addresses of the tensors and call the CUDA driver.
 """
 
 import ctypes
@@ -26,16 +26,16 @@ from triton.runtime.cache import triton_key
 from ssdprof.kernels.device import INTERPRETED, has_gpu
 
 _FIXED = {
-    # otherwise a setting of Triton decides, which will be off from Triton 3.10 on
+    # without it, a setting of Triton decides, which is off from Triton 3.10 on
     "enable_fp_fusion": True,
-    # otherwise Triton builds, and drops again, a check of every integer sum and product
+    # without it, Triton builds a check of every integer sum and product, and drops it again
     "sanitize_overflow": False,
 }
 Kept = TypeVar("Kept")
 
 
 class Constants(SimpleNamespace):
-    """Compile-time arguments of a kernel, by name.  The kernel reads `S.BLOCK`."""
+    """The compile-time arguments of a kernel, by name.  A kernel reads them as `S.BLOCK`."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(vars(self).items()))
@@ -44,25 +44,27 @@ class Constants(SimpleNamespace):
 class Launcher:
     """A kernel with all arguments except its tensors and the number of programs.
 
-    scalars: the arguments after the tensors, including tuples of strides
-    options: compile-time arguments in capitals, and launch options such as num_warps
+    scalars: the arguments after the tensors, including tuples of strides.
+    options: compile-time arguments, whose names are in capitals, and launch options such as
+        num_warps.
 
-    A kernel takes its descriptors, then its other tensors as one tuple, `tensors`, then the
-    scalars, then its compile-time arguments as one, `S`.  A kernel without such parameters takes
-    every tensor, and every compile-time argument, as a parameter.
+    The parameters of a kernel are its descriptors, then `tensors`, a tuple of its other tensors,
+    then the scalars, then `S`, which has its compile-time arguments.  A kernel without the
+    parameters `tensors` and `S` has a parameter for every tensor and compile-time argument.
 
-    The current device, and the `argument_key` of each tensor, must be the same in all launches.
-    Triton settings that affect compilation, such as its debug mode, are those of the first launch.
+    The current device and the `argument_key` of each tensor must be the same in all launches.
+    Settings of Triton that affect compilation, such as its debug mode, are those of the first
+    launch.
     """
 
     def __init__(
         self, kernel: Any, scalars: tuple[object, ...], options: dict[str, object]
     ) -> None:
-        """Put the arguments in the kernel's order; nothing is compiled yet."""
+        """Put the arguments into the kernel's order.  Compiles nothing."""
         names = _arguments(kernel.fn)
         if "S" in names and "S" not in options:
             constants = {name: value for name, value in options.items() if name.isupper()}
-            launch_options = {n: value for n, value in options.items() if n not in constants}
+            launch_options = {key: value for key, value in options.items() if key not in constants}
             if not INTERPRETED:  # Triton takes no attribute for a constant
                 constants = {name: tl.constexpr(value) for name, value in constants.items()}
             options = {"S": Constants(**constants)} | launch_options
@@ -70,25 +72,26 @@ class Launcher:
         self._scalars = scalars
         self._options = options
         self._constants = (*scalars, *(options[name] for name in names if name in options))
+        # number of descriptors; None for a kernel without the parameter `tensors`
         self._descriptors = names.index("tensors") if "tensors" in names else None
         self._compiled: CompiledKernel | None = None
         self._direct: DirectLaunch | None = None
 
     def __call__(self, programs: int, *tensors: object) -> None:
-        """Launch on the current device.  The first launch compiles; later ones are direct, or by
-        Triton if a direct one is impossible.
+        """Launch on the current device.  The first launch compiles.  Later launches are direct, or
+        go through Triton if a direct launch is impossible.
         """
         if self._direct is not None and self._direct(programs, tensors):
             return
         grid = (programs, 1, 1)
-        first = self._descriptors
-        grouped = tensors if first is None else (*tensors[:first], tensors[first:])
+        count = self._descriptors
+        grouped = tensors if count is None else (*tensors[:count], tensors[count:])
         if self._compiled is not None:
             self._compiled[grid](*grouped, *self._constants)
             return
-        # the first launch; in the interpreter, every launch
+        # only the first launch gets here, and every launch in the interpreter
         wait_for_hash()
-        # compiling creates so many objects that garbage collection would take a twentieth of the
+        # compiling creates so many objects that garbage collection would take a twentieth of its
         # time
         with no_garbage_collection():
             self._compiled = self.kernel[grid](*grouped, *self._scalars, **self._options, **_FIXED)
@@ -96,8 +99,8 @@ class Launcher:
             self._direct = direct_launch(self._compiled, grouped, self._constants)
 
 
-MOST_KEPT = 4096  # prepared launches
-_kept: dict[Hashable, Launcher] = {}  # a call with new sizes adds a few
+MOST_KEPT = 4096  # launches in a dict of prepared launches; with more, all are dropped
+_kept: dict[Hashable, Launcher] = {}  # a call with new sizes adds a few launchers
 
 
 def kept(
@@ -106,8 +109,8 @@ def kept(
     prepare: Callable[..., Kept],
     *arguments: object,
 ) -> Kept:
-    """The launch for the signature of a call.  If there is none, `prepare(*arguments)`, which takes
-    most of a call's time on the host, is added.
+    """The launch for the signature of a call.  If `launches` has none, `prepare(*arguments)` makes
+    and adds it, which takes most of a call's time on the host.
     """
     launch = launches.get(signature)
     if launch is None:
@@ -118,8 +121,8 @@ def kept(
 
 
 def argument_key(tensor: torch.Tensor | None) -> Hashable:
-    """The properties of a tensor that select a compiled kernel, if the kernel receives only its
-    address.
+    """The properties of a tensor that select the compiled form of a kernel, if the kernel gets only
+    the tensor's address.
     """
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.data_ptr() % 16)
 
@@ -131,10 +134,10 @@ def launch(
     scalars: tuple[object, ...],
     **options: object,
 ) -> None:
-    """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be
-    that of the tensors.
+    """Launch `kernel[(programs,)](*tensors, *scalars, **options)` on the current device, on which
+    the tensors must be.
     """
-    # the key has the types too, because 0, 0.0 and False are equal but different arguments
+    # the key has types too, because 0, 0.0 and False are equal, but different arguments
     key = (kernel.fn, *map(argument_key, tensors), scalars, *map(type, scalars), *options.items())
     launcher = kept(_kept, key, Launcher, kernel, scalars, options)
     launcher(programs, *tensors)
@@ -142,28 +145,29 @@ def launch(
 
 @cache
 def _arguments(function: Callable[..., object]) -> tuple[str, ...]:
+    """The names of a function's parameters."""
     return tuple(signature(function).parameters)
 
 
-# --- Triton's hash of itself, which it needs to compile a kernel for a GPU, or to find a compiled
-# one.  It takes 0.4 s, once per process, to read 400 MB.  A thread does it while the caller
-# prepares the first call: hashing does not hold Python's global lock.
+# --- Triton's hash of itself, which Triton needs to compile a kernel for a GPU, and to find one on
+# disk.  Reading the 400 MB takes 0.4 s, once per process.  A thread does it while the caller
+# prepares the first call, because hashing does not hold Python's global lock.
 
-# `triton_key` caches its result
+# `triton_key` caches its result, so that Triton gets it at once later
 _hashing = Thread(target=triton_key, name="Triton's hash of itself", daemon=True)
 if has_gpu() and not INTERPRETED:
     _hashing.start()
 
 
 def wait_for_hash() -> None:
-    """Wait until the hash is complete, otherwise Triton would start a second one."""
+    """Wait until the thread has computed the hash, so that Triton does not compute it again."""
     if _hashing.ident is not None:
         _hashing.join()
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the context, and restore its state afterwards."""
+    """Disable garbage collection while the context is open."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -173,26 +177,27 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# --- launches through the CUDA driver.  Triton's launcher encodes every descriptor at every launch.
-# On an H200 this takes a fifth of a call of GDN with 1,024 tokens (benchmarks/log/gdn.md, row 52).
+# --- launches through the CUDA driver.  Triton's launcher encodes every descriptor at every launch,
+# which takes a fifth of a call of GDN with 1,024 tokens on an H200 (benchmarks/log/gdn.md, row 52).
 
-_WARP = 32
-_MOST_ENCODED = 2048  # descriptors of a kernel: several, for each layer of a model
-# most parameters at the end for addresses of scratch memory, which Triton allocates if a kernel
-# needs it
+_WARP = 32  # threads
+_MOST_ENCODED = 2048  # descriptors that are kept for a kernel: several for each layer of a model
+# largest number of parameters for addresses of scratch memory, which are the last parameters, and
+# which Triton sets if a kernel needs scratch memory
 _SCRATCH = 2
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap, in bytes
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
-_PROMOTE_TO_L2_128B = 2
+_PROMOTE_TO_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+# Triton's name of a scalar's type -> the type of the kernel's parameter
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 @cache
 def cuda_driver() -> ctypes.CDLL | None:
-    """The CUDA driver; None without one that encodes descriptors.
+    """The library of the CUDA driver; None without a driver, or with one that has no descriptors.
 
-    Its functions return a status, 0 on success, and release Python's global lock, because a launch
-    blocks while the queue of the stream is full.
+    Its functions return a status, which is 0 after success.  They release Python's global lock,
+    because a launch waits while the queue of the stream is full.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -206,11 +211,13 @@ def cuda_driver() -> ctypes.CDLL | None:
 
 
 class DirectLaunch:
-    """A compiled kernel and its parameters.  A call writes those that depend on addresses.
+    """A compiled kernel and the memory of its parameters.  A call writes those parameters that
+    depend on addresses.
 
-    tensors, constants: the arguments of the first launch, which may be tuples.  Raises ValueError
-    or KeyError if the launch has options or arguments that this package does not use, or if the
-    kernel does not have the parameters that Triton 3.6 derives from the arguments.
+    tensors, constants: the arguments of the first launch, some of which are tuples.
+
+    Raises ValueError or KeyError if the launch has options or arguments that this package does not
+    use, or if the kernel does not have the parameters that Triton 3.6 derives from the arguments.
     """
 
     def __init__(
@@ -220,7 +227,7 @@ class DirectLaunch:
         tensors: tuple[object, ...],
         constants: tuple[object, ...],
     ) -> None:
-        """Write each parameter into memory of its own, in the kernel's order."""
+        """Write the parameters, each into memory of its own, in the kernel's order."""
         metadata = compiled.metadata
         special = metadata.launch_cooperative_grid or metadata.launch_pdl
         scratch_bytes = metadata.global_scratch_size + metadata.profile_scratch_size
@@ -231,10 +238,13 @@ class DirectLaunch:
         self._threads = _WARP * metadata.num_warps
         self._shared_bytes = metadata.shared
         self._lock = Lock()
+        # index of an argument, and the memory for its address
         self._pointers: list[tuple[int, ctypes.c_uint64]] = []
+        # indices of a parameter and of the argument, and Triton's choice of box and swizzle
         self._descriptors: list[tuple[int, int, dict[str, Any]]] = []
+        # index and address of a tensor -> address of its encoded descriptor, and the memory
         self._maps: dict[tuple[int, int], tuple[int, object]] = {}
-        self._values: list[Any] = []
+        self._values: list[Any] = []  # the memory of each parameter
         metas = iter(metadata.tensordesc_meta or ())
         kinds = tuple(compiled.src.signature.values())
         for index, (kind, value) in enumerate(_leaves(kinds, (*tensors, *constants))):
@@ -258,8 +268,8 @@ class DirectLaunch:
             self._encoded(index, tensors[index], meta)
 
     def __call__(self, programs: int, tensors: Sequence[Any]) -> bool:
-        """Launch.  False if nothing was launched: the caller then uses Triton's launcher, which
-        reports the error.
+        """Launch the kernel.  Returns False if nothing was launched; then the caller uses Triton's
+        launcher, which reports the error.
         """
         if _hooked():
             return False
@@ -281,8 +291,10 @@ class DirectLaunch:
             )
 
     def _encoded(self, index: int, descriptor: Any, meta: dict[str, Any]) -> int:
-        """The address of the descriptor's encoded form, a CUtensorMap, of which one is kept for
-        each address of a tensor.  meta: Triton's choice of box and swizzle.
+        """The address of a descriptor's encoded form, a CUtensorMap.  One is kept for each argument
+        and address of a tensor.
+
+        index: of the argument.  meta: Triton's choice of box and swizzle.
         """
         base = descriptor.base
         rank = len(descriptor.shape)
@@ -293,22 +305,22 @@ class DirectLaunch:
             self._maps.clear()
         memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
         address = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        numbers, bytes_ = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
-        # the driver's first dimension is the innermost one, whose stride is known
-        outer = (stride * base.dtype.itemsize for stride in descriptor.strides[-2::-1])
+        uint32s, uint64s = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
+        # the driver's first dimension is the innermost one, which has no stride, because it is 1
+        outer_strides = (stride * base.dtype.itemsize for stride in descriptor.strides[-2::-1])
         if self._driver.cuTensorMapEncodeTiled(
             address,
             _MAP_DTYPES[base.dtype],
             rank,
             key[1],
-            bytes_(*descriptor.shape[::-1]),
-            bytes_(*outer),
-            numbers(*meta["block_size"][::-1]),
-            numbers(*[1] * rank),
-            0,
+            uint64s(*descriptor.shape[::-1]),
+            uint64s(*outer_strides),
+            uint32s(*meta["block_size"][::-1]),
+            uint32s(*[1] * rank),  # steps between elements
+            0,  # no interleaving
             meta["swizzle"],
             _PROMOTE_TO_L2_128B,
-            0,
+            0,  # zeros outside of the tensor
         ):
             raise ValueError("the driver does not encode this descriptor")
         self._maps[key] = address, memory
@@ -318,7 +330,7 @@ class DirectLaunch:
 def direct_launch(
     compiled: CompiledKernel, tensors: tuple[object, ...], constants: tuple[object, ...]
 ) -> DirectLaunch | None:
-    """A direct launch of the kernel that Triton compiled for these arguments; None if only Triton
+    """The direct launch of a kernel that Triton compiled for these arguments; None if only Triton
     can launch it.
     """
     driver = cuda_driver()
@@ -326,13 +338,16 @@ def direct_launch(
         return None
     try:
         return DirectLaunch(driver, compiled, tensors, constants)
-    # another version of Triton
+    # another version of Triton may have other metadata and parameters
     except (AttributeError, KeyError, IndexError, StopIteration, TypeError, ValueError):
         return None
 
 
 def _leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    """Each argument with Triton's name of its type, in the order of the kernel's parameters."""
+    """Each argument, with Triton's name of its type, in the order of the kernel's parameters.
+
+    kinds: names of types, in tuples where arguments are tuples.
+    """
     for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, tuple):
             yield from _leaves(kind, value)
@@ -341,13 +356,12 @@ def _leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_count(ptx: str) -> int:
-    """Parameters of a module's only kernel."""
+    """The number of parameters of the only kernel in a PTX module."""
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
 
 
 def _hooked() -> bool:
     """Whether a launch hook of Triton is set."""
-    hooks = triton.knobs.runtime
-    return any(
-        getattr(hook, "calls", None) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)
-    )
+    runtime = triton.knobs.runtime
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", None) for hook in hooks)

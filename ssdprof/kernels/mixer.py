@@ -1,7 +1,7 @@
-"""Kernels of a mixer around its operator: the causal convolution before it, the gated RMS norm
-after it.
+"""The kernels of a mixer besides its operator: the causal convolution before it, and the gated RMS
+norm after it.
 
-They compute in fp32 and round once.  Oracles: `convolved` and `normed` in
+They compute in fp32 and round once.  Their oracles are `convolved` and `normed` in
 tests/kernels/test_mixer.py.
 """
 
@@ -15,17 +15,19 @@ from ssdprof.kernels.launch import launch
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.tensors import strides_of_each
 
-MAX_WIDTH = 16
-MAX_GROUP_SIZE = 32768
-BLOCK_D = 128  # channels per program of the convolution; in 16 bit they are two cache lines
+MAX_WIDTH = 16  # positions of the convolution
+MAX_GROUP_SIZE = 32768  # channels of a group of the norm
+BLOCK_D = (
+    128  # channels per program of the convolution; 16-bit numbers of so many take two cache lines
+)
 
 
 @triton.jit
 def _load_positions(
     x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr
 ):
-    """x[i_b, o_s, o_d], [positions, channels], in x's dtype; before the sequence the initial state,
-    or 0.
+    """x at positions o_s and channels o_d, [positions, channels] in x's dtype.  Before the sequence
+    it is the initial state, or 0.  m: mask of these elements.
     """
     m_x = m & ((o_s >= 0) & (o_s < length))[:, None]
     b_x = load_at(x_ptr, x_strides, (i_b, o_s[:, None], o_d[None, :]), mask=m_x)
@@ -47,7 +49,7 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
     o_l = i_l * S.BLOCK_L + tl.arange(0, S.BLOCK_L)
     m_d = o_d < channels
 
-    # --- the sum
+    # --- y, [BLOCK_L, BLOCK_D] in fp32: the bias and WIDTH shifted products, then the activation
     b_y = tl.zeros((S.BLOCK_L, S.BLOCK_D), tl.float32)
     if bias_ptr is not None:
         b_y += load_at(bias_ptr, bias_strides, (o_d,), mask=m_d).to(tl.float32)[None, :]
@@ -72,7 +74,7 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
     m_out = (o_l < length)[:, None] & m_d[None, :]
     tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
 
-    # --- final state: the last positions
+    # --- final state: x at the last WIDTH - 1 positions, by the program with the last positions
     if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
         if i_l == l_blocks - 1:
             o_w = tl.arange(0, S.BLOCK_W)
@@ -102,7 +104,7 @@ def causal_conv1d(
     initial_state: Tensor | None = None,
     wants_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The causal depthwise convolution: (out, final_state); final_state is None unless
+    """The causal depthwise convolution.  Returns (out, final_state); final_state is None unless
     wants_final_state.
 
         y[t, d]   = bias[d] + sum_{k < w} weight[d, k] * x[t - (w - 1) + k, d]
@@ -112,16 +114,16 @@ def causal_conv1d(
 
     In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None
           initial_state (b, d, w - 1) or None, oldest first
-    Out:  out (b, l, d), contiguous, in x's dtype | final_state (b, d, w - 1) in x's dtype: the last
-    w - 1 positions
-    Grid: (b * l-blocks * d-blocks).  One program owns a block of positions of a block of channels.
+    Out:  out (b, l, d), contiguous, in x's dtype
+          final_state (b, d, w - 1) in x's dtype: x at the last w - 1 positions
+    Grid: (b * l-blocks * d-blocks).  A program computes a block of positions and channels.
     Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths
     without support.
     """
-    # with an initial state, a quarter of the elements per thread, because its addresses need
-    # registers too
+    # with an initial state, a thread has a quarter of the elements, because the addresses of the
+    # initial state need registers too
     block_l, num_warps = (32, 4) if initial_state is None else (16, 8)
     batch, length, channels = x.shape
     width = weight.shape[-1]
@@ -154,15 +156,17 @@ def causal_conv1d(
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises ValueError for a tensor of another shape."""
     if tensor is not None and tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
 
 
 @triton.jit
 def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.constexpr):
-    """One block of rows of `gated_rms_norm`."""
+    """One block of rows of `gated_rms_norm`.  A row is a group of channels at one position."""
     x_ptr, gate_ptr, weight_ptr, out_ptr = tensors
     x_strides, gate_strides, weight_strides, out_strides = strides
+    # --- this program's rows, and the position and the channels of each
     o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
     o_c = tl.arange(0, S.BLOCK_G)
     m = (o_r < rows)[:, None] & (o_c < S.GROUP_SIZE)[None, :]
@@ -170,7 +174,7 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
     channel = i_g[:, None] * S.GROUP_SIZE + o_c[None, :]
     index = ((i_bl // length)[:, None], (i_bl % length)[:, None], channel)
 
-    # [BLOCK_ROWS, BLOCK_G]
+    # --- the norm and the gate, [BLOCK_ROWS, BLOCK_G] in fp32
     b_x = load_at(x_ptr, x_strides, index, mask=m).to(tl.float32)
     b_gate = load_at(gate_ptr, gate_strides, index, mask=m).to(tl.float32)
     b_weight = load_at(weight_ptr, weight_strides, (channel,), mask=m).to(tl.float32)
@@ -193,16 +197,15 @@ def gated_rms_norm(
 
     In:   x, gate (l, d) or (b, l, d), any strides | weight (d)
     Out:  out, as x, contiguous
-    Grid: (blocks of b * l * groups rows).  One program owns whole groups: rows of group_size
-    channels.
+    Grid: (blocks of b * l * groups rows).  A program computes whole rows, of group_size channels.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 7.1; Yang et al. 2024 (arXiv:2412.06464),
     section 3.4.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes
     without support.
     """
-    # about 4,096 channels per program, 32 per thread; a larger group has its own program, with more
-    # threads
+    # a program has about 4,096 channels, 32 per thread; a larger group has a program of its own,
+    # with more threads
     block = triton.next_power_of_2(group_size)
     block_rows = max(1, 4096 // block)
     num_warps = min(16, max(4, block // 1024))
@@ -228,7 +231,7 @@ def gated_rms_norm(
         triton.cdiv(rows, block_rows),
         (x, gate, weight, out),
         (
-            (_three(x), _three(gate), weight.stride(), _three(out)),
+            (_batched_strides(x), _batched_strides(gate), weight.stride(), _batched_strides(out)),
             x.shape[-2],
             width // group_size,
             rows,
@@ -243,6 +246,6 @@ def gated_rms_norm(
     return out
 
 
-def _three(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of (b, l, d); without a batch dimension, as for a batch of one."""
+def _batched_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor (b, l, d), or of (l, d) as a batch of one."""
     return tensor.stride() if tensor.ndim == 3 else (0, *tensor.stride())

@@ -1,5 +1,5 @@
-"""Shared code of the oracles: they return their output in blocks of positions, sequence after
-sequence.
+"""Code that the oracles of all operators share.  An oracle yields its output in blocks of
+positions, sequence after sequence.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.registry import Implementation, Plan, register
 
-# positions per chunk of the chunked forms: takes little work, and does not affect the result
+# positions per chunk of the chunked forms; it affects the amount of work, and not the result
 ORACLE_CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Positions start..stop of one sequence, in row `batch`.
+    """The positions start to stop - 1 of one sequence, in row `batch` of the tensors.
 
-    sequence: row of the initial and final states; equals `batch` unless the inputs are packed
+    sequence: row of the initial and final states; it is `batch` unless sequences are packed.
     """
 
     sequence: int
@@ -33,23 +33,24 @@ class Span:
 
     @property
     def length(self) -> int:
+        """The number of positions."""
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its positions of a tensor (b, l, ...), as a view."""
+        """A tensor (b, l, ...) at the positions of the span, as a view (length, ...)."""
         return tensor[self.batch, self.start : self.stop]
 
     def cut(self, block: int) -> Iterator[Span]:
-        """Pieces of at most `block` positions, in order.  An empty span has one empty piece."""
+        """The span in spans of at most `block` positions, in order; an empty span as it is."""
         for start in range(self.start, max(self.stop, self.start + 1), block):
             stop = min(start + block, self.stop)
             yield Span(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
 
 
-# A piece of the output: its span, the output (stop - start, heads, values) there, the state (heads,
-# ...) after it, and the row of the call's final states in which that state is; None: in none of
-# them
+# A part of the output: its span; out there, (length, heads, values); the state (heads, ...) after
+# it; and the row of the call's final states that has this state, or None if none has it
 Block = tuple[Span, Tensor, Tensor, int | None]
+# (inputs, span, dtype, state before the span) -> out of the span, and the state after it
 Evaluate = Callable[[Any, Span, torch.dtype, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -82,14 +83,11 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
 def blocks_of(
     evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Iterator[Block]:
-    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after
-    sequence.
+    """The chunked form in blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has
-    its final state; blocks also end where `state_every` wants one.  Reads the values of cu_seqlens
-    on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = length.
-
-    evaluate: (inputs, span, dtype, the state before it) -> out of the span, and the state after it
+    its final state; blocks also end where `state_every` wants a state.  Reads the values of
+    cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = length.
     """
     states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
@@ -98,16 +96,16 @@ def blocks_of(
         for piece in span.cut(every):
             row: int | None = span.sequence
             if inputs.state_every:
-                is_empty = piece.stop == piece.start  # of an empty sequence, which has no states
-                row = None if is_empty else state_row(inputs, piece.batch, piece.start)
+                # an empty sequence has no states
+                row = state_row(inputs, piece.batch, piece.start) if piece.length else None
             for part in piece.cut(block):
                 out, state = evaluate(inputs, part, dtype, state)
                 yield part, out, state, row if part.stop == piece.stop else None
 
 
 def state_row(inputs: Inputs, batch: int, position: int) -> int:
-    """The row, among the states that `state_every` asks for, of the state that follows the piece
-    with this position.
+    """The row of `final_states` for the first state that `state_every` asks for after `position` of
+    the batch row `batch`.
     """
     per_batch_row = -(-inputs.length // inputs.state_every)  # rounded up
     return batch * per_batch_row + position // inputs.state_every
@@ -116,26 +114,26 @@ def state_row(inputs: Inputs, batch: int, position: int) -> int:
 def chunked(
     evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Output:
-    """The blocks of `blocks_of` joined.  Output and final states in `dtype`."""
+    """The blocks of `blocks_of`, joined to an output in `dtype`."""
     return joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype)
 
 
 def joined(
     inputs: Inputs, blocks: Iterable[Block], dtype: torch.dtype, state_dtype: torch.dtype
 ) -> Output:
-    """The output that consists of these blocks."""
+    """The output of a call from its blocks: out in `dtype`, final states in `state_dtype`."""
     out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
     final_states = torch.empty(inputs.final_shape, dtype=state_dtype, device=inputs.values.device)
-    for span, piece, state, row in blocks:
-        span.of(out).copy_(piece)
+    for span, block_out, state, row in blocks:
+        span.of(out).copy_(block_out)
         if row is not None:
             final_states[row] = state
     return Output(out, final_states)
 
 
 def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
-    """The oracle as an implementation: computes in fp64 at every precision, and rounds once.  Torch
-    operations only.
+    """Register the oracle as the implementation "reference", which computes in fp64 with torch at
+    every precision, and rounds once.  Returns its `run`.
     """
     plan = Plan(
         variant="torch",
@@ -160,21 +158,20 @@ def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
 
 
 def split_chunks(tensor: Tensor, size: int) -> Tensor:
-    """(l, h, ...) -> (c, h, size, ...), zeros at the end."""
+    """Cut positions into chunks, padded with zeros: (l, h, ...) -> (c, h, size, ...)."""
     length, *rest = tensor.shape
     padded = torch.cat([tensor, tensor.new_zeros(-length % size, *rest)])
     return padded.reshape(-1, size, *rest).transpose(1, 2)
 
 
 def segment_sums(steps: Tensor) -> Tensor:
-    """(..., l) -> (..., l, s): the sum of steps s+1..l, which is 0 for s = l and -inf for s > l.
+    """The sum of steps s + 1 to l for each pair (l, s), 0 for s = l and -inf for s > l: (..., l) ->
+    (..., l, s).
 
-    Each pair is summed by itself.  In a difference of cumulative sums, one huge step would cancel
-    the digits of later ones.
+    Each pair has a sum of its own.  In a difference of cumulative sums, one huge step would cancel
+    the digits of later steps.
     """
     length = steps.shape[-1]
     causal = torch.ones(length, length, dtype=torch.bool, device=steps.device).tril()
-    sums = (
-        steps[..., :, None].expand(*steps.shape, length).masked_fill(~causal.tril(-1), 0).cumsum(-2)
-    )
-    return sums.masked_fill(~causal, -torch.inf)
+    after_s = steps[..., :, None].expand(*steps.shape, length).masked_fill(~causal.tril(-1), 0)
+    return after_s.cumsum(-2).masked_fill(~causal, -torch.inf)

@@ -1,5 +1,5 @@
-"""Calls on a pool of states, as servers make them: what the adapters of libraries' kernels share
-with `operators/serving.py`.
+"""Calls on a pool of states, as servers make them: code that the adapters of libraries' kernels and
+`operators/serving.py` share.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the states of a call in place are, on the device; -1: nowhere.
+    """The slots of a pool that a call in place uses, as tensors on the device.  -1 stands for no
+    slot.
 
-    read (sequences): the slot that each sequence begins with.  written (sequences, longest): that
-    of the state after each token.  final (sequences): that of the only state that is kept; None if
-    others are.  overwrites: whether it is the slot that was read.  buffer: the slots of all states
-    in order, of a call on a pool of its own.
+    read (sequences): the slot with which each sequence begins.
+    written (sequences, longest): the slot of the state after each token.
+    final (sequences): the slot of the final state, if only that is written; otherwise None.
+    overwrites: whether final states go to the slots that were read.
+    buffer: the slots of all written states in order, if the pool was made for this call.
     """
 
     read: torch.Tensor
@@ -34,28 +36,28 @@ class Slots:
 
     @classmethod
     def of(cls, inputs: Inputs, buffer: slice | None = None) -> Slots:
-        """The slots of a call: of tables with a column a token, the one that holds the accepted
-        state is read.
-        """
+        """The slots of a call in place."""
         read, written = inputs.slots_read, inputs.write_indices
         assert read is not None
         overwrites = written is None
         if written is not None and written.ndim == 2:
             return cls(read, written, None, overwrites, buffer)
         final = read if written is None else written
-        last = token_positions(inputs, inputs.length)[1].sum(1, keepdim=True) - 1
+        # a table whose only slot is that of each sequence's last token
+        _, exist = token_positions(inputs, inputs.length)
+        last = exist.sum(1, keepdim=True) - 1
         columns = torch.arange(inputs.length, device=read.device)
         table = torch.where(columns == last, final[:, None], -1)
         return cls(read, table, final, overwrites, buffer)
 
     def refuse_tables(self, name: str) -> None:
-        """UnsupportedError for states that go to other slots than those that were read."""
+        """Raises UnsupportedError if states go to other slots than those that were read."""
         if not self.overwrites and self.buffer is None:
             raise UnsupportedError(f"{name}: states go back to the slots that were read")
 
     def verification(self, inputs: Inputs, pool: torch.Tensor) -> dict[str, Any]:
-        """SGLang's arguments for a call that leaves the pool alone and writes all states to a
-        buffer; empty for another call.
+        """SGLang's arguments for a call that writes the state after each token to `buffer`, and
+        does not update the slots that it reads; none for another call.
         """
         if self.buffer is None:
             return {}
@@ -68,24 +70,30 @@ class Slots:
         }
 
     def refuse_new(self, name: str) -> None:
-        """UnsupportedError for a sequence that begins with zeros, where the host may wait."""
+        """Raises UnsupportedError if a sequence that is no padding begins with zeros.  While a CUDA
+        graph is captured, nothing is checked.
+        """
         if self._any((self.read < 0)[:, None] & (self.written >= 0)):
             raise UnsupportedError(f"{name}: servers zero a new sequence's slot before the call")
 
     def refuse_holes(self, name: str) -> None:
-        """UnsupportedError for a state that no slot keeps, where the host may wait."""
+        """Raises UnsupportedError if a state has no slot.  While a CUDA graph is captured, nothing
+        is checked.
+        """
         if self._any((self.read >= 0)[:, None] & (self.written < 0)):
             raise UnsupportedError(f"{name}: a slot for the state after each token")
 
     def _any(self, rows: torch.Tensor) -> bool:
-        """False while a CUDA graph is captured."""
+        """Whether any number is true; False while a CUDA graph is captured, because the host would
+        wait for the answer.
+        """
         capturing = self.read.is_cuda and torch.cuda.is_current_stream_capturing()
         return not capturing and bool(rows.any())
 
 
 def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sequences, longest): the position of each token among those of all sequences, 0 for what
-    does not exist, and whether it exists.
+    """Two tensors (sequences, longest): the position of each sequence's n-th token among the tokens
+    of all sequences, and whether this token exists.  The position of others is 0.
     """
     steps = torch.arange(longest, device=inputs.device)
     length = inputs.length
@@ -100,16 +108,18 @@ def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.T
     return torch.where(exist, positions, 0), exist
 
 
-# the call on a pool of its own; what makes the pool; what is in it first; the slots that are wanted
+# the call in place, on a pool without the new states; () -> a new pool; the initial states, as they
+# are in the pool; the slots to which the call writes its states
 OwnPool = tuple[Inputs, Callable[[], torch.Tensor], torch.Tensor, slice]
 
 
 def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> OwnPool:
-    """A call without a pool, or with one that it must not change, as a call on a pool of its own,
-    which has memory of one more slot before its first.
+    """Turn a call without a pool, or with one that must not change, into a call in place on a pool
+    that is made for it.  The memory of that pool has one more slot before the first.
 
-    turned: the last two axes change places in the pool's memory.  apart: final states go to slots
-    behind those that are read, which are the whole pool of a call with one.
+    turned: whether the last two axes are exchanged in the pool's memory.
+    apart: whether final states go to slots behind those that are read.  If the call has a pool, all
+        slots of that pool are copied then.
     """
     states, device, count = inputs.initial, inputs.device, inputs.sequences
     slots = torch.arange(count, dtype=torch.int32, device=device)
@@ -119,16 +129,16 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     if states is None:
         states = torch.zeros(inputs.states_shape, device=device)
     states = states.float()
-    first = len(states)
-    room = 0
-    written = None
+    initial_slots = len(states)
+    more_slots = 0  # behind the initial ones
+    written = None  # final states go to the slots that were read
     if inputs.state_every:
-        room = inputs.final_shape[0]
+        more_slots = inputs.final_shape[0]
         positions, exist = token_positions(inputs, inputs.length)
-        written = torch.where(exist, positions + first, -1).int()
+        written = torch.where(exist, positions + initial_slots, -1).int()
     elif apart:
-        room = count
-        written = first + torch.arange(count, dtype=torch.int32, device=device)
+        more_slots = count
+        written = initial_slots + torch.arange(count, dtype=torch.int32, device=device)
     call = replace(
         inputs,
         **{inputs.LINEAR[1]: states},
@@ -138,15 +148,16 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     )
     stored = states.mT.contiguous() if turned else states
 
-    def fresh() -> torch.Tensor:
-        pool = stored.new_empty(1 + first + room, *stored.shape[1:])[1:]
-        pool[:first] = stored
+    def new_pool() -> torch.Tensor:
+        pool = stored.new_empty(1 + initial_slots + more_slots, *stored.shape[1:])[1:]
+        pool[:initial_slots] = stored
         return pool
 
-    return call, fresh, stored, slice(first if room else 0, first + room)
+    written_slots = slice(initial_slots if more_slots else 0, initial_slots + more_slots)
+    return call, new_pool, stored, written_slots
 
 
-# (pool) -> out; and the values as the kernel reads them
+# (pool) -> out; and the values, as the kernel reads them
 Bound = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
 
 
@@ -162,39 +173,44 @@ def pool_kernel(
     keeps: bool = True,
     apart: bool = False,
 ) -> Implementation:
-    """A library's kernel that updates a pool in place.
+    """A library's kernel that updates a pool in place, as an implementation.
 
-    unsupported, refused_values: why it does not take inputs; "" if it does.  A call in place is not
-    refused for its values, because padding may have any.
-    bind: prepares everything but the pool.  turned: the last two axes of its pools change places.
-    keeps: whether it can keep the state after every token.  apart: whether it always can write
-    states to other slots than those that it reads, so that a call needs no copy of the states.
+    unsupported: (inputs, precision) -> why the kernel does not support them; "" if it does.
+    bind: (inputs, slots) -> the call with everything except the pool.
+    refused_values: (inputs) -> why the kernel does not support their values; "" if it does.  Calls
+        in place are not refused for values, because padding may have any.
+    turned: whether the last two axes of its pools are exchanged in memory.
+    keeps: whether it can write the state after every token.
+    apart: whether it can always write states to other slots than those that it reads, so that a
+        call needs no new copy of the states.
     """
 
     def refused(inputs: Inputs, precision: Precision) -> str:
         return unsupported(inputs, precision) or refused_values(inputs)
 
     def prepare(inputs: Inputs) -> Prepared:
-        """Bind a call on a pool of its own.  Unless the kernel writes to other slots than it reads,
-        each call begins with a new copy of the pool.
+        """Bind a call on a pool that is made for it.  Unless the kernel writes to other slots than
+        it reads, each call begins with a new copy of the pool.
         """
-        own_call, fresh, stored, kept = own_pool(inputs, turned=turned, apart=apart)
-        buffer = kept if inputs.state_every and inputs.cu_seqlens is None else None
-        run, values = bind(own_call, Slots.of(own_call, buffer))
-        first = fresh()
+        call_in_place, new_pool, stored, written = own_pool(inputs, turned=turned, apart=apart)
+        buffer = written if inputs.state_every and inputs.cu_seqlens is None else None
+        run, values = bind(call_in_place, Slots.of(call_in_place, buffer))
+        first_pool = new_pool()
 
         def call() -> Output:
-            pool = first if apart else fresh()
+            pool = first_pool if apart else new_pool()
             out = run(pool)
-            states = pool[kept]
+            states = pool[written]
             return Output(out, states.mT if turned else states)
 
-        if apart:  # the call itself writes into this pool
-            stored = first[: len(stored)]
+        if apart:  # every call reads the states in this pool
+            stored = first_pool[: len(stored)]
         return call, (values, stored)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
-        if reason := unsupported(inputs, precision):
+        """`Implementation.in_place`."""
+        reason = unsupported(inputs, precision)
+        if reason:
             raise UnsupportedError(f"{name}: {reason}")
         pool: torch.Tensor = getattr(inputs, inputs.LINEAR[1])
         stored = pool.mT if turned else pool
@@ -203,7 +219,8 @@ def pool_kernel(
             raise UnsupportedError(f"{name}: slots of a pool are contiguous, V before K")
         slots.refuse_new(name)
         with torch.cuda.device(pool.get_device()), torch.no_grad():
-            return Output(bind(inputs, slots)[0](stored), pool)
+            run, _ = bind(inputs, slots)
+            return Output(run(stored), pool)
 
     return replace(
         prepared_kernel(operator, name, refused, prepare, plan),
@@ -215,10 +232,12 @@ def pool_kernel(
 
 
 def with_slot_before(pool: torch.Tensor, name: str) -> torch.Tensor:
-    """The pool from one slot before its first, which libraries take for padding."""
+    """The pool with one more slot before its first, which some libraries use for padding.  Raises
+    UnsupportedError if the pool's memory does not have this slot.
+    """
     step = pool.stride(0)
     offset = pool.storage_offset()
     if offset < step:
-        why = "slot 0 is padding, so that the pool is a view of one with a slot more in front"
-        raise UnsupportedError(f"{name}: {why}")
+        reason = "slot 0 is padding, so that the pool is a view of one with a slot more in front"
+        raise UnsupportedError(f"{name}: {reason}")
     return pool.as_strided((len(pool) + 1, *pool.shape[1:]), pool.stride(), int(offset - step))

@@ -1,5 +1,5 @@
-"""Precision of the two kinds of numbers that an implementation may round: intermediates and
-inter-chunk states.
+"""The precision of the two kinds of numbers that an implementation may round: intermediates, and
+states between chunks.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from typing import Literal
 
 import torch
 
-# by their names in reports
+# name in reports -> dtype
 _STATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes inside an SSD implementation.
+    """The dtypes in which an implementation computes.
 
-    intermediates: "exact" computes decays and their products with C B^T and with x in fp32, as the
-        unfused original does; "relaxed" computes them in 16 bit (the input's dtype; bfloat16 for
-        fp32 inputs).
+    intermediates: "exact": decays and their products with scores and values are in fp32, as in the
+        unfused original; "relaxed": they are in 16 bits, which are the input's dtype, or bfloat16
+        for fp32 inputs.
     state_dtype: the dtype in which states pass from chunk to chunk or from segment to segment.
     """
 
@@ -38,7 +38,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """The precision that a report names "relaxed, bf16 states"."""
+        """The precision of a name in reports, such as "relaxed, bf16 states"."""
         intermediates, states = name.removesuffix(" states").split(", ")
         return cls(
             intermediates=intermediates,  # type: ignore[arg-type]
@@ -46,21 +46,22 @@ class Precision:
         )
 
     def __str__(self) -> str:
-        """ "relaxed, bf16 states": its name in reports."""
+        """The name in reports, such as "relaxed, bf16 states"."""
         states = {dtype: name for name, dtype in _STATE_DTYPES.items()}
         return f"{self.intermediates}, {states[self.state_dtype]} states"
 
     @property
     def exact(self) -> bool:
+        """Whether intermediates are exact."""
         return self.intermediates == "exact"
 
     def intermediate_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of decays, of C B^T and of their products, for inputs of `input_dtype`."""
+        """The dtype of decays, scores and their products, for inputs of `input_dtype`."""
         if self.exact:
             return torch.float32
         return torch.bfloat16 if input_dtype == torch.float32 else input_dtype
 
     @property
     def as_exact(self) -> str:
-        """What a plan adds to its reason for a kernel that computes in fp32 at every precision."""
+        """The end of a plan's reason for a kernel that computes in fp32 at every precision."""
         return "" if self == Precision() else "; the same as exact with fp32 states"

@@ -1,5 +1,5 @@
-"""Implementations of each operator, by name, and configurations that replace the committed ones.
-Imports no torch.
+"""The registry of implementations, by operator and name, and of configurations that replace the
+committed ones.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,57 +17,68 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(Exception):
-    """An implementation does not support these inputs or this precision.  The message names the
-    reason.
-    """
+    """An implementation does not support the inputs or the precision.  The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an implementation would run given inputs.  Reports show it next to the times."""
+    """How an implementation would run a call.  Reports show it next to the times.
 
-    variant: str  # "portable", "hopper", "interpreter", ...
-    launches: int  # kernels per call
+    variant: the kernel: "portable", "hopper", "interpreter", ...
+    launches: number of kernels per call.
+    config: name of a setting -> its value.
+    workspace_bytes: memory that is allocated in addition to the outputs.
+    reason: why this variant and configuration run.
+    """
+
+    variant: str
+    launches: int
     config: Mapping[str, int | str | bool] = field(default_factory=dict)
-    workspace_bytes: int = 0  # memory allocated in addition to the outputs
-    reason: str = ""  # reason for this variant and configuration
+    workspace_bytes: int = 0
+    reason: str = ""
 
 
 def keeps_every_state(inputs: Inputs) -> bool:
-    """`Implementation.keeps` of one that returns the state after each token."""
+    """`Implementation.keeps` of an implementation that can return the state after each token."""
     return inputs.state_every == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)`
-    launches nothing.  inputs: those of the operator, for example `GDNInputs`.
+    """An implementation of an operator.
 
-    Both raise UnsupportedError for inputs that the implementation does not support.
-
-    kind: bundled with ssdprof, of another library, the user's own, or what a server computed.
-    version: of a library; module:function of a user's own kernel.
-    word: what a user types for it, from which another process finds it too; empty: none can.
-    named: a library that the user asked for, judged as strictly as a kernel of their own.
-    absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is
-    available.
+    operator, name: its key in the registry.
+    run: (inputs, precision) -> the operator's output.  The inputs are those of the operator, for
+        example `GDNInputs`.  Raises UnsupportedError for inputs that are not supported.
+    plan: (inputs, precision) -> the plan.  Launches nothing.  Raises UnsupportedError, too.
+    kind: "bundled" with ssdprof, of another "library", the user's "own", or "served": outputs that
+        a server recorded.
+    version: version of a library; "module:function" of a user's kernel.
+    word: what a user types for it, with which another process finds it too; empty if none can.
+    named: whether it is a library that the user asked for, which is judged as strictly as a user's
+        kernel.
+    absent: a sentence that says why it is unavailable, and `hint` what to do; empty if it is
+        available.
     needs_gpu: whether it runs on an NVIDIA GPU only.
     cuts_operands: whether it declares that it cuts the operands of matrix products to tf32.
-    neglects: the share of a state that it may drop where a sequence is cut; 0: none
-    precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
-    keeps: (inputs with `state_every`) -> whether it returns all these states; else `run` refuses.
-    pools: whether it reads initial states by `state_indices`; else `run` refuses.
-    in_place: (inputs with `state_indices`, precision) -> out, and the pool itself, into whose slots
-        it wrote the new states: the call of a server, as `Inputs` describes it.  None: it has none.
-    stepped: (inputs, state format, tokens of a step, marks, seed) -> out (the values' shape, fp32)
-        and the states (marks, sequences, heads, K, V; fp32) that a pool holds after the steps
-        `marks`, with the state rounded to the format after each step: `stored_states.stepped`.  A
-        format that is a function is not for it (`operators/decode_states.py`).  None: it has none.
-    turned_pools: whether the last two axes of its pools change places in memory: V before K.
-    batch_invariant: whether it promises that the bits of a sequence's results in place do not
-        depend on other sequences, nor on its place among them.
-    copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and
-    reads instead of them.
+    neglects: largest share of a state that it may drop at a cut of a sequence; 0: it drops nothing.
+    keeps: (inputs with `state_every`) -> whether it returns all these states; if not, `run`
+        refuses.
+    pools: whether it reads initial states by `state_indices`; if not, `run` refuses.
+    in_place: (inputs with `state_indices`, precision) -> out, and the pool, to whose slots it wrote
+        the new states.  It is the call of a server, which `Inputs` describes.  None: it has no such
+        call.
+    stepped: (inputs, state format, tokens of a step, marks, seed) -> out, in the shape of the
+        values, and the states after the steps `marks` (marks, sequences, heads, K, V), both in
+        fp32, with the state rounded to the format after each step: see `stored_states.stepped`.  It
+        does not take a format that is a function (`operators/decode_states.py`).  None: it has no
+        such call.
+    turned_pools: whether the last two axes of its pools are exchanged in memory: V before K.
+    batch_invariant: whether it promises that the bits of a sequence's results in place depend
+        neither on other sequences nor on its place among them.
+    precisions: (name of the inputs' dtype) -> its precisions; None: it runs at any precision.
+    copies: (inputs) -> copies that it keeps of the tensors `Inputs.LINEAR`, and reads instead of
+        them.
     """
 
     operator: str
@@ -95,20 +106,20 @@ class Implementation:
     def __post_init__(self) -> None:
         run = self.run
         if isinstance(run, partial) and run.func is _checked:
-            run = run.args[1]  # `replace` made this from another implementation
+            run = run.args[1]  # `replace` copied it from another implementation, which checked it
         object.__setattr__(self, "run", partial(_checked, self, run))
 
     @property
     def isolated(self) -> bool:
-        """Whether its first call on inputs of a form is made in another process."""
+        """Whether its first call on inputs of each form is made in another process."""
         return self.kind == "own" or self.named
 
 
 def _checked(
     implementation: Implementation, run: Callable[..., Output], inputs: Inputs, precision: Precision
 ) -> Output:
-    """`run(inputs, precision)`.  UnsupportedError for states on the way, pools and slots that the
-    implementation does not declare to support.
+    """`run(inputs, precision)`.  Raises UnsupportedError if the call wants states on the way, reads
+    a pool or writes to slots, and the implementation does not declare that it supports that.
     """
     name = implementation.name
     if getattr(inputs, "state_every", 0) and not implementation.keeps(inputs):
@@ -126,7 +137,7 @@ def _checked(
 
 
 def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implementation:
-    """A library that cannot be imported here."""
+    """The implementation that stands for a library that cannot be imported here."""
 
     def refuse(_inputs: Inputs, _precision: Precision) -> NoReturn:
         raise UnsupportedError(absent)
@@ -143,11 +154,13 @@ def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implemen
 
 
 P = ParamSpec("P")
-Reasons = Iterator[tuple[bool, str]]  # whether each holds
+Reasons = Iterator[tuple[bool, str]]  # whether a reason holds, and the reason
 
 
 def first_reason(reasons: Callable[P, Reasons]) -> Callable[P, str]:
-    """The first reason that holds; "" if none does.  Later ones are not evaluated."""
+    """Decorates a generator of reasons: the function returns the first one that holds; "" if none
+    does.  Later reasons are not evaluated.
+    """
 
     @wraps(reasons)
     def first(*args: P.args, **kwargs: P.kwargs) -> str:
@@ -185,12 +198,14 @@ def names(operator: str) -> list[str]:
     return [name for op, name in _implementations if op == operator]
 
 
-# The calls of one kernel that share a configuration: names and values of gpu (torch's name),
-# operator, kernel, and the properties on which the configuration depends, in alphabetical order
+# Identifies the calls of one kernel that share a configuration: names and values of the GPU (gpu:
+# its name in torch), the operator, the kernel, and the properties on which the configuration
+# depends, in alphabetical order
 CallKey = tuple[tuple[str, Any], ...]
 
 
 def key_of_calls(**properties: Any) -> CallKey:
+    """The key of calls with these properties."""
     return tuple(sorted(properties.items()))
 
 
@@ -202,8 +217,8 @@ _listeners: list[Callable[[], None]] = []
 
 
 def use_overrides(operator: str, configs: Mapping[CallKey, object]) -> None:
-    """Use exactly these configurations for an operator from now on, in this process; with none, the
-    committed ones.
+    """From now on, use these configurations for an operator in this process.  They replace those of
+    an earlier call; other calls use the committed configurations.
     """
     for key in [key for key in _overrides if ("operator", operator) in key]:
         del _overrides[key]
@@ -213,10 +228,10 @@ def use_overrides(operator: str, configs: Mapping[CallKey, object]) -> None:
 
 
 def override(key: CallKey) -> Any | None:
-    """The configuration for these calls, or None."""
+    """The configuration that replaces the committed one for these calls; None if there is none."""
     return _overrides.get(key)
 
 
 def when_overridden(listener: Callable[[], None]) -> None:
-    """Call `listener` after every `use_overrides`, for a caller that caches choices."""
+    """Call `listener` after every `use_overrides`, so that the caller can drop cached choices."""
     _listeners.append(listener)

@@ -1,16 +1,16 @@
 """Formats in which a pool keeps the states of decoding between steps.  Imports no torch.
 
-    fp32, bf16, fp16                to nearest
-    bf16-stochastic, fp16-stochastic  up or down at random, so that the mean is kept
-    fp8                             e4m3, with a scale
-    int8                            -127 to 127, with a scale
-    int8-carried                    int8, and the rounding error in 8 bits of its own
+    fp32, bf16, fp16                  rounded to nearest
+    bf16-stochastic, fp16-stochastic  rounded up or down at random, so that the mean is kept
+    fp8                               e4m3, with a scale
+    int8                              -127 to 127, with a scale
+    int8-carried                      int8, and its rounding error in 8 more bits
 
-A scale is an fp32 number that maps the largest number of a format, 448 or 127, to the largest
-magnitude under it.  There is one for each row (`int8`), one for each head (`int8:head`), or none in
-the pool, but a fixed range (`int8:fixed=4`), beyond which numbers become the end of the range.  A
-row is what a server keeps side by side for one value channel: the K numbers of a column of a state
-(K, V), the N numbers of a row of an SSD state (P, N).
+A scale is an fp32 number that maps the largest number of the format, 448 or 127, to the largest
+magnitude of the numbers that share the scale.  The pool has a scale for each row (`int8`) or for
+each head (`int8:head`).  With a fixed range (`int8:fixed=4`) it has no scales; numbers beyond the
+range become the end of the range.  A row is what a server keeps side by side for one value channel:
+the K numbers of a column of a state (K, V), or the N numbers of a row of an SSD state (P, N).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Number = Literal["fp32", "bf16", "fp16", "fp8", "int8", "function"]
 Rounding = Literal["nearest", "stochastic", "carried"]
 Scale = Literal["", "row", "head", "fixed"]
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}  # of a number
 _SCALE_BYTES = 4
 
 
@@ -34,10 +34,13 @@ class StateFormat:
     """A format of the states in a pool.
 
     name: as a user writes it.
-    carried: the rounding error of int8 is kept, too, as a multiple of 1 / 254 of int8's unit.
-    fixed_range: the magnitude that the largest number stands for, with a fixed scale.
-    function: a user's own: (sequences, heads, K, V) fp32, of SSD (sequences, heads, P, N) -> the
-        same, rounded.
+    number: what a number is stored as.
+    rounding: "carried" keeps the rounding error of int8 too, as a multiple of 1 / 254 of int8's
+        unit.
+    scale: which numbers share a scale; empty: the format has none.
+    fixed_range: with a fixed scale, the magnitude that the largest number of the format stands for.
+    function: a user's function: states in fp32, (sequences, heads, K, V) or for SSD (sequences,
+        heads, P, N) -> the same, rounded.
     """
 
     name: str
@@ -49,12 +52,12 @@ class StateFormat:
 
     @property
     def constants(self) -> tuple[str, str, str, float]:
-        """What kernels are compiled for (`stored_states.py`)."""
+        """The fields that are compile-time arguments of kernels (`stored_states.py`)."""
         return self.number, self.rounding, self.scale, self.fixed_range
 
     def state_bytes(self, key_dim: int, value_dim: int) -> int | None:
-        """The bytes of one head's state (K, V) with its scales, or (N, P) of SSD; None for a user's
-        function.
+        """The bytes of one head's state (K, V), or (N, P) of SSD, with its scales; None for a
+        user's function.
         """
         if self.number == "function":
             return None

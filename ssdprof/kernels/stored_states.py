@@ -1,16 +1,16 @@
 """The states of decoding as a pool keeps them between steps: rounded to a `StateFormat`.
 
-A kernel computes a step in fp32, with the state in registers, rounds the state as it would store
-it, and continues from the rounded one.
+A kernel keeps the state in registers and computes a step in fp32.  Then it rounds the state as if
+it stored it in the pool, and continues with the rounded state.
 
-Random numbers are a function of (seed, sequence, head, step, element), so that a result depends
-neither on other sequences nor on how a kernel cuts the state:
+Random numbers for stochastic rounding are a function of (seed, sequence, head, step, element), so
+that a result depends neither on other sequences nor on how a kernel cuts the state:
 
     hash(hash(hash(hash(hash(seed) + sequence) + head) + step) + element)
 
-in integers modulo 2**32, where `hash` is the finaliser of MurmurHash3 (Appleby 2011).  step: 0 for
-the initial state, then the number of the step.  element: k * V + v of a state (K, V), p * N + n of
-a state (P, N).
+in integers modulo 2**32, where `hash` is the finaliser of MurmurHash3 (Appleby 2011).  The initial
+state has step 0.  An element's number is k * V + v in a state (K, V), and p * N + n in a state
+(P, N).
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -33,17 +33,19 @@ I = TypeVar("I", bound=Inputs)
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
-# the sum of this and of a number up to 2**22 has a unit of 1
+# fp32 numbers near this one are integers: adding it, and subtracting it again, rounds to an integer
 ROUNDS_TO_ONE = tl.constexpr(1.5 * 2**23)
-LEAST_SCALE = tl.constexpr(2.0**-100)
+LEAST_SCALE = tl.constexpr(2.0**-100)  # numbers with a smaller scale, such as zeros, become 0
 LEAST_NORMAL_FP16 = tl.constexpr(2.0**-14)
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """How a launch rounds states; without a format, not at all.
+    """How a launch of a token-by-token kernel rounds states.
 
-    step: tokens between roundings.  seed: of random numbers, 0 to 2**31 - 1.
+    format: None: states are not rounded.
+    step: number of tokens between roundings.
+    seed: seed of the random numbers, 0 to 2**31 - 1.
     """
 
     format: StateFormat | None = None
@@ -52,22 +54,24 @@ class Stepping:
 
     @property
     def constants(self) -> tuple[str, str, str, float] | None:
+        """The compile-time argument FORMAT of the kernels."""
         return None if self.format is None else self.format.constants
 
     @property
     def rounds(self) -> bool:
+        """Whether states change by being stored."""
         return self.format is not None and self.format.number != "fp32"
 
     @property
     def whole_state(self) -> bool:
-        """Whether a program has all of a head's state: a scale of it needs that, and Triton's
-        interpreter takes as long for a slice.
+        """Whether a program computes the whole state of a head, and no slice of it.  A scale for
+        each head needs the whole state.  Triton's interpreter is not faster for a slice.
         """
         return self.format is not None and (INTERPRETED or self.format.scale == "head")
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """None: that of the values."""
+        """The dtype of the output; None: that of the values."""
         return None if self.format is None else torch.float32
 
 
@@ -79,7 +83,7 @@ STAGES = {"stored_after": "recurrence"}
 
 @triton.jit
 def hashed(bits):
-    """MurmurHash3's finaliser, of uint32."""
+    """The finaliser of MurmurHash3, for uint32."""
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
     return bits ^ (bits >> 16)
@@ -94,11 +98,11 @@ def hashed_head(seed, sequence, head):
 
 @triton.jit
 def stored_state(state, key, step, elements, ROW_AXIS: tl.constexpr, FORMAT: tl.constexpr):
-    """A tile of a state in fp32 as a pool returns it.
+    """A tile of a state in fp32 after it was stored in a pool.  A tile has whole rows; with a scale
+    for each head it is the whole state.
 
-    key: `hashed_head`.  elements: numbers of the tile's elements.  ROW_AXIS: along which one scale
-    holds.  FORMAT: `StateFormat.constants`.  A tile has whole rows, for scales of heads a whole
-    state.
+    key: result of `hashed_head`.  elements: numbers of the tile's elements.  ROW_AXIS: axis of the
+    tile along which elements share a scale.  FORMAT: `StateFormat.constants`.
     """
     if FORMAT[0] == "fp32":
         return state
@@ -115,7 +119,9 @@ def stored_state(state, key, step, elements, ROW_AXIS: tl.constexpr, FORMAT: tl.
 
 @triton.jit
 def stored_after(state, tokens, length, key, elements, ROW_AXIS: tl.constexpr, S: tl.constexpr):
-    """`stored_state` after the first `tokens` of a sequence, if a step ends there."""
+    """The state after the first `tokens` tokens of a sequence: that of `stored_state` if a step
+    ends there, otherwise unchanged.
+    """
     if (tokens % S.STEP == 0) | (tokens == length):
         step = (tokens + S.STEP - 1) // S.STEP
         state = stored_state(state, key, step, elements, ROW_AXIS, S.FORMAT)
@@ -124,11 +130,11 @@ def stored_after(state, tokens, length, key, elements, ROW_AXIS: tl.constexpr, S
 
 @triton.jit
 def _stochastic(state, random, FORMAT: tl.constexpr):
-    """To one of the two neighbours in 16 bit: with d more bits in fp32, d random bits are added to
-    the magnitude and d bits are cut off.
+    """Round to one of the two neighbours in 16 bits, at random.
 
-    fp16 has a fixed unit below its least normal number.  Adding that number first makes it the unit
-    of the sum.
+    fp32 has DROPPED more bits of mantissa.  As many random bits are added to the magnitude, and as
+    many bits are then cut off.  Below its least normal number, fp16 has a fixed unit in the last
+    place; adding that number first gives the sum this unit.
     """
     DROPPED: tl.constexpr = 16 if FORMAT[0] == "bf16" else 13
     magnitude = tl.abs(state)
@@ -138,29 +144,30 @@ def _stochastic(state, random, FORMAT: tl.constexpr):
     bits = (magnitude + added).to(tl.uint32, bitcast=True) + (random >> (32 - DROPPED))
     rounded = (bits >> DROPPED << DROPPED).to(tl.float32, bitcast=True) - added
     if FORMAT[0] == "fp16":
-        rounded = rounded.to(tl.float16).to(tl.float32)  # beyond 65,504: infinity
+        rounded = rounded.to(tl.float16).to(tl.float32)  # infinity beyond 65,504
     return tl.where(magnitude < INFINITY, tl.where(state < 0, -rounded, rounded), state)
 
 
 @triton.jit
 def _scaled(state, ROW_AXIS: tl.constexpr, FORMAT: tl.constexpr):
-    """To nearest in 8 bit, ties to even, times a scale.
+    """Round to 8 bits with a scale, to nearest, ties to even.
 
-    Under a scale of at most LEAST_SCALE, as of zeros, all is 0.  Under one of NaN or infinity, and
-    where a number with a fixed scale is not finite, all is NaN.
+    Numbers whose scale is at most LEAST_SCALE become 0.  Numbers that share a scale with NaN or
+    infinity become NaN; with a fixed scale, only these do.
     """
     LARGEST: tl.constexpr = 127.0 if FORMAT[0] == "int8" else 448.0
     magnitude = tl.abs(state)
     if FORMAT[2] == "fixed":
         largest = tl.full((1, 1), FORMAT[3], tl.float32)
     else:
-        largest = tl.where(magnitude < INFINITY, magnitude, INFINITY)  # a maximum loses NaN
+        # NaN becomes infinity, because a maximum may ignore NaN
+        largest = tl.where(magnitude < INFINITY, magnitude, INFINITY)
         largest = tl.max(largest, axis=ROW_AXIS, keep_dims=True)
         if FORMAT[2] == "head":
             largest = tl.max(largest, axis=1 - ROW_AXIS, keep_dims=True)
     scale = tl.div_rn(largest, LARGEST)
-    kept = scale > LEAST_SCALE
-    per_unit = tl.where(kept, tl.div_rn(1.0, tl.where(kept, scale, 1.0)), 0.0)
+    has_scale = scale > LEAST_SCALE
+    per_unit = tl.where(has_scale, tl.div_rn(1.0, tl.where(has_scale, scale, 1.0)), 0.0)
     number = _clamped(state * per_unit, LARGEST)
     number = _to_units(number, 1.0) if FORMAT[0] == "int8" else _e4m3(number)
     rounded = number * scale
@@ -172,16 +179,17 @@ def _scaled(state, ROW_AXIS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _clamped(number, LARGEST: tl.constexpr):
+    """The number, between -LARGEST and LARGEST."""
     return tl.minimum(tl.maximum(number, -LARGEST), LARGEST)
 
 
 @triton.jit
 def _e4m3(number):
-    """The nearest number with a sign, three bits of mantissa and exponents from -6; magnitudes up
-    to 448.
+    """Round to the nearest e4m3 number, which has three bits of mantissa and exponents from -6, for
+    magnitudes up to 448.
 
-    Its unit is 2**-3 of its own power of two.  The arithmetic is exact, and needs no instruction
-    that older GPUs lack.
+    The unit is 2**-3 times the number's power of two.  The arithmetic is exact, and needs no
+    instruction that older GPUs lack.
     """
     SMALLEST: tl.constexpr = (127 - 6) << 23
     power = number.to(tl.int32, bitcast=True) & 0x7F800000
@@ -191,13 +199,15 @@ def _e4m3(number):
 
 @triton.jit
 def _to_units(number, unit):
-    """The nearest multiple of a power of two, ties to even; of at most 2**22 units."""
+    """Round to the nearest multiple of `unit`, a power of two, ties to even.  The number is at most
+    2**22 units.
+    """
     return (number + unit * ROUNDS_TO_ONE) - unit * ROUNDS_TO_ONE
 
 
 def refuse_unwritable(inputs: Inputs, *, in_place: bool) -> None:
-    """Raises ValueError if a token-by-token kernel cannot write its states in place, and
-    UnsupportedError for states after every few tokens.
+    """Check a call of a token-by-token kernel.  Raises ValueError if it cannot write states in
+    place, and UnsupportedError for states after every few tokens.
     """
     name = inputs.LINEAR[1]
     initial = getattr(inputs, name)
@@ -220,12 +230,12 @@ def stepped(
     marks: Sequence[int],
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """A call token by token, with the state rounded to the format as a pool holds it: the initial
-    one, and then after every `step` tokens and at the end of each sequence.  out, and the pool's
-    states after each of the steps `marks`: see `registry.Implementation`.
+    """`Implementation.stepped` of a token-by-token kernel: out, and the pool's states after each of
+    the steps `marks`.  The state is rounded to the format at the beginning, after every `step`
+    tokens, and at the end of each sequence.
 
-    prepare: makes the in-place launch of the kernel that rounds the state as `Stepping` says.
-    marks: numbers of steps, 0 for the initial state.
+    prepare: (inputs, stepping) -> the launch of the kernel in place, with that rounding.
+    marks: numbers of steps; 0 stands for the initial state.
     """
     call, slots = on_pool(inputs, step, marks)
     refuse_gradient("recurrent", vars(call).values())
@@ -236,12 +246,11 @@ def stepped(
 
 
 def on_pool(inputs: I, step: int, marks: Sequence[int]) -> tuple[I, Tensor]:
-    """Returns the call with a pool of its own, and slots (marks, sequences): slots[m, s] holds
-    sequence s's state after `marks[m]` steps.
+    """Turn a call into a call in place on a new pool that keeps the state at every mark.
 
-    A step is `step` tokens, the last one of a sequence may be shorter; after more steps than a
-    sequence has, the pool still holds its last state.  The table of slots has a column for the
-    initial state and one for each token.
+    Returns the call, and slots (marks, sequences): slots[m, s] has the state of sequence s after
+    `marks[m]` steps of `step` tokens, or its last state if it has fewer steps.  The call's table
+    `write_indices` has a column for the initial state, then one for each token.
     """
     sequences, device = inputs.sequences, inputs.device
     lengths = torch.full((sequences,), inputs.length, device=device)
@@ -252,7 +261,7 @@ def on_pool(inputs: I, step: int, marks: Sequence[int]) -> tuple[I, Tensor]:
     slots = torch.arange(sequences * (1 + len(marks)), dtype=torch.int32, device=device)
     table = torch.full((sequences, 1 + inputs.length), -1, dtype=torch.int32, device=device)
     table[:, 0] = slots[:sequences]
-    # where several marks are one token, any of their slots serves them all
+    # if several marks fall on one token, one of their slots is written, and all of them read it
     table.scatter_(1, columns, slots[sequences:].view(len(marks), sequences).mT)
     slots_of_marks = table.gather(1, columns).mT.long()
     pool = torch.empty((len(slots), *inputs.states_shape[1:]), device=device)

@@ -1,5 +1,7 @@
 """Tensors as arguments of kernels: strides, the workspace of a call, TMA descriptors, and copies
 that TMA can read.
+
+TMA is the unit of Hopper GPUs that copies tiles between global and shared memory.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ STAGES = {"_rows_kernel": "setup"}
 
 
 def strides_of(tensor: Tensor | None) -> tuple[int, ...]:
+    """The strides of a tensor in elements; none for None."""
     return () if tensor is None else tensor.stride()
 
 
 def strides_of_each(*tensors: Tensor | None) -> tuple[tuple[int, ...], ...]:
+    """The strides of several tensors."""
     return tuple(map(strides_of, tensors))
 
 
 def is_expanded(tensor: Tensor | None) -> bool:
-    """Whether several indices share an element, as after `expand`.  Such a tensor must not be
-    written to.
+    """Whether several indices are the same element in memory, as after `expand`.  Kernels must not
+    write to such a tensor.
     """
     if tensor is None:
         return False
@@ -43,18 +47,18 @@ def is_expanded(tensor: Tensor | None) -> bool:
 
 
 def strides_unit(*tensors: Tensor) -> int:
-    """The largest power of two up to 16 that divides all strides except the last ones; for
-    `in_units`.
+    """The largest power of two up to 16 that divides all strides of the tensors except their last
+    ones: the argument UNIT of `in_units`.
     """
     return gcd(16, *(gcd(*tensor.stride()[:-1]) for tensor in tensors))
 
 
 def tile_strides(tensor: Tensor | None) -> tuple[int | tl.constexpr, ...]:
-    """Strides of a (batch, position, head, dimension) tensor that is read in tiles of positions and
-    dimensions.
+    """The strides of a tensor (batch, position, head, dimension), for a kernel that reads tiles of
+    positions and dimensions.
 
-    If rows are contiguous, the strides inside a tile are compile-time constants.  They then depend
-    on the model and not on the call, and a constant offset costs no register.
+    If rows are contiguous, the strides inside a tile are compile-time constants.  They depend on
+    the model and not on the call, and a constant offset takes no register.
     """
     if tensor is None or tensor.stride(3) != 1 or INTERPRETED:
         return strides_of(tensor)
@@ -65,8 +69,12 @@ def tile_strides(tensor: Tensor | None) -> tuple[int | tl.constexpr, ...]:
 def offset_dtype(
     chunk: int, tensors: Iterable[Tensor | None], sizes: tuple[int, int], *states: tuple[int, ...]
 ) -> tl.dtype:
-    """The dtype of offsets in tiles of `chunk` positions of tensors, and in states of `sizes` with
-    these strides.
+    """The dtype of offsets inside of tiles: int32 if it is large enough.
+
+    A tile is `chunk` positions of one head of a tensor (b, l, heads, columns), or a state.
+
+    sizes: rows and columns of a state.  states: strides of tensors of states (sequences, heads,
+        rows, columns).
     """
     spans = [
         chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3)
@@ -77,17 +85,19 @@ def offset_dtype(
     return tl.int32 if max(spans) < 2**31 else tl.int64
 
 
-# --- the workspace: one allocation for everything except a call's outputs.  A launch needs only an
-# address and a dtype; on the host, these take a tenth of the time of a tensor or a view.
+# --- the workspace: one allocation for all memory of a call except its outputs.  A launch needs
+# only an address and a dtype of each part, which the host makes in a tenth of the time that it
+# takes for a tensor or a view.
 
-ALIGNMENT = 512  # bytes, as torch's own allocations on a GPU
+ALIGNMENT = 512  # bytes, as in torch's allocations on a GPU
 
 
 class Part:
-    """A part of a tensor's memory, as an argument of a launch: an object with a dtype and an
-    address.
+    """A part of a tensor's memory with a dtype, as an argument of a launch.
 
-    begin, nbytes: in bytes; the base of a descriptor may begin before its tensor
+    begin: first byte of the part.  It may be negative, because the base of a descriptor may be
+        before its tensor.
+    nbytes: size of the part.
     """
 
     def __init__(self, memory: Tensor | Part, begin: int, nbytes: int, dtype: torch.dtype) -> None:
@@ -98,30 +108,31 @@ class Part:
         self._address: int = memory.data_ptr() + begin
 
     def data_ptr(self) -> int:
+        """The address, by the name under which Triton asks for it."""
         return self._address
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """A strided view.  Requires an fp32 part, because the workspace is fp32."""
+        """A view of a part in the dtype of the whole memory."""
         assert isinstance(self.memory, Tensor)
         return self.memory.as_strided(shape, strides, self.begin // self.memory.element_size())
 
     def tensor(self) -> Tensor:
-        """A one-dimensional view."""
+        """A view of the part with one dimension."""
         assert isinstance(self.memory, Tensor)
         memory = self.memory.view(torch.uint8)[self.begin : self.begin + self.nbytes]
         return memory.view(self.dtype)
 
 
-PartPlace = tuple[int, int, torch.dtype]  # where a part begins, its bytes and dtype
+PartPlace = tuple[int, int, torch.dtype]  # the arguments of `Part` after the memory
 
 
 def places(
     parts: dict[str, tuple[torch.dtype, *tuple[int, ...]] | None],
 ) -> tuple[int, dict[str, PartPlace | None]]:
-    """The bytes of a workspace of consecutive parts, each aligned to `ALIGNMENT`, and the arguments
-    of each `Part`.
+    """Divide a workspace into consecutive parts, each aligned to `ALIGNMENT`.  Returns the bytes of
+    the workspace and the place of each part.
 
-    parts: dtype and sizes of each; None: it has no place
+    parts: name -> dtype and sizes; None for a part that this call does not need.
     """
     end = 0
     part_places: dict[str, PartPlace | None] = {}
@@ -136,10 +147,10 @@ def places(
     return end, part_places
 
 
-# --- TMA descriptors.  They are built and checked once, and later calls only set the tensor.
+# --- TMA descriptors.  They are built and checked once; later calls only set the tensor.
 
-Strides = tuple[int, int, int]
-Described = Callable[["Tensor | Part"], TensorDescriptor]  # the descriptor of a tensor
+Strides = tuple[int, int, int]  # in elements, between sequences, positions and heads
+Described = Callable[["Tensor | Part"], TensorDescriptor]  # (tensor) -> its descriptor
 _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -150,19 +161,21 @@ def described(
     block: tuple[int, ...],
     ahead: int = 0,
 ) -> Described:
-    """A descriptor of tiles `block`, which begins `ahead` bytes before its tensor.
+    """A function that makes the descriptor of a tensor with this dtype, these sizes and strides,
+    which it does not check.
 
-    Shape and strides of a tensor are not checked again.
+    block: sizes of a tile.  ahead: bytes by which the descriptor begins before its tensor.
     """
     layout = _shared_layout(block, dtype)
-    known = vars(TensorDescriptor(_nothing(dtype), list(sizes), list(strides), list(block), layout))
+    fields = vars(TensorDescriptor(_empty(dtype), list(sizes), list(strides), list(block), layout))
 
-    def of(tensor: Tensor | Part) -> TensorDescriptor:
+    def descriptor_of(tensor: Tensor | Part) -> TensorDescriptor:
         descriptor = object.__new__(TensorDescriptor)
-        descriptor.__dict__.update(known, base=Part(tensor, -ahead, 0, dtype) if ahead else tensor)
+        base = Part(tensor, -ahead, 0, dtype) if ahead else tensor
+        descriptor.__dict__.update(fields, base=base)
         return descriptor
 
-    return of
+    return descriptor_of
 
 
 def tiles(
@@ -173,44 +186,47 @@ def tiles(
     block: tuple[int, int, int],
     packed: bool,
 ) -> Described:
-    """Tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
+    """Descriptors of tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
 
-    Beyond a sequence's end, TMA reads zeros and writes nothing.  A tile begins at (sequence, k,
-    position, column).
+    Beyond the end of a sequence, TMA reads zeros and writes nothing.  A tile begins at (sequence,
+    k, position, column).
 
     For packed sequences, a tile begins at (end, k, l - length + position, column), where `end` is
-    the row after the sequence's last one.  The third coordinate of a sequence's end is then always
-    l.  The two coordinates together count l rows too many, so the descriptor begins l rows before
-    the tensor.  No address before the tensor is read.
+    the position after the sequence's last one in the pack.  So the third coordinate is l at the end
+    of every sequence, where TMA stops.  The first and the third coordinate together count l
+    positions too many; therefore the descriptor begins l positions before the tensor.  No address
+    before the tensor is read.
 
-    like: a tensor with the dtype, batch and length
-    strides: of b, l and k, in elements
-    sizes: of k and columns
-    block: k, positions and columns of a tile
+    like: a tensor with the dtype, b and l.
+    strides: strides of b, l and k, in elements.
+    sizes: sizes of k and columns.
+    block: k, positions and columns of a tile.
     """
     batch, seqlen = like.shape[:2]
-    sequence, row, step = strides
-    sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
-    ahead = seqlen * row * like.element_size() if packed else 0
-    shape = (sequences, sizes[0], seqlen, sizes[1])
-    return described(like.dtype, shape, (of_sequence, step, row, 1), (1, *block), ahead)
+    sequence_stride, row, step = strides
+    if not packed:
+        shape = (batch, sizes[0], seqlen, sizes[1])
+        return described(like.dtype, shape, (sequence_stride, step, row, 1), (1, *block))
+    shape = (seqlen + 1, sizes[0], seqlen, sizes[1])
+    ahead = seqlen * row * like.element_size()
+    return described(like.dtype, shape, (row, step, row, 1), (1, *block), ahead)
 
 
 def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Described:
-    """Tiles (rows, columns) of a contiguous tensor that is viewed as (count, columns)."""
+    """Descriptors of tiles `block` (rows, columns) of a contiguous tensor (count, columns)."""
     return described(dtype, (count, block[1]), (block[1], 1), block)
 
 
 def row_stride(tensor: Tensor) -> int:
-    """Stride between positions of (b, l, ...), in elements.  PyTorch's own stride is arbitrary if l
-    is 1.
+    """Stride between positions of a tensor (b, l, ...), in elements.  If l is 1, PyTorch's stride
+    of l is arbitrary, and that of b is used.
     """
     return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
 
 def steps(tensor: Tensor, step: int) -> Strides:
-    """Strides between sequences and between positions, valid also for a single sequence, and
-    `step`.
+    """The strides between sequences and between positions of a tensor (b, l, ...), also valid for
+    sizes of 1, and `step` as the third stride.
     """
     row = row_stride(tensor)
     sequence = tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row
@@ -218,7 +234,9 @@ def steps(tensor: Tensor, step: int) -> Strides:
 
 
 def unreadable(**tensors: Tensor) -> str:
-    """Why TMA cannot read one of these tensors (b, l, heads, columns); empty if it can read all."""
+    """The reason why TMA cannot read one of these tensors (b, l, heads, columns); empty if it can
+    read all of them.
+    """
     for name, tensor in tensors.items():
         row = row_stride(tensor)
         if (
@@ -235,14 +253,15 @@ def unreadable(**tensors: Tensor) -> str:
 
 
 @cache
-def _nothing(dtype: torch.dtype) -> Tensor:
+def _empty(dtype: torch.dtype) -> Tensor:
+    """A tensor without elements, with which a descriptor is checked."""
     return torch.empty(0, dtype=dtype, device="meta")
 
 
 @lru_cache(maxsize=64)
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Layout of a tile in shared memory.  Cached, because computing it takes most of the
-    preparation of a launch.
+    """The layout of a tile in shared memory.  It is cached, because computing it takes most of the
+    time in which a launch is prepared.
     """
     return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
 
@@ -251,14 +270,15 @@ def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
 # transformers runs without the package `causal_conv1d`, writes neighbouring positions next to each
 # other.  A copy reads such a tensor along positions and writes it along columns.
 
-BLOCK_POSITIONS = 64
-MOST_COLUMNS = 128  # of a program
+BLOCK_POSITIONS = 64  # positions of a program
+MOST_COLUMNS = 128  # columns of a program
 
 
 @triton.jit
 def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
-    """Copy a tile of a strided tensor to contiguous memory."""
+    """Copy a tile of a strided tensor (b, l, heads, columns) to contiguous memory."""
     source, target = tensors
+    # --- this program's positions (BLOCK_L, 1) and columns (1, BLOCK_C) of one head
     blocks, slices = tl.cdiv(length, S.BLOCK_L), tl.cdiv(S.COLUMNS, S.BLOCK_C)
     i_l, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_h, i_b = rest // slices % heads, rest // slices // heads
@@ -271,27 +291,27 @@ def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
 
 
 def is_scattered(tensor: Tensor) -> bool:
-    """Whether TMA cannot read rows of a tensor (b, l, heads, columns), or heads do not lie side by
-    side.
+    """Whether TMA cannot read a tensor (b, l, heads, columns), or its heads are not side by side
+    in memory.
     """
     return bool(unreadable(tensor=tensor)) or tensor.stride(2) != tensor.shape[3]
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether a copy takes more memory than all of the tensor's storage, as after `expand`."""
+    """Whether a copy would take more memory than the tensor's whole storage, as after `expand`."""
     return tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as a contiguous tensor of its shape: what a copy looks like, with
-    other contents.
+    """A contiguous tensor of the same shape in the memory of a tensor.  It has the strides of a
+    copy, but arbitrary values.
     """
     strides = torch.empty(tensor.shape, device="meta").stride()
     return tensor.as_strided(tensor.shape, strides, 0)
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy of a tensor (b, l, heads, columns) of any strides, by one launch."""
+    """A contiguous copy of a tensor (b, l, heads, columns) with any strides, made by one launch."""
     batch, length, heads, columns = tensor.shape
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     block = min(MOST_COLUMNS, triton.next_power_of_2(columns))

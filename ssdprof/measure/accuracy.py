@@ -297,9 +297,10 @@ class _TensorSums(Generic[K]):
         roundoff of the inputs' dtype.
         """
         from_baseline = self._from_baseline.get(key)
-        claimed = self._candidates[key].precision.state_dtype
+        candidate = self._candidates[key]
+        claimed = candidate.precision.state_dtype
         is_states = self.name == "final_states"
-        nulls = [*self._candidates[key].nulls]
+        nulls = list(candidate.nulls)
         index = list(self._tensors).index(key)
         uses = [self._budget_use(key, eps, "max"), self._budget_use(key, eps, "rms")]
         return Accuracy(
@@ -321,7 +322,7 @@ class _TensorSums(Generic[K]):
         """
         deviation = self._from_oracle[key]
         high = self._floor.other
-        low = self._rounding_tests.norms([*self._candidates[key].nulls])
+        low = self._rounding_tests.norms(list(self._candidates[key].nulls))
 
         def size(norms: HeadNorms) -> Tensor:
             """The norm of each head, (h)."""

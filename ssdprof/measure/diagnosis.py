@@ -17,7 +17,7 @@ from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
-BORDERS = (256, 128, 64, 32, 16)  # sizes of chunks and tiles, at whose multiples errors may begin
+BORDERS = (16, 32, 64, 128, 256)  # sizes of chunks and tiles, at whose multiples errors may begin
 LONGEST = 2048  # the most positions on which roundings are compared
 AS_LARGE = 1.5  # errors count as equally large up to this ratio
 FAR_ABOVE = 16  # a row is wrong if its relative error exceeds so many unit roundoffs
@@ -95,7 +95,10 @@ def _beginning_in(name: str, first: int, border: int | None) -> str:
         return f"the first position outside is {first} of {name}"
     if border == 0:
         return f"all of {name} is wrong, from its start on"
-    multiple = next((f", a multiple of {size}," for size in BORDERS if border % size == 0), "")
+    multiple = ""
+    for size in BORDERS:  # ends with the largest
+        if border % size == 0:
+            multiple = f", a multiple of {size},"
     return f"from position {border} of {name} on{multiple} all is wrong"
 
 

@@ -45,11 +45,10 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     """
     size = min(_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
-    copy_s = _median_seconds(partial(torch.empty_like(source).copy_, source), device)
-    del source
-    shape = (_MATMUL_SIZE, _MATMUL_SIZE)
-    a = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    b = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    copy_s = _median_seconds(partial(target.copy_, source), device)
+    del source, target
+    a, b = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(a)
     matmul_s = _median_seconds(partial(torch.mm, a, b, out=out), device)
     return Ceilings(
@@ -73,15 +72,10 @@ def with_occupancy(launch: Launch, device: torch.device) -> Launch:
     of the SM's warps that they are.
 
     Registers, shared memory, warps and the maximum of blocks limit the number.  The launch is
-    returned as it is if its resources or the limits of the GPU are not known.
+    returned as it is if its resources or the limits of the GPU are not known.  device: the GPU.
     """
     warps = launch.config.get("num_warps")
-    if (
-        device.type != "cuda"
-        or not isinstance(warps, int)
-        or launch.registers is None
-        or launch.shared_bytes is None
-    ):
+    if not isinstance(warps, int) or launch.registers is None or launch.shared_bytes is None:
         return launch
     sm = torch.cuda.get_device_properties(device)
     most = _MOST_BLOCKS.get((sm.major, sm.minor))

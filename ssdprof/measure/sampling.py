@@ -95,9 +95,10 @@ def sample_in_turns(
             continue
         next_end = 2 * now() - recording_began  # if the next recording takes as long as this one
         by_clock = grouped(taken, lambda name: name[0]).values()
-        if next_end > began + plan.seconds or all(
+        is_settled = all(
             settled([taken[name] for name in names], plan.smallest_difference) for names in by_clock
-        ):
+        )
+        if is_settled or next_end > began + plan.seconds:
             break
     return taken
 

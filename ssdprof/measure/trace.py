@@ -140,4 +140,7 @@ def _open_at(time: float, marks: list[tuple[float, float, str]]) -> str | None:
     marks: those of one thread, which are nested, sorted.
     """
     begun = marks[: bisect_right(marks, (time, math.inf))]
-    return next((part for _, negative_end, part in reversed(begun) if -negative_end > time), None)
+    for _, negative_end, part in reversed(begun):
+        if -negative_end > time:
+            return part
+    return None

@@ -156,9 +156,7 @@ def of_servers(operator: str) -> dict[str, Library]:
 
 
 def of_transformers(operator: str) -> dict[str, Library]:
-    """What models of transformers compute: with torch, and with fla, which they call if it is
-    installed.
-    """
+    """The functions that models of transformers call: in torch, and in fla if it is installed."""
 
     def version_with_fla() -> str:
         transformers_version = packages.package_version("transformers")

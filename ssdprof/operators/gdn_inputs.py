@@ -128,47 +128,57 @@ def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeI
 
 
 def tiny_keys(inputs: GDNInputs) -> None:
+    """q and k of every fifth position with squared norms of about 1e-6."""
     for tensor in (inputs.q, inputs.k):
         tensor[:, ::5] *= 1e-3 * tensor.shape[3] ** -0.5
 
 
 def beta_up_to_2(inputs: GDNInputs) -> None:
+    """beta between 0 and 2, as in models that allow negative eigenvalues."""
     inputs.beta.mul_(2)
 
 
 def g_above_0(inputs: GDNInputs) -> None:
+    """g above 0 at every seventh position."""
     inputs.g[:, ::7] *= -1
 
 
 def slow_heads(inputs: GDNInputs) -> None:
+    """Heads 0 and 2 that hardly forget; head 2 forgets twice as fast as head 0."""
     inputs.g[:, :, :3:2] = inputs.g[:, :, :3:2].clamp(max=0) * 2.0**-7
     inputs.g[:, :, 2] *= 2
 
 
 def hardly_written(inputs: GDNInputs) -> None:
+    """Head 0 writes nothing in row 0 of the batch, and little in row 1."""
     inputs.beta[0, :, 0] = 0
     inputs.beta[1, :, 0] *= 2.0**-6
 
 
 def equal_keys(inputs: GDNInputs) -> None:
+    """48 equal keys of key head 1 in one chunk, written with a large beta."""
     inputs.k[:, 128:176, 1] = inputs.k[:, 128:129, 1]
     inputs.beta[:, 128:176, 3:] = 0.875
 
 
 def forgetting(inputs: GDNInputs) -> None:
+    """Head 1 forgets everything at every eleventh position."""
     inputs.g[:, ::11, 1] = -torch.inf
 
 
 def closing(inputs: GDNInputs) -> None:
+    """Head 5 forgets so fast in one chunk that a product of its decays underflows."""
     inputs.g[:, 64:128, 5] = -30
 
 
 def long_keys(inputs: GDNInputs) -> None:
+    """q and k of every fifth position 100 times as long."""
     for tensor in (inputs.q, inputs.k):
         tensor[:, 1::5] *= 100
 
 
 def beta_below_0(inputs: GDNInputs) -> None:
+    """beta below 0 at every thirteenth position."""
     inputs.beta[:, ::13] *= -1
 
 
@@ -185,6 +195,7 @@ def in_wider_tensors(inputs: GDNInputs) -> GDNInputs:
 
 
 def short_keys(inputs: GDNInputs) -> GDNInputs:
+    """The inputs with q and k of norm 0.7, which the call does not normalise."""
     q, k = (
         0.7 * torch.nn.functional.normalize(tensor.float(), dim=-1).to(tensor.dtype)
         for tensor in (inputs.q, inputs.k)
@@ -193,6 +204,7 @@ def short_keys(inputs: GDNInputs) -> GDNInputs:
 
 
 def with_scale(inputs: GDNInputs) -> GDNInputs:
+    """The inputs with a scale that is not the default."""
     return replace(inputs, scale=SCALE)
 
 

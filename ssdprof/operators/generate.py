@@ -68,6 +68,7 @@ class Tokens:
 
     @property
     def packed(self) -> bool:
+        """Whether sequences are packed."""
         return self.shortest is not None
 
     @property
@@ -294,7 +295,7 @@ class InputGenerator(Generic[I]):
         return (*re.findall(r"{(\w+)}", self.form), *self.others)
 
     def shape(self, name: str, *values: int) -> Shape:
-        """A shape of these sizes, in the order of `names`."""
+        """A shape of these sizes, in the order of `names`.  Those of `others` may be left out."""
         sizes = {**self.others, **dict(zip(self.names, values, strict=False))}
         return Shape(name, self.words.format(**sizes), sizes)
 
@@ -452,6 +453,7 @@ INITIAL: Trait[Any] = Trait("initial states", with_initial_states)
 
 
 def with_int64_bounds(inputs: Any) -> Any:
+    """The inputs with cu_seqlens in int64."""
     return replace(inputs, cu_seqlens=inputs.cu_seqlens.long())
 
 

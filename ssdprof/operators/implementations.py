@@ -94,6 +94,7 @@ def refuse_two_checkouts(words: Iterable[str]) -> None:
 
 
 def _two_checkouts(name: str) -> BadInputError:
+    """The error for a library that is named with two checkouts."""
     return BadInputError(
         f"{name} is named with two checkouts.", "Measure each of them in a command of its own."
     )

@@ -87,6 +87,7 @@ def decayed_state(inputs: kernels.GDNInputs) -> None:
 
 
 def low_gates(inputs: kernels.GDNInputs) -> kernels.GDNInputs:
+    """The inputs with g in the dtype of q."""
     return replace(inputs, g=inputs.g.to(inputs.q.dtype))
 
 

@@ -15,8 +15,10 @@ from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_for
 
 
 def _committed(inputs: KDAInputs, kernel: str) -> KDAPortableConfig | KDAHopperConfig:
-    config = KDAHopperConfig if kernel == "hopper" else KDAPortableConfig
-    return config.choose(inputs)
+    """`Tuning.committed`."""
+    if kernel == "hopper":
+        return KDAHopperConfig.choose(inputs)
+    return KDAPortableConfig.choose(inputs)
 
 
 def _fits(config: KDAPortableConfig, inputs: KDAInputs) -> bool:

@@ -302,11 +302,12 @@ class Operator(Generic[I]):
 
     @property
     def inputs(self) -> type[I]:
+        """The type that implementations take."""
         return self.load_inputs()
 
     @property
     def tunable(self) -> Tuning:
-        """The interface of `tune`.  BadInputError if there is none."""
+        """The interface of `tune`.  Raises BadInputError if there is none."""
         if self.load_tuning is None:
             raise BadInputError(
                 f"ssdprof does not tune kernels of {self.layers} layers ({self.name}) yet."

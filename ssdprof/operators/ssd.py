@@ -198,6 +198,7 @@ def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
 
 
 def _load_published(checkout: Path | None) -> Implementation:
+    """`Library.load` of the published kernel."""
     folder = checkout or Path()
     return replace(
         adapters.load_published(folder),

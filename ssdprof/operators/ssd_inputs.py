@@ -88,21 +88,27 @@ def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInp
         inputs = draw(generate.edge_cell(shape, like.x, lengths), like.device)
         return generate.as_edge(inputs, like, lengths)
 
-    sizes = ((6, n, 2), (4, n, 2), (4, like.x.shape[3], 1))
-    draws = [partial(generated, *size) for size in sizes]
+    draws = (
+        partial(generated, 6, n, 2),
+        partial(generated, 4, n, 2),
+        partial(generated, 4, like.x.shape[3], 1),
+    )
     return generate.edge_forms(draws, (), (*SPECIAL, *generate.traits_of(lengths)))
 
 
 def large_steps(inputs: SSDInputs) -> None:
+    """Large time steps in head 1."""
     assert inputs.dt_bias is not None
     inputs.dt_bias[1] += LARGE_STEP
 
 
 def without_values(inputs: SSDInputs) -> None:
+    """x = 0 at four positions of head 0."""
     inputs.x[:, 100:104, 0] = 0
 
 
 def with_skip_of_channels(inputs: SSDInputs) -> SSDInputs:
+    """The inputs with a D (h, p) for every channel."""
     return replace(inputs, D=generate.states(*inputs.x.shape[2:], device=inputs.device))
 
 
@@ -114,10 +120,12 @@ def with_gate(inputs: SSDInputs) -> SSDInputs:
 
 
 def with_limits(inputs: SSDInputs) -> SSDInputs:
+    """The inputs with limits of dt that many steps exceed."""
     return replace(inputs, dt_limit=EDGE_LIMITS)
 
 
 def steps_as_they_are(inputs: SSDInputs) -> SSDInputs:
+    """The inputs with positive dt, no bias, no softplus and no upper limit."""
     dt = torch.nn.functional.softplus(inputs.dt.float() - 3).to(inputs.dt.dtype)
     limits = (0.02, math.inf)
     return replace(inputs, dt=dt, dt_bias=None, dt_softplus=False, dt_limit=limits)

@@ -131,10 +131,12 @@ def _cut(config: SSDHopperConfig, cut: Cut) -> SSDHopperConfig:
 
 
 def _is_as_exact(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
+    """Whether the outputs are as exact as those of the unfused kernels."""
     return as_exact_as_unfused(config, _hopper_chunks(inputs))
 
 
 def _rings_fit(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
+    """Whether the rings of a program fit into shared memory."""
     return shared_bytes(config.ring, config.score_ring, inputs.B.shape[3]) <= _HOPPER_SHARED_BYTES
 
 
@@ -170,6 +172,7 @@ def _blocks_of_n(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPo
 
 
 def _stages(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
+    """Configurations that load more or fewer chunks ahead in the loops of states and outputs."""
     for state_stages, scan_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 2)):
         yield replace(config, state_stages=state_stages, scan_stages=scan_stages)
 
@@ -213,6 +216,7 @@ _ON_PORTABLE = tuple(
 
 
 def _committed(inputs: SSDInputs, kernel: str) -> SSDConfig:
+    """`Tuning.committed`."""
     if kernel == "hopper":
         return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
     return SSDPortableConfig.choose(
@@ -221,12 +225,14 @@ def _committed(inputs: SSDInputs, kernel: str) -> SSDConfig:
 
 
 def _run(inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:
+    """`Tuning.run`."""
     if isinstance(config, SSDHopperConfig):
         return hopper_launch(inputs, precision, config)(inputs)
     return portable_launch(inputs, precision, config.fitted(inputs))(inputs)
 
 
 def _check(config: SSDConfig) -> None:
+    """`Tuning.check`."""
     if isinstance(config, SSDHopperConfig) and config.long_count and not config.long_segment:
         raise ValueError("a long segment without chunks never ends a sequence")
 

@@ -1,4 +1,7 @@
-"""Functions that compute the gated delta rule: GDN and KDA.  Imports torch at first use."""
+"""Functions that compute the gated delta rule: GDN and KDA.  Imports torch at first use.
+
+Shapes: batch B, positions T, H heads of q and k, HV heads of v, dimensions K and V.
+"""
 
 from __future__ import annotations
 
@@ -10,88 +13,95 @@ from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import torch
 from ssdprof.record.place import Activate, Arguments, FunctionCall, unchanged
-from ssdprof.record.states import CallStates, tensors_of
+from ssdprof.record.states import CallStates
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels.inputs import Inputs
 
-_LOWER_BOUND = -5.0  # cuDNN's, where a call has a bounded gate and names no bound
+# of a bounded gate, where the call names no bound: the default of cuDNN's `gate_lower_bound`
+_LOWER_BOUND = -5.0
 
 
 def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | None:
-    """A call in terms of the operator's inputs.
+    """A call in the operator's terms.  None if it is a call of the other operator.
 
-    per_channel: KDA, whose gates have a number for each channel.  step: of a few tokens.
-    arguments: by our names.  ValueError for those that the inputs cannot express.
+    per_channel: the operator is KDA, whose gates have a number for each channel of K.
+    step: the function is for a few tokens of each sequence.
+    arguments: by our names, which `places.py` explains.
+
+    Raises ValueError if the operator's inputs cannot express the call.
     """
     if bool(arguments.get("is_kda", per_channel)) != per_channel:
         return None
-    if arguments.get("softplus", 1.0) != 1.0 or arguments.get("second") is not None:
+    if arguments.get("softplus", 1.0) != 1.0 or arguments.get("second_pool") is not None:
         raise ValueError("a call with a factor in softplus, or with two pools, is not recorded")
     state = arguments.get("state") if arguments.get("pool") is None else arguments["pool"]
-    q, k, v = _rows(arguments, state)
-    cu_seqlens = arguments.get("cu_seqlens")
+    q, k, v = _queries_keys_values(arguments, state)
+    gate_shape = tuple(v.shape[:3])
+    if per_channel:
+        gate_shape += (q.shape[3],)
     states = CallStates.of(v, {**arguments, "state": state, "step": step})
     inputs: dict[str, object] = {
         "q": q,
         "k": k,
         "v": v,
-        "g": _gates(
-            "g", arguments, (*v.shape[:3], q.shape[3]) if per_channel else v.shape[:3], v, 0
-        ),
-        "beta": _gates("beta", arguments, v.shape[:3], v, 1),
+        "g": _gates("g", arguments, gate_shape, v, default=0),
+        "beta": _gates("beta", arguments, v.shape[:3], v, default=1),
         "initial_state": states.initial(),
         "scale": arguments.get("scale"),
         "use_qk_l2norm": bool(arguments.get("norm")),
-        "cu_seqlens": cu_seqlens,
+        "cu_seqlens": states.cu_seqlens,
         "state_every": int(states.after_each_token),
     }
-
-    def result(returned: object) -> tuple[Tensor, Tensor | None]:
-        several = tensors_of(returned)
-        out = several[0] if arguments.get("out") is None else arguments["out"]
-        final = several[1] if len(several) > 1 else None
-        out = states.live(out.reshape(v.shape).to(v.dtype))
-        return out, states.final(final)
-
     weights = {name: arguments.get(name) for name in ("A_log", "dt_bias")}
     return FunctionCall(
         inputs=inputs,
-        result=result,
+        result=partial(states.result, arguments, v),
         slots=states.slots_read,
-        copied=frozenset({"initial_state"} if states.gathered else ()),
+        copied=states.copied,
         weights={name: weight for name, weight in weights.items() if weight is not None},
         activate=_activation(arguments, per_channel),
     )
 
 
-def _rows(arguments: Arguments, pool: Tensor | None) -> tuple[Tensor, ...]:
-    """q, k and v, (B, T, heads, ...), as views."""
-    if (mixed := arguments.get("mixed")) is None:
-        several = (arguments[name] for name in ("q", "k", "v"))
-        return tuple(rows if rows.ndim == 4 else rows[None] for rows in several)
+def _queries_keys_values(
+    arguments: Arguments, pool: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k (B, T, H, K), and v (B, T, HV, V), as views.
+
+    pool: (slots, HV, V, K), whose shape says how q, k and v are cut from `mixed` (B, channels).
+    """
+    mixed = arguments.get("mixed")
+    if mixed is None:
+        q, k, v = arguments["q"], arguments["k"], arguments["v"]
+        return (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
     assert pool is not None
-    value_heads, value_dim, key_dim = pool.shape[1:]  # V before K
-    keys = (mixed.shape[1] - value_heads * value_dim) // 2
-    q, k, v = mixed[:, None].split((keys, keys, value_heads * value_dim), -1)
-    q, k = (rows.unflatten(-1, (-1, key_dim)) for rows in (q, k))
-    return q, k, v.unflatten(-1, (value_heads, value_dim))
+    value_heads, value_dim, key_dim = pool.shape[1:]
+    value_width = value_heads * value_dim
+    key_width = (mixed.shape[1] - value_width) // 2
+    q, k, v = mixed[:, None].split((key_width, key_width, value_width), -1)
+    return (
+        q.unflatten(-1, (-1, key_dim)),
+        k.unflatten(-1, (-1, key_dim)),
+        v.unflatten(-1, (value_heads, value_dim)),
+    )
 
 
 def _gates(
-    name: str, arguments: Arguments, shape: tuple[int, ...], v: Tensor, without: float
+    name: str, arguments: Arguments, shape: tuple[int, ...], v: Tensor, *, default: float
 ) -> Tensor:
-    """The gates of v's tokens: (B, T, ...).  Gates of tokens behind T are padding, and are cut off.
+    """g or beta of v's tokens, in this shape, (B, T, ...).
 
-    without: the value of gates that the call does not have.
+    Gates of positions behind T are padding, and are left out.
+    default: the value of all gates if the call has none.
 
-    ValueError for gates that are not one for each head, or channel.
+    Raises ValueError if the call has another number of gates.
     """
     gate: Tensor | None = arguments.get(name)
     if gate is None:
-        return v.new_full(shape, without)
+        return v.new_full(shape, default)
     if gate.ndim == len(shape) and len(gate) == shape[0]:
         gate = gate[:, : shape[1]]
     if gate.numel() != math.prod(shape):
@@ -100,55 +110,54 @@ def _gates(
 
 
 def _activation(arguments: Arguments, per_channel: bool) -> Activate:
-    """`FunctionCall.activate` of a call: how its g and beta are computed from those that it has."""
-    raw = bool(arguments.get("raw_gate", arguments.get("A_log") is not None))
-    linear = arguments.get("domain") == "linear" and arguments.get("g") is not None
-    raw_beta = bool(arguments.get("raw_beta"))
-    lower_bound = None
-    if per_channel and arguments.get("bounded", True) in (True, "bounded"):
-        lower_bound = arguments.get("lower_bound")
-        if lower_bound is None and "bounded" in arguments:
-            lower_bound = _LOWER_BOUND
-    if not (raw or linear or raw_beta):
+    """`FunctionCall.activate` of a call: computes g and beta from the gates that the call has."""
+    is_raw = bool(arguments.get("raw_gate", arguments.get("A_log") is not None))
+    is_linear = arguments.get("domain") == "linear" and arguments.get("g") is not None
+    is_raw_beta = bool(arguments.get("raw_beta"))
+    if not (is_raw or is_linear or is_raw_beta):
         return unchanged
-    return partial(
-        _activated,
-        raw=raw,
-        lower_bound=lower_bound,
-        linear=linear,
-        raw_beta=raw_beta,
-        doubled=bool(arguments.get("doubled")),
-    )
+    lower_bound = _lower_bound(arguments) if per_channel else None
+    largest_beta = 2 if arguments.get("doubled") else 1
+
+    def activate(inputs: Inputs, weights: Mapping[str, Tensor]) -> Inputs:
+        g, beta = inputs.tensors["g"], inputs.tensors["beta"]
+        if is_raw:
+            g = _activated_gate(g, weights, lower_bound)
+        elif is_linear:
+            g = g.log()
+        if is_raw_beta:
+            beta = beta.float().sigmoid() * largest_beta
+        return replace(inputs, g=g, beta=beta)
+
+    return activate
 
 
-def _activated(
-    inputs: Inputs,
-    weights: Mapping[str, Tensor],
-    *,
-    raw: bool,
-    lower_bound: float | None,
-    linear: bool,
-    raw_beta: bool,
-    doubled: bool,
-) -> Inputs:
-    """As `FunctionCall.activate`.  weights: without A_log, it counts as 0.
+def _lower_bound(arguments: Arguments) -> float | None:
+    """The lower bound of KDA's g.  None if g has none."""
+    lower_bound: float | None = arguments.get("lower_bound")
+    if "bounded" not in arguments:
+        return lower_bound
+    if arguments["bounded"] not in (True, "bounded"):
+        return None
+    return _LOWER_BOUND if lower_bound is None else lower_bound
 
-    linear: g is the decay, unless it is raw.  The others are as in `places.py`.
+
+def _activated_gate(
+    gate: Tensor, weights: Mapping[str, Tensor], lower_bound: float | None
+) -> Tensor:
+    """g (B, T, HV) or (B, T, HV, K), fp32, from the gate before its activation, as `raw_gate` and
+    `lower_bound` in `places.py` say.
+
+    weights: A_log (HV) counts as 0 if it is missing, dt_bias (HV) or (HV, K) too.
     """
-    g, beta = inputs.tensors["g"], inputs.tensors["beta"]
-    if raw:
-        g = g.float()
-        if "dt_bias" in weights:
-            g = g + weights["dt_bias"].float().reshape(g.shape[2:])
-        amplitude = torch.ones((), device=g.device)
-        if "A_log" in weights:
-            amplitude = weights["A_log"].float().exp().reshape(-1, *(1 for _ in g.shape[3:]))
-        if lower_bound is None:
-            g = -amplitude * torch.nn.functional.softplus(g)
-        else:
-            g = lower_bound * (amplitude * g).sigmoid()
-    elif linear:
-        g = g.log()
-    if raw_beta:
-        beta = beta.float().sigmoid() * (2 if doubled else 1)
-    return replace(inputs, g=g, beta=beta)
+    gate = gate.float()
+    if "dt_bias" in weights:
+        gate = gate + weights["dt_bias"].float().reshape(gate.shape[2:])
+    amplitude = torch.ones((), device=gate.device)
+    if "A_log" in weights:
+        amplitude = weights["A_log"].float().exp().flatten()
+        if gate.ndim == 4:
+            amplitude = amplitude[:, None]
+    if lower_bound is None:
+        return -amplitude * torch.nn.functional.softplus(gate)
+    return lower_bound * (amplitude * gate).sigmoid()

@@ -1,8 +1,9 @@
-"""Waits in a process of a recorded program until it has imported a module with places.
+"""Waits in a process of a recorded program until the program imports a module with places.
 
-`install` is called at the start of each Python process by `site/sitecustomize.py`, and by vLLM and
-SGLang as a plugin, which they also load where PYTHONPATH is not passed on.  It imports nothing but
-json: the table of places, torch and the recorder follow with the first module that has a place.
+`site/sitecustomize.py` calls `install` at the start of each Python process.  vLLM and SGLang call
+it as a plugin, also in processes to which they do not pass PYTHONPATH.  At the start of a process,
+only modules of the standard library are imported.  The table of places, torch and the recorder are
+imported with the first module that has a place.
 """
 
 import json
@@ -14,22 +15,24 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 VARIABLE = "SSDPROF_RECORD"
-_waiting: set[str] = set()  # modules
+_waiting: set[str] = set()  # names of modules with places that are not imported yet
 
 
 def find_spec(
     name: str, path: Sequence[str] | None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
-    """This module is a finder: the spec of a module with places is that of the finder that comes
-    next, whose loader also wraps; None for any other module.
+    """Find the spec of a module, as a finder in `sys.meta_path`: this Python module is that finder.
+
+    The spec of a module with places comes from one of the other finders.  Its loader is changed so
+    that it also wraps the places.  None for all other modules.
     """
     if name not in _waiting:
         return None
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = None
-        if find and find is not find_spec:
-            spec = find(name, path, target)
+        if find is None or find is find_spec:
+            continue
+        spec: ModuleSpec | None = find(name, path, target)
         if spec is not None:
             _waiting.discard(name)
             _wrap_after(spec)
@@ -38,14 +41,14 @@ def find_spec(
 
 
 def _wrap_after(spec: ModuleSpec) -> None:
-    """Have the loader wrap the module's places as soon as its code has run."""
+    """Change a module's loader, so that it wraps the places as soon as it has run the module."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:
         return
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # the class's own again
+        del loader.exec_module  # so that the method of the loader's class is visible again
         execute(module)
         _wrap(module)
 
@@ -53,7 +56,10 @@ def _wrap_after(spec: ModuleSpec) -> None:
 
 
 def _wrap(module: ModuleType) -> None:
-    """A fault of ssdprof here, such as a torch that it cannot use, is no fault of the program."""
+    """Wrap the places of an imported module.
+
+    An exception here, such as that of an unsupported torch, must not end the program.
+    """
     try:
         import_module("ssdprof.record.wrapping").wrap_places(module)
     except Exception as error:
@@ -61,7 +67,9 @@ def _wrap(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Begin to wait, in a process of a program that is recorded, unless this process does."""
+    """Begin to wait for modules with places if the program is recorded.  A second call in a process
+    has no effect.
+    """
     settings = os.environ.get(VARIABLE)
     this = sys.modules[__name__]
     if not settings or this in sys.meta_path:

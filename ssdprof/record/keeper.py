@@ -1,10 +1,11 @@
 """Decides which calls of a process are stored, and stores them: `--when`.  Runs in the recorder's
 thread.
 
-always      every call
-nonfinite   the first call of each layer with an output that is not finite, and those before it
-wrong       calls that are outside the budget of what a server computed, of those for whose
-            comparison there is time; and calls that begin with a state that no call left
+always      Every call.
+nonfinite   The first call of each layer whose output has NaN or infinity, and the calls before it.
+wrong       As `nonfinite`.  Also a call that begins with a state that no earlier call left, or
+            whose output is outside the error budget.  Comparisons with the budget take a limited
+            share of the time, so that most calls are not compared.
 """
 
 import errno
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy.ctypeslib  # noqa: F401  # safetensors would import it in the thread: see `Keeper`
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
@@ -31,68 +33,112 @@ _LONGEST_PAUSE_S = 60.0  # after a comparison, which may have compiled kernels
 
 
 class Keeper:
-    """Keeps calls of this process as the settings say."""
+    """Stores the calls of this process that the settings ask for."""
 
     def __init__(self, settings: RecordSettings, most_bytes: int) -> None:
-        """Called in the program's thread.  In the recorder's, nothing is imported: a process that
-        is forked meanwhile would have half a module.  most_bytes: of all rings.
+        """Called in the program's thread.  The recorder's thread must not import any module: a
+        process that is forked during an import would have half of the module.
+
+        most_bytes: of the calls in all rings together.
         """
         self._settings = settings
         self.most_bytes = most_bytes
         if settings.when == "wrong":
             self._outside_budget = import_module("ssdprof.record.verdict").outside_budget
-        # by `RecordedCall.of_layer`: the last calls, on their device, the number of the last one,
-        # and whether a call went wrong, after which no more calls are wanted
-        self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}
-        self._last: dict[tuple[str, str], int] = {}
-        self.told: set[tuple[str, str]] = set()
-        self._has_seen = False
-        self._stored = self._bytes = self._in_rings = 0
+        # keys of these: `RecordedCall.layer_key`
+        self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}  # last calls, on their device
+        self._last_numbers: dict[tuple[str, str], int] = {}
+        self.failed: set[tuple[str, str]] = set()  # layers that went wrong: no later call is wanted
+        self._has_seen_call = False
+        self._stored_calls = self._stored_bytes = self._ring_bytes = 0
         self._provenance = Provenance(rows_are_sequences=False)
-        self._compares_at = time.monotonic()
+        self._next_comparison_s = time.monotonic()
 
     @property
     def is_full(self) -> bool:
-        """Whether a limit has been reached."""
-        return self._stored >= self._settings.max_calls or self._bytes >= self._settings.max_bytes
+        """Whether this process has stored as much as the settings allow."""
+        limits = self._settings
+        return self._stored_calls >= limits.max_calls or self._stored_bytes >= limits.max_bytes
 
     def keep(self, call: RecordedCall) -> None:
-        """Store the call, and those before it, if they are wanted.  Raises OSError."""
-        if not self._has_seen:
+        """Store the call if it is wanted, and the calls of its layer before it.  Raises OSError."""
+        if not self._has_seen_call:
             (Path(self._settings.folder) / SEEN).touch(mode=0o600)
-            self._has_seen = True
+            self._has_seen_call = True
         if self._settings.when == "always":
-            self._store(call)
-        layer = call.of_layer
-        if self._settings.when == "always" or layer in self.told:
+            self._store(call, fault="")
             return
-        before = self._last.setdefault(layer, -1)
-        why = "" if call.is_finite() else call.packed().first_nonfinite()
-        if self._settings.when == "wrong" and not why:
-            why = self._wrong(call.packed(), gap=call.number != before + 1)
-        self._last[layer] = call.number
+        layer = call.layer_key
+        if layer in self.failed:
+            return
+        fault = self._fault(call)
+        self._last_numbers[layer] = call.number
         ring = self._rings.setdefault(layer, deque())
         ring.append(call)
-        self._in_rings += call.nbytes
-        if why:
-            self.told.add(layer)
-            note(f"{why}.")
+        self._ring_bytes += call.nbytes
+        if fault:
+            self.failed.add(layer)
+            note(f"{fault}.")
             for stored in ring:
-                self._store(stored, why if stored is call else "")
-        while len(ring) > (0 if why else self._settings.keep):
-            self._in_rings -= ring.popleft().nbytes
-        while self._in_rings > self.most_bytes:
-            oldest = min(filter(None, self._rings.values()), key=lambda ring: ring[0].number)
-            self._in_rings -= oldest.popleft().nbytes
+                self._store(stored, fault if stored is call else "")
+        most_calls = 0 if fault else self._settings.keep
+        while len(ring) > most_calls:
+            self._ring_bytes -= ring.popleft().nbytes
+        while self._ring_bytes > self.most_bytes:
+            rings = [ring for ring in self._rings.values() if ring]
+            oldest = min(rings, key=lambda ring: ring[0].number)
+            self._ring_bytes -= oldest.popleft().nbytes
 
     def release(self) -> None:
-        """Let the calls in rings go."""
+        """Free the calls in rings."""
         self._rings.clear()
 
-    def _store(self, call: RecordedCall, why: str = "") -> None:
-        """Write a call to a file of its own, which appears under its name once it is whole.
+    def _fault(self, call: RecordedCall) -> str:
+        """What is wrong with a call, a sentence without its full stop.  Empty if no test failed."""
+        fault = "" if call.is_finite() else call.packed().first_nonfinite()
+        if fault or self._settings.when == "nonfinite":
+            return fault
+        return self._fault_of_values(call.packed())
 
-        why: what is wrong with it, for the report of a run.
+    def _fault_of_values(self, call: RecordedCall) -> str:
+        """As `_fault`, for a finite, packed call: where its states come from, and the budget."""
+        if call.final_states is None or not call.inputs.length:
+            return ""
+        outputs = call.out, call.final_states
+        last_number = self._last_numbers.setdefault(call.layer_key, -1)
+        number = call.number + 1
+        captured = CapturedLayer(
+            layer=LayerRef(
+                index=list(self._last_numbers).index(call.layer_key),
+                name=call.layer or "-",
+                operator=call.place.operator,
+            ),
+            inputs=call.inputs,
+            call=CallRef(
+                kind="packed",
+                number=number,
+                count=number,
+                prompt_seqlen=call.inputs.length,
+                sequences=call.inputs.sequences,
+            ),
+            served=outputs,
+            slots=() if call.slots is None else tuple(call.slots.tolist()),
+            gap=call.number != last_number + 1,
+        )
+        if faults := self._provenance.faults(captured):
+            return f"{call.name}: {faults[0].removesuffix('.')}"
+        begin_s = time.monotonic()
+        if begin_s < self._next_comparison_s:
+            return ""
+        fault = self._outside_budget(call.activated().inputs, outputs)
+        end_s = time.monotonic()
+        self._next_comparison_s = end_s + min((end_s - begin_s) / _SHARE, _LONGEST_PAUSE_S)
+        return fault and f"{call.name}: {fault}"
+
+    def _store(self, call: RecordedCall, fault: str) -> None:
+        """Write a call to a file of its own, unless the limits are reached.
+
+        fault: what is wrong with the call, for the report of a run; may be empty.
         """
         if self.is_full:
             return
@@ -109,63 +155,37 @@ class Keeper:
             "arguments": call.inputs.scalars,
             "layer": call.layer,
             "number": call.number,
-            "why": why,
+            "why": fault,
         }
-        folder = Path(self._settings.folder)
         process = f"rank{rank()}-{os.getpid()}"
-        file = folder / f"{process}_{self._stored:06d}.safetensors"
-        temporary = file.with_suffix(".tmp")
-        try:
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, 0o600))
-            save_file(tensors, temporary, {"call": json.dumps(description)})
-            temporary.chmod(0o600)
-            temporary.replace(file)
-        except SafetensorError as error:
-            raise OSError(errno.EIO, str(error)) from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._stored += 1
-        self._bytes += call.nbytes
+        name = f"{process}_{self._stored_calls:06d}.safetensors"
+        _write(Path(self._settings.folder) / name, tensors, description)
+        self._stored_calls += 1
+        self._stored_bytes += call.nbytes
         if self.is_full:
             note("Recording has ended: as many calls are stored as the options allow.", once=True)
 
-    def _wrong(self, call: RecordedCall, *, gap: bool) -> str:
-        """What is wrong with a finite call, a pack, in a sentence; empty if nothing is, as far as
-        it was tested.  gap: whether calls of the layer may be missing before it.
-        """
-        if call.final_states is None or not call.inputs.length:
-            return ""
-        served = call.out, call.final_states
-        index = list(self._last).index(call.of_layer)
-        number = call.number + 1
-        captured = CapturedLayer(
-            layer=LayerRef(index=index, name=call.layer or "-", operator=call.place.operator),
-            inputs=call.inputs,
-            call=CallRef(
-                kind="packed",
-                number=number,
-                count=number,
-                prompt_seqlen=call.inputs.length,
-                sequences=call.inputs.sequences,
-            ),
-            served=served,
-            slots=() if call.slots is None else tuple(call.slots.tolist()),
-            gap=gap,
-        )
-        if faults := self._provenance.faults(captured):
-            return f"{call.name}: {faults[0].removesuffix('.')}"
-        if time.monotonic() < self._compares_at:
-            return ""
-        began = time.monotonic()
-        fault = self._outside_budget(call.activated().inputs, served)
-        ended = time.monotonic()
-        self._compares_at = ended + min((ended - began) / _SHARE, _LONGEST_PAUSE_S)
-        return fault and f"{call.name}: {fault}"
+
+def _write(file: Path, tensors: dict[str, Tensor], description: dict[str, object]) -> None:
+    """Write a file that only its owner may read.  It appears under its name once it is complete.
+
+    Raises OSError.
+    """
+    temporary = file.with_suffix(".tmp")
+    try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, 0o600))
+        save_file(tensors, temporary, {"call": json.dumps(description)})
+        temporary.chmod(0o600)
+        temporary.replace(file)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @cache
 def source(library: str) -> str:
-    """ "flash-linear-attention 0.6.0"."""
+    """A library with its installed version: "flash-linear-attention 0.6.0"."""
     try:
         return f"{library} {metadata.version(library)}"
     except metadata.PackageNotFoundError:

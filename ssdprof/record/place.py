@@ -1,4 +1,4 @@
-"""A place: a function of another library that computes an operator.  Imports no torch."""
+"""A place is a function of another library that computes an operator.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
     from ssdprof.kernels.inputs import Inputs
 
-# of a call of a function of another library, by name: of any type until `bind` has looked at them
+# arguments of a call by name, of any type, because another library defines them
 Arguments: TypeAlias = Mapping[str, Any]
-# inputs and weights -> the inputs after their activations
+# inputs and weights -> the inputs with gates after their activations
 Activate: TypeAlias = "Callable[[Inputs, Mapping[str, Tensor]], Inputs]"
+INITIAL_STATES = frozenset({"initial_state", "initial_states"})  # of GDN and KDA; of SSD
 
 
 def unchanged(inputs: Inputs, _weights: Mapping[str, Tensor]) -> Inputs:
@@ -25,23 +26,23 @@ def unchanged(inputs: Inputs, _weights: Mapping[str, Tensor]) -> Inputs:
 class FunctionCall:
     """A call of a place's function in the operator's terms.
 
-    inputs: fields of the operator's inputs (`GDNInputs`, ...), on the call's device and without
-        waiting for it; gates may be those before their activations, in the same shape.  Initial
-        states are those of the call's sequences alone, gathered from the pool if there is one, K
-        before V.
-    result: what the function returned -> out, in the shape of the values, and the final states of
-        the call's sequences as `inputs` has the initial ones, read from the pool if the function
-        wrote them there; None if there are none.  In a verification, whose inputs have
-        `state_every` 1: (tokens, ...), the state after each token.
-    slots: (sequences) of the pool; -1 is padding, which servers do not compute.  Its states are 0,
-        and of steps its out, too.
-    layer: its name or index in the model, where the call itself can tell.
-    overwrites: names of inputs that the function may write over.
+    inputs: fields of the operator's inputs (`GDNInputs`, ...), on the call's device, without
+        waiting for the device.  Gates may be those before their activations, in the same shape.
+        Initial states are (sequences, ..., K, V): if the call has a pool of states, those of its
+        sequences are gathered.
+    result: what the function returned -> out, in the shape of the values, and the final states.
+        Final states have the layout of the initial ones.  If the function writes them to a pool,
+        they are gathered from it.  In a verification, whose inputs have `state_every` 1, they are
+        (tokens, ...), the state after each token.  None if the call keeps no states.
+    slots: (sequences), their slots in the pool; -1 is padding, which servers do not compute.  The
+        states of padding are 0, and in a step its output, too.
+    layer: name or index of the layer in the model, if an argument of the call says it.
+    overwrites: names of inputs that the function may overwrite.
     copied: names of inputs that are copies already, such as states gathered from a pool.
-    weights: what `activate` takes besides, by name.
-    activate: (inputs, weights), or copies of them -> the operator's inputs, with gates after their
-        activations.  For copies of calls that are stored or computed again: it costs as much as a
-        part of the call.
+    weights: the second argument of `activate`, by name.
+    activate: computes the gates after their activations from the inputs and the weights, or from
+        copies of them.  It takes a considerable part of the call's time, so that it is called only
+        for calls that are stored or compared.
     """
 
     inputs: dict[str, object]
@@ -54,7 +55,6 @@ class FunctionCall:
     activate: Activate = unchanged
 
 
-Bind = Callable[[Arguments], FunctionCall | None]
 Phase = Literal["prompt", "decode", "verify"]
 
 
@@ -62,15 +62,16 @@ Phase = Literal["prompt", "decode", "verify"]
 class Place:
     """A function that is wrapped while a program is recorded.
 
-    library: its distribution on PyPI.
-    module: in which the program looks the function up; wrapped as soon as it has been imported.
+    library: name of its distribution on PyPI.
+    module: the module in which the program looks the function up.  The function is wrapped as soon
+        as the module is imported.
     function: its qualified name there: "chunk_kda", "ChunkGatedDeltaRule.forward_native".
-    phase: "decode" also where a call may be a verification.
-    parameters: those that `bind` reads.  A function that lacks one of them is named as changed, and
-        is not wrapped.
-    bind: the arguments by name, defaults included, those of **kwargs among them -> the call; None
-        if there is nothing to record.  Called before the function.  Raises ValueError or TypeError
-        for a call that the operator's inputs cannot express.
+    phase: "decode" also for a function that both decodes and verifies.
+    parameters: those that `bind` needs.  If the function lacks one of them, a note says that it has
+        changed, and it is not wrapped.
+    bind: arguments by name, including defaults and those of **kwargs -> the call, or None if there
+        is nothing to record.  Called before the function.  Raises ValueError or TypeError if the
+        operator's inputs cannot express the call.
     """
 
     library: str
@@ -79,4 +80,4 @@ class Place:
     operator: str
     phase: Phase
     parameters: tuple[str, ...]
-    bind: Bind
+    bind: Callable[[Arguments], FunctionCall | None]

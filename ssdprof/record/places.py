@@ -1,26 +1,35 @@
-"""The table of places, from `places.toml`: which functions, and how each takes the operator's
-inputs, its signature.  Imports no torch.
+"""The table of places, from `places.toml`: which functions compute an operator, and with which
+signature, which says how a function takes the operator's inputs.  Imports no torch.
 
-A signature gives a function's parameters our names.  These are the fields of the operators' inputs;
-those of `states.CallStates`; and
+A signature maps our names to a function's parameters.  Our names are the fields of the operators'
+inputs, the fields of `states.CallStates`, and these:
 
-norm            q and k are normalised inside
-mixed           (B, 2 H K + HV V) in place of q, k and v: side by side, one token of each sequence
-g, beta         in any shape with as many numbers
-raw_gate        g is -exp(A_log) softplus(g + dt_bias); without this name, if there is an A_log
-lower_bound     KDA's g is lower_bound sigmoid(exp(A_log) (g + dt_bias)) instead; where there is
-                `bounded`, only if that is True or "bounded"
-softplus        a factor inside of softplus
+norm            whether the function normalises q and k
+mixed           (B, 2 H K + HV V), q, k and v side by side for one token of each sequence
+g, beta         in any shape that has as many numbers
+raw_gate        whether g is -exp(A_log) softplus(g + dt_bias); without this name: if there is an
+                A_log
+lower_bound     if it is a number, a raw g of KDA is lower_bound sigmoid(exp(A_log) (g + dt_bias))
+bounded         if there is this name, g has a lower bound only where it is True or "bounded"
+softplus        factor inside softplus
 domain          "linear": g is the decay, not its logarithm
-raw_beta        beta is sigmoid(beta), doubled with `doubled`
-is_kda          which of the two operators that the function serves is called
-out             where the function writes its output, if it does not return it
-pool            FlashInfer's in place of `state`.  second: a second pool
-overwrites      our names of inputs that the function writes over, besides initial states
-new_states      it writes final states to other memory than that of the initial ones
-chunks, last    vLLM returns the states of all chunks; the last chunk of each sequence
-kept, kept_packed, tracked
-                Mamba-2: the function returns final states; of packed sequences; before others
+raw_beta        whether beta is sigmoid(beta)
+doubled         whether raw beta is 2 sigmoid(beta)
+is_kda          whether the call is one of KDA, for a function that serves GDN and KDA
+out             where the function writes its output, instead of returning it
+pool            FlashInfer's name of a pool that replaces `state`
+second_pool     a second pool
+overwrites      our names of inputs that the function overwrites, besides initial states
+new_states      the function writes final states to other memory than that of the initial states
+
+For prompts of Mamba-2, where the final states are:
+
+pool, slots     in a pool, in these slots
+last_chunks     (sequences), the index of the sequence's last chunk among the states of all chunks,
+                which vLLM returns with `returns_chunks`
+returns_final, returns_final_packed
+                whether the function returns them, without and with cu_seqlens
+returns_tracked whether other states follow them in what the function returns
 """
 
 import tomllib
@@ -30,9 +39,10 @@ from pathlib import Path
 from typing import TypeAlias, get_args
 
 from ssdprof.record import delta_rule, selective_scan
-from ssdprof.record.place import Arguments, FunctionCall, Phase, Place
+from ssdprof.record.place import INITIAL_STATES, Arguments, FunctionCall, Phase, Place
 
-# (whether the function is for a step, arguments by our names) -> the call
+# operator -> (whether the function is for a few tokens of each sequence, arguments by our names)
+# -> the call
 _BIND: dict[str, Callable[[bool, Arguments], FunctionCall | None]] = {
     "gdn": partial(delta_rule.bind, False),
     "kda": partial(delta_rule.bind, True),
@@ -41,14 +51,16 @@ _BIND: dict[str, Callable[[bool, Arguments], FunctionCall | None]] = {
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _REFUSED = tuple(_TABLE["refused"].split())
 
-# "reads", "may", "owner": our name -> the parameter, the parameter of some versions, the attribute
-# of `self`; "fixed": our name -> what is no argument
+# "reads": our name -> the parameter; "may": our name -> a parameter that only some versions have;
+# "owner": our name -> the attribute of `self`; "fixed": our name -> a value that is no argument
 Signature: TypeAlias = dict[str, dict[str, str]]
 _NAMES = ("reads", "may", "owner")
 
 
 def _signatures() -> dict[str, Signature]:
-    """All signatures of `places.toml`, by name.  One may be like others that precede it there."""
+    """All signatures of `places.toml`, by name.  A signature includes those in its `like`, which
+    precede it in the file.
+    """
     known: dict[str, Signature] = {}
     for name, entry in _TABLE["signature"].items():
         signature: Signature = {kind: {} for kind in (*_NAMES, "fixed")}
@@ -78,15 +90,15 @@ def _places() -> Iterator[Place]:
         ]
         for module in modules:
             for phase in get_args(Phase):
-                for function, name in entry.get(phase, {}).items():
+                for function, signature in entry.get(phase, {}).items():
                     yield Place(
                         library=entry["library"],
                         module=module,
                         function=function,
                         operator=entry["operator"],
                         phase=phase,
-                        parameters=tuple(known[name]["reads"].values()),
-                        bind=partial(_bind, known[name], entry["operator"], phase),
+                        parameters=tuple(known[signature]["reads"].values()),
+                        bind=partial(_bind, known[signature], entry["operator"], phase),
                     )
 
 
@@ -98,20 +110,22 @@ def _bind(
         if by_parameter.get(name) is not None and by_parameter[name] is not False:
             raise ValueError(f"a call with {name} is not recorded")
     call = _BIND[operator](phase != "prompt", _by_our_names(signature, by_parameter))
-    layer = by_parameter.get("layer_id")
     if call is None:
         return None
-    overwrites = signature["fixed"].get("overwrites", "").split()
+    call.overwrites = frozenset(signature["fixed"].get("overwrites", "").split())
     if "new_states" not in signature["fixed"]:
-        overwrites += ["initial_state", "initial_states"]
-    call.overwrites = frozenset(overwrites)
+        call.overwrites |= INITIAL_STATES
+    layer = by_parameter.get("layer_id")
     if layer is not None:
         call.layer = str(layer)
     return call
 
 
 def _by_our_names(signature: Signature, by_parameter: Arguments) -> Arguments:
-    """The arguments of a call.  ValueError if `self` lacks an attribute."""
+    """The arguments of a call by our names.
+
+    Raises ValueError if `self` lacks an attribute.
+    """
     arguments = dict(signature["fixed"])
     for our_name, parameter in {**signature["may"], **signature["reads"]}.items():
         if parameter in by_parameter:

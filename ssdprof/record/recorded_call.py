@@ -14,17 +14,17 @@ from ssdprof import operators
 from ssdprof.core.words import words
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
-from ssdprof.operators.operator import CallBinding
 from ssdprof.record.place import Activate, Place, unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """A call of a place, with its output.
+    """A call of a place's function, with its output.
 
-    layer: empty if it is not known.  number: of the calls of its layer, those that were not
-    recorded among them.
-    inputs: with gates as the function takes them, until they are `activated`.
+    layer: its name or number in the model; empty if it is unknown.
+    number: index of the call among all calls of its layer, including those that were not recorded.
+    inputs: until the call is `activated`, with gates as the function takes them.
+    slots: (sequences), slots in the program's pool of states, -1 for padding; None without a pool.
     weights, activate: as in `FunctionCall`.
     """
 
@@ -38,16 +38,16 @@ class RecordedCall:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     activate: Activate = unchanged
 
-    @property
-    def outputs(self) -> dict[str, Tensor]:
-        """The outputs that the call has, and its slots, by their names in a file."""
-        outputs = {"out": self.out, "final_states": self.final_states, "slots": self.slots}
-        return {name: tensor for name, tensor in outputs.items() if tensor is not None}
-
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in a file.  Outputs first: programs overwrite them first."""
-        return {**self.outputs, **self.inputs.tensors, **self.weights}
+        """All tensors that the call has, by their names in a file.
+
+        Outputs come first, because they are copied in this order, and programs overwrite outputs
+        before inputs.
+        """
+        outputs = {"out": self.out, "final_states": self.final_states, "slots": self.slots}
+        present = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+        return {**present, **self.inputs.tensors, **self.weights}
 
     @property
     def nbytes(self) -> int:
@@ -60,23 +60,19 @@ class RecordedCall:
         return f"{layer}, rank {rank()}"
 
     @property
-    def of_layer(self) -> tuple[str, str]:
-        """Operator and layer, which together identify a layer: two operators may name theirs
-        alike.
+    def layer_key(self) -> tuple[str, str]:
+        """Operator and layer.  Both are needed to identify a layer: layers of two operators may
+        have the same name.
         """
         return self.place.operator, self.layer
 
-    @property
-    def _binding(self) -> CallBinding:
-        return operators.get(self.place.operator).binding
-
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> RecordedCall:
-        """With these tensors in place of its own, by a file's names."""
-        values = vars(self.inputs)
-        inputs = {name: tensors[name] for name in values.keys() & tensors.keys()}
+        """The call with other tensors, under the names that the property `tensors` has for them."""
+        fields = vars(self.inputs)
+        changed = {name: tensors[name] for name in fields.keys() & tensors.keys()}
         return replace(
             self,
-            inputs=type(self.inputs).unchecked(**values | inputs),
+            inputs=type(self.inputs).unchecked(**fields | changed),
             out=tensors["out"],
             final_states=tensors.get("final_states"),
             slots=tensors.get("slots"),
@@ -102,82 +98,101 @@ class RecordedCall:
         return replace(self, inputs=inputs, weights={}, activate=unchanged)
 
     def packed(self) -> RecordedCall:
-        """A batch as a pack; without the sequences that have no slot, and without tokens behind the
-        last sequence.  Waits for values of the device.
+        """The call with its sequences packed in one row.
+
+        Sequences without a slot, and tokens behind the last sequence, are left out.  Waits for the
+        device, whose `cu_seqlens` and slots it reads.
         """
         inputs = self.inputs
-        positional = self._binding.positional(self.inputs)
-        out = self.out
-        bounds = inputs.cu_seqlens
-        slots = None if self.slots is None else self.slots.cpu()
-        if bounds is not None:
-            bounds = bounds.cpu()
+        binding = operators.get(self.place.operator).binding
+        of_tokens = {**binding.positional(inputs), "out": self.out}  # (b, l, ...)
+        if inputs.cu_seqlens is not None:
+            bounds = inputs.cu_seqlens.cpu()
         else:
             bounds = torch.arange(inputs.sequences + 1, dtype=torch.int32) * inputs.length
-            positional = {key: tensor.flatten(0, 1)[None] for key, tensor in positional.items()}
-            out = out.flatten(0, 1)[None]
-        rows = torch.arange(inputs.sequences)
+            of_tokens = {name: tensor.flatten(0, 1)[None] for name, tensor in of_tokens.items()}
+        sequences = torch.arange(inputs.sequences)
+        slots = self.slots
         if slots is not None:
-            rows = rows[slots >= 0]
-        lengths = bounds.diff()[rows]
-        starts = bounds[:-1].tolist()
-        spans = [
-            torch.arange(starts[row], starts[row] + length)
-            for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
-        ]
-        tokens = torch.cat([rows[:0], *spans])
-        if len(rows) < inputs.sequences or len(tokens) < out.shape[1]:
-            positional = {key: tensor[:, tokens] for key, tensor in positional.items()}
-            out = out[:, tokens]
-        bounds = torch.cat([bounds[:1] * 0, lengths.cumsum(0).int()])
-        changed = positional | {"cu_seqlens": bounds.to(inputs.device)}
+            slots = slots.cpu()
+            sequences = sequences[slots >= 0]
+            slots = slots[sequences]
+        lengths = bounds.diff()[sequences]
+        packed_bounds = torch.cat([bounds[:1] * 0, lengths.cumsum(0, dtype=bounds.dtype)])
+        # of each token that stays, its index in the row
+        shifts = bounds[sequences] - packed_bounds[:-1]
+        tokens = torch.arange(int(packed_bounds[-1])) + shifts.repeat_interleave(lengths)
+        if len(tokens) < of_tokens["out"].shape[1]:
+            of_tokens = {name: tensor[:, tokens] for name, tensor in of_tokens.items()}
+        out = of_tokens.pop("out")
+        changed = of_tokens | {"cu_seqlens": packed_bounds.to(inputs.device)}
         if inputs.initial is not None:
-            changed[inputs.LINEAR[1]] = inputs.initial[rows]
-        states = self.final_states
-        if states is not None:
-            states = states[tokens if inputs.state_every else rows]
+            changed[inputs.LINEAR[1]] = inputs.initial[sequences]
+        final_states = self.final_states
+        if final_states is not None:
+            final_states = final_states[tokens if inputs.state_every else sequences]
         return replace(
             self,
             inputs=type(inputs).unchecked(**vars(inputs) | changed),  # there may be no token
             out=out,
-            final_states=states,
-            slots=None if slots is None else slots[rows],
+            final_states=final_states,
+            slots=slots,
         )
 
     def is_finite(self) -> bool:
-        """Whether all outputs are, by their sum, which takes one pass over them.  A sum of large
-        numbers may overflow.
+        """Whether all outputs are finite, judged by their sums, so that each is read once.
+
+        False also for finite outputs whose sum overflows in fp32.
         """
         outputs = [tensor for tensor in (self.out, self.final_states) if tensor is not None]
         sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in outputs])
         return bool(sums.sum().isfinite())
 
     def first_nonfinite(self) -> str:
-        """Where the output of a pack is not finite first, and whether the inputs are; empty if it
-        is finite.
+        """A sentence, without a full stop, on the first NaN or infinity in the outputs of a packed
+        call, and on whether the inputs are finite.  Empty if all outputs are finite.
         """
-        bad = ~self.out[0].flatten(2).isfinite().all(-1)  # (tokens, heads)
-        where = ""
-        if bool(bad.any()):
-            token, head = bad.nonzero()[0].tolist()
-            span = next(each for each in spans_of(self.inputs) if token < each.stop)
-            row = self._row(span.sequence)
-            position = token - span.start
-            where = f"out, sequence {row}, position {position}, head {head}"
-        elif self.final_states is not None:
-            bad = ~self.final_states.flatten(2).isfinite().all(-1)
-            if bool(bad.any()):
-                row, head = bad.nonzero()[0].tolist()
-                where = f"the final state of sequence {self._row(row)}, head {head}"
+        where = self._nonfinite_place()
         if not where:
             return ""
         tensors = self.activated().inputs.tensors
-        before = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-        inputs = f"it came with {words(before)}" if before else "its inputs are finite"
-        return f"{self.name}: {where} is NaN or infinite; {inputs}"
+        nonfinite = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        cause = f"it came with {words(nonfinite)}" if nonfinite else "its inputs are finite"
+        return f"{self.name}: {where} is NaN or infinite; {cause}"
 
-    def _row(self, row: int) -> str:
-        return str(row) if self.slots is None else f"{row} (slot {int(self.slots[row])})"
+    def _nonfinite_place(self) -> str:
+        """Where the outputs of a packed call are first NaN or infinite; empty if nowhere."""
+        index = _first_nonfinite(self.out[0])
+        if index is not None:
+            token, head = index
+            return f"out, {self._token_name(token)}, head {head}"
+        index = None if self.final_states is None else _first_nonfinite(self.final_states)
+        if index is None:
+            return ""
+        row, head = index
+        if self.inputs.state_every:
+            return f"the state after {self._token_name(row)}, head {head}"
+        return f"the final state of {self._sequence_name(row)}, head {head}"
+
+    def _sequence_name(self, sequence: int) -> str:
+        """ "sequence 2 (slot 7)"."""
+        slot = "" if self.slots is None else f" (slot {int(self.slots[sequence])})"
+        return f"sequence {sequence}{slot}"
+
+    def _token_name(self, token: int) -> str:
+        """ "sequence 2 (slot 7), position 5"."""
+        span = next(span for span in spans_of(self.inputs) if token < span.stop)
+        return f"{self._sequence_name(span.sequence)}, position {token - span.start}"
+
+
+def _first_nonfinite(tensor: Tensor) -> tuple[int, int] | None:
+    """The first index (row, head) at which a tensor (rows, heads, ...) has NaN or infinity."""
+    is_finite = tensor.flatten(2).isfinite().all(-1)
+    indices = (~is_finite).nonzero()
+    if not len(indices):
+        return None
+    row, head = indices[0].tolist()
+    return row, head
 
 
 def rank() -> int:

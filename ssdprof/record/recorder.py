@@ -1,18 +1,24 @@
 """Takes the calls of places in a process of the program, and hands them to a thread.
 
-    call -> copies of the inputs -> the function itself -> copies of what it returned -> the queue
-         -> the thread: `Keeper`, which stores calls, on a stream of the thread's own
+    a call -> copies of the inputs -> the function -> copies of the outputs -> the queue
+           -> the recorder's thread: `Keeper`, which stores calls, on a stream of the thread's own
 
-The copies are made on the tensors' device before the program goes on, on a GPU in the program's own
-stream: its next statement may overwrite the buffers.  Copies of a large prompt would take a part of
-the call's time.  They are made on a stream beside the program's: those of the initial states while
-the function runs, which the program's next kernel waits for, as many programs overwrite them with
-the final ones; all others after the function, outputs first, while the program's next kernels run.
-What the function overwrites is copied before it.  No copy is made of a call for which the queue has
-no room, and nothing but the thread waits for the device.
+The copies are on the tensors' device.  They are made before the program continues, because its next
+statement may overwrite the buffers.  On a GPU they are made in the program's stream.
 
-The queue holds what was copied, too: memory that the program frees is not used again before.  The
-thread lets neither go before all kernels that read them have ended.
+The copies of a large prompt would take a considerable part of the call's time.  On a GPU they are
+made on a second stream, while the program's kernels run:
+
+- The inputs that the function overwrites are copied before it, in the program's stream.
+- The initial states are copied while the function runs.  Many programs overwrite them with the
+  final states in their next kernel, so that this kernel waits for the copy.
+- All other tensors are copied after the function, outputs first, while the next kernels run.
+
+The queue also holds the tensors that are copied, so that memory which the program frees is not
+allocated again before.  The thread frees neither them nor the copies before all kernels that read
+them have ended.
+
+A call for which the queue has no room is not copied.  Only the thread waits for the device.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import util
+from types import FrameType
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -37,41 +44,43 @@ from ssdprof import operators
 from ssdprof.core.words import plural
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.record.keeper import Keeper
-from ssdprof.record.place import FunctionCall, Place
+from ssdprof.record.place import INITIAL_STATES, FunctionCall, Place
 from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings, note
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, after which no call is added
-_RING_BYTES = 4 * GIGABYTE  # of calls that are kept on their device
-_LOOK_S = 0.1  # between looks at a GPU's free memory, for which the program's launches may wait
-_STATES = frozenset({"initial_state", "initial_states"})
-_FLUSH_S = 60.0  # for what is in the queue when the process ends
-_FRAMES = 16  # of callers, among whom a layer is looked for
-_LARGE_BYTES = 16 << 20  # of a prompt's inputs, from which they are copied beside the program
-# a call, the event behind it, None on a CPU, and what was copied
+_WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, beyond which no call is added
+_RING_BYTES = 4 * GIGABYTE  # of calls in the rings of `Keeper`
+# between two queries of a GPU's free memory, during which the program's launches may have to wait
+_MEMORY_QUERY_S = 0.1
+_FLUSH_S = 60.0  # for the calls in the queue when the process ends
+_FRAMES = 16  # number of callers among whose variables a layer is searched
+_LARGE_BYTES = 16 << 20  # of a prompt's inputs, from which they are copied on the second stream
+# a call, the event after its copies (None on a CPU), and what holds the tensors that are copied
 _Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None, object]"
 _LAYER_NAMES = ("layer_name", "prefix", "layer_idx", "layer_id", "layer_number")
 _IN_GRAPHS = "inside CUDA graphs"
-_GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
+# library -> the option of its server that disables CUDA graphs
+_GRAPH_OPTIONS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Begun:
-    """A call before its function runs.
+class _BegunCall:
+    """A call whose function has not run yet.
 
-    inputs: copies of these names; what else they have is copied afterwards.
-    beside: the stream of a large prompt's copies.  states: an event on it, after which the copy of
-        initial states is complete; None without one.
+    inputs: with copies of the tensors in `copied`.  The others are copied after the function.
+    second_stream: for the copies of a large prompt on a GPU; None for other calls.
+    states_copied: the event after the copy of the initial states on the second stream; None if they
+        are not copied there.
     """
 
     call: FunctionCall
     inputs: Inputs
     layer: str
     copied: frozenset[str]
-    beside: torch.cuda.Stream | None
-    states: torch.cuda.Event | None
+    second_stream: torch.cuda.Stream | None
+    states_copied: torch.cuda.Event | None
 
 
 def call(
@@ -84,7 +93,7 @@ def call(
 ) -> T:
     """Call the function of a place, and record the call unless there is a reason not to.
 
-    arguments: of a call, by name, with defaults.
+    arguments: returns the arguments of such a call by name, including defaults.
     """
     recorder = Recorder.of_process()
     begun = recorder.before(place, partial(arguments, *args, **kwargs)) if recorder else None
@@ -97,31 +106,31 @@ def call(
 
 
 class Recorder:
-    """The recorder of a process.  A forked one begins with its own."""
+    """The recorder of a process.  A forked process has a new one."""
 
     _current: Recorder | None = None
 
     def __init__(self) -> None:
         self.settings = RecordSettings.of(os.environ)
         self._local = threading.local()
-        self._layers: dict[int, int] = {}  # by the identity of the module: layers without names
-        self._counts: Counter[tuple[str, str]] = Counter()  # of calls: operator and layer
-        self.lost: Counter[str] = Counter()  # calls that were not recorded, by the reason
+        self._unnamed_layers: dict[int, int] = {}  # id of a module -> order of first calls
+        self._counts: Counter[tuple[str, str]] = Counter()  # calls of an operator and layer
+        self.lost: Counter[str] = Counter()  # reason -> calls that were not recorded
         self._queue = _Queue()
         self._keeper = Keeper(self.settings, _RING_BYTES)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the thread
-        self._beside: dict[torch.device, torch.cuda.Stream] = {}  # for copies of large prompts
-        self._looks_at = 0.0
+        self._thread_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._second_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._next_query_s = 0.0
         self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
         self._thread.start()
-        # processes of multiprocessing end without atexit, others without its finalizers
+        # `multiprocessing` ends its processes without atexit, and other processes run no finalizers
         util.Finalize(None, self.flush, exitpriority=100)
         atexit.register(self.flush)
 
     @classmethod
     def of_process(cls) -> Recorder | None:
-        """The recorder of this process.  None if it cannot be made: an ending process starts no
-        thread.
+        """The recorder of this process.  None if it cannot be created: a process that is ending
+        cannot start a thread.
         """
         if cls._current is None:
             try:
@@ -132,15 +141,15 @@ class Recorder:
 
     @classmethod
     def forget(cls) -> None:
-        """Forget the recorder, in a forked process: its thread did not come along."""
+        """Forget the recorder in a forked process, which does not have its thread."""
         cls._current = None
 
     # --- in the program's thread
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """While the context is open, places that the function of this one calls are not recorded
-        again.
+        """The context in which a place's function runs.  Other places that it calls are not
+        recorded.
         """
         self._local.is_inside = True
         try:
@@ -148,190 +157,199 @@ class Recorder:
         finally:
             self._local.is_inside = False
 
-    def before(self, place: Place, named: Callable[[], dict[str, object]]) -> _Begun | None:
-        """The call, before its function overwrites anything; None if it is not recorded.  named:
-        gives its arguments by name.
+    def before(self, place: Place, by_name: Callable[[], dict[str, object]]) -> _BegunCall | None:
+        """Read and copy the inputs of a call, before its function overwrites them.
+
+        by_name: returns the arguments by name.
+
+        Returns None if the call is not recorded.
         """
         if self._queue.closed or getattr(self._local, "is_inside", False):
             return None
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            self._note_graph(place.module)
+            self._count_captured(place.module)
             return None
         try:
-            arguments = named()
+            arguments = by_name()
             if not _is_plain(arguments):
                 return None
             with torch.no_grad():
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
-                layer = str(bound.layer or self._layer())
-                if (place.operator, layer) in self._keeper.told:
+                layer = bound.layer or self._layer()
+                if (place.operator, layer) in self._keeper.failed:
                     return None
                 if not self._queue.wait_for_room(self.settings.max_delay_s):
                     self.lost["because the queue was full"] += 1
                     return None
                 return self._begun(place, bound, layer)
         except Exception as error:
-            self._cannot(place, error)
+            self._count_failure(place, error)
             return None
 
-    def _begun(self, place: Place, call: FunctionCall, layer: str) -> _Begun:
-        """The call, with copies of what must be copied before its function runs."""
-        beside = self._stream_beside(place, call.inputs)
-        now = frozenset(call.inputs) if beside is None else call.overwrites
-        values = _copies(call.inputs, now - call.copied)
-        meanwhile = _STATES - now - call.copied
-        states = None
-        if beside and any(values.get(name) is not None for name in meanwhile):
-            beside.wait_stream(torch.cuda.current_stream(beside.device))
-            with torch.cuda.stream(beside):
-                values = _copies(values, meanwhile)
-                states = beside.record_event()
-        return _Begun(
+    def _begun(self, place: Place, call: FunctionCall, layer: str) -> _BegunCall:
+        """The call, with copies of the inputs that must be copied before its function runs."""
+        stream = self._second_stream(place, call.inputs)
+        copied_first = frozenset(call.inputs) if stream is None else call.overwrites
+        values = _copies(call.inputs, copied_first - call.copied)
+        states_copied = None
+        copied_meanwhile = INITIAL_STATES - copied_first - call.copied
+        if stream and any(values.get(name) is not None for name in copied_meanwhile):
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            with torch.cuda.stream(stream):
+                values = _copies(values, copied_meanwhile)
+                states_copied = stream.record_event()
+        return _BegunCall(
             call=call,
             inputs=operators.get(place.operator).inputs(**values),
             layer=layer,
-            copied=now | _STATES,
-            beside=beside,
-            states=states,
+            copied=copied_first | INITIAL_STATES,
+            second_stream=stream,
+            states_copied=states_copied,
         )
 
-    def _stream_beside(
-        self, place: Place, values: Mapping[str, object]
+    def _second_stream(
+        self, place: Place, inputs: Mapping[str, object]
     ) -> torch.cuda.Stream | None:
-        """The stream for copies of a large prompt on a GPU; None for those of another call."""
-        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        """The stream for the copies of a large prompt on a GPU.  None for other calls."""
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
         if place.phase != "prompt" or not all(tensor.is_cuda for tensor in tensors):
             return None
         if sum(tensor.nbytes for tensor in tensors) < _LARGE_BYTES:
             return None
-        return _stream(self._beside, tensors[0].device)
+        return _stream(self._second_streams, tensors[0].device)
 
-    def after(self, place: Place, begun: _Begun, returned: object) -> None:
-        """Queue the call with what it returned."""
-        inputs, layer, beside = begun.inputs, begun.layer, begun.beside
-        device = inputs.device
+    def after(self, place: Place, begun: _BegunCall, returned: object) -> None:
+        """Copy what is not copied yet, and put the call into the queue."""
+        device = begun.inputs.device
         try:
             with torch.no_grad():
-                if begun.states:
-                    torch.cuda.current_stream(device).wait_event(begun.states)
-                if beside:
-                    beside.wait_stream(torch.cuda.current_stream(device))
-                with torch.cuda.stream(beside):
-                    out, final_states = begun.call.result(returned)
-                    _check_shape("out", out, inputs.values.shape)
-                    if final_states is not None:
-                        _check_shape("final_states", final_states, inputs.final_shape)
-                    # after a call that was not recorded, and between replays of graphs, there is a
-                    # gap
-                    number = self._counts[place.operator, layer] + self.lost.total()
-                    call = RecordedCall(
-                        place=place,
-                        layer=layer,
-                        number=number,
-                        inputs=inputs,
-                        out=out,
-                        final_states=final_states,
-                        slots=begun.call.slots,
-                        weights=begun.call.weights,
-                        activate=begun.call.activate,
-                    )
+                if begun.states_copied:
+                    torch.cuda.current_stream(device).wait_event(begun.states_copied)
+                if begun.second_stream:
+                    begun.second_stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(begun.second_stream):
+                    call = self._recorded(place, begun, returned)
                     names = call.tensors.keys() - begun.copied
                     copies = call.with_tensors(_copies(call.tensors, names))
-                    done = None
+                    copied = None
                     if device.type == "cuda":
-                        done = torch.cuda.current_stream(device).record_event()
+                        copied = torch.cuda.current_stream(device).record_event()
         except Exception as error:
-            self._cannot(place, error)
+            self._count_failure(place, error)
             return
-        self._counts[place.operator, layer] += 2 if _IN_GRAPHS in self.lost else 1
-        self._queue.put((copies, done, (call, begun, returned)))
+        # graphs may be replayed between two calls, whose numbers then must not be consecutive
+        self._counts[call.layer_key] += 2 if _IN_GRAPHS in self.lost else 1
+        self._queue.put((copies, copied, (call, begun, returned)))
 
-    def _cannot(self, place: Place, error: Exception) -> None:
-        """Count a call that is not recorded for this reason."""
+    def _recorded(self, place: Place, begun: _BegunCall, returned: object) -> RecordedCall:
+        """The call with its outputs.  Raises ValueError if their shapes are not as expected."""
+        inputs = begun.inputs
+        out, final_states = begun.call.result(returned)
+        _check_shape("out", out, inputs.values.shape)
+        if final_states is not None:
+            _check_shape("final_states", final_states, inputs.final_shape)
+        return RecordedCall(
+            place=place,
+            layer=begun.layer,
+            # each lost call leaves a gap in the numbers
+            number=self._counts[place.operator, begun.layer] + self.lost.total(),
+            inputs=inputs,
+            out=out,
+            final_states=final_states,
+            slots=begun.call.slots,
+            weights=begun.call.weights,
+            activate=begun.call.activate,
+        )
+
+    def _count_failure(self, place: Place, error: Exception) -> None:
+        """Count a call that this error prevents from being recorded."""
         if isinstance(error, torch.OutOfMemoryError):
             self.lost["for which its device had no memory"] += 1
             return
         self.lost["of a kind that is not recorded"] += 1
-        why = " ".join(str(error).split())[:200]
-        note(f"Calls of {place.module}.{place.function} are not recorded: {why}.", once=True)
+        reason = " ".join(str(error).split())[:200]
+        note(f"Calls of {place.module}.{place.function} are not recorded: {reason}.", once=True)
 
-    def _note_graph(self, module: str) -> None:
-        """Only the capture of a graph calls Python."""
-        option = _GRAPHS.get(module.partition(".")[0])
+    def _count_captured(self, module: str) -> None:
+        """Count a call that is captured in a CUDA graph.  Replays of the graph call no Python."""
+        option = _GRAPH_OPTIONS.get(module.partition(".")[0])
         advice = f"  Start the server with {option}." if option else ""
         note(f"Calls inside CUDA graphs cannot be recorded.{advice}", once=True)
         self.lost[_IN_GRAPHS] += 1
 
     def _layer(self) -> str:
-        """The layer of the call: the name or number of the nearest module of torch among the
-        callers' variables; without one, the number of that module in the order of first calls;
-        empty if there is no module.
-        """
-        frame = sys._getframe(2)
-        module = None
-        for _ in range(_FRAMES):
-            for value in (frame.f_locals.get("self"), frame.f_locals.get("layer")):
-                if isinstance(value, torch.nn.Module):
-                    module = module or value
-                    for name in _LAYER_NAMES:
-                        if isinstance(word := getattr(value, name, None), int | str) and word != "":
-                            return str(word)
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        if module is None:
-            return ""
-        return str(self._layers.setdefault(id(module), len(self._layers)))
+        """The layer of a call, for `before`: the name or number of the nearest module of torch
+        among the callers' variables that has one.
 
-    # --- in the thread
+        If none has, the nearest module is numbered in the order of first calls.  Empty if there is
+        no module.
+        """
+        nearest = None
+        for module in _modules_of_callers(sys._getframe(2)):
+            if nearest is None:
+                nearest = module
+            for attribute in _LAYER_NAMES:
+                name = getattr(module, attribute, None)
+                if isinstance(name, int | str) and name != "":
+                    return str(name)
+        if nearest is None:
+            return ""
+        return str(self._unnamed_layers.setdefault(id(nearest), len(self._unnamed_layers)))
+
+    # --- in the recorder's thread
 
     def _work(self) -> None:
         """Keep calls until the queue is closed and empty."""
         while (queued := self._queue.get()) is not None:
+            call, copied, originals = queued
             try:
-                self._keep(*queued[:2])
+                self._keep(call, copied)
             except OSError as error:
                 note(f"Recording has ended: {error.strerror or error}.  The program goes on.")
                 self._queue.close()
             except Exception as error:
-                self._cannot(queued[0].place, error)
-            del queued  # before it waits, so that the program may use the memory
+                self._count_failure(call.place, error)
+            # before the thread waits for the next call, so that the program may use the memory
+            del queued, call, copied, originals
             if self._keeper.is_full:
                 self._queue.close()
         self._keeper.release()
 
-    def _keep(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
-        """Keep a call, once its copies are complete.  What computes, does so on a stream of this
-        thread, and has ended before the call goes.
+    def _keep(self, call: RecordedCall, copied: torch.cuda.Event | None) -> None:
+        """Keep a call as soon as its copies are complete.
+
+        Kernels run on a stream of this thread.  They have ended when the function returns, so that
+        the memory of the call can be freed.
         """
-        stream = _stream(self._streams, call.inputs.device) if done else None
+        stream = _stream(self._thread_streams, call.inputs.device) if copied else None
         with torch.no_grad(), torch.cuda.stream(stream):
-            if stream and done:
-                stream.wait_event(done)
-                self._bound_memory(stream.device)
+            if stream and copied:
+                stream.wait_event(copied)
+                self._limit_memory(stream.device)
             try:
                 self._keeper.keep(call)
             finally:
                 if stream:
                     stream.synchronize()
 
-    def _bound_memory(self, device: torch.device) -> None:
-        """Have calls take no more than half of the memory that the program could have on a GPU: the
-        queue, which also holds what it copied, and the rings.
+    def _limit_memory(self, device: torch.device) -> None:
+        """Limit the memory of calls on a GPU to half of what the program could allocate.
+
+        Calls in the queue hold twice their size: the copies, and the tensors that were copied.
         """
-        if time.monotonic() < self._looks_at:
+        if time.monotonic() < self._next_query_s:
             return
-        self._looks_at = time.monotonic() + _LOOK_S
+        self._next_query_s = time.monotonic() + _MEMORY_QUERY_S
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         self._queue.most_bytes = min(_WAITING_BYTES, free // 4)
         self._keeper.most_bytes = min(_RING_BYTES, free)
 
     def flush(self) -> None:
-        """When the process ends: store what is in the queue, and say what was lost."""
+        """When the process ends: store the calls in the queue, and print how many were lost."""
         if Recorder._current is not self or not self._thread.is_alive():
             return
         self._queue.close()
@@ -341,7 +359,7 @@ class Recorder:
 
 
 class _Queue:
-    """Calls between the program and the thread, bounded by their bytes."""
+    """Calls between the program and the recorder's thread, limited by their bytes."""
 
     def __init__(self) -> None:
         self._calls: deque[_Queued] = deque()
@@ -351,14 +369,14 @@ class _Queue:
         self.closed = False
 
     def wait_for_room(self, most_s: float) -> bool:
-        """Whether there is room for one more call, or becomes within this time."""
+        """Wait at most this long until a call can be added.  Returns whether one can be."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.closed or self._bytes <= self.most_bytes, most_s
             )
 
     def put(self, queued: _Queued) -> None:
-        """Append a call to the queue."""
+        """Append a call, unless the queue is closed."""
         with self._changed:
             if self.closed:
                 return
@@ -367,7 +385,7 @@ class _Queue:
             self._changed.notify_all()
 
     def get(self) -> _Queued | None:
-        """The next call; None if there is none and there will be none."""
+        """Wait for the next call.  None if the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._calls or self.closed)
             if not self._calls:
@@ -378,7 +396,7 @@ class _Queue:
         return queued
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Accept no more calls."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
@@ -388,7 +406,9 @@ os.register_at_fork(after_in_child=Recorder.forget)
 
 
 def _is_plain(arguments: Mapping[str, object]) -> bool:
-    """Whether the arguments' tensors hold numbers, and no gradient is wanted of them."""
+    """Whether a call can be recorded: its tensors need no gradients, and are of no subclass, such
+    as FakeTensor, whose tensors may have no values.
+    """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
@@ -401,17 +421,31 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _copies(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The values, with copies in place of the tensors of these names."""
-    return {
-        name: value.clone() if name in names and isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    """The values, with copies of the tensors that have these names, made in the values' order."""
+    copies = dict(values)
+    for name, value in values.items():
+        if name in names and isinstance(value, Tensor):
+            copies[name] = value.clone()
+    return copies
+
+
+def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
+    """Modules of torch that are variables `self` or `layer` of callers, the nearest one first."""
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        # `f_locals` is a copy that keeps the caller's tensors alive: a caller of this generator
+        # should stop as soon as it has found its module
+        for value in (frame.f_locals.get("self"), frame.f_locals.get("layer")):
+            if isinstance(value, torch.nn.Module):
+                yield value
+        frame = frame.f_back
 
 
 def _stream(
     streams: dict[torch.device, torch.cuda.Stream], device: torch.device
 ) -> torch.cuda.Stream:
-    """The stream of this device; a new one at the first use."""
+    """The stream for this device, created at the first use."""
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return streams[device]

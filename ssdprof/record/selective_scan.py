@@ -1,113 +1,120 @@
-"""Functions that compute Mamba-2's scan.  Imports torch at first use."""
+"""Functions that compute Mamba-2's scan.  Imports torch at first use.
+
+Shapes: batch b, positions l, h heads of dimension p.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ssdprof.record.place import Arguments, FunctionCall
-from ssdprof.record.states import CallStates, tensors_of
+from ssdprof.record.states import CallStates, outputs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = ("dt", "B", "C", "z")  # of each token, besides x
-_OTHERS = ("A", "D", "dt_bias", "chunk_size", "initial_states", "dt_softplus", "dt_limit")
+_OF_TOKENS = ("x", "dt", "B", "C", "z")  # inputs (b, l, ...)
+_OF_CALL = ("A", "D", "dt_bias", "chunk_size", "initial_states", "dt_softplus", "dt_limit")
 
 
 def bind(step: bool, arguments: Arguments) -> FunctionCall:
-    """A call in terms of the operator's inputs.  arguments: by our names.
+    """A call in the operator's terms.
 
-    ValueError for those that the inputs cannot express.
+    step: the function is for a few tokens of each sequence.
+    arguments: by our names, which `places.py` explains.
+
+    Raises ValueError if the operator's inputs cannot express the call.
     """
-    return _step(arguments) if step else _prompt(arguments)
+    return _bind_step(arguments) if step else _bind_prompt(arguments)
 
 
-def _prompt(arguments: Arguments) -> FunctionCall:
-    """x (b, l, h, p), of vLLM (l, h, p)."""
-    x = arguments["x"]
+def _bind_prompt(arguments: Arguments) -> FunctionCall:
+    """x is (b, l, h, p), or (l, h, p) in vLLM."""
     cu_seqlens = arguments.get("cu_seqlens")
     if cu_seqlens is None and arguments.get("seq_idx") is not None:
         raise ValueError("packed sequences without cu_seqlens are not recorded")
-
-    def rows(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or x.ndim == 4 else tensor[None]
-
-    inputs: dict[str, object] = {name: rows(arguments.get(name)) for name in ("x", *_ROWS)}
-    inputs |= {name: arguments[name] for name in _OTHERS} | {"cu_seqlens": cu_seqlens}
+    has_batch = arguments["x"].ndim == 4
+    inputs = {name: arguments[name] for name in _OF_CALL} | {"cu_seqlens": cu_seqlens}
+    for name in _OF_TOKENS:
+        tensor = arguments.get(name)
+        inputs[name] = tensor if tensor is None or has_batch else tensor[None]
 
     def result(returned: object) -> tuple[Tensor, Tensor | None]:
-        several = tensors_of(returned)
-        out = several.pop(0) if arguments.get("out") is None else arguments["out"]
-        out = out.reshape(x.shape if x.ndim == 4 else (1, *x.shape))
-        return out.to(x.dtype), _final_states(arguments, several)
+        out, other_tensors = outputs_of(arguments, inputs["x"], returned)
+        return out, _final_states(arguments, other_tensors)
 
     return FunctionCall(inputs=inputs, result=result, slots=arguments.get("slots"))
 
 
-def _final_states(arguments: Arguments, returned: Sequence[Tensor]) -> Tensor | None:
-    """The final states: (sequences, ...).  returned: what a function returned besides its
-    output.
+def _final_states(arguments: Arguments, returned: list[Tensor]) -> Tensor | None:
+    """(sequences, ...), the final states of a prompt.  None if the call asked for none.
+
+    returned: the tensors that the function returned besides its output.
     """
-    states: Tensor | None = None
-    if arguments.get("pool") is not None:
-        states = arguments["pool"][arguments["slots"].long()]
-    elif "last" in arguments:
-        states = returned[0][arguments["last"].long()] if arguments["chunks"] else returned[0]
-    elif arguments["kept"] if arguments.get("cu_seqlens") is None else arguments["kept_packed"]:
-        states = returned[1 if arguments.get("tracked") else -1]
-    return states
+    pool: Tensor | None = arguments.get("pool")
+    if pool is not None:
+        return pool[arguments["slots"].long()]
+    if "last_chunks" in arguments:
+        if arguments["returns_chunks"]:
+            return returned[0][arguments["last_chunks"].long()]
+        return returned[0]
+    is_packed = arguments.get("cu_seqlens") is not None
+    returns_states = arguments["returns_final_packed" if is_packed else "returns_final"]
+    if not returns_states:
+        return None
+    return returned[1] if arguments.get("returns_tracked") else returned[-1]
 
 
-def _step(arguments: Arguments) -> FunctionCall:
-    """A few tokens of each sequence, on a pool, or on a state for each: x (b, h, p), (b, t, h, p),
-    or (tokens, h, p) with cu_seqlens; dt, A, D and dt_bias expanded over channels, without which it
-    may be a call of Mamba-1.
+def _bind_step(arguments: Arguments) -> FunctionCall:
+    """A few tokens of each sequence.
+
+    x is (b, h, p), (b, l, h, p), or (tokens, h, p) with cu_seqlens.  dt, A, D and dt_bias are
+    expanded over the channels of a head.  If they are not, it may be a call of Mamba-1.
     """
-    x = arguments["x"]
     cu_seqlens = arguments.get("cu_seqlens")
-    accepted = arguments.get("accepted")
-    if arguments.get("buffer") is not None and arguments.get("rows") is None:
+    if arguments.get("token_buffer") is not None and arguments.get("buffer_rows") is None:
         raise ValueError("states in a buffer without rows of its own are not recorded")
 
-    def rows(tensor: Tensor) -> Tensor:
+    def with_batch(tensor: Tensor) -> Tensor:
+        """(b, l, ...)"""
         if tensor.ndim == 4:
             return tensor
         return tensor[:, None] if cu_seqlens is None else tensor[None]
 
-    values = rows(x)
-    written = arguments.get("written")
-    moved = {"written": written if written is None or written.ndim == 1 else written[:, 0]}
-    if accepted is not None:
-        moved["table"] = arguments["slots"] if written is None else written
-    states = CallStates.of(values, {**arguments, **moved, "step": True})
-    inputs: dict[str, object] = {
-        name: None if arguments[name] is None else rows(arguments[name]) for name in ("B", "C", "z")
-    }
-    inputs |= {"x": values, "dt": _of_heads("dt", rows(arguments["dt"]), 3)}
-    inputs |= {name: _of_heads(name, arguments[name], 1) for name in ("A", "D", "dt_bias")}
+    x = with_batch(arguments["x"])
+    state_arguments = {**arguments, "step": True}
+    written_slots = arguments.get("written_slots")
+    if arguments.get("accepted") is not None:
+        state_arguments["token_slots"] = (
+            arguments["slots"] if written_slots is None else written_slots
+        )
+    if written_slots is not None and written_slots.ndim == 2:
+        state_arguments["written_slots"] = written_slots[:, 0]
+    states = CallStates.of(x, state_arguments)
+    inputs: dict[str, object] = {"x": x, "dt": _of_heads("dt", with_batch(arguments["dt"]), 3)}
+    for name in ("B", "C", "z"):
+        inputs[name] = None if arguments[name] is None else with_batch(arguments[name])
+    for name in ("A", "D", "dt_bias"):
+        inputs[name] = _of_heads(name, arguments[name], 1)
     inputs |= {
         "dt_softplus": bool(arguments["dt_softplus"]),
         "initial_states": states.initial(),
         "cu_seqlens": cu_seqlens,
         "state_every": int(states.after_each_token),
     }
-
-    def result(returned: object) -> tuple[Tensor, Tensor | None]:
-        out = tensors_of(returned)[0] if arguments.get("out") is None else arguments["out"]
-        return states.live(out.reshape(values.shape).to(x.dtype)), states.final(None)
-
     return FunctionCall(
         inputs=inputs,
-        result=result,
+        result=partial(states.result, arguments, x),
         slots=states.slots_read,
-        copied=frozenset({"initial_states"} if states.gathered else ()),
+        copied=states.copied,
     )
 
 
 def _of_heads(name: str, tensor: Tensor | None, dims: int) -> Tensor | None:
-    """The first `dims` dimensions of a tensor that is expanded over the others.  ValueError if it
-    is not.
+    """The first `dims` dimensions of a tensor that is expanded over the other ones.
+
+    Raises ValueError if it is not expanded.
     """
     if tensor is None or tensor.ndim == dims:
         return tensor

@@ -1,5 +1,5 @@
-"""What `ssdprof record` asks of the processes of a program, in an environment variable, and what
-they tell the user, on their stderr.  Imports nothing that takes time.
+"""The settings of `ssdprof record` for the processes of a program, in an environment variable, and
+the notes of these processes to the user, on stderr.  Imports nothing that takes time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from ssdprof.record.hook import VARIABLE
 
 When = Literal["always", "nonfinite", "wrong"]
 GIGABYTE = 1 << 30
-SEEN = ".seen"  # a file in the folder of calls, once a process has seen one
-_SHOWN: set[str] = set()  # notes of this process
+SEEN = ".seen"  # name of an empty file in the folder of calls: a process has seen a call
+_SHOWN: set[str] = set()  # notes that this process has printed
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings:
     """The options of `ssdprof record` that its processes need.
 
-    folder: of the calls.  operators: names of those that are recorded.
-    keep: calls of a layer that are written before the one that went wrong.
-    max_bytes, max_calls: of each process: in its files.
-    max_delay_s: how long a call may wait for room in the queue.
-    modules: those that have places.
+    folder: the folder for the calls.
+    operators: names of the operators that are recorded.
+    when: which calls are stored; `keeper.py` explains the words.
+    keep: number of calls of a layer that are stored before the one that went wrong.
+    max_bytes, max_calls: limits of the files of each process.
+    max_delay_s: longest time that a call waits for room in the queue.
+    modules: names of the modules that have places.
     """
 
     folder: str
@@ -44,8 +46,8 @@ class RecordSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of the program: this process's own, the settings, and the folder whose
-        `sitecustomize.py` is run by each Python process.
+        """The environment of the program: that of this process, the settings, and, first in
+        PYTHONPATH, the folder of the `sitecustomize.py` that each Python process runs.
         """
         site = Path(__file__).parent / "site"
         paths = filter(None, (str(site), os.environ.get("PYTHONPATH")))
@@ -58,9 +60,10 @@ class RecordSettings:
 
 
 def note(text: str, *, once: bool = False) -> None:
-    """Print a sentence; once: unless another process of the program has.
+    """Print a sentence on stderr, unless this process has printed it.
 
-    A process that finds no room for the mark, an empty file, prints it.
+    once: also unless another process of the program has printed it.  An empty file in the folder of
+        calls marks the sentence as printed.  If it cannot be created, the sentence is printed.
     """
     if text in _SHOWN:
         return
@@ -70,9 +73,8 @@ def note(text: str, *, once: bool = False) -> None:
         mark = folder / f".{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         try:
             os.close(os.open(mark, os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            return
-        except OSError:
-            once = False
-    with suppress(OSError, ValueError):  # the program may have closed it
+        except OSError as error:
+            if isinstance(error, FileExistsError):
+                return
+    with suppress(OSError, ValueError):  # the program may have closed stderr
         print(f"ssdprof: {text}", file=sys.stderr, flush=True)

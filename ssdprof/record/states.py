@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import torch
-from ssdprof.record.place import Arguments
+from ssdprof.record.place import INITIAL_STATES, Arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,25 +18,33 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class CallStates:
-    """Where a function reads states, and where it leaves them.
+    """Where a function reads the states of its sequences, and where it writes them.
 
-    batch, length   rows of tokens and tokens of a row
-    cu_seqlens      of the sequences packed in one row
-    state           (sequences, ...), or a pool of slots if there are slots
-    slots           (sequences) of the pool to read, or (sequences, columns): column accepted - 1
-    padding         slots up to this one are padding
-    has_initial     (sequences); a sequence without an initial state begins with zeros
-    written         slots to write, if they are not those that are read
-    table           (sequences, tokens) slots: where the state after each token goes instead
-    tables          whether slots with columns are a table also without `accepted`
-    buffer, rows    (rows, tokens, ...): where the state after each token goes instead, and the row
-                    of each sequence; row i for sequence i without rows
-    target          the pool to write, if it is not the one that is read
-    kept            False: the call keeps no states
-    frozen          True or None: it keeps no states but those in a buffer or a table
-    in_place        without slots, `state` becomes the final states; else the function returns them
-    v_first         V before K
-    step            a call for a few tokens of each sequence, in which padding is usual
+    A slot is an index of a pool of states.  A server keeps the states of all its requests in one.
+
+    batch, length: rows of tokens, and tokens of a row.
+    cu_seqlens: bounds of the sequences, if they are packed in one row.
+    state: (sequences, ...), or a pool (slots, ...) if the call has `slots`.
+    slots: (sequences), the slot that each sequence reads; or (sequences, columns), of which the
+        sequence reads column `accepted - 1`, or column 0 without `accepted`.
+    accepted: (sequences), the tokens that the server accepted in the last verification.
+    padding: slots up to this number belong to no sequence.
+    has_initial: (sequences) bool.  A sequence without an initial state begins with zeros.
+    written_slots: (sequences), the slots to write; None: those that are read.
+    written_pool: the pool to write; None: the one that is read.
+    token_slots: (sequences, tokens), the slot that receives the state after each token, instead of
+        the final state alone.
+    slots_are_table: `slots` with columns are `token_slots`, too.  With `accepted` they always are.
+    token_buffer: (rows, tokens, ...), memory that receives the state after each token, instead.
+    buffer_rows: (sequences), the row of `token_buffer` for each sequence; None: row i for
+        sequence i.
+    keeps_states: False: the function writes no states.
+    update_disabled: True or None: the function writes states to `token_buffer` or `token_slots`
+        alone.
+    in_place: without slots, the function writes the final states to `state`.  Otherwise it returns
+        them.
+    v_first: a state is (V, K) in memory.
+    step: the call is for a few tokens of each sequence.  Such calls often have padding.
     """
 
     batch: int
@@ -47,14 +55,14 @@ class CallStates:
     accepted: Tensor | None = None
     padding: int = -1
     has_initial: Tensor | None = None
-    written: Tensor | None = None
-    table: Tensor | None = None
-    tables: bool = False
-    buffer: Tensor | None = None
-    rows: Tensor | None = None
-    target: Tensor | None = None
-    kept: bool = True
-    frozen: bool | None = False
+    written_slots: Tensor | None = None
+    written_pool: Tensor | None = None
+    token_slots: Tensor | None = None
+    slots_are_table: bool = False
+    token_buffer: Tensor | None = None
+    buffer_rows: Tensor | None = None
+    keeps_states: bool = True
+    update_disabled: bool | None = False
     in_place: bool = False
     v_first: bool = False
     step: bool = False
@@ -63,8 +71,8 @@ class CallStates:
     def of(cls, tokens: Tensor, arguments: Arguments) -> CallStates:
         """The states of a call.
 
-        tokens: (batch, length, ...).  arguments: of the function; names that are no field have no
-        effect.
+        tokens: any tensor (batch, length, ...) of the call's tokens.
+        arguments: the function's arguments by our names, of which those are used that are fields.
         """
         fields = cls.__dataclass_fields__
         known = {name: value for name, value in arguments.items() if name in fields}
@@ -76,38 +84,40 @@ class CallStates:
 
     @property
     def after_each_token(self) -> bool:
-        """Whether the state after each token is kept."""
-        return self.kept and (self.buffer is not None or self._table is not None)
+        """Whether the function writes the state after each token."""
+        return self.keeps_states and (self.token_buffer is not None or self._table is not None)
 
     @property
     def _table(self) -> Tensor | None:
-        """The slots to which the states after each token go: (sequences, tokens).  None if the call
-        keeps only final states.
+        """(sequences, tokens), the slot that receives the state after each token.  None if the
+        function writes final states alone.
         """
-        if self.table is not None or self.slots is None or self.slots.ndim == 1:
-            return self.table
-        return self.slots if self.accepted is not None or self.tables else None
+        if self.token_slots is not None or self.slots is None or self.slots.ndim == 1:
+            return self.token_slots
+        return self.slots if self.accepted is not None or self.slots_are_table else None
 
     @cached_property
     def slots_read(self) -> Tensor | None:
-        """The slot with which each sequence begins: (sequences); -1: padding."""
+        """(sequences), the slot that each sequence reads, -1 for padding.  None without a pool."""
         if self.slots is None:
             return None
         slots = self.slots[: self.sequences].long()
         if slots.ndim == 2:
-            column = torch.zeros_like(slots[:, 0])
             if self.accepted is not None:
                 column = self.accepted[: self.sequences].long() - 1
-            slots = slots.gather(1, column.clamp(min=0)[:, None])[:, 0]
+                slots = slots.gather(1, column.clamp(min=0)[:, None])
+            slots = slots[:, 0]
         return torch.where(slots <= self.padding, -1, slots)
 
     @property
-    def gathered(self) -> bool:
-        """Whether `initial` returns a copy."""
-        return self.slots is not None or self.has_initial is not None
+    def copied(self) -> frozenset[str]:
+        """`FunctionCall.copied`: the initial states if `initial` returns new memory."""
+        if self.slots is None and self.has_initial is None:
+            return frozenset()
+        return INITIAL_STATES
 
     def initial(self) -> Tensor | None:
-        """The states with which the sequences begin."""
+        """(sequences, ..., K, V), the states with which the sequences begin.  0 for padding."""
         states = self.state
         if states is None:
             return None
@@ -115,80 +125,109 @@ class CallStates:
         slots = self.slots_read
         if slots is not None:
             states = states[slots.clamp(min=0)]
-            live = slots >= 0
-            has_initial = live if has_initial is None else has_initial & live
+            has_slot = slots >= 0
+            has_initial = has_slot if has_initial is None else has_initial & has_slot
         if has_initial is not None:
-            states = _where(has_initial, states)
-        return self._turned(states)
+            states = _zero_unless(has_initial, states)
+        return self._k_before_v(states)
 
-    def final(self, returned: Tensor | None) -> Tensor | None:
-        """The states after the call, 0 where none was kept.  returned: by the function, if it
-        returns states.
+    def result(
+        self, arguments: Arguments, values: Tensor, returned: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """`FunctionCall.result` of a call whose outputs are as `values`, (batch, length, ...)."""
+        out, other_tensors = outputs_of(arguments, values, returned)
+        if self.slots is not None and self.step:  # servers leave the output of padding undefined
+            out = _zero_unless(self._has_slot.view(self.batch, self.length), out)
+        return out, self._final(other_tensors)
+
+    def _final(self, returned: list[Tensor]) -> Tensor | None:
+        """(sequences, ..., K, V), the states after the call, or (tokens, ..., K, V) if the function
+        writes them after each token.  0 where it writes none.  None if it writes none at all.
+
+        returned: the tensors that the function returned besides its output.
         """
-        pool = self.state if self.target is None else self.target
+        pool = self.state if self.written_pool is None else self.written_pool
         if self.after_each_token:
             assert pool is not None
-            return self._turned(self._after_tokens(pool))
-        if not self.kept or self.frozen is not False:
+            return self._k_before_v(self._after_tokens(pool))
+        if not self.keeps_states or self.update_disabled is not False:
             return None
         slots = self.slots_read
-        if slots is None:
-            states = pool if self.in_place else returned
-            return None if states is None else self._turned(states)
-        assert pool is not None
-        written = slots if self.written is None else self.written[: self.sequences].long()
-        return self._turned(_where(slots >= 0, pool[written.clamp(min=0)]))
+        if slots is not None:
+            assert pool is not None
+            written = slots
+            if self.written_slots is not None:
+                written = self.written_slots[: self.sequences].long()
+            return self._k_before_v(_zero_unless(slots >= 0, pool[written.clamp(min=0)]))
+        states = pool
+        if not self.in_place:
+            states = returned[0] if returned else None
+        return None if states is None else self._k_before_v(states)
 
     def _after_tokens(self, pool: Tensor) -> Tensor:
-        """The state after each token: (tokens, ...)."""
-        sequence, step = self._tokens
-        if self.buffer is None:
-            table = self._table
-            assert table is not None
-            slots = table.long()[sequence, step.clamp(max=table.shape[1] - 1)]
-            return _where(self._live & (slots > self.padding), pool[slots.clamp(min=0)])
-        row = sequence if self.rows is None else self.rows.long()[sequence].clamp(min=0)
-        return _where(self._live, self.buffer[row, step.clamp(max=self.buffer.shape[1] - 1)])
-
-    def live(self, out: Tensor) -> Tensor:
-        """out (batch, length, ...) of a step, with 0 for padding, which servers do not write."""
-        if self.slots is None or not self.step:
-            return out
-        return _where(self._live.view(self.batch, self.length), out)
+        """(tokens, ...), the state after each token, from `token_buffer` or from the pool."""
+        sequence, position = self._tokens
+        if self.token_buffer is not None:
+            column = position.clamp(max=self.token_buffer.shape[1] - 1)
+            row = sequence
+            if self.buffer_rows is not None:
+                row = self.buffer_rows.long()[sequence].clamp(min=0)
+            return _zero_unless(self._has_slot, self.token_buffer[row, column])
+        table = self._table
+        assert table is not None
+        slots = table.long()[sequence, position.clamp(max=table.shape[1] - 1)]
+        is_written = self._has_slot & (slots > self.padding)
+        return _zero_unless(is_written, pool[slots.clamp(min=0)])
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """The sequence of each token, and its place in it."""
+        """(tokens) each: the sequence of a token, and the token's position in it.  For tokens
+        behind the last sequence, the position is beyond the end of that sequence.
+        """
         assert self.state is not None
-        position = torch.arange(self.batch * self.length, device=self.state.device)
+        index = torch.arange(self.batch * self.length, device=self.state.device)
         if self.cu_seqlens is None:
-            return position // self.length, position % self.length
+            return index // self.length, index % self.length
         bounds = self.cu_seqlens.long()
-        sequence = torch.searchsorted(bounds[1:], position, right=True)
+        sequence = torch.searchsorted(bounds[1:], index, right=True)
         sequence = sequence.clamp(max=self.sequences - 1)
-        return sequence, position - bounds[sequence]
+        return sequence, index - bounds[sequence]
 
     @cached_property
-    def _live(self) -> Tensor:
-        """Tokens that belong to a sequence with a slot."""
-        sequence, step = self._tokens
-        live = torch.ones_like(step, dtype=torch.bool)
+    def _has_slot(self) -> Tensor:
+        """(tokens) bool: whether the token belongs to a sequence that is no padding."""
+        sequence, position = self._tokens
+        has_slot = torch.ones_like(position, dtype=torch.bool)
         if self.cu_seqlens is not None:
-            live = step < self.cu_seqlens.diff()[sequence]
+            has_slot = position < self.cu_seqlens.diff()[sequence]
         slots = self.slots_read
-        return live if slots is None else live & (slots >= 0)[sequence]
+        return has_slot if slots is None else has_slot & (slots >= 0)[sequence]
 
-    def _turned(self, states: Tensor) -> Tensor:
+    def _k_before_v(self, states: Tensor) -> Tensor:
         return states.mT if self.v_first else states
 
 
-def tensors_of(returned: object) -> list[Tensor]:
-    """What a function returned, one by one."""
+def outputs_of(
+    arguments: Arguments, values: Tensor, returned: object
+) -> tuple[Tensor, list[Tensor]]:
+    """The output of a call, in the shape and dtype of `values`, and the other tensors that its
+    function returned.
+
+    arguments: with `out`, the function writes its output there, and does not return it.
+    """
+    tensors = [returned] if isinstance(returned, torch.Tensor) else []
     if isinstance(returned, tuple | list):
-        return list(returned)
-    return [returned] if isinstance(returned, torch.Tensor) else []
+        tensors = list(returned)
+    out = arguments.get("out")
+    if out is None:
+        out = tensors.pop(0)
+    return out.reshape(values.shape).to(values.dtype), tensors
 
 
-def _where(kept: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor with 0 where its first dimensions are not kept, whatever it holds there."""
-    return torch.where(kept.view(*kept.shape, *(1 for _ in tensor.shape[kept.ndim :])), tensor, 0)
+def _zero_unless(mask: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, with 0 where the mask is False, also in place of NaN.
+
+    mask: has the first dimensions of the tensor.
+    """
+    other_dims = [1] * (tensor.ndim - mask.ndim)
+    return torch.where(mask.view(*mask.shape, *other_dims), tensor, 0)

@@ -1,4 +1,6 @@
-"""Computes a recorded call again.  Importing it imports all kernels."""
+"""Compares the outputs of a recorded call with the error budget.  Imports the kernels of all
+operators.
+"""
 
 from dataclasses import replace
 
@@ -13,28 +15,33 @@ from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.operators.operator import Output
 from ssdprof.record.settings import GIGABYTE
 
-_ROOM_BYTES = 10 * GIGABYTE  # of free memory of a GPU, for a comparison with the oracle
+# of free memory of a GPU, from which the comparison with the oracle runs there, not on the host
+_ORACLE_BYTES = 10 * GIGABYTE
 
 for _operator in operators.names():
     kernels.get(_operator, "reference")
 
 
 def outside_budget(inputs: Inputs, served: Output) -> str:
-    """Why what a server computed is outside the budget that `ssdprof run` has for it; empty if it
-    is not.
+    """Why the output of a server is outside the error budget of `ssdprof run`.  Empty if it is not,
+    or if its relative RMS error is at most `CLOSE`.
 
-    Computed on their device, on this thread's stream.  Our kernel, which is well inside of the
-    budget, decides on most calls; the fp64 oracle takes as much time as hundreds of calls.
+    inputs: of a packed call, with gates after their activations.
+    served: out and final states that the server computed.
+
+    Runs on their device, in the current stream.  The fp64 oracle takes as much time as hundreds of
+    calls.  It is used only if the output differs from that of the bundled kernel, whose own error
+    is far below `CLOSE`, by more than half of `CLOSE`.
     """
-    ours = operators.get(inputs.operator).binding.replacement(inputs)
+    bundled = operators.get(inputs.operator).binding.replacement(inputs)
     distances = [
-        (theirs.float() - exact.float()).norm() / exact.float().norm()
-        for theirs, exact in zip(served, ours, strict=True)
+        (served_tensor.float() - tensor.float()).norm() / tensor.float().norm()
+        for served_tensor, tensor in zip(served, bundled, strict=True)
     ]
     if all(bool(distance <= CLOSE / 2) for distance in distances):
         return ""
     out, states = served
-    if out.is_cuda and torch.cuda.mem_get_info()[0] < _ROOM_BYTES:
+    if out.is_cuda and torch.cuda.mem_get_info()[0] < _ORACLE_BYTES:
         tensors = {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
         inputs = replace(inputs, **tensors)
         out, states = out.cpu(), states.cpu()

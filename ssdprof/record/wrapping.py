@@ -1,4 +1,4 @@
-"""Replaces the functions of a module that are places by functions that record their calls."""
+"""Replaces those functions of a module that are places by functions that record their calls."""
 
 import functools
 import inspect
@@ -23,36 +23,39 @@ T = TypeVar("T")
 
 
 def wrap_places(module: ModuleType) -> None:
-    """Wrap those of the module's functions that are places of recorded operators."""
+    """Wrap the functions of a module that are places of the operators to be recorded."""
     settings = RecordSettings.of(os.environ)
     if settings.when == "wrong":
         import_module("ssdprof.record.verdict")
-    here = [place for place in PLACES if place.module == module.__name__]
-    for place in here:
-        if place.operator not in settings.operators:
+    for place in PLACES:
+        if place.module != module.__name__ or place.operator not in settings.operators:
             continue
-        library = source(place.library)  # it imports, and the recorder's thread must not
-        if changed := _wrap(module, place):
+        # `source` imports modules, which the recorder's thread must not, and caches its result
+        library = source(place.library)
+        changed = _wrap(module, place)
+        if changed:
             where = f"{place.module}.{place.function} of {library}"
             note(f"{where} {changed}: its calls are not recorded.", once=True)
 
 
 def _wrap(module: ModuleType, place: Place) -> str:
-    """Wrap a place, also under the other names that its library has for it.  What has changed
-    there, if it cannot be wrapped.
+    """Wrap the function of a place, also where modules of its library have imported it already.
+
+    Returns how the function has changed, if it cannot be wrapped; otherwise an empty string.
     """
     owner: object = module
-    *names, name = place.function.split(".")
-    for part in names:
-        owner = getattr(owner, part, None)
-    function = inspect.getattr_static(owner, name, None) if owner is not None else None
+    *owner_names, name = place.function.split(".")
+    for owner_name in owner_names:
+        owner = getattr(owner, owner_name, None)
+    function = None if owner is None else inspect.getattr_static(owner, name, None)
     is_static = isinstance(function, staticmethod)
     if isinstance(function, staticmethod):
         function = function.__func__
     if not inspect.isfunction(function):
         return "is no function"
     signature = inspect.signature(function)
-    if missing := [word for word in place.parameters if word not in signature.parameters]:
+    missing = [name for name in place.parameters if name not in signature.parameters]
+    if missing:
         return f"has no parameter {', '.join(missing)}"
     wrapper = _recording(place, function, signature)
     setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
@@ -62,7 +65,7 @@ def _wrap(module: ModuleType, place: Place) -> str:
 
 
 def _aliases(function: object, library: str) -> Iterator[tuple[ModuleType, str]]:
-    """Where modules of a library that are imported already have the function."""
+    """The modules of a library that have the function, with the name that it has there."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == library and isinstance(module, ModuleType):
             for alias, value in list(vars(module).items()):
@@ -73,12 +76,22 @@ def _aliases(function: object, library: str) -> Iterator[tuple[ModuleType, str]]
 def _recording(
     place: Place, function: Callable[P, T], signature: inspect.Signature
 ) -> Callable[P, T]:
-    """The function, recorded: of the same name, signature, docstring and attributes.
+    """A function that calls this one and records the call.  It has the same name, signature,
+    docstring and attributes.
 
-    A compiler that traces the program, for which `is_compiling` is a constant, sees the library's
-    function alone.
+    While a compiler traces the program, it only calls the library's function.  `is_compiling` is a
+    constant for the compiler, which therefore does not see the recorder.
     """
-    arguments: Callable[P, dict[str, object]] = functools.partial(_arguments, *_names(signature))
+    parameters = signature.parameters.values()
+    positional = [each.name for each in parameters if each.kind in _BY_POSITION]
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+
+    def arguments(*args: P.args, **kwargs: P.kwargs) -> dict[str, object]:
+        """The arguments of a call by name, including defaults and those of **kwargs.
+
+        Does not check them: the function itself refuses wrong arguments.
+        """
+        return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,24 +99,7 @@ def _recording(
             return function(*args, **kwargs)
         return recorder.call(place, function, arguments, *args, **kwargs)
 
-    # if the function wraps another one, programs may ask it for that one by `__wrapped__`
+    # `functools.wraps` sets `__wrapped__` to `function`.  If the function itself wraps another one,
+    # programs may expect that one there
     vars(wrapper).update(vars(function))
     return wrapper
-
-
-def _names(signature: inspect.Signature) -> tuple[list[str], dict[str, object]]:
-    """The parameters that a call may give by position, and the defaults of all."""
-    parameters = signature.parameters.values()
-    return (
-        [each.name for each in parameters if each.kind in _BY_POSITION],
-        {each.name: each.default for each in parameters if each.default is not each.empty},
-    )
-
-
-def _arguments(
-    names: list[str], defaults: dict[str, object], /, *args: object, **kwargs: object
-) -> dict[str, object]:
-    """The arguments of a call by name, defaults and those of **kwargs included.  The function
-    itself refuses those that it does not take.
-    """
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

@@ -284,6 +284,7 @@ def runs(listed: Sequence[ListedRun]) -> Table:
 
 
 def _listed_run(run: ListedRun) -> TableRow:
+    """The row of a stored report."""
     if not run.state:  # it cannot be read
         return {"run": run.name, "verdict": run.verdict}
     return {
@@ -316,8 +317,8 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
     """
     readable = [report for _, report in listed if isinstance(report, Report)]
     oldest_first = reversed(readable)
-    for (target, gpu, names), same in grouped(oldest_first, _compared_cases).items():
-        newest_of_commits = {report.commit or report.id: report for report in same}
+    for (target, gpu, names), comparable in grouped(oldest_first, _compared_cases).items():
+        newest_of_commits = {report.commit or report.id: report for report in comparable}
         rows = []
         before: float | None = None
         for report in newest_of_commits.values():

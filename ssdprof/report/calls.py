@@ -76,10 +76,10 @@ def speed(series: Series) -> TableRow:
     row = {"speedup,\ndevice": fmt.speedup(series.speedup())}
     if not series.timed:
         return row | {"verdict": fmt.words(dict.fromkeys(map(untimed, series.cases)))}
-    call_interval_is_known = series.group.report.samplers > 1
+    is_one_process = series.group.report.samplers == 1  # so that call times have no interval
     return row | {
         "verdict": series.verdict or fmt.MISSING,
-        "speedup,\ncall": fmt.speedup(series.speedup("call"), by_call=not call_interval_is_known),
+        "speedup,\ncall": fmt.speedup(series.speedup("call"), by_call=is_one_process),
         "device\ntime": fmt.duration(series.us("device")),
         "tokens\nper s": fmt.rate(series.tokens_per_s),
         "baseline,\ndevice": fmt.duration(series.baseline_us),
@@ -261,11 +261,11 @@ def _within_budget(series: Series, tensor: TensorName) -> str:
     """Whether the errors are within their budgets: "yes", "NO", or "NO: 2/3" if they are outside
     in two of three calls.
     """
-    errors = [error for case in series.cases for error in case.accuracy if error.tensor == tensor]
-    outside = sum(bool(error.reason) for error in errors)
+    errors = list(filter(None, (case.tensor(tensor) for case in series.cases)))
+    outside = [error for error in errors if error.reason]
     if not outside:
         return "yes"
-    return "NO" if len(errors) == 1 else f"NO: {outside}/{len(errors)}"
+    return "NO" if len(errors) == 1 else f"NO: {len(outside)}/{len(errors)}"
 
 
 def laws(report: Report) -> Iterator[Table]:
@@ -419,10 +419,10 @@ def _layers_and_sizes(cases: Sequence[Case]) -> str:
     tokens".
     """
     by_size = grouped(cases, lambda case: case.size if case.layer else "")
-    words = [
-        f"{layer_words(equal)} at {size}" if size else layer_words(equal)
-        for size, equal in by_size.items()
-    ]
+    words = []
+    for size, cases_of_size in by_size.items():
+        layers = layer_words(cases_of_size)
+        words.append(f"{layers} at {size}" if size else layers)
     return "; ".join(words)
 
 

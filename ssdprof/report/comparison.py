@@ -68,6 +68,7 @@ def _answers(case: Case) -> TableRow:
 
 
 def _states(case: Case) -> TableRow:
+    """What a format of the states keeps; no cells for any other case."""
     if not isinstance(case.task, DecodedStates):
         return {}
     return {
@@ -104,18 +105,19 @@ _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
 
 
 def compose(
-    comparison: Comparison, stalls: Sequence[Table] = (), *, every: bool = False
+    comparison: Comparison, stalls: Sequence[Table] = (), *, all_cases: bool = False
 ) -> Document:
     """The document of a comparison.
 
-    stalls: the tables of changes by stage.  every: whether to show cases that did not change, too.
+    stalls: the tables of changes by stage.
+    all_cases: whether to show cases that did not change, too.
     """
     names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
     return Document(
         title=f"ssdprof compare: BASE {names[0]}, NEW {names[1]}",
         verdict=tuple(_verdict(comparison)),
         caveats=tuple(_caveats(comparison)),
-        sections=tuple(_sections(comparison, stalls, every)),
+        sections=tuple(_sections(comparison, stalls, all_cases)),
     )
 
 
@@ -208,15 +210,17 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
             yield f"Errors cannot be compared: {reason}."
 
 
-def _sections(comparison: Comparison, stalls: Sequence[Table], every: bool) -> Iterator[Section]:
+def _sections(
+    comparison: Comparison, stalls: Sequence[Table], all_cases: bool
+) -> Iterator[Section]:
     """The sections: the change of speed, then what else differs, then what was not compared.
 
-    every: whether to show cases that did not change, too.
+    all_cases: whether to show cases that did not change, too.
     """
-    both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
-    shown = ("faster", "slower", "no difference") if every else ("faster", "slower")
+    in_both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
+    shown = ("faster", "slower", "no difference") if all_cases else ("faster", "slower")
     changed = [
-        _speed(comparison, pair, base, new) for pair, base, new in both if pair.verdict in shown
+        _speed(comparison, pair, base, new) for pair, base, new in in_both if pair.verdict in shown
     ]
     yield section(
         "Speed",
@@ -225,8 +229,8 @@ def _sections(comparison: Comparison, stalls: Sequence[Table], every: bool) -> I
         reading=READING,
     )
     for title, describe in _DESCRIBED.items():
-        described = [(_names(pair), describe(base), describe(new)) for pair, base, new in both]
-        yield section(title, _differences(title, described, every))
+        described = [(_names(pair), describe(base), describe(new)) for pair, base, new in in_both]
+        yield section(title, _differences(title, described, all_cases))
     yield section("Stalls by stage", *stalls)
     yield section("Not compared", _unpaired(comparison.pairs))
     yield section("What ran", _facts(comparison))
@@ -313,9 +317,11 @@ def _unpaired(pairs: Sequence[CasePair]) -> Table:
 
 def _facts(comparison: Comparison) -> Table:
     """What BASE and NEW ran, and on which machine."""
-    columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
-    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    headers = ("", f"BASE: {comparison.base[0]}", f"NEW: {comparison.new[0]}")
+    base_name, base = comparison.base
+    new_name, new = comparison.new
+    new_facts = _facts_of(new)
+    rows = [(name, fact, new_facts[name]) for name, fact in _facts_of(base).items()]
+    headers = ("", f"BASE: {base_name}", f"NEW: {new_name}")
     return strings("What ran", headers, rows, (0, 1, 2))
 
 

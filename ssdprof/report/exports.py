@@ -64,6 +64,8 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 CsvRow = dict[str, object]  # header, which ends with the unit in brackets -> value
 
+# `record and record.field` in the rows below is None if there is no record.
+
 # A case without results.  Its row gives the headers, which a report without cases needs, too.
 _EMPTY_CALL = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
 _EMPTY_CASE = Case.model_construct(
@@ -171,11 +173,12 @@ def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
     """The columns of the errors of one tensor.  name: the tensor, in words."""
     baseline = accuracy.vs_baseline if accuracy else None
     oracle = accuracy.vs_oracle if accuracy else None
+    floor = accuracy.floor if accuracy else None
     return {
         **_matches(baseline, f"{name}, match against baseline"),
         **_matches(oracle, f"{name}, match against fp64"),
         f"{name}, rms error [relative]": oracle and oracle.rms_ratio,
-        f"{name}, rms error of floor [relative]": accuracy and accuracy.floor.rms_ratio,
+        f"{name}, rms error of floor [relative]": floor and floor.rms_ratio,
         f"{name}, largest error": oracle and oracle.max_abs,
     }
 
@@ -191,33 +194,37 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
     return row
 
 
+_ANSWER_COLUMNS = {  # header -> field of `AnswerBand`
+    "KL, mean [nats]": "kl_mean",
+    "KL, p99 [nats]": "kl_p99",
+    "KL, max [nats]": "kl_max",
+    "same top token [%]": "top1_pct",
+    "perplexity": "perplexity",
+    "change of perplexity [%]": "perplexity_increase_pct",
+}
+
+
 def _of_model(report: Report, case: Case) -> CsvRow:
     """The columns that only prefills, decoded states or answers have."""
-    states = case.task if isinstance(case.task, DecodedStates) else None
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
-    band = case.band
+    states = case.task if isinstance(case.task, DecodedStates) else None
     low, high = None, None
-    if band and band.perplexity_interval_pct:
-        low, high = band.perplexity_interval_pct
+    if case.band and case.band.perplexity_interval_pct:
+        low, high = case.band.perplexity_interval_pct
     return {
         "speedup predicted [x]": report.predicted(case) if report.speedup(case) else None,
         "operator of one layer, device time [µs]": prefill and prefill.alone_us,
         **{f"{name}, GPU time [µs]": part_us.get(name) for name in get_args(PartName)},
         "peak memory [bytes]": prefill and prefill.peak_bytes,
         "logits, rms of difference [relative]": prefill and prefill.logits_rms,
-        "heads": (states and len(states.memories)) or None,
+        "heads": (len(states.memories) or None) if states else None,
         "heads lost": states and sum(map(bool, states.lost)),
         "steps until a head is lost": states and states.kept_steps,
         "state error, worst head [relative]": states and states.last(states.state_errors),
         "output error, worst head [relative]": states and states.last(states.out_errors),
         "state of a sequence [bytes]": states and states.slot_bytes,
-        "KL, mean [nats]": band and band.kl_mean,
-        "KL, p99 [nats]": band and band.kl_p99,
-        "KL, max [nats]": band and band.kl_max,
-        "same top token [%]": band and band.top1_pct,
-        "perplexity": band and band.perplexity,
-        "change of perplexity [%]": band and band.perplexity_increase_pct,
+        **{header: getattr(case.band, name, None) for header, name in _ANSWER_COLUMNS.items()},
         "change of perplexity, low [%]": low,
         "change of perplexity, high [%]": high,
     }

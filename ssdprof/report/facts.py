@@ -219,10 +219,10 @@ def _settings(report: Report) -> Iterator[Fact]:
     precisions = {case.precision for case in cases}
     yield "precisions", "; ".join(sorted(precisions, key=PRECISIONS.index))
     names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0)
-    baselines = [
-        name if name == report.baseline else f"{name} in decode steps"
-        for name in names or (report.baseline,)
-    ]
+    baselines = []
+    for name in names or (report.baseline,):
+        where = "" if name == report.baseline else " in decode steps"
+        baselines.append(name + where)
     yield "baseline", fmt.words(baselines)
     not_bundled = (case for case in cases if case.kind in _KINDS)
     by_version = grouped(not_bundled, lambda case: (case.kind, case.implementation, case.version))

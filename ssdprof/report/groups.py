@@ -195,9 +195,9 @@ class Group:
         self.noun = "step" if self.are_steps else "chunk"
         self.calls = len({(case.layer, case.call) for case in cases})
         self.layers = tuple(sorted({layer_of(case) for case in cases}))
-        self.baseline = next(
-            (case.baseline for case in cases if case.baseline), first.implementation
-        )
+        # cases of the baseline itself name none
+        baselines = [case.baseline for case in cases if case.baseline] or [first.implementation]
+        self.baseline = baselines[0]
         names = dict.fromkeys(case.implementation for case in cases)
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)

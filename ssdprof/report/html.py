@@ -86,11 +86,11 @@ def _of_stalls(report: StallReport) -> Pictures:
 def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
     """The pictures of the layers in which the formats lose the most heads."""
     layers = sorted(states.by_layer(report).items(), key=lambda layer: -states.losses(layer[1]))
-    return {
-        f"Error of the {which} by step, {layer}": plots.of_steps(cases, which)
-        for layer, cases in layers[:_MOST_PICTURES]
-        for which in ("state", "output")
-    }
+    pictures = {}
+    for layer, cases in layers[:_MOST_PICTURES]:
+        for which in ("state", "output"):
+            pictures[f"Error of the {which} by step, {layer}"] = plots.of_steps(cases, which)
+    return pictures
 
 
 def _of_bench(report: Report) -> Pictures:

@@ -42,6 +42,7 @@ def _section(section: Section) -> str:
 
 
 def _block(block: Content, section: str) -> str:
+    """A block of a section.  section: the title of the section."""
     match block:
         case Table():
             return draw(block, section)
@@ -54,15 +55,18 @@ def _block(block: Content, section: str) -> str:
 def draw(table: Table, section: str = "") -> str:
     """A table, without its title if the section has the same title."""
     rendered = tabulate(
-        [[_cell(*cell) for cell in zip(row, table.align, strict=True)] for row in table.rows],
+        [list(map(_cell, row, table.align)) for row in table.rows],
         headers=[escape(header) for header in table.headers],
         tablefmt="pipe",
         colalign=table.align if table.rows else None,
         disable_numparse=True,
     )
-    title = [] if table.title == section else [f"**{escape(table.title)}**"]
-    note = [f"<sub>{escape(table.note)}</sub>"] if table.note else []
-    return "\n\n".join([*title, rendered, *note])
+    parts = [rendered]
+    if table.title != section:
+        parts.insert(0, f"**{escape(table.title)}**")
+    if table.note:
+        parts.append(f"<sub>{escape(table.note)}</sub>")
+    return "\n\n".join(parts)
 
 
 def _cell(text: str, align: Align) -> str:

@@ -78,7 +78,7 @@ def _change(band: AnswerBand) -> str:
 
 
 def _signed(percent: float) -> str:
-    """ "+0.0123%", "-0.001%", "0%"."""
+    """A percentage with its sign: "+0.0123%", "-0.001%", "0%"."""
     sign = "+" if percent > 0 else ""
     return f"{sign}{fmt.small(percent)}%"
 
@@ -247,17 +247,16 @@ def operators_share(case: Case, task: Prefill) -> float | None:
 
 def _parts(prefills: Sequence[_CaseOfPrefill]) -> Table:
     """A column for each prefill, with the times of its parts, which add up to its call time."""
-    columns = parts_of_prefills(prefills)
-    headers = ["part"]
-    cells = []
-    for name, us in columns.items():
-        whole = math.fsum(us.values())
-        headers.append(name.replace(", ", ",\n"))
-        cells.append([_time_and_share(part_us, whole) for part_us in (*us.values(), whole)])
-    parts = [*next(iter(columns.values())), "call"] if columns else []
-    rows = zip(parts, *cells, strict=True)
-    title = f"Where the time goes at {_size(prefills[0][0])}, {_layers(prefills[0][1])}"
-    return strings(title, headers, rows)
+    columns = {}
+    for name, us in parts_of_prefills(prefills).items():
+        columns[name.replace(", ", ",\n")] = us | {"call": math.fsum(us.values())}
+    rows = []
+    for part in distinct(columns.values()):
+        cells = (_time_and_share(us[part], us["call"]) for us in columns.values())
+        rows.append((part, *cells))
+    first_case, first_prefill = prefills[0]
+    title = f"Where the time goes at {_size(first_case)}, {_layers(first_prefill)}"
+    return strings(title, ("part", *columns), rows)
 
 
 def parts_of_prefills(prefills: Sequence[_CaseOfPrefill]) -> dict[str, dict[str, float]]:

@@ -258,10 +258,9 @@ def _distinct_lines(lines: Mapping[str, Sequence[float]]) -> dict[str, list[str]
     """Label of a line to draw -> the labels of the lines that coincide with it."""
     distinct: dict[str, list[str]] = {}
     for label, line in lines.items():
-        for first, equal in distinct.items():
-            if _coincide(line, lines[first]):
-                equal.append(label)
-                break
+        equal = [first for first in distinct if _coincide(line, lines[first])]
+        if equal:
+            distinct[equal[0]].append(label)
         else:
             distinct[label] = []
     return distinct
@@ -424,6 +423,7 @@ def _points(
     unknown = Estimate(math.nan, math.nan, math.nan)
 
     def paint(axes: Axes) -> None:
+        """The points of each label, then the vertical line."""
         axes.set_xscale("log")
         for number, label in enumerate(labels):
             points = [row.get(label, unknown) for row in rows.values()]

@@ -170,10 +170,9 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     Shares are of the durations, or of the samples if a duration is not known.
     """
     sampled = [kernel for kernel in kernels if kernel.busy_samples]
-    timed = all(kernel.duration_us is not None for kernel in sampled)
-    sizes = [
-        (kernel.duration_us or 0.0) if timed else sum(kernel.samples.values()) for kernel in sampled
-    ]
+    sizes = [kernel.duration_us or 0.0 for kernel in sampled]
+    if any(kernel.duration_us is None for kernel in sampled):
+        sizes = [sum(kernel.samples.values()) for kernel in sampled]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
@@ -224,8 +223,8 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     if report.missing:
         yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
-    stages = (side_by_side({group.name: group for group in profiled}), *map(by_stage, profiled))
-    yield section(STAGES, *stages, reading=READING)
+    comparison = side_by_side({group.name: group for group in profiled})
+    yield section(STAGES, comparison, *map(by_stage, profiled), reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
     headers = ("kernel", "evidence, and what may help")
@@ -356,10 +355,9 @@ def by_stage(group: KernelGroup) -> Table:
         parts = group.parts(stage)
         rows.append(row(stage, share))
         if len(parts) > 1 or stage not in parts:
-            rows += [
-                row(f"– {group.part(part) if part != stage else 'other'}", of_part)
-                for part, of_part in parts.items()
-            ]
+            for part, of_part in parts.items():
+                name = "other" if part == stage else group.part(part)
+                rows.append(row(f"– {name}", of_part))
     if rows:
         rows.append(row("all", group.all))
     idle = [f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()]

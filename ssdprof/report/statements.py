@@ -207,7 +207,8 @@ def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
 
 
 def _advice(all_series: Sequence[Series]) -> VerdictLine:
-    """ "fused may be used at exact, fp32 states: ...  It may not be used at ...".
+    """Where an implementation may be used, and where it may not: "fused may be used at exact, fp32
+    states: ...  It may not be used at ...".
 
     all_series: the series of one implementation, one for each precision.
     """

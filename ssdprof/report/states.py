@@ -7,6 +7,7 @@ similar memory, and step by step.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ssdprof.core import statistics
@@ -129,7 +130,7 @@ def _of_memories(cases: Sequence[Case]) -> Table:
 
 def _row(layers: Sequence[HeadStates]) -> TableRow:
     """The number of heads that a format loses, and the errors of the worst head."""
-    lost = [step for layer in layers for step in layer.lost]
+    lost = list(chain.from_iterable(layer.lost for layer in layers))
     heads = sum(len(layer.heads) for layer in layers)
     power = _power(layers)
     return {
@@ -175,7 +176,8 @@ def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
 
 def losses(cases: Iterable[Case]) -> int:
     """The number of heads that are lost, summed over formats and layers."""
-    return sum(len(layer.lost) for layers in by_format(cases).values() for layer in layers)
+    layers = chain.from_iterable(by_format(cases).values())
+    return sum(len(layer.lost) for layer in layers)
 
 
 def _last_error(layers: Iterable[HeadStates]) -> float:
@@ -230,10 +232,10 @@ def advice(report: Report) -> VerdictLine | None:
 
     The advised format takes the least memory of those that lose no head.  None if nothing ran.
     """
-    sizes = ((cases[0].size, by_format(cases)) for cases in by_size(report).values())
-    for size, formats in sizes:
+    for cases in by_size(report).values():
+        formats = by_format(cases)
         if formats:
-            return _advice(size, formats)
+            return _advice(cases[0].size, formats)
     return None
 
 

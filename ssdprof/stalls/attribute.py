@@ -26,6 +26,7 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ CALLER = "caller"  # in STAGES: the function has the stage of its caller
 IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
 UNKNOWN = "unknown"
 _BLOCK_BARRIER = "barrier"  # a stall reason
+# a comment with the stage of the lines that follow
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
+# the path of a file of Triton's own libraries
 _LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
 _PACKAGE = Path(__file__).parent.parent
 
@@ -337,15 +340,13 @@ def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
     A user's file may assign anything else to the name.
     """
     for node in tree.body:
-        if not isinstance(node, ast.Assign) or list(map(ast.unparse, node.targets)) != [name]:
-            continue
-        try:
-            value = ast.literal_eval(node.value)
-        except ValueError:  # not a literal
+        if isinstance(node, ast.Assign) and [ast.unparse(item) for item in node.targets] == [name]:
+            value: object = None
+            with suppress(ValueError):  # it is not a literal
+                value = ast.literal_eval(node.value)
+            if isinstance(value, dict):
+                return {str(key): str(stage) for key, stage in value.items()}
             return None
-        if isinstance(value, dict):
-            return {str(key): str(stage) for key, stage in value.items()}
-        return None
     return None
 
 

@@ -22,6 +22,7 @@ from ssdprof.operators.operator import Stages
 from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
+_DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg")
 # field of KernelStalls -> the metrics that may have its value; the first one that ncu collected
 # counts
 _METRICS = {
@@ -32,7 +33,7 @@ _METRICS = {
     "waves": ("launch__waves_per_multiprocessor",),
     "occupancy_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "occupancy_limit_pct": ("sm__maximum_warps_per_active_cycle_pct",),
-    "duration_us": (_DURATION := ("gpu__time_duration.sum", "gpu__time_duration.avg")),
+    "duration_us": _DURATION,
     "compute_pct": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
     "memory_pct": (
         "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
@@ -96,18 +97,18 @@ def analyse(
     """
     requested = () if missing else launched
     names = [call.implementation for call in requested] or [""] * len(reports)
-    gpus: list[str] = []
+    gpu = ""
     kernels: list[KernelStalls] = []
     words: dict[str, str] = {}
     for report, implementation in zip(reports, names, strict=True):
         for kernel in report.kernels:
-            gpus.append(str(kernel.metrics.get("device__attribute_display_name", "")))
+            gpu = gpu or str(kernel.metrics.get("device__attribute_display_name", ""))
             kernels.append(stalls_of(kernel, implementation))
             words |= _stages(kernel).words
     return StallReport(
         ssdprof_version=__version__,
         sources={report.name: report.sha256 for report in reports},
-        gpu=next(filter(None, gpus), ""),
+        gpu=gpu,
         kernels=tuple(kernels),
         words=words,
         checks=_checks_of_reports(reports, requested),

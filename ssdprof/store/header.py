@@ -69,11 +69,9 @@ def _on_model(ref: CheckpointRef) -> Iterator[str]:
             "says little about any trained model, and the model's answers mean nothing."
         )
     if ref.quantization is not None:
-        decoded = (
-            " and was decoded to 16 bit as it was loaded"
-            if ref.quantization in DECODED_ON_LOAD
-            else ""
-        )
+        decoded = ""
+        if ref.quantization in DECODED_ON_LOAD:
+            decoded = " and was decoded to 16 bit as it was loaded"
         yield (
             f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its "
             "projections is part of the values that were replayed."

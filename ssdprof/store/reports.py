@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -59,6 +58,7 @@ from ssdprof.store.header import draft
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
 RUNS = Path("runs")
+KINDS = ("run", "bench", "prefill", "answers")  # of reports that are kept there
 HEADER = "run.json"
 DOCUMENT = "report.json"  # what --json printed, in a folder of its own
 CAPTURES = "captures"
@@ -263,11 +263,13 @@ def _request(header: Report) -> dict[str, object]:
 
 def _without_folder(command: Sequence[str]) -> list[str]:
     """The words of a command without `--out DIR` and `--out=DIR`."""
-    return [
-        word
-        for before, word in pairwise(("", *command))
-        if "--out" not in (before, word) and not word.startswith("--out=")
-    ]
+    words = []
+    is_value_of_out = False
+    for word in command:
+        if not is_value_of_out and word != "--out" and not word.startswith("--out="):
+            words.append(word)
+        is_value_of_out = word == "--out"
+    return words
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
+from types import SimpleNamespace
 
 import pytest
 from typer.main import get_command
@@ -15,7 +16,8 @@ from typer.main import get_command
 from ssdprof import operators
 from ssdprof.cli import app
 from ssdprof.core.base import intermediates_of, precisions_for, states_of
-from ssdprof.jobs.reading import expand, parse_shapes, parse_tokens
+from ssdprof.jobs.reading import expand, parse_shapes
+from ssdprof.jobs.target import tokens_of_bench
 from ssdprof.operators.implementations import known
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +52,7 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         option = BENCH.make_context(
             "bench", ["published" if "/mamba" in word else word for word in words[2:]]
         ).params
-        tokens, left_out = parse_tokens(
-            option["seq"], option["batch"], option["cells"], option["packed"], max_tokens=1 << 18
-        )
+        tokens, left_out = tokens_of_bench(SimpleNamespace(**option | {"max_tokens": "256k"}))
         assert not left_out
         shapes = parse_shapes(record.generated, option["shape"])
         libraries = [name for name in option["against"].split(",") if name]

@@ -455,6 +455,7 @@ class Machine:
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
             arange=lambda start, end, _layout: torch.arange(start, end),
             full=lambda shape, value, dtype, _layout: torch.full(shape, int(value), dtype=dtype),
+            full_like=torch.full_like,
             fma=lambda a, b, c: a * b + c,
             where=either(torch.where),
             maximum=either(torch.maximum),

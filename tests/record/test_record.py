@@ -26,7 +26,7 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.kernels import GDNInputs, KDAInputs
-from ssdprof.record import delta_rule, hook, keeper, recorder, settings
+from ssdprof.record import hook, keeper, recorder, settings
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
@@ -280,7 +280,7 @@ def test_the_oldest_calls_give_way_and_none_is_lost(
             if fault:
                 break
     process = recorder.Recorder.of_process()
-    while not process._keeper.told:
+    while not process._keeper.failed:
         time.sleep(0.01)
     Layer("a")(function, **given)
     assert stored() == len(expected)
@@ -367,13 +367,13 @@ def test_gates_are_activated_for_calls_that_are_stored(
     """In the recorder's thread; of the others after as many calls as are allowed, or without a
     fault, they stay raw.
     """
-    activate, threads = delta_rule._activated, []
+    sigmoid, threads = torch.Tensor.sigmoid, []
 
-    def activated(*arguments, **options):
+    def activated(beta: torch.Tensor) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return activate(*arguments, **options)
+        return sigmoid(beta)
 
-    monkeypatch.setattr(delta_rule, "_activated", activated)
+    monkeypatch.setattr(torch.Tensor, "sigmoid", activated)
     function = chunked(max_calls=2) if stops else chunked(when="nonfinite")
     for _ in range(4):
         function(**arguments(), output_final_state=True, use_beta_sigmoid_in_kernel=True)
@@ -426,18 +426,28 @@ def test_calls_without_a_layer_are_those_of_their_operator(chunked: Callable[...
     assert stored() == 2
 
 
-def test_rows_of_padding_are_not_stored():
+@pytest.mark.parametrize(
+    ("state_every", "states", "where"),
+    [
+        (0, [0, 2], "the final state of sequence 1 (slot 0), head 1 is NaN"),
+        (1, [0, 1, 4, 5], "the state after sequence 1 (slot 0), position 1, head 1 is NaN"),
+    ],
+)
+def test_rows_of_padding_are_not_stored(state_every, states, where):
     given = {name: tensor[:1] for name, tensor in arguments(7).items()}
     bounds, slots = torch.tensor([0, 2, 4, 6]), torch.tensor([3, -1, 0])
-    inputs = GDNInputs(**given, cu_seqlens=bounds, initial_state=torch.randn(3, 2, 16, 16))
-    states = torch.randn(3, 2, 16, 16)
+    inputs = GDNInputs(
+        **given, cu_seqlens=bounds, initial_state=torch.randn(3, 2, 16, 16), state_every=state_every
+    )
+    final_states = torch.randn(7, 2, 16, 16)
+    final_states[states[-1], 1] = torch.nan
     call = RecordedCall(
         place=PLACES[0],
         layer="",
         number=0,
         inputs=inputs,
         out=given["v"],
-        final_states=states,
+        final_states=final_states,
         slots=slots,
     ).packed()
     assert call.final_states is not None
@@ -445,7 +455,8 @@ def test_rows_of_padding_are_not_stored():
     assert call.slots.tolist() == [3, 0]
     assert call.inputs.tensors["cu_seqlens"].tolist() == [0, 2, 4]
     assert torch.equal(call.out, given["v"][:, [0, 1, 4, 5]])
-    assert torch.equal(call.final_states, states[[0, 2]])
+    torch.testing.assert_close(call.final_states, final_states[states], equal_nan=True)
+    assert where in call.first_nonfinite()
     assert torch.equal(call.inputs.tensors["initial_state"], inputs.initial[[0, 2]])
 
 

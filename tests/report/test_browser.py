@@ -39,7 +39,8 @@ PAGES = {
     "answers": lambda: html.render(answers()),
     "compare": lambda: html.of_document(
         comparison.compose(
-            pairs.compare(("a", report()), ("b", report()), smallest_difference=0.01), every=True
+            pairs.compare(("a", report()), ("b", report()), smallest_difference=0.01),
+            all_cases=True,
         )
     ),
     "kernels": lambda: html.of_document(stalls.compose(KERNELS), KERNELS),

@@ -106,7 +106,7 @@ def test_prefills_that_were_not_timed_are_named():
 def compared(base: Report, new: Report, *fail_if: str, every: bool = False, stalls=()) -> Document:
     allowed = list(map(parse_change, fail_if))
     found = compare(("a", base), ("b", new), smallest_difference=0.01, allowed=allowed)
-    return comparison.compose(found, stalls, every=every)
+    return comparison.compose(found, stalls, all_cases=every)
 
 
 def tables(document: Document) -> dict[str, Table]:

@@ -43,8 +43,8 @@ _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time
 # from this many chunks of CALL_CHUNK positions per multiprocessor, wide slices of V are faster
 # (H200)
 _ENOUGH_CHUNKS = 16
-# most bytes of shared memory of a program, by compute capability; CUDA's programming guide lists
-# them.  Other GPUs have at least the last one
+# most bytes of shared memory of a program, by compute capability (CUDA's programming guide); other
+# GPUs have at least _LEAST_SHARED_BYTES
 _SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED_BYTES = 99 << 10
 LEAF = 16  # rows of the blocks that are inverted by substitution: the minimum of a matrix product
@@ -177,6 +177,7 @@ class GDNPortableConfig:
         block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
         wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and many_chunks
         block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
+        narrow = 32 if key_dim <= 192 else 16  # a slice of V for which registers suffice
         if inputs.q.dtype == torch.float32:
             config = cls(
                 chunk=16,
@@ -191,17 +192,18 @@ class GDNPortableConfig:
                 block_k=block_k, reason="slices of 128 of V, a register operand: enough chunks"
             )
         elif key_dim > 128 and capability == (9, 0):
-            unmasked = key_dim % block_k == 0 and value_dim % 32 == 0  # masks take registers
+            if key_dim % block_k == 0 and value_dim % 32 == 0:
+                narrow = 32  # without masks, which take registers
             config = cls(
                 block_k=block_k,
-                block_v=min(32 if key_dim <= 192 or unmasked else 16, block_v),
+                block_v=min(narrow, block_v),
                 num_warps=4,
                 reason="narrow slices of V, a register operand: two programs on a multiprocessor",
             )
         else:
             config = cls(
                 block_k=block_k,
-                block_v=min(32 if key_dim <= 192 else 16, block_v),
+                block_v=min(narrow, block_v),
                 v_rows=False,
                 num_warps=2 if block_k == 16 else 4,
                 reason="narrow slices of V, for more programs",

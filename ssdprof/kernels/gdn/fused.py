@@ -22,7 +22,7 @@ from ssdprof.kernels.gdn.hopper import slices as hopper_slices
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import hopper_launch, launch_count, workspace
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable import handed_on, portable_launch
+from ssdprof.kernels.gdn.portable import factor_shapes, portable_launch
 from ssdprof.kernels.gdn.recurrent import blocks_of, recurrent_launch
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.precision import Precision
@@ -203,7 +203,9 @@ def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> G
     return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
 
 
-def portable_work(call: FusedCall, config: Any, shapes_of: Callable[..., Any] = handed_on) -> Work:
+def portable_work(
+    call: FusedCall, config: Any, shapes_of: Callable[..., Any] = factor_shapes
+) -> Work:
     """Two launches, and the bytes of the tensors that the first one writes for the second.
 
     shapes_of: a function of inputs, precision and configuration that returns the shapes and dtypes

@@ -594,18 +594,20 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
 # --- the launches
 
 
-def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> FactorShapes:
+def factor_shapes(
+    inputs: GDNInputs, precision: Precision, config: GDNPortableConfig
+) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
     heads = inputs.v.shape[2]
     slots = inputs.slot_count(config.chunk)
     return [
-        *operands_handed_on(inputs, precision, config.chunk, config.block_k),
+        *operand_shapes(inputs, precision, config.chunk, config.block_k),
         ((slots, heads, 2, config.chunk), torch.float32),
         ((slots, heads, 2), torch.float32),
     ]
 
 
-def operands_handed_on(
+def operand_shapes(
     inputs: GDNInputs, precision: Precision, chunk: int, block_k: int, count: int = 1
 ) -> FactorShapes:
     """The operands among these tensors: `count` of C x K, with K padded to whole blocks, and then
@@ -627,7 +629,7 @@ def portable_launch(
     """
     heads, value_dim = inputs.v.shape[2:]
     chunk = config.chunk
-    factors = handed_on(inputs, precision, config)
+    factors = factor_shapes(inputs, precision, config)
     states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     segments = inputs.sequences
     if config.segment:

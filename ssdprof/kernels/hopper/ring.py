@@ -1,7 +1,7 @@
-"""Ring buffers in shared memory, with a `full` and an `empty` mbarrier per slot.
+"""Ring buffers in shared memory, with two mbarriers for each slot, `full` and `empty`.
 
-Consumers wait at `full`, the producer at `empty`.  Use n of a ring of DEPTH slots has slot n %
-DEPTH and phase n / DEPTH % 2.
+Consumers wait at `full` before they read a slot, and the producer waits at `empty` before it fills
+one.  Use n of a ring of DEPTH slots has the slot n % DEPTH and the phase n / DEPTH % 2.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels._gluon import aggregate, phase, place_in
 
-CHUNK = gl.constexpr(64)  # positions per chunk: rows of one matrix instruction
+CHUNK = gl.constexpr(64)  # positions per chunk: the rows of one matrix instruction
 
 STAGES = {
     "barriers": "setup",
@@ -22,40 +22,48 @@ STAGES = {
 
 @aggregate
 class Ring:
-    """Slots for tiles in shared memory, and the mbarriers of each slot: it is full, it is empty.
+    """A ring of tiles in shared memory, and the mbarriers of its slots.
 
-    n counts the uses of the ring: use n is of slot n % DEPTH.
+    tiles: (DEPTH, rows, columns).  full, empty: (DEPTH, 1).  DEPTH: number of slots.
+    n, in all methods: number of the use of the ring, from 0.
     """
 
-    tiles: gl.shared_memory_descriptor  # (DEPTH, rows, columns)
+    tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     DEPTH: gl.constexpr
 
     @gluon.jit
     def tile(self, n):
+        """The tile (rows, columns) of use n."""
         return self.tiles.index(place_in(n, self.DEPTH))
 
     @gluon.jit
     def wait_full(self, n):
+        """Wait until the producer has filled the slot for use n."""
         mbarrier.wait(self.full.index(place_in(n, self.DEPTH)), phase(n, self.DEPTH))
 
     @gluon.jit
     def wait_empty(self, n):
+        """Wait until the consumers have released the slot for use n.  The first DEPTH uses do not
+        wait, because their phase is the one before the barrier's first.
+        """
         mbarrier.wait(self.empty.index(place_in(n, self.DEPTH)), phase(n, self.DEPTH) ^ 1)
 
     @gluon.jit
     def full_at(self, n):
+        """The barrier at which the producer arrives when use n is full."""
         return self.full.index(place_in(n, self.DEPTH))
 
     @gluon.jit
     def empty_at(self, n):
+        """The barrier at which consumers arrive when they have read use n."""
         return self.empty.index(place_in(n, self.DEPTH))
 
 
 @gluon.jit
 def barriers(DEPTH: gl.constexpr):
-    """Mbarriers that are not initialised yet."""
+    """The memory of DEPTH mbarriers, which are not initialised yet."""
     return gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
 
 
@@ -69,7 +77,9 @@ def allocate_ring(dtype: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexp
 
 @gluon.jit
 def begin_pairs(full, empty, DEPTH: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
-    """Initialise pairs of barriers with their arrival counts."""
+    """Initialise DEPTH pairs of barriers.  FULL, EMPTY: number of arrivals that complete a phase of
+    the barriers `full` and `empty`.
+    """
     for i in gl.static_range(DEPTH):
         mbarrier.init(full.index(i), count=FULL)
         mbarrier.init(empty.index(i), count=EMPTY)
@@ -77,4 +87,5 @@ def begin_pairs(full, empty, DEPTH: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.
 
 @gluon.jit
 def begin_ring(ring, FULL: gl.constexpr, EMPTY: gl.constexpr):
+    """Initialise the barriers of a ring: see `begin_pairs`."""
     begin_pairs(ring.full, ring.empty, ring.DEPTH, FULL, EMPTY)

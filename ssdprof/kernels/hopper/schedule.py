@@ -1,5 +1,5 @@
-"""The cut of sequences into segments for the programs of a Hopper kernel, by the operator's model
-of the time.
+"""The cut of sequences into segments for the programs of a Hopper kernel: the one with the least
+time by a model of the operator's kernel.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,11 +12,12 @@ class Cut:
     """`long_count` segments of `long_segment` chunks, then segments of `segment` chunks.
 
     In a good schedule, long segments fill the GPU first, and short ones balance the end.  The first
-    pass of a long segment stops early, so a smaller share of it is read twice.
-    recompute: a segment's first pass covers all chunks before it, and no segment waits for another;
-    for short sequences
-    shares: if segments are whole sequences, the number of programs that share all of them; if 0, or
-        if there are not more pairs than this, there is one program per segment
+    pass of a long segment stops early, so that a smaller share of its chunks is read twice.
+
+    recompute: whether the first pass of a segment covers all chunks before it, so that no segment
+        waits for another; for short sequences.
+    shares: if segments are whole sequences, the number of programs that share all of them.  If it
+        is 0, or if there are not more pairs than this, each segment has a program.
     """
 
     segment: int
@@ -26,18 +27,17 @@ class Cut:
     shares: int = 0
 
     def lengths(self, nchunks: int) -> list[int]:
-        """Chunks of each segment of a sequence of `nchunks` >= 1 chunks."""
+        """The number of chunks of each segment, for a sequence of `nchunks` >= 1 chunks."""
         lengths: list[int] = []
-        left = nchunks
-        while left > 0:
-            lengths.append(
-                min(left, self.long_segment if len(lengths) < self.long_count else self.segment)
-            )
-            left -= lengths[-1]
+        remaining = nchunks
+        while remaining > 0:
+            longest = self.long_segment if len(lengths) < self.long_count else self.segment
+            lengths.append(min(remaining, longest))
+            remaining -= lengths[-1]
         return lengths
 
     def count(self, nchunks: int) -> int:
-        """Segments of a sequence of `nchunks` chunks."""
+        """The number of segments of a sequence of `nchunks` chunks."""
         return len(self.lengths(nchunks))
 
 
@@ -52,12 +52,15 @@ def cut(
     classes: int = 1 << 32,
     whole_from: int = 0,
 ) -> Cut:
-    """The cut with the least time, for `pairs` of a sequence and a program's heads, with `nchunks`
-    chunks each.
+    """The cut with the least time for a call.
 
-    candidates: of nchunks, pairs and sm_count.  time: of a cut, nchunks, pairs and sm_count
-    classes: length classes per power of two; all lengths of a class share one cut
-    whole_from: pairs, in addition to one per SM, from which sequences are not cut
+    nchunks: number of chunks of a sequence.
+    pairs: number of pairs of a sequence and the heads of one program.
+    sm_count: number of multiprocessors of the GPU.
+    candidates: (nchunks, pairs, sm_count) -> the cuts among which to choose.
+    time: (cut, nchunks, pairs, sm_count) -> the time of the cut, in any unit.
+    classes: number of classes of lengths per power of two; all lengths of a class share a cut.
+    whole_from: sequences are not cut if the pairs exceed the multiprocessors by so many.
     """
     step = 1 << max(0, nchunks.bit_length() - classes.bit_length())
     if nchunks % step:
@@ -70,7 +73,7 @@ def cut(
             classes=classes,
             whole_from=whole_from,
         )
-    if pairs >= sm_count + whole_from:  # pairs alone give enough parallelism
+    if pairs >= sm_count + whole_from:  # uncut sequences already keep the GPU busy
         return Cut(segment=max(1, nchunks), shares=sm_count)
     return min(
         candidates(nchunks, pairs, sm_count),
@@ -79,4 +82,5 @@ def cut(
 
 
 def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)

@@ -1,9 +1,9 @@
-"""`kda_fused` with the signature of flash-linear-attention's `chunk_kda`, to be used by changing
-one import.
+"""`kda_fused` with the signature of `chunk_kda` in flash-linear-attention (fla), so that a program
+needs to change one import only.
 
-Shapes are those of `kda_fused`.  The result is (out, final_state), with None for the state unless
-output_final_state.  An unsupported option raises UnsupportedError, which names it.  A g above 0
-counts as 0; in fla it makes the state grow.
+Shapes are those of `kda_fused`.  The result is (out, final_state); the state is None unless
+output_final_state is set.  An unsupported option raises UnsupportedError, which names it.  A g
+above 0 counts as 0; in fla it makes the state grow.
 """
 
 from torch import Tensor
@@ -37,9 +37,10 @@ def chunk_kda(
     max_num_seqs: int | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
-    keyword chunk_size are accepted without effect: any gate is safe, and the call runs in a graph.
+    """Kimi Delta Attention with the arguments and the result of fla's `chunk_kda`.
 
+    safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
+    keyword chunk_size have no effect: every gate is safe, and the call can run in a CUDA graph.
     Raises TypeError for unknown keywords.
     """
     del safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs

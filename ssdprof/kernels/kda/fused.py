@@ -1,11 +1,12 @@
-"""Kimi Delta Attention in two launches, in one on Hopper GPUs (`hopper/`), or token by token with
-GDN's kernel (`../gdn/recurrent.py`).
+"""Kimi Delta Attention in two launches, in one launch on Hopper GPUs (`hopper/`), or token by token
+with GDN's kernel (`../gdn/recurrent.py`).
 
-The two launches: for every chunk and value head what does not depend on the state, then the
-output, with the state in registers from chunk to chunk.
+This file has the two launches and the choice.  The first launch computes, for every chunk and value
+head, everything that does not depend on the state.  The second one computes the output, and keeps
+the state in registers from chunk to chunk.
 
-With G_i the sum of g from the chunk's start to position i, S the state that enters it, Q and K
-normalised if the call asks for it, and the decays inside the sums over channels,
+G_i is the sum of g from the chunk's start to position i, and S the state that enters the chunk.  q
+and k are normalised if the call asks for it.  The decays are inside the sums over channels d:
 
     L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)
     P_ij = sum_d q_id k_jd exp(G_id - G_jd)  (i >= j)
@@ -15,16 +16,17 @@ normalised if the call asks for it, and the decays inside the sums over channels
     W = scale P A diag(beta)                                    out_factor
     Y = V - keys S,   S' = diag(exp(G_end)) S + X^T Y,   out = queries S + W Y        second launch
 
-From one chunk to the next, two products depend on each other: keys S and X^T Y.  One program of the
-second launch owns one slice of V of one head of one sequence.  No program waits for another.
+From one chunk to the next, two products depend on each other: keys S and X^T Y.  A program of the
+second launch computes a slice of V of one head of one sequence.  No program waits for another.
 
-In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
-         (sequences, HV, K, V) cu_seqlens (sequences + 1)
-Between: keys, queries, state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C,
-         C), all in the operands' dtype | ends (slots, HV, K padded) fp32: exp(G_end)
-Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
+In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
+         initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+Between: keys, queries, state_factor X (slots, HV, C, K padded to blocks) in the operands' dtype
+         out_factor W (slots, HV, C, C) in the operands' dtype
+         ends (slots, HV, K padded) fp32: exp(G_end)
+Out:     out (B, T, HV, V) in v's dtype | final_states (sequences, HV, K, V) fp32
 Grids:   (slots * HV), heads fastest; then (sequences * HV * slices of V), slices fastest, then
-         heads
+         heads.  A slot is the place of a chunk among all chunks.
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
 
@@ -50,7 +52,7 @@ from ssdprof.kernels.gdn.portable import (
     first_slot,
     leave_state,
     load_rows,
-    operands_handed_on,
+    operand_shapes,
     options_of,
     options_of_factors,
     piece_of_slot,
@@ -89,11 +91,15 @@ STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
 
 @dataclass(frozen=True, kw_only=True)
 class KDAPortableConfig:
-    """chunk: positions per chunk: 16, 32 or 64
-    prep_block_k, block_k: block of K per product of the two launches, powers of two of at least 16
-    block_v: slice of V per program of the second launch, a power of two of at least 16
-    num_warps, scan_stages: of the second launch; stages are chunks in flight
-    prep_warps, prep_registers: of the first launch; most registers per thread, 0: no limit
+    """The configuration of the two launches.
+
+    chunk: positions per chunk: 16, 32 or 64.
+    prep_block_k, block_k: block of K per matrix product in the first and in the second launch,
+        powers of two of at least 16.
+    block_v: slice of V per program of the second launch, a power of two of at least 16.
+    num_warps, scan_stages: warps, and chunks that are loaded ahead, in the second launch.
+    prep_warps, prep_registers: warps, and largest number of registers per thread, in the first
+        launch; 0: no limit.
     """
 
     chunk: int = 64
@@ -108,11 +114,10 @@ class KDAPortableConfig:
 
     @classmethod
     def choose(cls, inputs: KDAInputs, *, batch_invariant: bool = False) -> KDAPortableConfig:
-        """Slices of V as wide as the number of states allows.
+        """Chunks of 32 for 16-bit inputs, and slices of V as wide as the number of states allows.
 
-        Chunks of 32: on an H200, 8 sequences of 4K with 32 heads take 2.2 and 0.55 ms so, and in
-        chunks of 64 4.1 and
-        0.49 ms.
+        On an H200, 8 sequences of 4K tokens with 32 heads take 2.2 ms in the first launch and 0.55
+        ms in the second with chunks of 32, and 4.1 ms and 0.49 ms with chunks of 64.
         """
         heads, value_dim = inputs.v.shape[2:]
         block_k, block_v = (
@@ -136,8 +141,8 @@ class KDAPortableConfig:
             reason="narrow slices of V, for more programs",
         )
         states = (1 if batch_invariant else inputs.sequences) * heads
-        enough = states * triton.cdiv(value_dim, 64) >= sm_count(inputs.q)
-        if enough and block_v >= 64 >= block_k // 2:
+        enough_programs = states * triton.cdiv(value_dim, 64) >= sm_count(inputs.q)
+        if enough_programs and block_v >= 64 >= block_k // 2:
             config = replace(
                 config,
                 block_k=min(64, block_k),
@@ -149,8 +154,8 @@ class KDAPortableConfig:
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
-    """What a chunk of a value head needs besides the state: its decayed keys and queries, the
-    factors of the new values, and the decays over the whole chunk.
+    """The first launch: computes keys, queries, W, X and exp(G_end) of one chunk of one value head,
+    CHUNK positions, from BLOCKS blocks of BLOCK_K channels.
     """
     (
         q_ptr,
@@ -165,7 +170,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         ends_ptr,
     ) = tensors
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
-    # stage setup: which chunk of which head is mine
+    # stage setup: this program's chunk and head, and the addresses of its tensors
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
     _, i_b, i_c, begin, length = piece_of_slot(
         slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.CHUNK
@@ -184,7 +189,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
     place = tl.program_id(0).to(tl.int64)
 
-    # stage qk_l2norm
+    # stage qk_l2norm: 1 / |q_i| and 1 / |k_i| (CHUNK), or 1
     k_length = tl.full((S.CHUNK,), 1.0, tl.float32)
     q_length = tl.full((S.CHUNK,), 1.0, tl.float32)
     if S.L2NORM:
@@ -201,6 +206,8 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
             q_squares += tl.sum(q * q, axis=1)
         k_length, q_length = tl.rsqrt(k_squares + L2NORM_EPS), tl.rsqrt(q_squares + L2NORM_EPS)
 
+    # for each block of channels: G, keys and queries (CHUNK, BLOCK_K), its part of the scores, and
+    # the keys decayed to the chunk's end, which stay in registers
     scores = tl.zeros((S.CHUNK, S.CHUNK), tl.float32)
     at_end = ()
     for n in tl.static_range(BLOCKS):
@@ -227,7 +234,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         # stage decayed_scores
         scores = add_scores(scores, q.to(S.SCORES), k.to(S.SCORES), G, S.PRECISION)
 
-    # stage solve_tril
+    # stage solve_tril: A = (I + L)^-1 (CHUNK, CHUNK)
     beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(
         tl.float32
     )
@@ -235,7 +242,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         S.SCORES
     )
 
-    # stage out_factor
+    # stage out_factor: W = scale P A diag(beta) (CHUNK, CHUNK)
     W = (
         tl.dot(queries_with_keys(scores).to(S.SCORES), A, input_precision=DOT_PRECISION)
         * (beta * scale)[None, :]
@@ -243,7 +250,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     tile = place * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(o_t[:, None] >= o_t[None, :], W, 0.0).to(S.OPERAND))
 
-    # stage state_factor
+    # stage state_factor: X = diag(beta) A^T k exp(G_end - G) (CHUNK, BLOCK_K)
     for n in tl.static_range(BLOCKS):
         tile = (
             place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + (n * S.BLOCK_K + o_k)[None, :]
@@ -254,13 +261,15 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
 
 @triton.jit
 def add_product(acc, rows, state, OPERAND: tl.constexpr):
-    """acc + rows state, transposed, for rows (position, n) and a transposed state (V, n)."""
+    """acc (V, position) + the product of a transposed state (V, n) and rows (position, n)."""
     return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
 
 
 @triton.jit
 def add_products(acc, state, row_ptrs, S: tl.constexpr):
-    """acc + keys S or queries S, whose rows (position, K) lie at row_ptrs (position, 1)."""
+    """acc (V, position) + the product of the state, in blocks (V, BLOCK_K), and keys or queries
+    (position, K), whose rows begin at row_ptrs (position, 1).
+    """
     for n in tl.static_range(len(state)):
         rows = tl.load(row_ptrs + (n * S.BLOCK_K + tl.arange(0, S.BLOCK_K))[None, :])
         acc = add_product(acc, rows, state[n], S.OPERAND)
@@ -269,7 +278,12 @@ def add_products(acc, state, row_ptrs, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqlen"])
 def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
-    """The states of a slice of V of one head, chunk after chunk, and the outputs."""
+    """The second launch: passes the state of a slice of V of one head through the chunks of one
+    sequence, and computes the outputs.
+
+    The state is transposed, in blocks (BLOCK_V, BLOCK_K) of K; values and outputs are (BLOCK_V,
+    CHUNK).
+    """
     (
         v_ptr,
         keys_ptr,
@@ -285,7 +299,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     v_strides, initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides = (
         strides
     )
-    # stage setup: which slice of which sequence and head is mine
+    # stage setup: this program's sequence, head and slice of V, and the state that enters
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     BLOCKS: tl.constexpr = S.PADDED // S.BLOCK_K
     sequence, unit = (
@@ -317,18 +331,21 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
             initial_ptr, state_k, state_v, initial_states_strides, m_v, S.KEY_DIM, S.BLOCK_K
         )
 
-    # stage chunk_state
+    # stage chunk_state: each chunk's v and W, Y = V - keys S, the next state, and the output
     for i_c in tl.range(0, nchunks, num_stages=S.SCAN_STAGES):
         t = tl.cast(i_c, tl.int64) * S.CHUNK
-        at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
-        rows = at * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
+        slot_place = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        rows = slot_place * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
         m_tile = m_v
         if not S.ALIGNED:
             m_tile = m_v & (state_t < length - i_c * S.CHUNK)
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
         v = tl.load(v_rows_ptr + v_tile, mask=m_tile, other=0.0).to(tl.float32)
         W = tl.load(
-            out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :]
+            out_factor_ptr
+            + slot_place * (S.CHUNK * S.CHUNK)
+            + o_c[:, None] * S.CHUNK
+            + o_c[None, :]
         )
         # stage chunk_state.residual
         product, out = tl.zeros_like(v), tl.zeros_like(v)
@@ -336,12 +353,12 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         out = add_products(out, state, queries_ptr + rows, S)
         Y = (v - product).to(S.OPERAND)
         # stage chunk_state.update
-        after = ()
+        next_state = ()
         for n in tl.static_range(BLOCKS):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + state_k)
-            after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
-        state = after
+            end = tl.load(ends_ptr + slot_place * S.PADDED + n * S.BLOCK_K + state_k)
+            next_state = next_state + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
+        state = next_state
         # stage chunk_output
         out = add_product(out, W, Y, S.OPERAND)
         tl.store(
@@ -354,9 +371,11 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
 
 
 def handed_on(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig) -> FactorShapes:
-    """Shape and dtype of each tensor that the first launch writes for the second, in order."""
+    """Shape and dtype of each tensor that the first launch writes for the second, in the order of
+    the kernels' arguments.
+    """
     widest = max(config.prep_block_k, config.block_k)
-    operands = operands_handed_on(inputs, precision, config.chunk, widest, 3)
+    operands = operand_shapes(inputs, precision, config.chunk, widest, 3)
     (slots, heads, _, padded), _ = operands[0]
     return [*operands, ((slots, heads, padded), torch.float32)]
 
@@ -364,8 +383,9 @@ def handed_on(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig
 def portable_launch(
     inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
-    """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
-    (sequences, HV, V, K).
+    """Both launches, prepared for all inputs of one signature.
+
+    state_v_first: whether final states are (sequences, HV, V, K) in memory.
     """
     length, heads, value_dim = inputs.v.shape[1:]
     handed = handed_on(inputs, precision, config)
@@ -401,7 +421,7 @@ def portable_launch(
 def portable_prep(
     inputs: KDAInputs, operand: torch.dtype, config: KDAPortableConfig, common: dict[str, object]
 ) -> Launcher:
-    """The first launch in Triton.  common: compile-time arguments of both launches."""
+    """The first launch.  common: the compile-time arguments of both launches."""
     strides = (
         *map(tile_strides, (inputs.q, inputs.k, inputs.g)),
         inputs.beta.stride(),
@@ -425,6 +445,7 @@ def portable_prep(
 
 
 def _hopper_work(call: FusedCall, config: KDAHopperConfig) -> Work:
+    """`Variant.work` of the kernel that scans slabs."""
     reason = (
         "one launch: programs that prepare chunks, and programs that scan those of earlier slabs; "
         f"{config.reason}{equals_text(call)}"
@@ -433,8 +454,10 @@ def _hopper_work(call: FusedCall, config: KDAHopperConfig) -> Work:
 
 
 def _whole_unsupported(call: FusedCall) -> str:
-    """Its bits differ from those of slabs, so that a call with `batch_invariant`, whose kernel must
-    not depend on the number of sequences, always runs slabs.
+    """`Variant.unsupported` of the kernel for whole sequences.
+
+    Whether it is faster depends on the number of sequences, and its bits differ from those of the
+    kernel that scans slabs.  A call with `batch_invariant` therefore always runs slabs.
     """
     if call.batch_invariant:
         return "batch_invariant"
@@ -444,6 +467,7 @@ def _whole_unsupported(call: FusedCall) -> str:
 
 
 def _whole_work(call: FusedCall, _config: Any) -> Work:
+    """`Variant.work` of the kernel for whole sequences."""
     reason = "one launch: programs for whole sequences and heads fill the GPU"
     return 1, 0, reason + equals_text(call)
 
@@ -455,7 +479,7 @@ def configured_launch(
     *,
     state_v_first: bool,
 ) -> PreparedLaunch:
-    """The launch of the kernel to which the configuration belongs."""
+    """The prepared launch of the kernel to which the configuration belongs."""
     if isinstance(config, KDAHopperConfig):
         return hopper_launch(inputs, config, state_v_first=state_v_first)
     return portable_launch(inputs, precision, config, state_v_first=state_v_first)
@@ -519,9 +543,10 @@ def kda_fused(
 
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H    beta: (B, T, HV)
     g: (B, T, HV, K), natural logarithm of the decay of each channel.  A g above 0 counts as 0.
-    initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
-    batch_invariant: as in `gdn_fused`.  Without it, sizes choose one of two kernels on Hopper GPUs,
-        whose bits differ.
+    initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first.
+    batch_invariant: as in `gdn_fused`.  Without it, one of two kernels runs on Hopper GPUs; the
+        choice depends on the sizes, and their bits differ.
+
     All other arguments, the result, its reproducibility and the errors are those of `gdn_fused`.
 
     Source: Kimi Team 2025 (arXiv:2510.26692).

@@ -1,4 +1,6 @@
-"""Inputs of the operator: those of the gated delta rule, with a decay for every key channel."""
+"""Inputs of Kimi Delta Attention: those of the gated delta rule, with a decay for every key
+channel.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ class KDAInputs(GDNInputs):
         out_t = S_t^T (scale q_t)
 
     g: (B, T, HV, K), natural logarithm of the decay of each row of the state.  A g above 0 counts
-        as 0, clamped on the device, and -inf forgets the row
-    Everything else is as in `GDNInputs`: q, k (B, T, H, K), v (B, T, HV, V), beta (B, T, HV),
+        as 0, clamped on the device; -inf forgets the row.
+
+    All other fields are those of `GDNInputs`: q, k (B, T, H, K), v (B, T, HV, V), beta (B, T, HV),
     states (sequences, HV, K, V).
 
-    Raises ValueError, naming the argument.  Source: Kimi Team 2025 (arXiv:2510.26692).
+    Raises ValueError, which names the argument.  Source: Kimi Team 2025 (arXiv:2510.26692).
     """
 
     operator: ClassVar[str] = "kda"

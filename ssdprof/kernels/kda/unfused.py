@@ -1,9 +1,10 @@
 """Kimi Delta Attention in six launches, one per stage of the algorithm: the baseline.
 
-gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q
-and k, solve_tril and chunk_state are the kernels of unfused GDN, and dtypes are its exact ones
-(`../gdn/config.py`), with two differences: operands of the scores keep 11 significant bits
-(`score_products`), and relaxed intermediates change fp32 operands only.
+The stages are gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state and chunk_output.
+The norm of q and k, solve_tril and chunk_state are the kernels of unfused GDN.  Dtypes are those of
+unfused GDN with exact intermediates (`../gdn/config.py`), with two differences: operands of the
+scores keep 11 significant bits (`score_products`), and relaxed intermediates change fp32 operands
+only.
 
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
@@ -47,9 +48,11 @@ STAGES = {
 
 
 def stage_options(inputs: KDAInputs, precision: Precision) -> dict[str, dict[str, int]]:
-    """Block sizes, in capitals, and launch options of each stage that has others than in GDN.
+    """Block sizes, whose names are in capitals, and launch options of each stage, except for
+    solve_tril, which has those of GDN.
 
-    A product holds an fp32 operand as two tf32 numbers, so that only small blocks fit.
+    A matrix product has an fp32 operand as two tf32 numbers, so that only small blocks fit into
+    registers.
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     if operand_dtype(inputs.v.dtype, precision) == torch.float32:
@@ -71,21 +74,22 @@ def stage_options(inputs: KDAInputs, precision: Precision) -> dict[str, dict[str
     }
 
 
-# --- scores with a decay for every channel, whose exponents are never positive.
+# --- scores with a decay for every channel.  Exponents are never positive.
 #
-# In a block of 2 h positions, take the last position of its first half as the anchor.  A pair of a
-# row i in the second half and a column j in the first has the decay exp(G_i - G_anchor)
-# exp(G_anchor - G_j), and both exponents are at most 0 for any gate.  The pairs inside a half
-# follow from blocks of half the size.  So h = C / 2, ..., 2, 1 cover all pairs but the diagonal,
-# whose decay is 1.  No choice depends on gates: it would change bits of earlier outputs.
+# The anchor of a block of 2 h positions is the last position of its first half.  A pair with its
+# row i in the second half and its column j in the first half has the decay exp(G_i - G_anchor)
+# exp(G_anchor - G_j), and both exponents are at most 0 for any gate.  The pairs inside a half are
+# pairs of smaller blocks: h = C / 2, ..., 2, 1 cover all pairs except the diagonal, whose decay is
+# 1.  Nothing depends on the values of gates, because later gates would then change the bits of
+# earlier outputs.
 
 
 def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
-    """The dtype and input precision of the scores' operands.
+    """The dtype and the input precision of the scores' operands, as compile-time arguments.
 
-    They keep 11 significant bits, more than bfloat16, because the inverse amplifies errors of the
-    system.  fp16 is twice as fast as tf32, but its range suffices only for fp16 inputs and for
-    normalised ones.
+    Operands keep 11 significant bits, more than bfloat16, because the inverse amplifies errors of
+    the system.  fp16 is twice as fast as tf32, but its range is large enough only for fp16 inputs
+    and for normalised q and k.
     """
     if operand == torch.float32:
         return dict(SCORES=tl.float32, PRECISION="tf32x3")
@@ -97,8 +101,8 @@ def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
 
 @triton.jit
 def cumulative_decays(g):
-    """Sums of the clamped g over axis 0, in log2 units; NaN stays NaN.  Rounded once, because
-    differences follow.
+    """Cumulative sums of the clamped g (C, n) over positions, as binary logs; NaN stays NaN.  They
+    are summed in fp64 and rounded once, because differences of them follow.
     """
     g = tl.clamp(g.to(tl.float32) * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.cumsum(g.to(tl.float64), axis=0).to(tl.float32)
@@ -106,8 +110,8 @@ def cumulative_decays(g):
 
 @triton.jit
 def half_decays(G, half):
-    """The decay between each position and the anchor of its block of 2 * half positions, for
-    cumulative G (C, n).
+    """The decay between each position and the anchor of its block of 2 * half positions, (C, n),
+    from the cumulative sums G (C, n).
     """
     i = tl.broadcast_to(tl.arange(0, G.shape[0])[:, None], G.shape)
     return decay_exp2(-tl.abs(G - tl.gather(G, (i & ~(2 * half - 1)) + (half - 1), axis=0)))
@@ -115,12 +119,14 @@ def half_decays(G, half):
 
 @triton.jit
 def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
-    """Add a block of channels to `scores` (C, C): q with k on and below the diagonal, k with k,
-    transposed, above it.
+    """Add the part of a block of channels to `scores` (C, C): scores of q with k on and below the
+    diagonal, and scores of k with k, transposed, above it.
 
-    q, k: (C, n), in the products' dtype.  One product serves both: a pair's row i has q_i and its
-    column k_j, and with the roles exchanged row j has k_j and column i has k_i.  The loop is not
-    unrolled: its masks and factors would otherwise fill the registers.
+    q, k: (C, n), in the dtype of operands.  G: cumulative sums (C, n).
+
+    One product computes both scores of a pair i > j: row i is q_i and column j is k_j; row j is k_j
+    and column i is k_i.  The loop is not unrolled, because masks and factors of all iterations
+    would fill the registers.
     """
     o = tl.arange(0, G.shape[0])
     i, j = o[:, None], o[None, :]
@@ -131,21 +137,24 @@ def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
         rows = (tl.where((i & half) == 0, k, q).to(tl.float32) * decays).to(k.dtype)
         columns = tl.trans((k.to(tl.float32) * decays).to(k.dtype))
         product = tl.dot(rows, columns, input_precision=PRECISION)
-        scores += tl.where((i ^ j) // half == 1, product, 0.0)  # in the two halves of one block
+        # i and j are in different halves of one block
+        scores += tl.where((i ^ j) // half == 1, product, 0.0)
         half = half // 2
     return scores
 
 
 @triton.jit
 def queries_with_keys(scores):
-    """The lower triangle of `add_scores`: P."""
+    """P (C, C), the lower triangle of the result of `add_scores`."""
     o = tl.arange(0, scores.shape[0])
     return tl.where(o[:, None] >= o[None, :], scores, 0.0)
 
 
 @triton.jit
 def keys_with_keys(scores):
-    """The upper one, transposed: L without beta, strictly lower triangular."""
+    """L without beta, (C, C) and strictly lower triangular: the upper triangle of the result of
+    `add_scores`, transposed.
+    """
     o = tl.arange(0, scores.shape[0])
     return tl.trans(tl.where(o[:, None] < o[None, :], scores, 0.0))
 
@@ -155,7 +164,7 @@ def keys_with_keys(scores):
 
 @triton.jit
 def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
-    """One chunk of one head of the cumulative log decays."""
+    """One chunk of one head of `gate_cumsum`."""
     g_ptr, spans_ptr, G_ptr = tensors
     g_strides, G_strides = strides
     k_blocks = tl.cdiv(S.KEY_DIM, S.BLOCK_K)
@@ -177,10 +186,11 @@ def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
 
 
 def gate_cumsum(inputs: KDAInputs, chunks: Chunks, precision: Precision) -> Tensor:
-    """Stage 1: the cumulative log decay, G[i, k] = sum_{j <= i} clamp(g[j, k] * log2(e), FORGOTTEN,
-    0).
+    """Stage 1: the cumulative log decay.
 
-    Positions past the sequence's end count as g = 0.
+        G[i, k] = sum_{j <= i} clamp(g[j, k] * log2(e), FORGOTTEN, 0)
+
+    Positions past the end of a sequence count as g = 0.
 
     In:   g (B, T, HV, K)
     Out:  G (B, NT, HV, C, K) fp32
@@ -206,7 +216,7 @@ def gate_cumsum(inputs: KDAInputs, chunks: Chunks, precision: Precision) -> Tens
 def _kda_decayed_scores_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
-    """One chunk of one head of the decayed scores of keys with keys and of queries with keys."""
+    """One chunk of one head of `decayed_scores`."""
     q_ptr, k_ptr, beta_ptr, G_ptr, spans_ptr, L_ptr, P_ptr = tensors
     q_strides, k_strides, beta_strides, G_strides, L_strides, P_strides = strides
     i_h, i_b, i_c, start, count = own_chunk(
@@ -239,17 +249,18 @@ def _kda_decayed_scores_kernel(
 def decayed_scores(
     inputs: KDAInputs, G: Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
 ) -> tuple[Tensor, Tensor]:
-    """Stage 2: the triangular system of each chunk, and the weights of its own values in the
-    output.
+    """Stage 2: the triangular system of each chunk, and the scores, which are the weights of the
+    chunk's values in its output.
 
         L[i, j] = beta[i] * sum_k k[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j < i, else 0
         P[i, j] =           sum_k q[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j <= i, else 0
 
-    In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32; normalised: no number of q
-          or k is above 1
+    normalised: whether no number of q or k is above 1.
+
+    In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32
     Out:  L (B, NT, HV, C, C) fp32 | P (B, NT, HV, C, C) in the operands' dtype
-    Grid: (B * NT * HV), value heads of one key head in neighbouring programs, because they share q
-    and k
+    Grid: (B * NT * HV).  Neighbouring programs have the value heads of one key head, because these
+          share q and k.
     """
     operand = operand_dtype(inputs.v.dtype, precision)
     heads, key_dim = inputs.g.shape[2:]
@@ -275,7 +286,7 @@ def decayed_scores(
 def _kda_recompute_w_u_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
-    """One chunk of one head of keys and values after the inverse."""
+    """One chunk of one head of `recompute_w_u`."""
     A_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, spans_ptr, w_ptr, u_ptr, k_end_ptr = tensors
     (
         A_strides, k_strides, v_strides, beta_strides, G_strides, w_strides, u_strides,
@@ -293,7 +304,7 @@ def _kda_recompute_w_u_kernel(
     b_A = tl.load(chunk_tile(A_ptr, A_strides, chunk, o_i, o_i)).to(tl.float32)
     b_A = (b_A * load_beta(beta_ptr, beta_strides, tokens, o_i, m_i)[None, :]).to(S.OPERAND)
 
-    # --- u
+    # --- u, a block of V at a time
     for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
         o_v = first_v + tl.arange(0, S.BLOCK_V)
         m_v = o_v < S.VALUE_DIM
@@ -302,7 +313,7 @@ def _kda_recompute_w_u_kernel(
         b_u = tl.trans(tl.dot(b_A, b_v, input_precision=DOT_PRECISION)).to(S.OPERAND)
         tl.store(chunk_tile(u_ptr, u_strides, chunk, o_v, o_i), b_u, mask=m_v[:, None])
 
-    # --- w, and the keys as the end of the chunk sees them
+    # --- w, and the keys decayed to the chunk's end, a block of K at a time
     key_tokens = (i_b, start, i_h // values_per_key)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
@@ -329,16 +340,16 @@ def _kda_recompute_w_u_kernel(
 def recompute_w_u(
     inputs: KDAInputs, A: Tensor, G: Tensor, chunks: Chunks, precision: Precision
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Stage 4: keys and values of each chunk after the inverse, and its keys decayed to its end.
+    """Stage 4: keys and values of each chunk after the inverse, and keys decayed to its end.
 
         u[v, i]     = sum_j A[i, j] * beta[j] * v[j, v]
         w[i, k]     = sum_j A[i, j] * beta[j] * exp(G[j, k]) * k[j, k]
         k_end[i, k] = exp(G[C - 1, k] - G[i, k]) * k[i, k]
 
-    In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
-          G (B, NT, HV, C, K) fp32
-    Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), operands' dtype; rows past the
-    sequence's end are zero
+    In:   A (B, NT, HV, C, C) in the operands' dtype | k (B, T, H, K) | v (B, T, HV, V)
+          beta (B, T, HV) | G (B, NT, HV, C, K) fp32
+    Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), all in the operands' dtype; positions
+          past the end of a sequence are zero
     Grid: (B * NT * HV)
     """
     w, u, k_end = keys_and_values(
@@ -358,7 +369,7 @@ def recompute_w_u(
 def _kda_chunk_output_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr
 ):
-    """One block of V of one chunk of one head of the output."""
+    """One block of V of one chunk of one head of `chunk_output`."""
     q_ptr, G_ptr, P_ptr, prev_states_ptr, v_new_ptr, spans_ptr, out_ptr = tensors
     q_strides, G_strides, P_strides, prev_states_strides, v_new_strides, out_strides = strides
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
@@ -372,7 +383,7 @@ def _kda_chunk_output_kernel(
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_v, m_i = o_v < S.VALUE_DIM, o_i < count
 
-    # --- from the state that enters the chunk
+    # --- acc [BLOCK_V, CHUNK_SIZE]: the part of the state that enters the chunk
     q_strides, out_strides = in_units(q_strides, S.UNIT), in_units(out_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
     acc = tl.zeros((S.BLOCK_V, S.CHUNK_SIZE), dtype=tl.float32)
@@ -388,7 +399,7 @@ def _kda_chunk_output_kernel(
         b_q = (b_q * decay_exp2(b_G)).to(S.OPERAND)
         acc = tl.dot(b_S, tl.trans(b_q), acc, input_precision=DOT_PRECISION)
 
-    # --- from the chunk's own values
+    # --- the part of the chunk's corrected values
     b_P = tl.load(chunk_tile(P_ptr, P_strides, chunk, o_i, o_i))
     p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
     b_v_new = tl.load(p_v_new, mask=m_v[:, None], other=0.0)  # [BLOCK_V, CHUNK_SIZE]
@@ -409,15 +420,15 @@ def chunk_output(
     chunks: Chunks,
     precision: Precision,
 ) -> Tensor:
-    """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected
+    """Stage 6: the output, from the state that enters the chunk and from the chunk's corrected
     values.
 
-        out[i, v] = scale * (sum_k exp(G[i, k]) * q[i, k] * S[v, k] + sum_{j <= i} P[i, j] *
-        v_new[v, j])
+        out[i, v] = scale * (sum_k exp(G[i, k]) * q[i, k] * S[v, k]
+                             + sum_{j <= i} P[i, j] * v_new[v, j])
 
-    In:   q (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C) | P (B, NT, HV,
-          C, C) G (B, NT, HV, C, K) fp32
-    Out:  out (B, T, HV, V), the inputs' dtype
+    In:   q (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C)
+          P (B, NT, HV, C, C) | G (B, NT, HV, C, K) fp32
+    Out:  out (B, T, HV, V) in the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
     return output_of_chunks(
@@ -470,9 +481,7 @@ def kda_unfused(
 
 
 def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """Output in v's dtype, final states in fp32.  Raises UnsupportedError as `refuse_unsupported`
-    tells.
-    """
+    """Output in v's dtype, final states in fp32.  Raises the errors of `refuse_unsupported`."""
     refuse_unsupported(inputs)
     with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
         return six_stages(inputs, precision)
@@ -480,23 +489,22 @@ def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 
 def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
-    unit = bool(inputs.use_qk_l2norm)
+    is_normalised = bool(inputs.use_qk_l2norm)
     chunks = Chunks.of(inputs)
     inputs = normalised(inputs, precision)
-    of_state = stage_options(inputs, precision)["chunk_state"]
+    state_options = stage_options(inputs, precision)["chunk_state"]
     G = gate_cumsum(inputs, chunks, precision)
-    L, P = decayed_scores(inputs, G, chunks, precision, normalised=unit)
+    L, P = decayed_scores(inputs, G, chunks, precision, normalised=is_normalised)
     A = solve_tril(inputs, L, chunks, precision)
     del L  # w and u can reuse its memory
     w, u, k_end = recompute_w_u(inputs, A, G, chunks, precision)
     del A
     prev_states, v_new, final_states = chunk_state(
-        inputs, k_end, w, u, G, chunks, precision, of_state
+        inputs, k_end, w, u, G, chunks, precision, state_options
     )
     del w, u, k_end
-    return GDNOutput(
-        chunk_output(inputs, prev_states, v_new, P, G, chunks, precision), final_states
-    )
+    out = chunk_output(inputs, prev_states, v_new, P, G, chunks, precision)
+    return GDNOutput(out, final_states)
 
 
 def plan(inputs: KDAInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008

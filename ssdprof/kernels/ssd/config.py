@@ -1,15 +1,15 @@
-"""The configuration of each SSD kernel, by GPU, dtype and sizes, with reasons.  The first row that
-fits applies.
+"""The configuration of each SSD kernel: tables of rows by GPU, dtype and sizes, with reasons.  The
+first row that fits a call applies.
 
-A call searches nothing, with two exceptions.  A model of the time divides sequences into segments
-for the Hopper kernel (`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take
-precedence, if a program loads them (`registry.use_overrides`).  They depend only on the sizes on
-which the committed rule depends (`call_key`).
+Beyond these tables, a model of the time divides sequences into segments for the Hopper kernel
+(`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take precedence, if a
+program loads them (`registry.use_overrides`).  They depend only on the sizes on which the committed
+rule depends (`call_key`).
 
-On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared
-memory.  On majors 8 and 12 (A100, L4, RTX) and on later ones, operands pass through registers.
-Measured on an H200: benchmarks/log/ssd.md.
-Compiled for others: tests/kernels/test_compile.py.
+On majors 9, 10 and 11 of compute capabilities (H100, H200, B200), matrix instructions read their
+operands from shared memory.  On majors 8 and 12 (A100, L4, RTX) and on later ones, operands pass
+through registers.  The rows were measured on an H200 (benchmarks/log/ssd.md), and are compiled for
+other GPUs by tests/kernels/test_compile.py.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
 HOPPER_CHUNK = 64  # positions per chunk of the Hopper kernel
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions of a segment of the portable kernel
 
-ConfigRow = tuple[dict[str, Any], Any, str]  # limits of a call, what it takes, and why
+ConfigRow = tuple[dict[str, Any], Any, str]  # limits of a call, its configuration, the reason
 ConfigTable = Sequence[ConfigRow]  # the last row fits every call
 
 
 def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
     """A row of a table of configurations.
 
-    take: the configuration, for calls within the limits.  why: its reason.
-    limits: the majors of compute capabilities; `wide` (fp32 inputs), `exact`, `gate`; the largest
-    headdim and dstate; blocks.
+    take: the configuration of calls within the limits.  why: its reason
+    limits: `majors` of compute capabilities; `wide` (fp32 inputs), `exact`, `gate`; the largest
+        `headdim` and `dstate`
     """
     return limits, take, why
 
@@ -54,16 +54,21 @@ def first_fit(
     major: int = 0,
     exact: bool = True,
 ) -> ConfigRow:
-    """The first row that fits."""
-    equal = dict(wide=wide, exact=exact, gate=gate)
-    largest = dict(headdim=headdim, dstate=dstate)
-    return next(
-        row
-        for row in table
-        if major in row[0].get("majors", (major,))
-        and all(row[0].get(name, value) == value for name, value in equal.items())
-        and all(row[0].get(name, value) >= value for name, value in largest.items())
-    )
+    """The first row whose limits a call fits.
+
+    wide: fp32 inputs.  major: of the GPU's compute capability
+    """
+    switches = dict(wide=wide, exact=exact, gate=gate)
+    sizes = dict(headdim=headdim, dstate=dstate)
+
+    def fits(limits: dict[str, Any]) -> bool:
+        return (
+            major in limits.get("majors", (major,))
+            and all(limits.get(name, value) == value for name, value in switches.items())
+            and all(limits.get(name, value) >= value for name, value in sizes.items())
+        )
+
+    return next(row for row in table if fits(row[0]))
 
 
 def whole_block(size: int) -> int:
@@ -74,12 +79,13 @@ def whole_block(size: int) -> int:
 def call_key(
     inputs: SSDInputs, precision: Precision, kernel: str, *, batch_invariant: bool = False
 ) -> CallKey:
-    """The key of the calls of a kernel that share a tuned configuration.
+    """The key of the calls of a kernel that share a tuned configuration: calls of layers of the
+    same sizes and dtypes, and
 
-    hopper    those with as many chunks and sequences.  A batch-invariant call uses that of one
-              sequence.  Packed sequences keep the committed configuration, one rule for all.
-    portable  those of one layer of a model, so that a sequence's result is the same in any batch
-    and in any pack.
+    hopper    with equally many chunks and sequences.  A batch-invariant call has the key of one
+              sequence.  Packed sequences keep the committed configuration and need no key.
+    portable  of any length and number of sequences, so that a sequence's result is the same in any
+              batch and in any pack.
     """
     sizes = inputs.sizes | {"gate": inputs.z is not None}
     if kernel == "hopper":
@@ -97,7 +103,7 @@ def call_key(
     )
 
 
-# --- the fused kernel for Hopper: see `SSDHopperConfig`
+# --- the fused kernel for Hopper: rings and registers of `SSDHopperConfig`
 
 HOPPER: ConfigTable = (
     _row(
@@ -123,17 +129,21 @@ HOPPER: ConfigTable = (
 
 @dataclass(frozen=True, kw_only=True)
 class SSDPortableConfig:
-    """Chosen by the shape of one sequence, dtype and GPU, never by the batch, so that a sequence's
-    result does not depend on its neighbours.
+    """The division of a call into programs, and tiles.
+
+    The choice depends on the shape of one sequence, dtype and GPU, never on the batch, so that a
+    sequence's result does not depend on other sequences.
 
     chunk: positions per chunk, a power of two of at least 16
     max_segments, min_chunks, max_chunks: a sequence has max_segments segments, unless these would
         have fewer than min_chunks or more than max_chunks chunks.  More segments let more programs
-        work on one sequence; fewer segments spend less time on first passes.
+        work on one sequence; fewer segments spend less time on first passes
     block_p: slice of P per program, a power of two of at least 16
     block_n: block of N per product, a power of two of at least 16
     p_rows: the state is held as (p, n); otherwise as (n, p)
-    state_stages, scan_stages: chunks in flight in the first and in the second pass
+    num_warps: warps per program
+    state_stages, scan_stages: chunks that the first and the second pass load at the same time
+    reason: for reports
     """
 
     chunk: int = 64
@@ -155,10 +165,10 @@ class SSDPortableConfig:
         capability: tuple[int, int],
         precision: Precision = Precision(),  # noqa: B008
     ) -> SSDPortableConfig:
-        """The first row of `PORTABLE` that fits.
+        """The first row of `PORTABLE` that fits, limited to the sizes of the call.
 
-        A state of 64 x 128 fp32 numbers fills half the registers of 4 warps, scores and output the
-        other half.
+        A state of 64 x 128 fp32 numbers fills half of the registers of 4 warps; scores and output
+        fill the other half.
         """
         headdim = inputs.x.shape[3]
         dstate = inputs.B.shape[3]
@@ -184,18 +194,18 @@ class SSDPortableConfig:
         return config.fitted(inputs)
 
     def fitted(self, inputs: SSDInputs) -> SSDPortableConfig:
-        """With a shorter chunk if all sequences are shorter than one chunk; segments keep their
-        lengths.
+        """This configuration with a shorter chunk if all sequences are shorter than one chunk.
+        Segments keep their lengths.
         """
         if inputs.cu_seqlens is not None or inputs.x.shape[1] >= self.chunk:
             return self
         chunk = max(16, triton.next_power_of_2(inputs.x.shape[1]))
-        times = self.chunk // chunk
+        ratio = self.chunk // chunk
         return replace(
             self,
             chunk=chunk,
-            min_chunks=self.min_chunks * times,
-            max_chunks=self.max_chunks * times,
+            min_chunks=self.min_chunks * ratio,
+            max_chunks=self.max_chunks * ratio,
         )
 
     def units(self, inputs: SSDInputs) -> int:
@@ -205,9 +215,8 @@ class SSDPortableConfig:
 
     def segment_chunks(self, nchunks: int) -> int:
         """Chunks per segment of a sequence of `nchunks`."""
-        return int(
-            min(max(triton.cdiv(nchunks, self.max_segments), self.min_chunks), self.max_chunks)
-        )
+        even = triton.cdiv(nchunks, self.max_segments)
+        return int(min(max(even, self.min_chunks), self.max_chunks))
 
     def handover(self, inputs: SSDInputs) -> bool:
         """Whether a sequence may have more than one segment."""
@@ -222,18 +231,19 @@ class SSDPortableConfig:
         if inputs.cu_seqlens is None:
             nchunks = triton.cdiv(length, self.chunk)
             return int(inputs.sequences * triton.cdiv(nchunks, self.segment_chunks(nchunks)))
-        # a sequence has at most 1 + len / (chunk * min_chunks) segments, and max_segments + len /
-        # (chunk * max_chunks)
+        # a sequence has at most 1 + length / (chunk * min_chunks) segments, and at most
+        # max_segments + length / (chunk * max_chunks)
         return min(
             inputs.sequences + length // (self.chunk * self.min_chunks),
             inputs.sequences * self.max_segments + length // (self.chunk * self.max_chunks),
         )
 
 
+# reasons of several rows
 _SHORT = (
     "two tf32 numbers for each operand fill the registers: short chunks, half of P, and N in "
-    "blocks, "
-    "each of which a tensor core sums by itself: it rounds towards zero whenever it adds products"
+    "blocks, each of which a tensor core sums by itself: it rounds towards zero whenever it adds "
+    "products"
 )
 _TWO_PROGRAMS = (
     "64 rows, those of one matrix instruction, in every product; 4 warps, so that "
@@ -274,10 +284,11 @@ PORTABLE: ConfigTable = (
     _row(
         majors=(9,),
         take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
-        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N "
-        "in halves, each "
-        "of which a stage reads by itself, because whole rows of B and C do not fit beside the "
-        "state",
+        why=(
+            "256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in "
+            "halves, each of which a stage reads by itself, because whole rows of B and C do not "
+            "fit beside the state"
+        ),
     ),
     _row(
         majors=FROM_SHARED_MEMORY,
@@ -292,9 +303,10 @@ PORTABLE: ConfigTable = (
 )
 
 
-# --- the unfused kernels: block sizes and launch options by stage.  Blocks are of heads (h), P, N,
-# positions (q) and source positions (s) of a chunk.  `chunk_cumsum` and `state_passing` are memory
-# bound and have one row each.
+# --- the unfused kernels: block sizes and launch options by stage
+#
+# Blocks are of heads (h), P, N, positions (q) and source positions (s) of a chunk.  `chunk_cumsum`
+# and `state_passing` are limited by the bandwidth of memory, and have one row each.
 
 _LARGE = (
     "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, "
@@ -335,13 +347,17 @@ BMM_CHUNK: ConfigTable = (
 )
 
 
-def _scan(*sizes: int) -> dict[str, int]:
+def _scan(
+    block_q: int, block_p: int, block_s: int, block_n: int, num_warps: int, num_stages: int
+) -> dict[str, int]:
+    """The configuration of a row of `CHUNK_SCAN`, by position."""
     return dict(
-        zip(
-            ("block_q", "block_p", "block_s", "block_n", "num_warps", "num_stages"),
-            sizes,
-            strict=True,
-        )
+        block_q=block_q,
+        block_p=block_p,
+        block_s=block_s,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
 
 
@@ -372,8 +388,8 @@ UNFUSED: Mapping[str, ConfigTable] = {
     # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
     "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,
-    # 4 fp32 (one 16-byte access) per thread; each iteration depends on the previous one, so loads
-    # run 4 ahead
+    # a thread has 4 fp32 numbers, one access of 16 bytes; each iteration depends on the one before
+    # it, so loads run 4 iterations ahead
     "state_passing": (
         _row(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),
     ),
@@ -391,13 +407,13 @@ def unfused_blocks(
     dstate: int = 0,
     gate: bool = False,
 ) -> dict[str, int]:
-    """The row of `UNFUSED` for a stage, with blocks limited to the sizes of the call."""
+    """The configuration of a stage in `UNFUSED`, with blocks limited to the sizes of the call."""
     wide = dtype == torch.float32
     _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
-    most = {
+    limits = {
         "block_p": whole_block(headdim),
         "block_n": whole_block(dstate),
         "block_q": chunk,
         "block_s": chunk,
     }
-    return {name: min(most.get(name, value), value) for name, value in take.items()}
+    return {name: min(limits.get(name, value), value) for name, value in take.items()}

@@ -1,6 +1,6 @@
 """SSD in one launch: the public function, the torch operator and the choice between kernels.
 
-Sequences of one position, decode steps, run the recurrent kernel.  `ssd_fused(...)` takes tensors,
+Decode steps, sequences of one position, run the recurrent kernel.  `ssd_fused(...)` takes tensors,
 for use without the rest of ssdprof; the registered implementation takes `SSDInputs`.
 """
 
@@ -19,7 +19,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import Buffers, nbytes
 from ssdprof.kernels.ssd.recurrent import blocks_of, recurrent_launch
 
-MAX_DSTATE = 256
+MAX_DSTATE = 256  # the largest N of every kernel
 
 
 def ssd_fused(
@@ -55,10 +55,9 @@ def ssd_fused(
     x, B, C and z share a dtype: fp32, fp16 or bf16.  Any strides are allowed.
     A must be at most 0.  This is not checked; a positive value counts as 0, no decay.
     chunk_size has no effect on the result, because this kernel chooses its own chunks.
-    precision: "relaxed" cuts operands of fp32 inputs to tf32 instead, and keeps their intermediates
-        in fp32.  One position per sequence is computed in fp32 at every precision, unless sequences
-        are packed.
-
+    precision: for fp32 inputs, "relaxed" rounds the operands of products to tf32, and keeps
+        intermediates in fp32.  One position per sequence is computed in fp32 at every precision,
+        unless sequences are packed.
     batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it,
         the Hopper kernel divides sequences depending on their number, or not at all, which is
         faster for large batches of short ones.
@@ -95,48 +94,52 @@ def ssd_fused(
 
 
 def _recurrent_unsupported(call: FusedCall) -> str:
-    """On an H200, `recurrent` is faster for sequences of one position, whatever their number.
+    """Why the recurrent kernel should not run a call: any but one position of each sequence.
 
-    Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a
-    sequence's result, and must not depend on the lengths of the others.
+    For these, it is the fastest on an H200, whatever the number of sequences.  Packed sequences run
+    a chunked kernel, because the choice of the kernel affects the bits of a sequence's result, and
+    must not depend on the lengths of other sequences.
     """
-    step = call.inputs.cu_seqlens is None and call.inputs.x.shape[1] == 1
-    return "" if step else "longer or packed sequences"
+    is_step = call.inputs.cu_seqlens is None and call.inputs.x.shape[1] == 1
+    return "" if is_step else "longer or packed sequences"
 
 
 def hopper_cut(call: FusedCall) -> SSDHopperConfig:
-    """The division of the call into programs on a Hopper GPU."""
+    """The division of the call into programs on a Hopper GPU: the tuned or the committed one.
+    Packed sequences always have the committed one.
+    """
     inputs, batch_invariant = call.inputs, call.batch_invariant
-    packed = inputs.cu_seqlens is not None  # these keep the committed rule
-    tuned = (
-        None
-        if packed
-        else override(call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant))
-    )
+    tuned = None
+    if inputs.cu_seqlens is None:
+        key = call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant)
+        tuned = override(key)
     return tuned or SSDHopperConfig.choose(
         inputs, sm_count(inputs.x), batch_invariant=batch_invariant
     )
 
 
 def portable_config(call: FusedCall) -> SSDPortableConfig:
+    """The tuned configuration of the portable kernel, or the committed one."""
     tuned: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
+    if tuned:
+        return tuned.fitted(call.inputs)
     # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
-    return (
-        tuned.fitted(call.inputs)
-        if tuned
-        else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
-    )
+    return SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
 
 
 def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> Work:
-    """Launches, bytes of the workspace, and why.  scores_first: C B^T has a launch of its own."""
+    """Launches, bytes of the workspace, and the reason of a plan.
+
+    scores_first: a launch of its own computes C B^T
+    """
     launches = ["one launch"]
     if scores_first:
         launches.append("one for C B^T")
     if "sync" in buffers:
         launches.append("one to zero the flags")
-    return len(launches), nbytes(buffers), "; ".join((", and ".join(launches), *reasons))
+    reason = "; ".join([", and ".join(launches), *reasons])
+    return len(launches), nbytes(buffers), reason
 
 
 RECURRENT = Variant(
@@ -174,6 +177,7 @@ PORTABLE = Variant(
 
 
 def _refuse(inputs: SSDInputs) -> None:
+    """UnsupportedError for inputs that no variant supports."""
     if inputs.B.shape[3] > MAX_DSTATE:
         raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {inputs.B.shape[3]}")
 

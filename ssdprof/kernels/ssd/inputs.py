@@ -23,17 +23,17 @@ class SSDInputs(Inputs):
     B, C: (b, l, g, n), h a multiple of g
     D: (h) or (h, p)
     dt_bias: (h)
-    chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk`
-    or their own
+    chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk`,
+        or choose chunks of their own
     initial_states: (b, h, p, n); one per sequence if packed
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence
         i is x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
-    state_every: N: the states after every N positions and at the end are wanted, (b * ceil(l / N),
-    h, p, n)
+    state_every: N: the call returns the states after every N positions and at the end,
+        (b * ceil(l / N), h, p, n); 0: only the final states
     state_indices: (sequences) int32 or int64: initial_states is a pool (slots, h, p, n), and
         sequence i begins with slot state_indices[i].  The host does not read the values; they must
         name slots
-    write_indices, accepted: of a call in place (`kernels/inputs.py`)
+    write_indices, accepted: for a call that updates a pool in place (`kernels/inputs.py`)
 
     x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
@@ -143,6 +143,7 @@ class SSDInputs(Inputs):
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The sizes of a layer, by name."""
         (nheads, headdim), (ngroups, dstate) = self.x.shape[2:], self.B.shape[2:]
         return {"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups}
 
@@ -153,4 +154,5 @@ class SSDInputs(Inputs):
 
     @property
     def heads_per_group(self) -> int:
+        """Heads that share B and C."""
         return self.x.shape[2] // self.B.shape[2]

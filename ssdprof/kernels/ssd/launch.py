@@ -12,19 +12,21 @@ Buffers = dict[str, tuple[int, torch.dtype]]  # elements and dtype of each part 
 
 
 def nbytes(buffers: Buffers) -> int:
+    """Bytes of a workspace."""
     return sum(count * dtype.itemsize for count, dtype in buffers.values())
 
 
 def allocated(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor]:
-    """`sync`, tickets and flags, is zeroed; it comes first, so that the GPU zeroes it during the
-    host's work.
+    """New tensors for the parts of a workspace, by name.
 
-    Torch aligns new tensors to far more than 16 bytes, so launches need not check their alignment.
+    `sync`, with tickets and flags, is zeroed.  It comes first, so that the GPU zeroes it while the
+    host prepares the launch.  Torch aligns new tensors to far more than 16 bytes, so launches need
+    not check their alignment.
     """
     tensors = {}
     for name, (count, dtype) in buffers.items():
-        new = torch.zeros if name == "sync" else torch.empty
-        tensors[name] = new(count, dtype=dtype, device=device)
+        allocate = torch.zeros if name == "sync" else torch.empty
+        tensors[name] = allocate(count, dtype=dtype, device=device)
     return tensors
 
 
@@ -38,11 +40,13 @@ def prepared(
     in_place: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> PreparedLaunch:
-    """The prepared launch of a kernel, with new outputs and workspace at every call.
+    """The prepared launch of a kernel, with new outputs and a new workspace at every call.
 
-    inputs: any of the signature.
-    tensors: the kernel's arguments, of inputs, out, final states and, by name, the buffers.
-    in_place: final states overwrite the initial ones.  out_dtype: x's if None.
+    inputs: any inputs of the signature
+    tensors: a function of inputs, out, final states and, by name, the buffers, which returns the
+        kernel's arguments
+    in_place: final states overwrite the initial ones
+    out_dtype: of out; None: x's
     """
     index = inputs.x.get_device()
     shape = inputs.final_shape

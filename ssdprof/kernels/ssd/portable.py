@@ -1,8 +1,9 @@
 """SSD, all five stages in one launch, in plain Triton: for sm_80 and newer, and for the
 interpreter.
 
-    a_t   = sum_{s <= t in chunk} dt_s A log2(e)                                 chunk_cumsum
-    h    = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T    chunk_state, state_passing
+    a_t   = sum_{s <= t in chunk} dt_s A log2(e)                             chunk_cumsum
+    h     = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T               chunk_state,
+                                                                             state_passing
     out_t = 2^(a_t) h C_t + sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s    bmm_chunk, chunk_scan
 
 A sequence is cut into segments, and a segment into chunks.  One program owns one segment of one
@@ -19,32 +20,34 @@ In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D 
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
 Work: gates (h * p-slices, 2, b * l) fp32 plus one chunk: dt and a, written and read by the same
-      program CB (b, chunks, g, q, s) fp32, if fp32 inputs are not packed: C B^T of each chunk, by a
-      launch before.  Here, every slice of every head would compute it again: a third of the
-      products
-      states (sequences, h, p, n) state_dtype: the state that is handed over; final_states itself if
-      fp32
+          program
+      CB (b, chunks, g, q, s) fp32, if inputs are fp32 and not packed: C B^T of each chunk, by a
+          launch before this one.  In this launch, every slice of every head would compute it again,
+          and it would be a third of the products
+      states (sequences, h, p, n) state_dtype: the state that segments hand over; if fp32,
+          final_states itself
       sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of
-      segments handed over
+          segments that have handed over their state
 Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound for
       packed sequences.  The ticket, not the program id, selects the segment.  A program waits only
       for lower tickets, whose programs have started, so that progress does not require two programs
       to run at the same time.
 
-In functions: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt,
-a (q)
+Shapes in functions: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n,
+p) | dt, a (q).  In names, o_ is a vector of indices and m_ a mask.
 
 N is cut into blocks, `step` elements apart in memory, and the state is a tuple of blocks.  The last
 block is zero past N, because B and C are read with a mask.  A sum over N is the sum of the blocks'
 sums: tensor cores round towards zero when they add products, but sums of blocks are rounded to
-nearest.  With several blocks, each stage loads its own, because registers cannot hold all of them
-until the next stage.
+nearest.  With several blocks, each stage loads its blocks again, because registers cannot hold all
+of them until the next stage.
 
 The pointers of a tile are a scalar 64-bit base, which advances by chunks, and a tile of offsets,
 which costs no registers if its strides are compile-time constants.  Rows at or past `length` belong
 to another sequence and are never read or written.  ALIGNED means that no chunk has such rows.  Only
 gates are read past `length`, because a mask per vector would be one instruction in eight.  Their
 values there affect neither the state nor a stored row.
+
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6;
 docs/ssd-mathematics.md for segments.
 """
@@ -74,12 +77,12 @@ from ssdprof.kernels.ssd.launch import Buffers, prepared
 from ssdprof.kernels.ssd.unfused import _bmm_chunk_kernel
 from ssdprof.kernels.tensors import offset_dtype, strides_of, strides_of_each, tile_strides
 
-FLAGS = tl.constexpr(32)  # offset of the flags in sync
+FLAGS = tl.constexpr(32)  # index of the first flag in `sync`, whose first number is the ticket
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
-# 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+# log2 of a decay that is zero in fp32, with a margin for rounding: the smallest number is 2^-149
 FORGOTTEN = tl.constexpr(-160.0)
-SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration
-GATE_ROWS = tl.constexpr(8)  # chunks per iteration of chunk_cumsum
+SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration of `find_segment`
+GATE_ROWS = tl.constexpr(8)  # chunks per iteration of `chunk_cumsum`
 
 STAGES = {
     "take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "ticket",
@@ -94,10 +97,10 @@ STAGES = {
 
 
 class TokenRows(NamedTuple):
-    """One row per position, of a tensor of one sequence, head or group."""
+    """The rows of a sequence in a tensor, one per position, for one head or group."""
 
-    ptr: Any  # position 0
-    tile: Any  # offsets of a chunk's rows and columns
+    ptr: Any  # to the row of position 0
+    tile: Any  # offsets of a chunk's rows and columns (q, p) or (q, n)
     stride: Any  # between positions
     step: Any = 0  # between blocks of N
 
@@ -119,7 +122,10 @@ def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
 
 @triton.jit
 def segment_chunks(nchunks, RULE: tl.constexpr):
-    """Chunks per segment of a sequence of `nchunks`: `SSDPortableConfig.segment_chunks`."""
+    """Chunks per segment of a sequence of `nchunks`, as in `SSDPortableConfig.segment_chunks`.
+
+    RULE: max_segments, min_chunks and max_chunks
+    """
     return tl.minimum(tl.maximum(tl.cdiv(nchunks, RULE[0]), RULE[1]), RULE[2])
 
 
@@ -131,6 +137,8 @@ def find_segment(
 
     The sequence is -1 if the segment does not exist.
     """
+    # before: segments of all sequences in the blocks before.  The sums of the block that has the
+    # segment have one nonzero term; those of other blocks have none
     sequence, segment, before = -1, 0, 0
     begin, length = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for block in range(0, sequences, SEQUENCE_BLOCK):
@@ -159,6 +167,7 @@ def find_segment(
 
 @triton.jit
 def zero_state(tile, S: tl.constexpr):
+    """A zero state: a tuple of blocks of N, each of the shape of `tile`."""
     blocks = ()
     for _ in tl.static_range((S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N):
         blocks = blocks + (tl.zeros(tile.shape, tl.float32),)
@@ -213,8 +222,11 @@ def store_state(ptr, tile, m_state, state, S: tl.constexpr):
 def hand_over_state(
     states_ptr, tile, m_state, flag_ptr, entering, added, decay_log2, S: tl.constexpr
 ):
-    """Stage 3: overwrite the state that entered the segment with the one that leaves it, and set
-    the flag.
+    """Stage 3: overwrite the state that entered the segment with the state that leaves it, and
+    count the segment in the flag.
+
+    entering: the state that entered.  added: the state that the segment adds.  decay_log2: log2 of
+        the segment's decay
     """
     decay = decay_exp2(decay_log2)
     leaving = ()
@@ -231,8 +243,10 @@ def hand_over_state(
 
 @triton.jit
 def load_block(rows, t, k: tl.constexpr, m, S: tl.constexpr, AGAIN: tl.constexpr):
-    """Load block k of B or C of the chunk at t.  AGAIN: load it even if the compiler could reuse an
-    earlier load.
+    """Load block k of B or C of the chunk at position t: (q, BLOCK_N).
+
+    m: mask of rows (q, 1), or None.  AGAIN: load the block even if the compiler could reuse an
+        earlier load, by another cache modifier
     """
     if (k + 1) * S.BLOCK_N > S.DSTATE:
         m_n = (tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N)[None, :]
@@ -247,14 +261,18 @@ def load_block(rows, t, k: tl.constexpr, m, S: tl.constexpr, AGAIN: tl.constexpr
 def chunk_cumsum(
     dt_ptr, dt_stride, A, dt_bias, dt_low, dt_high, gates, first, count, length, S: tl.constexpr
 ):  # fmt: skip
-    """Stage 1 for the chunks first .. first + count - 1, several at once: store dt and a in memory.
+    """Stage 1 for the chunks first .. first + count - 1, backwards and several at once: store dt
+    and a in memory.
 
     The other stages need them in several layouts, and a load in the right layout is cheaper than an
-    exchange between threads in every chunk.  Returns the number of chunks whose decay to the
-    segment's end is not zero.
+    exchange between threads in every chunk.
+
+    gates: pointer to dt of the sequence's position 0, and the distance to a of the same position
+
+    Returns the number of chunks whose decay to the segment's end is not zero.
     """
     o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, S.CHUNK)
-    felt = 0
+    relevant = 0
     tail = 0.0  # log2 of the decay from a block of chunks to the segment's end
     for block in range(0, tl.cdiv(count, GATE_ROWS)):
         row = count - (block + 1) * GATE_ROWS + o_r
@@ -272,24 +290,27 @@ def chunk_cumsum(
         a = tl.cumsum(dA, axis=1)
         tl.store(gates[0] + t, dt, mask=m)
         tl.store(gates[0] + gates[1] + t, a, mask=m)
+        # of each chunk: log2 of its decay, and of the decay from its end to the segment's end
         end = tl.sum(tl.where(o_q[None, :] == S.CHUNK - 1, a, 0.0), axis=1)
         later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
-        felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
+        relevant += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
         tail += tl.sum(end, axis=0)
     tl.debug_barrier()  # all gates are stored before other threads read them
-    return felt
+    return relevant
 
 
 @triton.jit
 def chunk_state(state, x, B_rows, gates, t, length, tail, S: tl.constexpr, ALIGNED: tl.constexpr):
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
 
-    With a `tail`: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T, for a state after a further
-    decay of 2^tail.  The weighted x is then rounded, which affects only later segments.
+    tail: None in the second pass.  In the first pass, log2 of the decay from the chunk's end to the
+        segment's end; the result is then state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T.  The
+        weighted x is rounded to x's dtype, which affects only later segments
     """
     AGAIN: tl.constexpr = tail is None and len(state) > 1
     o_q = tl.arange(0, S.CHUNK)
     m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
+    # the weights of positions (q), and weighted x: rounded, and its rounding error
     dt = tl.load(gates[0] + t + o_q)
     a = tl.load(gates[0] + gates[1] + t + o_q)
     end = tl.load(
@@ -301,20 +322,21 @@ def chunk_state(state, x, B_rows, gates, t, length, tail, S: tl.constexpr, ALIGN
     weighted = x.to(S.INTERMEDIATE) * weight.to(S.INTERMEDIATE)[:, None]
     rounded = weighted.to(x.dtype)
     lost = (weighted - rounded.to(S.INTERMEDIATE)).to(x.dtype)
+    # the products with B, block by block of N
     decay = decay_exp2(end)
-    after = ()
+    blocks = ()
     for k in tl.static_range(len(state)):
         block = state[k]
         B = load_block(B_rows, t, k, m_q, S, AGAIN)
         if tail is None:
             # also multiply the rounding error: a term of the state is then rounded once on its way
-            # to the output, as a term of the chunk is (docs/kernels.md).  This product
-            # comes first: nothing waits for the other
+            # to the output, as a term of the chunk is (docs/kernels.md).  This product comes first,
+            # because nothing waits for the other one
             block *= decay
             if S.INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
                 block = add_outer_products(block, lost, B, S)
-        after = after + (add_outer_products(block, rounded, B, S),)
-    return after
+        blocks = blocks + (add_outer_products(block, rounded, B, S),)
+    return blocks
 
 
 @triton.jit
@@ -327,15 +349,17 @@ def add_outer_products(block, x, B, S: tl.constexpr):
 
 
 @triton.jit
-def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length, S: tl.constexpr):
-    """Stage 2 for a segment, from its end backwards.  Returns its state from a zero state, and log2
-    of its decay.
+def segment_state(
+    state, x_rows, m_p, B_rows, gates, first, count, relevant, length, S: tl.constexpr
+):
+    """Stage 2 for a segment, the first pass, from its end backwards.  Returns the state that the
+    segment adds to `state`, which is zero, and log2 of its decay.
 
-    Reads only the last `felt` chunks.  If these are not all, the decay is below FORGOTTEN, which
-    counts as zero.  Another segment follows, so that all chunks are full.
+    Reads only the last `relevant` chunks (`chunk_cumsum`).  If these are not all, the decay is
+    below FORGOTTEN, which counts as zero.  Another segment follows, so that all chunks are full.
     """
     tail = 0.0
-    for i in tl.range(0, felt, num_stages=S.STATE_STAGES):
+    for i in tl.range(0, relevant, num_stages=S.STATE_STAGES):
         t = (first + count - 1 - i) * S.CHUNK
         x = tl.load(
             x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0
@@ -347,10 +371,10 @@ def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length,
 
 @triton.jit
 def chunk_products(state, C_rows, B_rows, CB_ptr, gates, t, length, S: tl.constexpr):
-    """Stage 4, C B^T, and the first term of stage 5, 2^(a_t) h C_t.  Both go block by block, so
-    that C is read once.
+    """Stage 4, C B^T (q, s), and the first term of stage 5, 2^(a_t) h C_t (q, p).  Both are summed
+    in one loop over blocks of N, so that C is read once.
 
-    CB_ptr: C B^T of the chunk, if it has been computed.
+    CB_ptr: C B^T of the chunk, if an earlier launch has computed it, else None
     """
     o_q = tl.arange(0, S.CHUNK)
     m_q = ((o_q < length - t) | S.ALIGNED)[:, None]
@@ -363,11 +387,11 @@ def chunk_products(state, C_rows, B_rows, CB_ptr, gates, t, length, S: tl.conste
         if CB_ptr is None:
             B = load_block(B_rows, t, k, m_q, S, False)
             CB = tl.dot(C, tl.trans(B), CB, input_precision=S.PRODUCT)
-        # stage chunk_scan.previous
+        # stage chunk_scan.previous: the product with the state that entered the chunk
         block = tl.trans(state[k]) if S.P_ROWS else state[k]
         out = tl.dot(C, block.to(C.dtype), out, input_precision=S.PRODUCT)
-        # stage bmm_chunk
-    # stage chunk_scan.previous
+        # stage bmm_chunk: the next block
+    # stage chunk_scan.previous: the decay of each position
     a = tl.load(gates[0] + gates[1] + t + o_q)
     decay = decay_exp2(a)
     return CB, out * decay[:, None]
@@ -375,8 +399,8 @@ def chunk_products(state, C_rows, B_rows, CB_ptr, gates, t, length, S: tl.conste
 
 @triton.jit
 def scan_current(out, CB, x_rows, m_p, gates, t, length, S: tl.constexpr):
-    """Stage 5: add the chunk's own positions, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s.
-    Returns (out, x).
+    """Stage 5: add the terms of the chunk's positions, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s
+    x_s, to `out`.  Returns (out, x).
     """
     o_q = tl.arange(0, S.CHUNK)
     m_q = (o_q < length - t) | S.ALIGNED
@@ -397,7 +421,10 @@ def scan_current(out, CB, x_rows, m_p, gates, t, length, S: tl.constexpr):
 
 @triton.jit
 def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
-    """Stage 5: skip, gate and store."""
+    """Stage 5: add the skip D x, multiply by the gate silu(z), and store the output.
+
+    D: of `skip_weights`, or None.  z_rows: None without a gate
+    """
     m = ((tl.arange(0, S.CHUNK) < length - t) | S.ALIGNED)[:, None] & m_p
     if D is not None:
         out += D * x.to(tl.float32)
@@ -405,8 +432,9 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
         z = tl.load(
             z_rows.ptr + tl.cast(t, tl.int64) * z_rows.stride + z_rows.tile, mask=m, other=0.0
         ).to(tl.float32)
+        # z sigmoid(z): a division instead of the square of a root would take six more instructions
         root = tl.rsqrt(1.0 + tl.exp2(-z * LOG2_E))
-        out *= z * (root * root)  # z sigmoid(z): a division would take six more instructions
+        out *= z * (root * root)
     tl.store(
         out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile,
         out.to(out_rows.ptr.dtype.element_ty),
@@ -416,7 +444,7 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
 
 @triton.jit
 def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
-    """D of a head: a number, or a row (1, p)."""
+    """D of head i_h in fp32: a number, or a row (1, p)."""
     if len(D_strides) == 2:
         return load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
     else:
@@ -458,7 +486,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides,
         dt_bias_strides, initial_states_strides, cu_seqlens_strides, out_strides,
     ) = strides  # fmt: skip
-    # stage ticket: which segment of which slice is mine
+    # stage ticket: the program's slice and segment, and the segment's chunks
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     ticket = take_ticket(sync_ptr, S.HANDOVER)
     unit, rank = ticket % (S.HEADS * SLICES), ticket // (S.HEADS * SLICES)
@@ -466,12 +494,13 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     if cu_seqlens_ptr is None:
         sequence, segment = rank % sequences, rank // sequences
         begin, length = tl.zeros((), tl.int64), seqlen
+        # row of the batch, and index of the sequence's first position among those of all sequences
         i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
     else:
         sequence, segment, begin, length = find_segment(
             rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, S.CHUNK, S.RULE
         )
-        if sequence < 0:
+        if sequence < 0:  # there is no such segment
             return
         i_b, position = 0, begin
     nchunks = tl.cdiv(length, S.CHUNK)
@@ -480,7 +509,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     count = tl.minimum(per_segment, nchunks - first)
     last = first + count >= nchunks
 
-    # stage setup: where its tensors lie
+    # stage setup: where the rows of its tensors lie
     i_g = i_h // S.HEADS_PER_GROUP
     rows = tl.arange(0, S.CHUNK).to(S.OFFSET)[:, None]
     o_p, o_n = tl.arange(0, S.BLOCK_P).to(S.OFFSET), tl.arange(0, S.BLOCK_N).to(S.OFFSET)
@@ -496,10 +525,9 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     B_rows = TokenRows(B_ptr + ptr_offset(group_index, B_strides), B_tile, B_strides[1], B_step)
     C_rows = TokenRows(C_ptr + ptr_offset(group_index, C_strides), C_tile, C_strides[1], C_step)
     out_rows = TokenRows(out_ptr + ptr_offset(unit_index, out_strides), out_tile, out_strides[1])
-    positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
+    positions = tl.cast(seqlen, tl.int64)  # of all sequences: the distance from dt to a in gates
     if cu_seqlens_ptr is None:
         positions *= sequences
-    # dt of position 0, and how far a is from it
     gates = gates_ptr + (2 * positions * unit + position), positions
     state_offset = ((tl.cast(sequence, tl.int64) * S.HEADS + i_h) * S.HEADDIM + first_p) * S.DSTATE
     if S.P_ROWS:
@@ -508,13 +536,13 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         state_p, state_n, m_state = o_p[None, :], o_n[:, None], m_p[None, :]
     state_tile = state_p * S.DSTATE + state_n
 
-    # stage chunk_cumsum
+    # stage chunk_cumsum: the gates of all chunks of the segment
     A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
     dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
     dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
-    felt = chunk_cumsum(
+    relevant = chunk_cumsum(
         dt_ptr, dt_strides[1], A, dt_bias, dt_low, dt_high, gates, first, count, length, S,
     )  # fmt: skip
 
@@ -524,7 +552,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         added, decay_log2 = state, 0.0
         if not last:
             added, decay_log2 = segment_state(
-                state, x_rows, m_p[None, :], B_rows, gates, first, count, felt, length, S
+                state, x_rows, m_p[None, :], B_rows, gates, first, count, relevant, length, S
             )
         flag_ptr = sync_ptr + FLAGS + (sequence * (S.HEADS * SLICES) + unit) * FLAG_STRIDE
         if segment > 0:
@@ -555,7 +583,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         state, x_rows, B_rows, C_rows, z_rows, out_rows, D, CB_ptr, gates, m_p[None, :], first,
         count, length, S,
     )  # fmt: skip
-    # stage state_passing.store
+    # stage state_passing.store: the final state
     if last:
         store_state(final_states_ptr + state_offset, state_tile, m_state, state, S)
 
@@ -563,8 +591,9 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:
     """Elements and dtype of each buffer of a call, by name.
 
-    sync, states: flags, and the states that segments hand over, if they do.  gates: C B^T of all
-    chunks if it is computed before, then dt and the cumulative sums of dt A of all positions.
+    sync, states: flags, and the states that segments hand over, if sequences have several segments
+    gates: C B^T of all chunks, if an earlier launch computes it, then dt and the cumulative sums of
+        dt A of all positions
     """
     units = config.units(inputs)
     buffers = Buffers()
@@ -581,7 +610,9 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableCon
 
 
 def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...]:
-    """The shape of C B^T of all chunks; (0,) unless a launch before the fused one computes it."""
+    """The shape of C B^T of all chunks, (b, chunks, g, q, s), if a launch before the fused one
+    computes it; else (0,).
+    """
     batch, length, groups, _ = inputs.B.shape
     if inputs.x.dtype != torch.float32 or inputs.cu_seqlens is not None:
         return (0,)
@@ -589,8 +620,10 @@ def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...
 
 
 def scores_launcher(inputs: SSDInputs, chunk: int, shape: tuple[int, ...]) -> Launcher:
-    """The launch of C B^T of all chunks, of `shape`: a program for each chunk and group, whose
+    """The launch that computes C B^T of all chunks: a program for each chunk and group.  Its
     products are exact at every precision.
+
+    chunk: positions per chunk.  shape: of the result (`scores_shape`)
     """
     strides = strides_of_each(inputs.C, inputs.B, torch.empty(shape, device="meta"))
     return Launcher(
@@ -615,8 +648,8 @@ def launch_options(
     seqlen, nheads, headdim = inputs.x.shape[1:]
     dstate = inputs.B.shape[3]
     chunk = config.chunk
-    # relaxed fp32 inputs: products of one tf32 number for each operand have smaller errors than
-    # 16-bit intermediates
+    # With relaxed intermediates, products of fp32 inputs have one tf32 number for each operand.
+    # Their errors are smaller than those of 16-bit intermediates.
     wide = inputs.x.dtype == torch.float32
     intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
     tiles = (inputs.x, inputs.B, inputs.C, inputs.z, out)
@@ -645,10 +678,10 @@ def launch_options(
 def portable_launch(
     inputs: SSDInputs, precision: Precision, config: SSDPortableConfig
 ) -> PreparedLaunch:
-    """The launch of a call, for all inputs of one signature.  Inputs in fp32 that are not packed
-    get C B^T from a launch before it.
+    """The launch of a call, for all inputs of one signature.  For fp32 inputs that are not packed,
+    a launch before it computes C B^T.
     """
-    new = torch.empty(inputs.x.shape, device="meta")
+    new_out = torch.empty(inputs.x.shape, device="meta")
     shape = scores_shape(inputs, config)
     scores = scores_launcher(inputs, config.chunk, shape) if len(shape) > 1 else None
 
@@ -660,8 +693,8 @@ def portable_launch(
         sync: torch.Tensor | None = None,
         states: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """The kernel's tensors in its order.  Launches the kernel of C B^T, if there is one, into
-        the end of its buffer.
+        """The kernel's tensors in its order.  If there is a launch for C B^T, launches it; the
+        result is the beginning of `gates`.
         """
         CB = None
         if scores is not None:
@@ -677,9 +710,9 @@ def portable_launch(
         strides_of(inputs.D),
         tile_strides(inputs.z),
         *strides_of_each(inputs.dt_bias, inputs.initial_states, inputs.cu_seqlens),
-        tile_strides(new),
+        tile_strides(new_out),
     )
     scalars = (strides, inputs.length, inputs.sequences, *map(float, inputs.dt_limit))
-    launcher = Launcher(_fused_kernel, scalars, launch_options(inputs, precision, config, new))
+    launcher = Launcher(_fused_kernel, scalars, launch_options(inputs, precision, config, new_out))
     programs = config.segments(inputs) * config.units(inputs)
     return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))

@@ -4,16 +4,18 @@ arithmetic in fp32.
 recurrent            one launch.  A call with one position moves little more than the states.  With
                      l positions it takes l dependent steps; from a few dozen positions on, the
                      chunked kernels are faster
-recurrent_in_place   the same over a copy of the state; a bench times it only when it is named
+recurrent_in_place   `recurrent` in place, on a copy of the states that the call makes.  A bench
+                     times it only by request
 unfused_step         one position in two launches: the first writes the state, the second reads it
-                     for the output.  It moves one state more.  The five launches of `unfused`
-                     process chunks: a slow baseline for one token
+                     for the output.  It moves one state more.  The five launches of `unfused` would
+                     be a slow baseline for one token, because they process chunks
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
-      initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1) | state_indices (sequences):
-      the slots of initial_states, then a pool (slots, h, p, n)
-Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32, or initial_states
-      itself, in place, or the states after every position (b * l, h, p, n)
+      initial_states (sequences, h, p, n), or, with state_indices (sequences), a pool (slots, h, p,
+      n) | cu_seqlens (sequences + 1)
+Out:  out (b, l, h, p), x's dtype
+      final_states (sequences, h, p, n) fp32; or the states after every position (b * l, h, p, n)
+      fp32; or, in place, initial_states itself
 Grid: (sequences * h * slices of p), slices fastest, then heads.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 """
@@ -73,22 +75,27 @@ STAGES = {
 
 
 def blocks_of(inputs: SSDInputs, *, whole_state: bool = False) -> dict[str, int]:
-    """block_p: slice of P per program, a power of two.  whole_state: in one program, for a scale of
-    it, with at most 64 numbers of it per thread.
+    """block_p: slice of P per program, a power of two.  num_warps: warps per program.
+
+    whole_state: a program has all of P, because states are stored with a common scale; a thread
+        then has at most 64 numbers of the state
     """
     headdim = int(triton.next_power_of_2(inputs.x.shape[3]))
     if whole_state:
-        state = headdim * int(triton.next_power_of_2(inputs.B.shape[3]))
-        return {"block_p": headdim, "num_warps": max(2, state // (64 * 32))}
+        numbers = headdim * int(triton.next_power_of_2(inputs.B.shape[3]))
+        return {"block_p": headdim, "num_warps": max(2, numbers // (64 * 32))}
     return {"block_p": min(16, headdim), "num_warps": 2}
 
 
 def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dict[str, object]]:
-    """The programs of all three kernels, and their compile-time arguments and launch options."""
+    """The number of programs of each kernel of this file, and its compile-time arguments and launch
+    options.
+    """
     heads, headdim = inputs.x.shape[2:]
     dstate = inputs.B.shape[3]
     blocks = blocks_of(inputs, whole_state=whole_state)
-    return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
+    programs = inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"])
+    return programs, dict(
         HEADS=heads,
         HEADS_PER_GROUP=inputs.heads_per_group,
         HEADDIM=headdim,
@@ -101,8 +108,8 @@ def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dic
 
 
 @triton.jit
-def _own_slice(S: tl.constexpr):
-    """A step's sequence and head, the program's rows and columns of the state, and their masks."""
+def _slice_of_program(S: tl.constexpr):
+    """The program's sequence and head, its rows and columns of the state, and their masks."""
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     unit = tl.program_id(0) % (S.HEADS * SLICES)
     sequence, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
@@ -112,11 +119,9 @@ def _own_slice(S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqlen", "seed"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl.constexpr):
-    """One slice of P of one head of one sequence of `ssd_recurrent`, token after token, with the
-    state in registers.
-
-    FORMAT: that of the states of a call step by step, whose table of slots has a column for the
-    initial state, too; None: they are not rounded.
+    """One slice of P of one head of one sequence of `ssd_recurrent`, position after position, with
+    the state (P, N) in registers.  FORMAT: of a simulation of stored states (`stored_states.py`),
+    in which the table of slots has a column for the initial state, too.
     """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
@@ -128,8 +133,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
         accepted_strides, writes_strides, out_strides,
         final_states_strides,
     ) = strides  # fmt: skip
-    # stage setup: which slice of which head is mine
-    # `_own_slice` here makes other machine code
+    # stage setup: the program's sequence, head and slice; `_slice_of_program` would be less code
+    # here, but ptxas makes other instructions of it
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     unit = tl.program_id(0) % (S.HEADS * SLICES)
     sequence, i_h, i_slice = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES, unit % SLICES
@@ -141,6 +146,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
     m_state = m_p[:, None] & m_n[None, :]
     i_g = i_h // S.HEADS_PER_GROUP
+    # where the program's rows lie, and the numbers of its head
     x_ptr += ptr_offset((i_b, begin, i_h), x_strides) + o_p.to(tl.int64) * x_strides[3]
     out_ptr += ptr_offset((i_b, begin, i_h), out_strides) + o_p.to(tl.int64) * out_strides[3]
     B_ptr += ptr_offset((i_b, begin, i_g), B_strides) + o_n.to(tl.int64) * B_strides[3]
@@ -159,8 +165,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
         else:
             D += load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
 
-    # stage setup.load
-    final_row, m_final = sequence, m_state  # of the final state
+    # stage setup.load: the state with which the sequence begins, and where its final state goes
+    final_row, m_final = sequence, m_state
     slot, m_read = sequence, m_state
     if slots_ptr is not None:
         slot = slot_to_read(sequence, slots_ptr, slots_strides, accepted_ptr, accepted_strides)
@@ -181,14 +187,14 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
                 writes_ptr += tl.cast(sequence, tl.int64) * writes_strides[0]
                 final_row = tl.load(writes_ptr)
             m_final = tl.where((final_row >= 0) & (length > 0), m_state, False)
-    if S.FORMAT is not None:
+    if S.FORMAT is not None:  # round the initial state, and store it in the first column's slot
         key, elements = hashed_head(seed, sequence, i_h), o_p[:, None] * S.DSTATE + o_n[None, :]
         state = stored_state(state, key, 0, elements, 1, S.FORMAT)
         index = (final_row, i_h, o_p[:, None], o_n[None, :])
         store_at(final_states_ptr, final_states_strides, index, state, mask=m_state)
         writes_ptr += writes_strides[1]
 
-    # stage recurrence
+    # stage recurrence: equations of `reference.py`
     for t in range(0, length):
         step = tl.cast(t, tl.int64)
         x = tl.load(x_ptr + step * x_strides[1], mask=m_p, other=0.0).to(tl.float32)
@@ -209,15 +215,16 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
             store_at(final_states_ptr, final_states_strides, row, state, mask=m_state)
         if S.FORMAT is not None:
             state = stored_after(state, t + 1, length, key, elements, 1, S)
-        if len(writes_strides) == 2:
-            new = tl.load(writes_ptr + step * writes_strides[1])
-            # a call step by step keeps few states, and saves the addresses of others
-            if S.FORMAT is None or new >= 0:
-                at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
-                kept = state.to(final_states_ptr.dtype.element_ty)
-                tl.store(final_states_ptr + at, kept, mask=tl.where(new >= 0, m_state, False))
+        if len(writes_strides) == 2:  # the table of slots has a column for each position
+            new_slot = tl.load(writes_ptr + step * writes_strides[1])
+            # a simulation stores few states, and computes no addresses for others
+            if S.FORMAT is None or new_slot >= 0:
+                row = (new_slot, i_h, o_p[:, None], o_n[None, :])
+                p_new = final_states_ptr + ptr_offset(row, final_states_strides)
+                stored = state.to(final_states_ptr.dtype.element_ty)
+                tl.store(p_new, stored, mask=tl.where(new_slot >= 0, m_state, False))
 
-    # stage setup.store
+    # stage setup.store: the final state, unless every state has been stored
     if not S.EVERY_STATE and len(writes_strides) != 2:
         row = (final_row, i_h, o_p[:, None], o_n[None, :])
         store_at(final_states_ptr, final_states_strides, row, state, mask=m_final)
@@ -226,10 +233,10 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
 def recurrent_launch(
     inputs: SSDInputs, *, in_place: bool = False, stepping: Stepping = NOT_STEPPING
 ) -> PreparedLaunch:
-    """The launch of a call, for all inputs of one signature.  in_place: as of `ssd_recurrent`."""
-    new = torch.empty(inputs.x.shape, device="meta")
+    """The launch of a call, for all inputs of one signature.  in_place: see `ssd_recurrent`."""
+    new_out = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
-    strides = strides_of_each(*_tensors(inputs, new, final))
+    strides = strides_of_each(*_tensors(inputs, new_out, final))
     scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit), stepping.seed)
     programs, options = _settings(inputs, whole_state=stepping.whole_state)
     options |= dict(
@@ -245,7 +252,7 @@ def recurrent_launch(
 
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a launch.  new: out, final_states."""
+    """The tensors of a launch, in the kernel's order.  new: out and final_states"""
     return *inputs.kernel_tensors, *new
 
 
@@ -258,11 +265,11 @@ def ssd_recurrent(
     *,
     in_place: bool = False,
 ) -> SSDOutput:
-    """Output in x's dtype, final states in fp32, whatever the precision.  Takes l dependent steps,
-    and so is meant for short l.
+    """Output in x's dtype, final states in fp32, whatever the precision.  The call takes l
+    dependent steps, and so is meant for short l.
 
-    in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is
-        returned; of a pool, slots as in `kernels/inputs.py`.
+    in_place: the final states overwrite inputs.initial_states, in its dtype, and the call returns
+        that tensor.  For a pool, `kernels/inputs.py` says which slots are read and written.
 
     Raises ValueError if in_place has no initial_states to write to, expanded ones, or
     inputs.state_every, and UnsupportedError for N above MAX_DSTATE, for inputs that require a
@@ -273,6 +280,7 @@ def ssd_recurrent(
 
 
 def _prepare_steps(inputs: SSDInputs, stepping: Stepping) -> PreparedLaunch:
+    """The launch of a simulation of stored states (`stored_states.py`)."""
     _refuse_unsupported("recurrent", inputs)
     return recurrent_launch(inputs, in_place=True, stepping=stepping)
 
@@ -285,7 +293,9 @@ def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
 
 
 def _run_on_copy(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-    """The new state over a copy of the old one, as `selective_state_update` needs it."""
+    """`recurrent` in place, on a copy of the states, as `selective_state_update` of mamba_ssm is
+    timed.
+    """
     if inputs.initial_states is None:
         raise UnsupportedError("recurrent_in_place: sequences begin with a state")
     states = inputs.initial_states.to(torch.float32, copy=True)
@@ -300,7 +310,7 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
         x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides,
         final_states_strides,
     ) = strides  # fmt: skip
-    i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
+    i_b, i_h, o_p, o_n, m_p, m_n = _slice_of_program(S)
     m_state = m_p[:, None] & m_n[None, :]
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
 
@@ -326,7 +336,7 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
     """The output, (state C + D x) * silu(z), from the state after the token."""
     states_ptr, C_ptr, x_ptr, D_ptr, z_ptr, out_ptr = tensors
     states_strides, C_strides, x_strides, D_strides, z_strides, out_strides = strides
-    i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
+    i_b, i_h, o_p, o_n, m_p, m_n = _slice_of_program(S)
 
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
     state = load_at(states_ptr, states_strides, index, mask=m_p[:, None] & m_n[None, :])
@@ -347,7 +357,7 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
 
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
-    """One token of each sequence, without checks."""
+    """One token of each sequence in two launches, without checks."""
     x = inputs.x
     programs, options = _settings(inputs)
     with torch.cuda.device(x.get_device()):  # no effect for -1, the CPU
@@ -371,6 +381,7 @@ def _run_step(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
 
 
 def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
+    """UnsupportedError for inputs that implementation `name` does not support."""
     dstate = inputs.B.shape[3]
     if name == _STEP and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
         raise UnsupportedError(f"{name}: one token of each sequence, side by side")
@@ -380,7 +391,7 @@ def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
 
 
 def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: Precision) -> Plan:
-    """What the plans of all implementations of this file share."""
+    """The plan of implementation `name` of this file."""
     _refuse_unsupported(name, inputs)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
@@ -390,13 +401,13 @@ def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: P
     )
 
 
-_ONE = "one launch, position by position"
+_ONE_LAUNCH = "one launch, position by position"
 register(
     Implementation(
         operator="ssd",
         name="recurrent",
         run=ssd_recurrent,
-        plan=partial(_plan, "recurrent", 1, _ONE),
+        plan=partial(_plan, "recurrent", 1, _ONE_LAUNCH),
         keeps=keeps_every_state,
         pools=True,
         in_place=partial(ssd_recurrent, in_place=True),
@@ -418,7 +429,10 @@ register(
         name="recurrent_in_place",
         run=_run_on_copy,
         plan=partial(
-            _plan, "recurrent", 2, f"each call begins with a copy of the state, in its time; {_ONE}"
+            _plan,
+            "recurrent",
+            2,
+            f"each call begins with a copy of the state, in its time; {_ONE_LAUNCH}",
         ),
     )
 )

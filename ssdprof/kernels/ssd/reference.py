@@ -28,32 +28,29 @@ from ssdprof.kernels.oracle import (
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-# as A = -inf: the decay is 0 at every step; but times a step of 0, which decays by nothing, it is 0
+# The least A, for which the decay is 0 at every step with dt > 0.  In contrast to -inf, its product
+# with a step of 0 is 0, no decay, and not NaN.
 _FORGETS = -1e30
 
 
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
-    """The recurrence, position by position, for short inputs.  Output and final states in
+    """The recurrence, position by position, for short inputs.  Output and final states are in
     `dtype`.
     """
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     final_states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
-        state = final_states[span.sequence]
-        for t in range(span.start, span.stop):
-            here = Span(sequence=span.sequence, batch=span.batch, start=t, stop=t + 1)
-            (x,), (dt,), A, (B,), (C,) = _load(inputs, here, dtype)
-            group_of_head = (
-                torch.arange(state.shape[0], device=state.device) // inputs.heads_per_group
-            )
-            B, C = B[group_of_head], C[group_of_head]  # (h, n)
-            state = (
-                state * (dt * A).exp()[:, None, None]
-                + (dt[:, None] * x)[:, :, None] * B[:, None, :]
-            )
-            out[span.batch, t] = _skip_and_gate(
-                inputs, here, (state * C[:, None, :]).sum(-1)[None]
-            )[0]
+        state = final_states[span.sequence]  # (h, p, n)
+        x, dt, A, B, C = _load(inputs, span, dtype)
+        decay = (dt * A).exp()[..., None, None]  # (l, h, 1, 1)
+        # B and C of each head, (l, h, n), and dt x
+        B, C = (rows.repeat_interleave(inputs.heads_per_group, 1) for rows in (B, C))
+        scaled_x = dt[..., None] * x
+        y = torch.empty_like(x)
+        for t in range(span.length):
+            state = state * decay[t] + scaled_x[t, :, :, None] * B[t, :, None, :]
+            y[t] = (state * C[t, :, None, :]).sum(-1)
+        span.of(out).copy_(_skip_and_gate(inputs, span, y))
         final_states[span.sequence] = state
     return SSDOutput(out, final_states)
 
@@ -87,10 +84,12 @@ def _skip_and_gate(inputs: SSDInputs, span: Span, out: Tensor) -> Tensor:
 def _chunked(
     inputs: SSDInputs, span: Span, dtype: torch.dtype, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output (l, h, p) and the state (h, p, n) after the span.
+    """The chunked form: output (l, h, p), and the state (h, p, n) after the span.
 
     Heads are split into (g, r), with r heads per group.  Every product with B or C is then one
     matrix product per chunk and group, and B and C are not repeated.
+
+    state: (h, p, n), before the span
     """
     x, dt, A, B, C = _load(inputs, span, dtype)
     l, h, p = x.shape
@@ -110,11 +109,13 @@ def _chunked(
     scores = (C @ B.mT)[:, :, None] * log_decay.exp() * dt[..., None, :]  # (c, g, r, q, s)
     out = scores @ x  # (c, g, r, q, p)
 
-    # from chunk to chunk
-    # (c, g, s, r): up to the chunk's end
+    # the state that each chunk adds, (c, g, n, r, p): dt and the decay up to the chunk's end are
+    # weights (c, g, s, r) of x
     weights = (log_decay[..., -1, :].exp() * dt).permute(0, 1, 3, 2)
     weighted_x = (x.permute(0, 1, 3, 2, 4) * weights[..., None]).reshape(c, g, q, r * p)
     chunk_states = (B.mT @ weighted_x).reshape(c, g, n, r, p)
+
+    # the state that enters each chunk
     since_start = steps.cumsum(-1)  # (c, g, r, q)
     chunk_decay = since_start[..., -1].exp()[:, :, None, :, None]  # (c, g, 1, r, 1)
     carried = state.reshape(g, r, p, n).permute(0, 3, 1, 2)  # (g, n, r, p)
@@ -122,6 +123,8 @@ def _chunked(
     for i in range(c):
         entering[i] = carried
         carried = carried * chunk_decay[i] + chunk_states[i]
+
+    # contributions of that state to the output
     from_before = (C @ entering.reshape(c, g, n, r * p)).reshape(c, g, q, r, p)
     out += from_before.transpose(2, 3) * since_start.exp()[..., None]
 

@@ -2,12 +2,14 @@
 
 vllm, sglang             prompts, all sequences as one pack: five kernels, forks of those of
                          `mamba_ssm`.  What a server computes on the host, such as which chunk
-                         belongs to which sequence, is prepared outside of their time
+                         belongs to which sequence, is prepared before, and does not count in their
+                         time
 selective_state_update   `mamba_ssm`'s kernel for a token of each sequence, on a pool in place
-vllm_step, sglang_step   the servers' forks of it, for verification too
+vllm_step, sglang_step   the servers' forks of `selective_state_update`, also for several tokens of
+                         each sequence, as in the verification of drafted tokens
 
-The servers' packages patch torch and transformers when they are imported, so that they are not:
-only the modules with kernels are.
+The import of a server's package patches torch and transformers.  So only its modules with kernels
+are imported.
 """
 
 from collections.abc import Callable
@@ -35,53 +37,57 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _VLLM = "vllm.model_executor.layers.mamba.ops"
 _SGLANG = "sglang.kernels.ops.mamba.triton_ops"
+# modules whose kernels tune themselves
 _TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 
-
-# (pool) -> out
-StepCall = Callable[[torch.Tensor], torch.Tensor]
+StepCall = Callable[[torch.Tensor], torch.Tensor]  # (pool) -> out
 
 
 # --- prompts
 
 
 def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
-    """vLLM's: chunks begin with their sequences."""
+    """vLLM's arguments about chunks: the first chunk of a sequence begins with the sequence."""
     bounds = bounds_of(inputs).int()
     starts: list[int] = []
-    owners: list[int] = []
-    last: list[int] = []
-    for owner, (start, stop) in enumerate(pairwise(bounds.tolist())):
-        of_sequence = range(start, stop, inputs.chunk_size)
-        starts += of_sequence
-        owners += [owner] * len(of_sequence)
-        last.append(len(starts) - 1)
+    sequence_of_chunk: list[int] = []
+    last_chunks: list[int] = []  # of each sequence
+    for sequence, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        chunk_starts = range(start, stop, inputs.chunk_size)
+        starts += chunk_starts
+        sequence_of_chunk += [sequence] * len(chunk_starts)
+        last_chunks.append(len(starts) - 1)
     integers = partial(torch.tensor, dtype=torch.int32, device=inputs.device)
     return {
         "cu_seqlens": bounds,
         "cu_chunk_seqlens": integers([*starts, bounds[-1]]),
-        "last_chunk_indices": integers(last),
-        "seq_idx": integers(owners),
+        "last_chunk_indices": integers(last_chunks),
+        "seq_idx": integers(sequence_of_chunk),
         "final_state_indices": torch.arange(inputs.sequences, device=inputs.device).int(),
     }
 
 
 def _common_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
-    """SGLang's: chunks lie side by side whatever sequences they cut, and their parts are listed."""
+    """SGLang's arguments about chunks: the pack is cut into chunks regardless of its sequences, and
+    a sequence that begins inside a chunk begins a part of the chunk.
+    """
     size = inputs.chunk_size
     bounds = bounds_of(inputs).int()
-    owners = torch.arange(inputs.sequences, device=inputs.device).int()
-    listed = {"cu_seqlens": bounds, "seq_idx": owners.repeat_interleave(bounds.diff())[None]}
+    sequences = torch.arange(inputs.sequences, device=inputs.device).int()
+    sequence_of_token = sequences.repeat_interleave(bounds.diff())[None]
+    arguments = {"cu_seqlens": bounds, "seq_idx": sequence_of_token}
     if inputs.initial_states is not None:
         tokens = int(bounds[-1])
-        starts = sorted({*range(0, tokens, size), *bounds[:-1].tolist()} - {tokens})
+        # parts begin with chunks and with sequences; an empty last sequence has none
+        starts = {*range(0, tokens, size), *bounds[:-1].tolist()} - {tokens}
+        part_starts = sorted(starts)
         integers = partial(torch.tensor, dtype=torch.int32, device=inputs.device)
-        listed["chunk_indices"] = integers([start // size for start in starts])
-        listed["chunk_offsets"] = integers([start % size for start in starts])
-    return listed
+        arguments["chunk_indices"] = integers([start // size for start in part_starts])
+        arguments["chunk_offsets"] = integers([start % size for start in part_starts])
+    return arguments
 
 
-# name -> the package of its kernels, their function, and what a server tells it of chunks
+# name -> the package of the server's kernels, their function, and its arguments about chunks
 _PROMPTS = {
     "vllm": (_VLLM, "mamba_chunk_scan_combined_varlen", _sequence_chunks),
     "sglang": (_SGLANG, "mamba_chunk_scan_combined", _common_chunks),
@@ -90,24 +96,28 @@ _PROMPTS = {
 
 def load_prompt(name: str) -> Implementation:
     """A server's kernels for prompts.  Raises ImportError."""
-    package, function_name, list_chunks = _PROMPTS[name]
+    package, function_name, chunk_arguments = _PROMPTS[name]
     function = getattr(import_kernels(f"{package}.ssd_combined"), function_name)
     tunings = Tunings(import_kernels(f"{package}.{tuned}") for tuned in _TUNED)
-    chunks_of = once(list_chunks)
-    vllm = name == "vllm"
+    chunks_of = once(chunk_arguments)
+    is_vllm = name == "vllm"
 
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
         tensors = inputs.tensors | {"out": torch.empty_like(inputs.x.contiguous())}
-        pack = {
-            key: tensors[key].flatten(0, 1)[None]
-            for key in ("x", "dt", "B", "C", "z", "out")
-            if key in tensors
-        }
+        arguments: dict[str, Any] = {}
+        for key in ("x", "dt", "B", "C", "z", "out"):
+            if key in tensors:
+                pack = tensors[key].flatten(0, 1)  # (tokens, ...)
+                arguments[key] = pack if is_vllm else pack[None]
         states = torch.empty(inputs.states_shape, device=inputs.device)
+        if is_vllm:
+            arguments["final_states_out"] = states
+        else:
+            arguments["return_varlen_states"] = True
         with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
             returned = function(
-                **{key: tensor[0] if vllm else tensor for key, tensor in pack.items()},
+                **arguments,
                 A=inputs.A,
                 chunk_size=inputs.chunk_size,
                 D=inputs.D,
@@ -116,10 +126,9 @@ def load_prompt(name: str) -> Implementation:
                 dt_softplus=inputs.dt_softplus,
                 dt_limit=inputs.dt_limit,
                 state_dtype=precision.state_dtype,
-                **({"final_states_out": states} if vllm else {"return_varlen_states": True}),
                 **chunks_of(inputs),
             )
-        return SSDOutput(tensors["out"], states if vllm else returned)
+        return SSDOutput(tensors["out"], states if is_vllm else returned)
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
@@ -138,29 +147,32 @@ def load_prompt(name: str) -> Implementation:
 def _step_arguments(
     inputs: SSDInputs, tokens: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The arguments that the steps of all libraries share.  tokens: (b, l, ...) -> the form in
-    which a kernel takes them.
+    """The arguments that the kernels of all libraries for steps share.
+
+    tokens: a function of (b, l, ...) that returns the shape in which a kernel takes tokens
     """
-    heads, width, size = inputs.states_shape[1:]
+    heads, headdim, dstate = inputs.states_shape[1:]
     zeros = torch.zeros(heads, device=inputs.device)
     tensors = inputs.tensors
     arguments: dict[str, Any] = {
         name: tokens(tensors[name]) for name in ("x", "B", "C", "z") if name in tensors
     }
     for name in ("D", "dt_bias"):
-        of_head = tensors.get(name, zeros)
-        arguments[name] = of_head if of_head.ndim == 2 else of_head[:, None].expand(-1, width)
-    # expanded, from which kernels see one number a head
+        of_head = tensors.get(name, zeros)  # (heads), or (heads, headdim)
+        arguments[name] = of_head if of_head.ndim == 2 else of_head[:, None].expand(-1, headdim)
+    # expanded: strides of 0 tell the kernels that a head has one number
     dt = tokens(inputs.dt)[..., None]
     return arguments | {
-        "dt": dt.expand(*dt.shape[:-1], width),
-        "A": inputs.A[:, None, None].expand(heads, width, size),
+        "dt": dt.expand(*dt.shape[:-1], headdim),
+        "A": inputs.A[:, None, None].expand(heads, headdim, dstate),
         "dt_softplus": inputs.dt_softplus,
     }
 
 
 def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
-    """vLLM's slots.  Several tokens are a verification, with tables to read and to write."""
+    """vLLM's arguments about slots.  For several tokens, a verification, these are tables with a
+    column for each token: of slots to read and to write.
+    """
     read = slots.read.int()
     if slots.overwrites and inputs.cu_seqlens is None and inputs.length == 1:
         return {"state_batch_indices": read, "null_block_id": -1}
@@ -175,6 +187,7 @@ def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
 
 
 def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
+    """vLLM's kernel, bound to a call; tokens are (tokens, ...)."""
     arguments = _step_arguments(inputs, lambda tensor: tensor.flatten(0, 1))
     arguments |= _tables(inputs, slots)
 
@@ -187,7 +200,9 @@ def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
 
 
 def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
-    """A verification leaves the pool alone, and writes all states to a buffer."""
+    """SGLang's kernel, bound to a call; tokens are (b, l, ...).  A verification does not change the
+    states of the pool, and writes all new states to a buffer.
+    """
     slots.refuse_tables("sglang_step")
     arguments = _step_arguments(inputs, lambda tensor: tensor)
     arguments["state_batch_indices"] = slots.read.int()
@@ -201,6 +216,7 @@ def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
 
 
 def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
+    """mamba_ssm's kernel, bound to a call with one token of each sequence; tokens are (b, ...)."""
     arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])
     slots.refuse_tables(_MAMBA)
 
@@ -244,4 +260,5 @@ def load_step(name: str) -> Implementation:
 
 
 def load(name: str) -> Implementation:
+    """A server's kernel, or mamba_ssm's for a step, by its name.  Raises ImportError."""
     return load_prompt(name) if name in _PROMPTS else load_step(name)

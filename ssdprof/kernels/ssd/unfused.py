@@ -5,9 +5,12 @@
 Launchers of a stage run on the current device, and `SSDInputs` has checked the shapes.  Block
 sizes: `config.py`, `UNFUSED`.
 
-Shapes: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p),
-        and of chunks: dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | CB (b,
-        c, g, q, s)
+Inputs: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
+Stages: dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | CB (b, c, g, q, s)
+
+In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of indices, m_ a mask, b_
+a tile in registers.
+
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 """
 
@@ -50,7 +53,9 @@ STAGES = {
 
 
 def _constants(blocks: Blocks) -> dict[str, int]:
-    """Blocks as compile-time arguments, which are in capitals, beside the launch options."""
+    """The arguments of a launch: blocks, whose names are in capitals in kernels, and launch
+    options.
+    """
     return {
         name.upper() if name.startswith("block") else name: value for name, value in blocks.items()
     }
@@ -74,7 +79,7 @@ def _chunk_cumsum_kernel(
     """One chunk of a block of heads of `chunk_cumsum`."""
     dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr = tensors
     dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides = strides
-    # --- this program's heads and chunk
+    # --- the program's heads and chunk
     h_blocks = tl.cdiv(nheads, S.BLOCK_H)
     i_bc = tl.program_id(0) // h_blocks
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -86,8 +91,7 @@ def _chunk_cumsum_kernel(
     m_h = o_h < nheads
     m = m_h[:, None] & (o_q < length)[None, :]
 
-    # --- time step
-    # [BLOCK_H, CHUNK_SIZE]
+    # --- time step, [BLOCK_H, CHUNK_SIZE]
     b_dt = load_at(
         dt_raw_ptr, dt_raw_strides, (i_b, start + o_q[None, :], o_h[:, None]), mask=m
     ).to(tl.float32)
@@ -98,7 +102,7 @@ def _chunk_cumsum_kernel(
     b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
     b_dt = tl.where(m, b_dt, 0.0)
 
-    # --- cumulative log decay later stages subtract these sums, so that their rounding becomes a
+    # --- cumulative log decay.  Later stages subtract these sums, so that their rounding becomes a
     # relative error of the decay.  It is not visible with 16-bit inputs.  With fp32 inputs it is,
     # so their sums are computed in fp64 and rounded once
     SUM_DTYPE: tl.constexpr = (
@@ -115,8 +119,7 @@ def _chunk_cumsum_kernel(
 def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """Stage 1: the time step of every position, and its cumulative log decay in the chunk.
 
-        dt[q]
-        = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
+        dt[q] = clamp(softplus(dt_raw[q] + dt_bias), low, high), 0 past the end of the sequence
         dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
 
     Logarithms have base 2, because later stages take exp2 of their differences many times per
@@ -150,7 +153,7 @@ def _chunk_state_kernel(
     """One (p, n) tile of one chunk of one head of `chunk_state`."""
     x_ptr, B_ptr, dt_ptr, dA_cumsum_log2_ptr, spans_ptr, states_ptr = tensors
     x_strides, B_strides, dt_strides, dA_cumsum_log2_strides, states_strides = strides
-    # --- this program's tile; heads of one chunk are in neighbouring programs, because they share B
+    # --- the program's tile.  Heads of one chunk are in neighbouring programs, because they share B
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     N_TILES: tl.constexpr = (S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N
     i_tile = tl.program_id(0) % (P_TILES * N_TILES)
@@ -163,7 +166,8 @@ def _chunk_state_kernel(
     o_n = (i_tile % N_TILES) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
-    # --- sum over the chunk; `load_at` here makes other machine code
+    # --- sum over the chunk, [BLOCK_P, BLOCK_N].  `load_at` would load the same, but ptxas makes
+    # other instructions of it here
     end = tl.load(
         dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
     )
@@ -239,7 +243,7 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
         states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides,
         final_states_strides,
     ) = strides  # fmt: skip
-    # --- this program's part of a state
+    # --- the program's block of (p, n) of a state, and the chunks of its sequence
     BLOCKS: tl.constexpr = (S.HEADDIM * S.DSTATE + S.BLOCK - 1) // S.BLOCK
     i_sh = tl.program_id(0) // BLOCKS
     i_s, i_h = i_sh // nheads, i_sh % nheads
@@ -247,11 +251,11 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
     o_p, o_n = o_pn // S.DSTATE, o_pn % S.DSTATE
     m = o_pn < S.HEADDIM * S.DSTATE
     if bounds_ptr is None:
-        i_b, first, after = i_s, 0, nchunks
+        i_b, first, stop = i_s, 0, nchunks
     else:
         i_b = 0
         first = tl.load(bounds_ptr + i_s).to(tl.int32)
-        after = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+        stop = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
 
     # --- loop over chunks
     state = tl.zeros((S.BLOCK,), dtype=tl.float32)
@@ -259,7 +263,7 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
         state += load_at(
             initial_states_ptr, initial_states_strides, (i_s, i_h, o_p, o_n), mask=m
         ).to(tl.float32)
-    for i_c in tl.range(first, after, num_stages=S.NUM_STAGES):
+    for i_c in tl.range(first, stop, num_stages=S.NUM_STAGES):
         b_states = load_at(states_ptr, states_strides, (i_b, i_c, i_h, o_p, o_n), mask=m)
         end = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, S.CHUNK_SIZE - 1))
         store_at(prev_states_ptr, prev_states_strides, (i_b, i_c, i_h, o_p, o_n), state, mask=m)
@@ -278,14 +282,15 @@ def state_passing(
     States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of
     prev_states.
 
-    Out:  prev_states, as states, in the precision's state_dtype | final_states (sequences, h, p, n)
-    fp32
+    Out:  prev_states (b, c, h, p, n), the precision's state_dtype
+          final_states (sequences, h, p, n) fp32
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over
-    its chunks.
+          its chunks.
     """
     blocks = unfused_blocks("state_passing")
     initial_states = inputs.initial_states
-    blocks["block"] = 4096 if INTERPRETED else blocks["block"]
+    if INTERPRETED:  # it takes as long for a large block as for a small one
+        blocks["block"] = 4096
     _, _, nheads, headdim, dstate = states.shape
     prev_states = torch.empty_like(states, dtype=precision.state_dtype)
     final_states = torch.empty(inputs.states_shape, device=states.device, dtype=torch.float32)
@@ -310,7 +315,7 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     """One tile of one chunk of one group of `bmm_chunk`."""
     C_ptr, B_ptr, spans_ptr, CB_ptr = tensors
     C_strides, B_strides, CB_strides = strides
-    # --- this program's tile
+    # --- the program's tile, unless it lies above the diagonal or past the chunk's end
     Q_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_Q - 1) // S.BLOCK_Q
     S_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_S - 1) // S.BLOCK_S
     i_tile = tl.program_id(0) % (Q_TILES * S_TILES)
@@ -324,7 +329,7 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     o_q, o_s = first_q + tl.arange(0, S.BLOCK_Q), first_s + tl.arange(0, S.BLOCK_S)
     m_q, m_s = o_q < length, o_s < length
 
-    # --- sum over the state dimension
+    # --- sum over N, [BLOCK_Q, BLOCK_S]
     acc = tl.zeros((S.BLOCK_Q, S.BLOCK_S), dtype=tl.float32)
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
@@ -389,12 +394,13 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         CB_strides, x_strides, dt_strides, dA_cumsum_log2_strides, C_strides, prev_states_strides,
         D_strides, z_strides, out_strides,
     ) = strides  # fmt: skip
-    # --- this program's block; heads of one chunk are in neighbouring programs, because they share
-    #   CB and C
+    # --- the program's block [BLOCK_Q, BLOCK_P] of the output.  Heads of one chunk are in
+    # neighbouring programs, because they share CB and C
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     Q_BLOCKS: tl.constexpr = S.CHUNK_SIZE // S.BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
-    i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)  # `own_chunk` here makes other machine code
+    # `own_chunk` would do the same, but ptxas makes other instructions of it here
+    i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)
     i_h, i_bc = i_bch % nheads, i_bch // nheads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     i_g = i_h // heads_per_group
@@ -402,17 +408,14 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return
-    o_q, o_p = (
-        first_q + tl.arange(0, S.BLOCK_Q),
-        (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P),
-    )
+    first_p = (i_tile % P_TILES) * S.BLOCK_P
+    o_q, o_p = first_q + tl.arange(0, S.BLOCK_Q), first_p + tl.arange(0, S.BLOCK_P)
     m_q, m_p = o_q < length, o_p < S.HEADDIM
-    b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
-    dA_first = tl.load(
-        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides)
-    )
+    b_dA_q = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_q))
+    dA_first = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, first_q))
 
-    # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
+    # stage chunk_scan.previous: the contribution of the state that entered the chunk, decayed to
+    # the block's first row
     acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
@@ -431,15 +434,13 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
-    # stage chunk_scan.current: the chunk's positions before the block, decayed to its first row,
-    # then to each row
+    # stage chunk_scan.current: the contributions of the chunk's positions before the block, decayed
+    # to its first row; then the decay of all contributions so far to each row
     for s in range(0, first_q, S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
-        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(
-            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
-        )
-        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
+        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
+        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
         b_x = tl.load(
             x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
             mask=m_p[None, :],
@@ -451,15 +452,13 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         )
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
 
-    # stage chunk_scan.current: the block's own positions
+    # stage chunk_scan.current: the contributions of the block's positions
     for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
-        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(
-            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
-        )
-        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
+        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
+        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
         b_x = tl.load(
             x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
             mask=m_s[:, None] & m_p[None, :],
@@ -475,16 +474,12 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     m = m_q[:, None] & m_p[None, :]
     if D_ptr is not None:
         if len(D_strides) == 2:
-            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
-                tl.float32
-            )[None, :]
+            b_D = load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
         else:
-            b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
-        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
-            tl.float32
-        )
+            b_D = load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
+        acc += b_D * load_at(x_ptr, x_strides, row_index, m).to(tl.float32)
     if z_ptr is not None:
-        b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
+        b_z = load_at(z_ptr, z_strides, row_index, m).to(tl.float32)
         acc *= b_z * tl.sigmoid(b_z)
     tl.store(out_ptr + ptr_offset(row_index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
 
@@ -557,8 +552,9 @@ def ssd_unfused(
     `ssd_fused`.
 
     chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.
-    batch_invariant: no effect, every call is batch invariant.  Does not support
-    torch.compile(fullgraph=True).
+    batch_invariant: has no effect, because every call is batch invariant.
+
+    In contrast to `ssd_fused`, it does not support torch.compile(fullgraph=True).
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
     ones.
@@ -599,9 +595,8 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     if inputs.state_every:
         step = inputs.state_every // chunks.size
-        final_states = torch.cat(
-            [prev_states[:, step::step].float(), final_states[:, None]], 1
-        ).flatten(0, 1)
+        on_the_way = prev_states[:, step::step].float()
+        final_states = torch.cat([on_the_way, final_states[:, None]], 1).flatten(0, 1)
     return SSDOutput(out, final_states)
 
 
@@ -613,26 +608,30 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
     nchunks = batch * inputs.chunk_count
     size = inputs.power_of_two_chunk
     dtype = inputs.x.dtype
-    # bytes, except `states`: elements
-    gate = 2 * 4 * nchunks * nheads * size
-    states = nchunks * nheads * headdim * dstate
-    CB = nchunks * ngroups * size**2 * precision.intermediate_dtype(dtype).itemsize
+    # bytes: of dt and dA_cumsum in fp32, of prev_states, of states in fp32, of CB
+    gate_bytes = 2 * 4 * nchunks * nheads * size
+    numbers = nchunks * nheads * headdim * dstate
+    prev_states_bytes = precision.state_dtype.itemsize * numbers
+    states_bytes = 4 * numbers
+    CB_bytes = nchunks * ngroups * size**2 * precision.intermediate_dtype(dtype).itemsize
+    launches, reason = 5, "five stages, one launch each"
+    if inputs.cu_seqlens is not None:
+        launches, reason = 6, f"{reason}, and one for the chunk table"
+    config = {"chunk_size": size}
+    for stage in UNFUSED:
+        config |= {f"{stage}.{name}": value for name, value in _blocks(stage, inputs).items()}
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
-        launches=5 if inputs.cu_seqlens is None else 6,
-        config={"chunk_size": size}
-        | {
-            f"{stage}.{key}": value
-            for stage in UNFUSED
-            for key, value in _blocks(stage, inputs).items()
-        },
-        workspace_bytes=gate + precision.state_dtype.itemsize * states + max(4 * states, CB),
-        reason="five stages, one launch each"
-        + ("" if inputs.cu_seqlens is None else ", and one for the chunk table"),
+        launches=launches,
+        config=config,
+        # CB takes the memory of states
+        workspace_bytes=gate_bytes + prev_states_bytes + max(states_bytes, CB_bytes),
+        reason=reason,
     )
 
 
 def _blocks(stage: str, inputs: SSDInputs) -> dict[str, int]:
+    """Block sizes and launch options of a stage, for the sizes of a call."""
     headdim = inputs.x.shape[3]
     dstate = inputs.B.shape[3]
     chunk = inputs.power_of_two_chunk
@@ -657,8 +656,8 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
 
 
 def _keeps(inputs: SSDInputs) -> bool:
-    """Whether the states that a call asks for are those between chunks, which are in memory
-    anyway.
+    """Whether the implementation can return the states at every `state_every` positions: if all of
+    them lie between chunks, they are among `prev_states`.
     """
     return inputs.cu_seqlens is None and inputs.state_every % inputs.power_of_two_chunk == 0
 

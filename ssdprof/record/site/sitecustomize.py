@@ -1,5 +1,6 @@
-"""Run by each Python process of a program that `ssdprof record` started, before its own code: this
-folder is the first of PYTHONPATH.  The file of the same name that it hides is run after it.
+"""Each Python process of a program that `ssdprof record` started runs this file before the
+program's own code, because its folder is the first one in PYTHONPATH.  The file hides the
+`sitecustomize.py` of the installation, and runs it afterwards.
 """
 
 import os
@@ -21,7 +22,7 @@ def _start() -> None:
 
 
 def _run_hidden() -> None:
-    """Import the `sitecustomize` of the installation, if it has one, under this name."""
+    """Import the `sitecustomize` of the installation, if it has one, under the same name."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != here]
     this = sys.modules.pop("sitecustomize")

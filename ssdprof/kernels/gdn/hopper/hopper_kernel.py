@@ -51,7 +51,8 @@ class GDNEnv:
     S: gl.constexpr  # compile-time arguments
 
 
-# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
+# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments, so integers are
+# not specialised.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
 def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen,

@@ -145,6 +145,7 @@ def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S
     layout: gl.constexpr = gl.BlockedLayout([1, LOOK], [32, 1], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, S.ROWS, gl.SliceLayout(1, layout))
     sequence = sequence_at(row // S.HEADS % sequences, *packing)
+    # of each row: the segment's first chunk, and the chunks of the sequence
     first, length = (row // S.HEADS // sequences + 1) * K, gl.cdiv(sequence.length, CHUNK)
     exists = (row < rows) & (first < length)
     bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
@@ -431,9 +432,8 @@ def _combine_kernel(
                 of_pair = sequence * initial_strides[0] + head * initial_strides[1]
                 at_v = o_v.to(tl.int64) * initial_strides[3]
                 at_k = o_k.to(tl.int64) * initial_strides[2]
-                begins = (
-                    before == i // PARTS * K
-                )  # the first pass has all chunks before the segment
+                # whether that first pass has all chunks before the segment
+                begins = before == i // PARTS * K
                 tile_of_initial = initial_ptr + of_pair + at_v[:, None] + at_k[None, :]
                 state = tl.load(tile_of_initial, mask=begins, other=0.0).to(tl.float32)
         # the state after the part

@@ -24,7 +24,9 @@ from ssdprof.kernels.functions import (
     TL_DTYPE,
     decay_exp2,
     in_units,
+    load_at,
     ptr_offset,
+    store_at,
 )
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import LEAF, intermediate, inverse_products, operand_dtype
@@ -145,17 +147,15 @@ def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     m_h = o_h < heads
 
     # --- g in log2 units, [BLOCK_H, CHUNK_SIZE], and its cumulative sums
-    b_g = tl.load(
-        g_ptr + ptr_offset((i_b, start + o_i[None, :], o_h[:, None]), g_strides),
-        mask=m_h[:, None] & (o_i < count)[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    m = m_h[:, None] & (o_i < count)[None, :]
+    index = (i_b, start + o_i[None, :], o_h[:, None])
+    b_g = load_at(g_ptr, g_strides, index, m).to(tl.float32)
     b_g = tl.clamp(b_g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
     # later stages subtract these sums, and their rounding becomes a relative error of the decay:
     # round them only once
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=1).to(tl.float32)
     index = (i_b, i_c, o_h[:, None], o_i[None, :])
-    tl.store(g_cumsum_log2_ptr + ptr_offset(index, g_cumsum_log2_strides), b_sum, mask=m_h[:, None])
+    store_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, index, b_sum, m_h[:, None])
 
 
 def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
@@ -210,7 +210,7 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
     for value in tl.static_range(S.VALUES_PER_KEY):
         i_hv = i_h * S.VALUES_PER_KEY + value
         b_beta = load_beta(beta_ptr, beta_strides, (i_b, start, i_hv), o_i, m_i)
-        b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_hv, o_i), g_cumsum_log2_strides))
+        b_g = load_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, (i_b, i_c, i_hv, o_i))
         weight = decay_exp2(b_g[:, None] - b_g[None, :]) * b_beta[:, None]
         p_L = chunk_tile(L_ptr, L_strides, (i_b, i_c, i_hv), o_i, o_i)
         tl.store(p_L, tl.where(m_below, kkt * weight, 0.0), mask=m_block)
@@ -370,6 +370,7 @@ def _gdn_recompute_w_u_kernel(
     m_i = o_i < count
     b_A = tl.load(chunk_tile(A_ptr, A_strides, chunk, o_i, o_i)).to(S.INTERMEDIATE)
     b_beta = load_beta(beta_ptr, beta_strides, tokens, o_i, m_i)
+    # not by `load_at`, of which ptxas makes other instructions here
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
 
     # --- u = A diag(beta) V, transposed
@@ -688,7 +689,7 @@ def _gdn_chunk_output_kernel(
         scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=DOT_PRECISION)
 
     # --- (17): decays, and the product of the scores with the chunk's corrected values
-    b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
+    b_g = load_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, (i_b, i_c, i_h, o_i))
     p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
     b_v_new = tl.load(p_v_new, mask=m_v[:, None], other=0.0)  # [BLOCK_V, CHUNK_SIZE]
     acc *= decay_exp2(b_g).to(S.INTERMEDIATE).to(tl.float32)[:, None]

@@ -1,25 +1,28 @@
-"""Kimi Delta Attention for Hopper in one launch: programs prepare chunks, others pass the state
-through chunks that are prepared.
+"""Kimi Delta Attention for Hopper in one launch: some programs prepare chunks, others pass the
+state through prepared chunks.
 
-The chunks of all sequences are cut into slabs of `slab` slots.  A program either prepares one chunk
-of one head (`prep.py`), or scans the chunks of a slab for 64 columns of V of one head (`scan.py`).
-What is prepared goes through global memory.  Two programs share a multiprocessor, of any kind, so
-that scans, which wait for their own products, run beside programs that prepare later slabs.
+A slot is the place of a chunk among the chunks of all sequences.  Slots are cut into slabs of
+`slab` slots.  A program either prepares one chunk of one head (`prep.py`), or scans the chunks of a
+slab for 64 columns of V of one head (`scan.py`).  Prepared chunks go through global memory.  Two
+programs of either kind share a multiprocessor, so that scans, which often wait for products, run
+beside programs that prepare later slabs.
 
-Programs come in groups, of which group g has
+Programs come in groups.  Group g has
 
     slab * HV        programs that prepare slab g, heads fastest
     HV * V / 64      programs that scan slab g - behind
 
-A scan waits until its slab is prepared, and until the slab before has left the state of a sequence
-that goes on, in `final_states`.  These are programs of lower numbers, which a GPU starts first, so
-that the program with the lowest number never waits.  Where sequences are cut has no effect on bits.
+A scan waits until its slab is prepared.  If a sequence continues from an earlier slab, the scan
+also waits until that slab's scan has left the state in `final_states`.  It only waits for programs
+with lower numbers, which a GPU starts first, so that the program with the lowest number never
+waits.  The cuts of sequences have no effect on bits.
 
-In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
-         (sequences, HV, K, V) | cu_seqlens (sequences + 1)
-Between: keys, queries, X (slots, HV, 64, K) | W (slots, HV, 64, 64) in q's dtype | ends (slots, HV,
-         K) fp32 | sync int32, zeroed: programs that have prepared each slab and head, then whether
-         each scan has ended
+In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
+         initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+Between: keys, queries, X (slots, HV, 64, K) | W (slots, HV, 64, 64), all in q's dtype
+         ends (slots, HV, K) fp32
+         sync int32, zeroed: for each slab and head, the number of programs that have prepared it;
+         then for each slab, head and slice of V, whether it is scanned
 Out:     out (B, T, HV, V) | final_states (sequences, HV, K, V) fp32, any strides
 Grid:    ((slabs + behind) * programs of a group)
 Equations: `../fused.py`.  Oracle: `../reference.py`.
@@ -31,7 +34,12 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels._gluon import aggregate, load_acquire, order_async, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.kda.hopper.prep import allocate_inputs, load_inputs, prepare_chunk
+from ssdprof.kernels.kda.hopper.prep import (
+    allocate_inputs,
+    load_inputs,
+    prepare_chunk,
+    vector_layout,
+)
 from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles, load_segment, store_segment
 
@@ -45,34 +53,35 @@ STAGES = {
 
 @aggregate
 class KDAEnv:
-    """All that the roles share."""
+    """The arguments that all roles share."""
 
     inputs: gl.tuple  # descriptors of q, k, g, v and out
-    factors: gl.tuple  # of keys, queries, X, W
+    factors: gl.tuple  # descriptors of keys, queries, X and W
     beta_ptr: gl.tensor
     ends_ptr: gl.tensor
     initial_ptr: gl.tensor | gl.constexpr
     final_ptr: gl.tensor
     cu_seqlens_ptr: gl.tensor | gl.constexpr
-    prepared_ptr: gl.tensor  # programs that have prepared a slab and head
-    scanned_ptr: gl.tensor  # whether a slab, head and slice of V is scanned
+    prepared_ptr: gl.tensor  # for each slab and head: number of programs that have prepared it
+    scanned_ptr: gl.tensor  # for each slab, head and slice of V: whether it is scanned
     beta_strides: gl.tuple
     cu_stride: gl.tensor | gl.constexpr
     seqlen: gl.tensor
     sequences: gl.tensor
-    slab_size: gl.tensor
-    slab: gl.tensor  # that the program prepares or scans
-    number: gl.tensor  # of the program among those of its kind and slab
+    slab_size: gl.tensor  # slots of a slab
+    slab: gl.tensor  # number of the slab that the program prepares or scans
+    number: gl.tensor  # number of the program among those of its kind and slab
     scale: gl.tensor
     S: gl.constexpr  # compile-time arguments
 
     @gluon.jit
     def sequence_at(self, i):
+        """Sequence i."""
         return sequence_at(i, self.seqlen, self.cu_seqlens_ptr, self.cu_stride)
 
     @gluon.jit
     def sequence_of(self, slot):
-        """Index of the sequence that has a slot."""
+        """Index of the sequence to which a slot belongs."""
         if self.cu_seqlens_ptr is None:
             return slot // gl.cdiv(self.seqlen, CHUNK)
         else:
@@ -80,10 +89,10 @@ class KDAEnv:
 
     @gluon.jit
     def slots(self):
-        """The first slot of the slab, and the one after its last.
+        """The first slot of the program's slab, and the slot after its last.
 
-        If sequences are not packed, each begins a slab, and slabs of all of them come in turn, so
-        that they are scanned at the same time.
+        If sequences are not packed, each sequence begins with a new slab, and the slabs of all
+        sequences come in turn, so that the sequences are scanned at the same time.
         """
         if self.cu_seqlens_ptr is None:
             length = gl.cdiv(self.seqlen, CHUNK)
@@ -102,7 +111,7 @@ class KDAEnv:
 
     @gluon.jit
     def before(self):
-        """Number of the slab before this one in its sequence, relative to this one's."""
+        """The distance between the numbers of a slab and of the slab before it in its sequence."""
         if self.cu_seqlens_ptr is None:
             return self.sequences
         else:
@@ -110,16 +119,20 @@ class KDAEnv:
 
     @gluon.jit
     def prepared_at(self, head):
+        """The address at which programs count that have prepared the slab for a head."""
         return self.prepared_ptr + self.slab * self.S.HEADS + head
 
     @gluon.jit
     def scanned_at(self, slab):
+        """The address of the flag that this program's head and columns of V of a slab are
+        scanned.
+        """
         return self.scanned_ptr + slab * (self.S.HEADS * self.S.SLICES) + self.number
 
     @gluon.jit
     def segment_at(self, i):
-        """The part of sequence i in the slab, for the columns of V that the program scans.  If the
-        sequence is empty, or ends before the slab, it has no chunks.
+        """The part of sequence i in the slab, for the head and the columns of V that the program
+        scans.  If the sequence is empty, or ends before the slab, the part has no chunks.
         """
         sequence = self.sequence_at(gl.to_tensor(i))
         first, end = self.slots()
@@ -131,7 +144,9 @@ class KDAEnv:
 
 @gluon.jit
 def wait_for(flag_ptr, count):
-    """Waits until `count` programs have added to a flag, and lets TMA read what they wrote."""
+    """Wait until `count` programs have added to a counter.  Afterwards TMA can read what these
+    programs wrote before.
+    """
     seen = gl.to_tensor(0)
     while seen < count:
         seen = load_acquire(flag_ptr)
@@ -140,15 +155,15 @@ def wait_for(flag_ptr, count):
 
 @gluon.jit
 def wait_for_slab(env):
-    """Waits until the slab is prepared, for the head that the program scans."""
+    """Wait until the slab is prepared for the head that the program scans."""
     first, end = env.slots()
     wait_for(env.prepared_at(env.number // env.S.SLICES), end - first)
 
 
 @gluon.jit
 def chunk_of(env):
-    """The slot, head, sequence and position of the chunk that the program prepares, and whether it
-    exists.
+    """The slot, the head, the sequence and the first position of the chunk that the program
+    prepares, and whether this chunk exists.
     """
     first, end = env.slots()
     slot, head = first + env.number // env.S.HEADS, env.number % env.S.HEADS
@@ -159,28 +174,29 @@ def chunk_of(env):
 
 @gluon.jit
 def prepare(env, tiles, full):
-    """Role: prepares a chunk of a slab, which has such a program for each slot and head."""
+    """Role: prepares a chunk of a slab.  There is such a program for each slot and head."""
     slot, head, sequence, t, exists = chunk_of(env)
     if exists:
         prepare_chunk(env, tiles, full, sequence, t, slot * env.S.HEADS + head, head)
-    role_barrier()
-    # not only if the chunk exists: `wait_for_slab` counts all slots of the slab
+    role_barrier()  # all threads have stored before one of them counts
+    # even if the chunk does not exist, because `wait_for_slab` counts all slots of the slab
     if slot < env.slots()[1]:
         gl.atomic_add(env.prepared_at(head), 1, sem="release")
 
 
 @gluon.jit
 def idle():
-    """Does nothing.  `warp_specialize` gives `prepare` its registers only if there is a second
+    """Role without work: `warp_specialize` gives `prepare` more registers only if there is a second
     role.
     """
 
 
 @gluon.jit
 def scan(env, tiles, written):
-    """Role: scans the sequences that have chunks in a slab, for 64 columns of V of one head."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ends = gl.allocate_shared_memory(gl.float32, [2, DIM], vector)
+    """Role: scans the sequences that have chunks in a slab, for 64 columns of V of one head.  n
+    counts the program's chunks.
+    """
+    ends = gl.allocate_shared_memory(gl.float32, [2, DIM], vector_layout)
     wait_for_slab(env)
     n, sequences = gl.to_tensor(0), env.slab_sequences()
     for i in range(sequences[0], sequences[1]):
@@ -219,7 +235,7 @@ def _kda_hopper_kernel(
     q_desc, k_desc, g_desc, v_desc, keys_desc, queries_desc, X_desc, W_desc, out_desc, tensors,
     strides, seqlen, sequences, slabs, slab_size, behind, scale, S: gl.constexpr,
 ):  # fmt: skip
-    """Prepares a chunk of one slab, or scans the chunks of an earlier one."""
+    """A program prepares one chunk of a slab, or scans the chunks of an earlier slab."""
     beta_ptr, cu_seqlens_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = tensors
     beta_strides, cu_strides = strides
     chunks = slab_size * S.HEADS
@@ -227,6 +243,7 @@ def _kda_hopper_kernel(
     g, number = gl.program_id(0) // group, gl.program_id(0) % group
     prepares = number < chunks
     slab = gl.where(prepares, g, g - behind)
+    # the first groups have no slab to scan, the last ones none to prepare
     if (slab >= 0) & (slab < slabs):
         env = KDAEnv(
             (q_desc, k_desc, g_desc, v_desc, out_desc),

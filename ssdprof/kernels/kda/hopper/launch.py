@@ -1,5 +1,5 @@
-"""The launches of `hopper_kernel.py` and `whole_kernel.py`: which inputs they support, which one is
-faster, slabs, and the workspace.
+"""The launches of `hopper_kernel.py` and `whole_kernel.py`: which inputs they support, which of the
+two is faster, the slabs, and the workspace.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ from ssdprof.kernels.tensors import (
     tiles,
 )
 
-RESIDENT = 2  # programs on a multiprocessor
-# of a thread, on average: `prepare` and `scan` take those that the other roles do not need
+RESIDENT = 2  # programs on a multiprocessor at the same time
+# registers of a thread on average; `prepare` and `scan` get those that the other roles do not need
 REGISTERS = 128
 LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
-# Microseconds of a multiprocessor of an H200 for 64 positions of a head, and for the start of a
-# sequence and head besides: in slabs, when they fill the GPU, and in a program that has a whole
-# sequence (row 16 of benchmarks/log/kda.md)
+# Microseconds that a multiprocessor of an H200 takes for 64 positions of a head, and for the start
+# of a sequence and head: with slabs that fill the GPU (benchmarks/log/kda.md, row 16), and with a
+# program for a whole sequence (least squares over the three times of row 18, within 2 us)
 SLAB_CHUNK, SLAB_START = 8.9, 4.7
-WHOLE_CHUNK, WHOLE_START = 5.3, 5.0
-# Configuration of `whole_kernel.py`: chunks of q, k and v, and of g, in shared memory; registers of
-# a thread, of which the role `states` has the others
+WHOLE_CHUNK, WHOLE_START = 4.9, 5.1
+# Configuration of `whole_kernel.py`: chunks of q, k and v in shared memory; chunks of g there; and
+# registers of a thread in three roles, of which the role `states` gets the remaining ones
 WHOLE_CONFIG = dict(
-    slots=3, gate_slots=2, decay_registers=160, score_registers=104, copy_registers=24
+    slots=3, gate_slots=2, decay_registers=112, score_registers=144, copy_registers=24
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class KDAHopperConfig:
-    """slab: most chunks that a program scans
-    behind: slabs that are prepared before the first one is scanned
+    """The configuration of `hopper_kernel.py`.
+
+    slab: chunks of a slab: the most that a program scans.
+    behind: number of slabs that are prepared before the first slab is scanned.
+    reason: why the sizes were chosen, for reports.
     """
 
     slab: int
@@ -63,10 +66,12 @@ class KDAHopperConfig:
 
     @classmethod
     def choose(cls, inputs: KDAInputs, *, batch_invariant: bool = False) -> KDAHopperConfig:
-        """An eighth of all chunks, within limits: a slab is scanned when those after it are
-        prepared, but nothing runs beside the scan of the last one, and a short slab takes as long
-        to load and store its state as to scan two or three chunks.  Bits never depend on slabs, so
-        that batch_invariant changes nothing.
+        """Slabs of an eighth of all chunks, within limits.
+
+        While a slab is scanned, later slabs are prepared, but nothing runs beside the scan of the
+        last slab, so that it should be short.  On the other hand, loading and storing the state of
+        a slab takes as long as scanning two or three chunks.  Bits never depend on slabs, so that
+        batch_invariant has no effect.
         """
         del batch_invariant
         heads, longest = inputs.v.shape[2], ceil_div(inputs.v.shape[1], CHUNK.value)
@@ -78,7 +83,9 @@ class KDAHopperConfig:
 
 
 def slab_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
-    """Slabs of all sequences.  Those of packed sequences may hold parts of several."""
+    """The number of slabs of all sequences.  If sequences are packed, a slab may have parts of
+    several.
+    """
     if inputs.cu_seqlens is not None:
         return ceil_div(inputs.slot_count(CHUNK.value), config.slab)
     return inputs.sequences * ceil_div(
@@ -87,13 +94,17 @@ def slab_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
 
 
 def flag_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
-    """Numbers by which programs wait for each other: of each slab and head, and of its scans."""
+    """The number of counters and flags by which programs wait for each other: one for each slab and
+    head, and one for each of its scans.
+    """
     heads, value_dim = inputs.v.shape[2:]
     return slab_count(inputs, config) * int(heads * (1 + value_dim // HALF.value))
 
 
 def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.dtype]]]:
-    """Bytes and places of what programs write for others; see `hopper_kernel.py`."""
+    """The bytes of the tensors that programs of `hopper_kernel.py` write for each other, and their
+    places (`tensors.places`).
+    """
     chunks, dtype = inputs.slot_count(CHUNK.value) * inputs.v.shape[2], inputs.q.dtype
     factor = (dtype, chunks, CHUNK.value, DIM.value)
     nbytes, parts = places(
@@ -110,7 +121,7 @@ def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.d
 
 @registry.first_reason
 def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
-    """Why `hopper_kernel.py` does not support `inputs`; empty if it does."""
+    """The reason why `hopper_kernel.py` does not support the inputs; empty if it does."""
     q, v = inputs.q, inputs.v
     reason = untiled(inputs, k=inputs.k, g=inputs.g, v=v)
     yield reason != "", reason
@@ -127,7 +138,7 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
 
 @registry.first_reason
 def whole_unsupported(inputs: KDAInputs) -> registry.Reasons:
-    """Why `whole_kernel.py` does not support `inputs`; empty if it does."""
+    """The reason why `whole_kernel.py` does not support the inputs; empty if it does."""
     reason = hopper_unsupported(inputs)
     yield reason != "", reason
     yield inputs.v.shape[3] != DIM.value, f"V {inputs.v.shape[3]}"
@@ -136,15 +147,16 @@ def whole_unsupported(inputs: KDAInputs) -> registry.Reasons:
 
 def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
     """Whether a program for each sequence and head is faster than slabs on a GPU of `sms`
-    multiprocessors, by a model of both times from sizes alone.
+    multiprocessors, by a model of both times that depends on sizes only.
 
-    Slabs of any sequences fill the GPU.  Whole sequences take as many rounds of `sms` programs as
-    there are, each as long as a sequence, so that some multiprocessors are idle in the last one.
+    Slabs fill the GPU for any sequences.  Programs for whole sequences run in rounds of `sms`
+    programs.  A round takes as long as a sequence, and in the last round some multiprocessors are
+    idle.
 
-    The host does not know the lengths of packed sequences.  The slowest ones are those that run one
-    after the other, in the rounds of one sequence's heads: a program begins when another ends, so
-    that no lengths take longer than the sum over all sequences.  A pack runs whole only if that is
-    still faster, which needs two thirds as many heads as multiprocessors.
+    The host does not know the lengths of packed sequences.  At worst, they run one after the other,
+    each in the rounds of its heads: a program begins when another one ends, so that the sum over
+    all sequences is an upper bound for any lengths.  Packed sequences run whole only if that bound
+    is below the time of slabs, which needs more than half as many heads as multiprocessors.
     """
     heads, sequences = inputs.v.shape[2], inputs.sequences
     if inputs.cu_seqlens is None:
@@ -161,17 +173,19 @@ def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
 def hopper_launch(
     inputs: KDAInputs, config: KDAHopperConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
-    """A call for all inputs of one signature.  Requires that `hopper_unsupported` is empty.
+    """The launch of `hopper_kernel.py` for all inputs of one signature.  Requires that
+    `hopper_unsupported` is empty.
 
-    state_v_first: final states are (sequences, HV, V, K) in memory
+    state_v_first: whether final states are (sequences, HV, V, K) in memory.
     """
     index, device = inputs.q.get_device(), inputs.q.device
     heads, value_dim = inputs.v.shape[2:]
     slabs, slices = slab_count(inputs, config), value_dim // HALF.value
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     nbytes, parts = workspace(inputs)
-    *read, written = _tiles(inputs, CHUNK.value, HALF.value)
-    describe = *read, *_factors(inputs), written
+    *input_makers, output_maker = _tiles(inputs, CHUNK.value, HALF.value)
+    # functions that make descriptors, in the order of the kernel's arguments
+    makers = *input_makers, *_factors(inputs), output_maker
     sizes = inputs.sequences, slabs, config.slab, config.behind
     launcher = _launcher(_kda_hopper_kernel, sizes, inputs, strides, SLICES=slices)
     programs = (slabs + config.behind) * heads * (config.slab + slices)
@@ -185,7 +199,7 @@ def hopper_launch(
             output = _outputs(inputs, strides)
             tiled: tuple[torch.Tensor | Part, ...] = (inputs.q, inputs.k, inputs.g, inputs.v)
             tiled += (*factors, output.out)
-            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = inputs.beta, inputs.cu_seqlens, ends, inputs.initial_state, sync
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output
@@ -196,13 +210,15 @@ def hopper_launch(
 def whole_launch(
     inputs: KDAInputs, config: Mapping[str, int], *, state_v_first: bool
 ) -> PreparedLaunch:
-    """As `hopper_launch`, by `whole_kernel.py`.  Requires that `whole_unsupported` is empty.
+    """The launch of `whole_kernel.py` for all inputs of one signature.  Requires that
+    `whole_unsupported` is empty.
 
-    config: as `WHOLE_CONFIG`
+    config: `WHOLE_CONFIG`.  state_v_first: whether final states are (sequences, HV, V, K) in
+    memory.
     """
     index = inputs.q.get_device()
     strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    describe = _tiles(inputs, SIZE.value, DIM.value)
+    makers = _tiles(inputs, SIZE.value, DIM.value)
     options = {name.upper(): value for name, value in config.items()}
     launcher = _launcher(_kda_whole_kernel, (), inputs, strides, **options)
     programs = inputs.sequences * inputs.v.shape[2]
@@ -211,7 +227,7 @@ def whole_launch(
         with torch.cuda.device(index):  # no effect for -1, the CPU
             output = _outputs(inputs, strides)
             tiled = inputs.q, inputs.k, inputs.g, inputs.v, output.out
-            descriptors = (of(tensor) for of, tensor in zip(describe, tiled, strict=True))
+            descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = inputs.beta, inputs.cu_seqlens, inputs.initial_state
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output
@@ -220,7 +236,9 @@ def whole_launch(
 
 
 def _tiles(inputs: KDAInputs, positions: int, columns: int) -> list[Described]:
-    """Descriptors of q, k, g, v and out, for tiles of one head."""
+    """Functions that make the descriptors of q, k, g, v and out, for tiles of `positions` and
+    `columns` of one head.
+    """
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device="meta")
     return [
         tiles(
@@ -235,7 +253,9 @@ def _tiles(inputs: KDAInputs, positions: int, columns: int) -> list[Described]:
 
 
 def _factors(inputs: KDAInputs) -> list[Described]:
-    """Descriptors of keys, queries, X and W, for tiles of one head, one chunk and 64 columns."""
+    """Functions that make the descriptors of keys, queries, X and W, for tiles of one head, one
+    chunk and 64 columns.
+    """
     row_count = inputs.slot_count(CHUNK.value) * inputs.v.shape[2] * CHUNK.value
     return [
         described(inputs.q.dtype, (row_count, columns), (columns, 1), (CHUNK.value, HALF.value))
@@ -244,13 +264,12 @@ def _factors(inputs: KDAInputs) -> list[Described]:
 
 
 def _outputs(inputs: KDAInputs, strides: tuple[int, ...]) -> GDNOutput:
-    """Memory for the output, and for final states with these strides."""
+    """A new output, whose final states have these strides."""
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     final_states = torch.empty_strided(
         inputs.states_shape, strides, dtype=torch.float32, device=inputs.v.device
     )
-    return GDNOutput(
-        torch.empty_like(inputs.v, memory_format=torch.contiguous_format), final_states
-    )
+    return GDNOutput(out, final_states)
 
 
 def _launcher(
@@ -260,7 +279,11 @@ def _launcher(
     final_strides: tuple[int, ...],
     **options: int,
 ) -> Launcher:
-    """With the arguments that all calls of a signature share."""
+    """The launcher of a kernel with the arguments that all calls of a signature share.
+
+    sizes: the kernel's scalars between the length and the scale.  final_strides: strides of the
+    final states.  options: compile-time arguments of this kernel alone.
+    """
     beta, initial_strides = inputs.beta, strides_of(inputs.initial_state) or (0, 0, 0, 0)
     strides = (
         (beta.stride(0), row_stride(beta), beta.stride(2)),

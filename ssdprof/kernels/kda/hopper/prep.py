@@ -1,33 +1,37 @@
-"""Computes the parts of a chunk that do not depend on the state.
+"""The parts of a chunk that do not depend on the state.
 
-A thread owns 16 positions of two channels, in registers.  With a_i = exp(g_i), a pair of a row i
-and a column j before it decays by a_(j+1) ... a_i.  Every decay is a product, none a quotient of
-sums that reach further, so that no output depends on later gates.
+The equations, and the tensors between the kernels, are in `../fused.py`.  q and k are normalised,
+K = 128, and a chunk has 64 positions.
 
-Pairs inside a block of eight positions have its first one, b, as anchor, with a' = max(a, 2^-24),
+Decays.  A thread has 16 positions of two channels in registers.  With a_i = exp(g_i), a pair of a
+row i and an earlier column j decays by a_(j+1) ... a_i.  Every decay is a product of the a between
+the two positions, so that no output depends on later gates.
 
-    D_i = 2^84 a'_(b+1) ... a'_i      rows D_i, columns 1 / D_j
+A pair inside a block of eight positions has the block's first position b as its anchor.  With
+a' = max(a, 2^-24), the operands of its product are multiplied by
 
-between 2^-84 and 2^84: bf16 holds them, whatever the gates.  Only pairs before the row are used;
-the others may overflow.  Pairs further apart have the anchors of blocks of h = 8, 16 and 32:
+    D_i = 2^84 a'_(b+1) ... a'_i      rows by D_i, columns by 1 / D_j
 
-    P_i = a_b ... a_i     b the first position of i's block
-    S_i = a_(i+1) ... a_e e the last position of i's block
-    T   = a_b ... a_e     of each block
+D is between 2^-84 and 2^84 for any gates, which is in the range of bf16.  Only products with j
+before i are used; the others may overflow.  Other pairs are in two neighbouring blocks of h = 8, 16
+or 32 positions.  Each block has
 
-A row i in the second block of h and a column j in the first one before it decay by P_i S_j, both at
-most 1.  One product serves scores of q with k and of k with k: its rows are those of q and k in
-turn, eight of each, so that a thread has both scores of a pair.  Norms of q and k are factors of
-the scores, and come from products of q and k as they are.
+    P_i = a_b ... a_i          from the block's first position b
+    S_i = a_(i+1) ... a_e      to the block's last position e
+    T   = a_b ... a_e          of the whole block
 
-Four warps, so that a multiprocessor holds two programs, take half of the channels at a time, which
-TMA has loaded at once.  Registers are what limits the kernel: a thread has 255, and what it spills
-is in L2, because shared memory leaves no L1.  A warp computes the scores inside its own 16
-positions alone, then two warps those of 32 (h = 16), and all those between the halves of the chunk
-(h = 32).
+A row i in the second block and a column j in the first block decay by P_i S_j.  Both factors are at
+most 1.
 
-In, between, and the stages: `../fused.py`.  q and k are normalised, K = 128, a chunk has 64
-positions.
+Scores.  One product computes scores of q with k and of k with k: its rows are eight of q and eight
+of k in turn, so that a thread has both scores of a pair.  The norms of q and k are factors of the
+scores; they are computed from products of q and k before the norm.
+
+Work.  A program has four warps, so that two programs fit on a multiprocessor.  It processes half of
+the channels at a time; TMA has loaded both halves before.  Registers limit the kernel: a thread has
+255, and spilled registers are in L2, because shared memory leaves no L1.  Each warp computes the
+scores inside its 16 positions (h = 8), then two warps together those inside 32 positions (h = 16),
+and all four those between the halves of the chunk (h = 32).
 """
 
 from triton.experimental import gluon
@@ -61,23 +65,24 @@ from ssdprof.kernels.gdn.hopper.inverse import (
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
 from ssdprof.kernels.gdn.hopper.role_gates import LOG2_E
 from ssdprof.kernels.hopper.ring import CHUNK, barriers
-from ssdprof.kernels.kda.hopper.tiles import DIM, HALF
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, halves_of
 
 WARPS = gl.constexpr(4)
 EIGHT = gl.constexpr(8)
-ANCHOR = gl.constexpr(2.0**84)
-plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of rows in shared memory
-# Layout (i, K): a thread has 16 positions of two channels
-own = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
-# (block of 16 positions, K)
+ANCHOR = gl.constexpr(2.0**84)  # factor of D at the anchor
+plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # rows of shared memory
+vector_layout = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # a vector there
+# register layout of (i, K): a thread has 16 positions of two channels
+thread_layout = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
+# register layout of (block of 16 positions, K)
 by_block = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
-# Layouts of products: (i, j) and (i, K) of 64 and of 32 columns; (block, i, j); (pair of blocks,
-# i, j)
+# register layouts of products: (i, j) and (i, K) with 64 columns; the same with 32 columns
 square_layout = gl.constexpr(product_layout(64, 4))
 halves_layout = gl.constexpr(product_layout(32, 4))
+# (block of 16 positions, i, j), one block for each warp; (pair of these blocks, i, j)
 blocks_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 pairs_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8]))
-# scores of q, or of k, alone in blocks of 8: (block, i, j)
+# scores of q alone, or of k alone, in blocks of 8: (block, i, j)
 eights_layout = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1]],
@@ -87,7 +92,7 @@ eights_layout = gl.constexpr(
         [4, 8, 8],
     )
 )
-# scores of q, or of k, alone between the halves: (i, j)
+# scores of q alone, or of k alone, between the halves of the chunk: (i, j)
 quadrant_layout = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 8], [0, 16]],
@@ -110,21 +115,21 @@ STAGES = {
 
 @gluon.jit
 def allocate_tile(dtype: gl.constexpr, shape: gl.constexpr):
-    """Shared memory (..., i, n) that TMA and matrix products read."""
+    """Shared memory (..., i, n) in the layout that TMA and matrix products read."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape[-2:], dtype)
     return gl.allocate_shared_memory(dtype, shape, layout)
 
 
 @gluon.jit
 def map_fp32(code: gl.constexpr, v):
-    """PTX code applied to every fp32 number of v: $1 is the number, $0 the result."""
+    """The result $0 of PTX code for every fp32 number $1 of v."""
     return gl.inline_asm_elementwise(code, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def times(rows, decays, dtype: gl.constexpr):
-    """rows times decays (fp32), as operands of products: bf16, two numbers at a time, or fp16, or
-    fp32 numbers that tf32 holds.
+    """rows times decays (fp32), rounded as operands of products: to bf16, with an instruction for
+    two numbers, to fp16, or to fp32 numbers that tf32 can represent.
     """
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -143,7 +148,7 @@ def times(rows, decays, dtype: gl.constexpr):
 
 @gluon.jit
 def decays_of(g):
-    """e^g, at most 1; 0 below 2^-126; NaN stays NaN."""
+    """The decays e^g, at most 1; below 2^-126 they are 0, and NaN stays NaN."""
     code: gl.constexpr = (
         "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}"
     )
@@ -152,13 +157,13 @@ def decays_of(g):
 
 @gluon.jit
 def at_least(a):
-    """Decays of at least 2^-24; NaN stays NaN."""
+    """a' = max(a, 2^-24); NaN stays NaN.  0x33800000 is 2^-24."""
     return map_fp32("{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}", a)
 
 
 @gluon.jit
 def spread(T, COPIES: gl.constexpr, layout: gl.constexpr):
-    """(n, K) -> (n * 2^COPIES, K): each row 2^COPIES times."""
+    """T (n, K) with each row 2^COPIES times, (n * 2^COPIES, K)."""
     for _ in gl.static_range(COPIES):
         T = gl.join(T, T).permute((0, 2, 1)).reshape([2 * T.shape[0], T.shape[1]])
     return gl.convert_layout(T, layout)
@@ -166,7 +171,9 @@ def spread(T, COPIES: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def grown(P, S, T, level: gl.constexpr, layout: gl.constexpr):
-    """P, S and T of blocks of 2^(level + 1) positions, from those of blocks of half as many."""
+    """P and S (i, K) and T (blocks, K) of blocks of 2^(level + 1) positions, from those of blocks
+    of 2^level positions.
+    """
     second = (gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None] >> level & 1) == 1
     pairs = T.reshape([T.shape[0] // 2, 2, T.shape[1]])
     first_T, second_T = gl.split(pairs.permute((0, 2, 1)))
@@ -177,7 +184,7 @@ def grown(P, S, T, level: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def in_block(layout: gl.constexpr):
-    """Row and column of an entry of (block, i, j)."""
+    """The row i (1, BLOCK, 1) and the column j (1, 1, BLOCK) of the entries of (block, i, j)."""
     r = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     c = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     return r[None, :, None], c[None, None, :]
@@ -185,7 +192,8 @@ def in_block(layout: gl.constexpr):
 
 @gluon.jit
 def product_of(rows, columns, acc, layout: gl.constexpr):
-    """Adds products of tiles (block, i, K) and (block, j, K) to acc (block, i, j)."""
+    """acc (block, i, j) + products of tiles (block, i, K) and (block, j, K) of shared memory."""
+    # numbers in a 32-bit register of an operand
     width: gl.constexpr = 1 if rows.dtype == gl.float32 else 2
     a = rows.load(gl.DotOperandLayout(0, layout, width))
     return mma_v2(a, columns.permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, width)), acc)
@@ -193,10 +201,13 @@ def product_of(rows, columns, acc, layout: gl.constexpr):
 
 @gluon.jit
 def norms(q, k):
-    """1 / |q_i|, 1 / |k_i| and q_i . k_i, (block, i) each."""
+    """1 / |q_i|, 1 / |k_i| and q_i . k_i, (block, i) each: from the diagonals of products of q and
+    k in shared memory, (half of K, i, K / 2).
+    """
     r, c = in_block(blocks_layout)
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     shape: gl.constexpr = [BLOCKS, BLOCK, HALF]
+    # products (block, i, j) of q with q, k with k and q with k, over both halves of the channels
     qq, kk, qk = zero, zero, zero
     for half in gl.static_range(2):
         q_blocks, k_blocks = q.index(half).reshape(shape), k.index(half).reshape(shape)
@@ -210,9 +221,14 @@ def norms(q, k):
 
 @gluon.jit
 def between_blocks(quarters):
-    """For each block of 16 positions (4, K): decays from the start of its half and of the chunk,
-    and to both ends.
+    """Decays (4, K) of each block of 16 positions, from the T (4, K) of these blocks in shared
+    memory.
+
+    Returns the decays between the block and the middle of the chunk: to it in the first half, since
+    it in the second; the decays from the chunk's start to the block; the decays from the block to
+    the chunk's end; and the decays over the whole chunk.
     """
+    # T of the four blocks, each in all rows (4, K)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, by_block))[:, None]
     t0, t1 = quarters.slice(0, 1).load(by_block), quarters.slice(1, 1).load(by_block)
     t2, t3 = quarters.slice(2, 1).load(by_block), quarters.slice(3, 1).load(by_block)
@@ -224,132 +240,158 @@ def between_blocks(quarters):
 
 
 @gluon.jit
-def halved(buffer):
-    """A buffer (n, K) as (2, n / 2, K)."""
-    shape: gl.constexpr = [buffer.shape[0] // 2, HALF]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, buffer.dtype)
-    return reinterpret(buffer, buffer.dtype, [2, buffer.shape[0] // 2, HALF], layout)
-
-
-@gluon.jit
 def eights_of(tile):
-    """The first and the second eight positions of each 16 of a tile (i, K), (block, i, K) each."""
+    """The first and the second eight positions of each block of 16 of a tile (i, K), as (block, i,
+    K) each.
+    """
     blocks = tile.reshape([tile.shape[0] // BLOCK, 2, EIGHT, tile.shape[1]])
     return gl.split(blocks.permute((0, 2, 3, 1)))
 
 
 @gluon.jit
+def in_turn(q, k):
+    """Rows of q and k in turn, eight of each (2 i, K)."""
+    both = gl.join(q, k).reshape([q.shape[0] // EIGHT, EIGHT, HALF, 2]).permute((0, 3, 1, 2))
+    return both.reshape([2 * q.shape[0], HALF])
+
+
+@gluon.jit
+def sorted_pairs(tile, PAIRS: gl.constexpr):
+    """The first ones of pairs of blocks (rows, K) before all second ones."""
+    ROWS: gl.constexpr = tile.shape[0]
+    tile = tile.reshape([PAIRS, 2, ROWS // (2 * PAIRS), HALF])
+    return tile.permute((1, 0, 2, 3)).reshape([ROWS, HALF])
+
+
+@gluon.jit
 def store_anchored(q, k, a, rows, columns):
-    """Operands of pairs inside blocks of 8: all first ones of 16, then the second ones."""
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None]
+    """Store the operands of pairs inside blocks of 8 (D and 1 / D): those of the first blocks of
+    all 16, then those of the second blocks.
+
+    rows (128, HALF): eight rows of q and eight of k in turn.  columns (64, HALF): k.
+    """
+    # D (i, HALF): products of a' inside each block of 8; the anchor's factor is ANCHOR
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
     D = at_least(a)
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
     T = D
     for level in gl.static_range(3):
-        D, _, T = grown(D, D, T, level, own)
-    both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
-    both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
-    rows.store(both.reshape([2 * CHUNK, HALF]))
-    tile = (
-        times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
-        .reshape([BLOCKS, 2, EIGHT, HALF])
-        .permute((1, 0, 2, 3))
-    )
-    columns.store(tile.reshape([CHUNK, HALF]))
+        D, _, T = grown(D, D, T, level, thread_layout)
+    # (second block?, block of 16, q or k, i, HALF), and (second block?, block of 16, i, HALF)
+    rows.store(sorted_pairs(in_turn(times(q, D, rows.dtype), times(k, D, rows.dtype)), BLOCKS))
+    tile = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
+    columns.store(sorted_pairs(tile, BLOCKS))
 
 
 @gluon.jit
 def store_between_eights(q, k, P, S, rows, columns):
-    """Operands of pairs between the blocks of 8 (h = 8)."""
+    """Store the operands of pairs between the blocks of 8 of each 16 (h = 8): P of the second
+    blocks in the first half of `rows`, S of the first blocks in the first half of `columns`.
+    """
     dtype: gl.constexpr = rows.dtype
     _, second_q = eights_of(q)
     first_k, second_k = eights_of(k)
     _, second_P = eights_of(P)
     first_S, _ = eights_of(S)
     both = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
-    both = both.permute((0, 3, 1, 2))
+    both = both.permute((0, 3, 1, 2))  # (block of 16, q or k, i, HALF)
     tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
-    role_barrier()
-    halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
-    halved(columns).index(0).store(tile)
+    role_barrier()  # all warps have read the operands before
+    halves_of(rows).index(0).store(both.reshape([CHUNK, HALF]))
+    halves_of(columns).index(0).store(tile)
 
 
 @gluon.jit
-def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
-    """Operands of pairs between blocks of SIZE: all first ones of two blocks, then the second
-    ones.
+def store_between(q, k, decays, rows, columns, PAIRS: gl.constexpr):
+    """Store the operands of pairs between blocks of 16 or 32: those of the first block of each pair
+    of blocks, then those of the second block.
+
+    decays (i, K): S in first blocks, P in second blocks.
     """
-    PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
     tile = times(k, decays, rows.dtype)
-    both = gl.join(times(q, decays, rows.dtype), tile)
-    both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
-    tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
-    role_barrier()
-    rows.store(both.reshape([2 * CHUNK, HALF]))
-    columns.store(tile.reshape([CHUNK, HALF]))
+    both = in_turn(times(q, decays, rows.dtype), tile)
+    role_barrier()  # all warps have read the operands before
+    # (second block?, pair, eight, q or k, i, HALF), and (second block?, pair, i, HALF)
+    rows.store(sorted_pairs(both, PAIRS))
+    columns.store(sorted_pairs(tile, PAIRS))
 
 
 @gluon.jit
 def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
-    """Adds the scores of some channels.  Returns them, P and S of the whole chunk (i, K), and its T
-    (4, K).
+    """Add the part of HALF channels to the scores.  Returns the scores, P and S of the whole chunk
+    (i, HALF), and its T (4, HALF), with equal rows.
 
-    q, k: as they are.  a: decays.  rows: a buffer (128, K) of q and k in turn, eight rows of
-    each; columns (64, K); `wide`: those with bf16's range; quarters: receives T of each block
-    scores: (block, q and k, j) inside blocks of 8, of which all first ones of 16 come first, and
-    between those of 16; (pair, q and k, j) between blocks of 16; (q and k, j) between the halves
+    q, k (i, HALF): before the norm.  a (i, HALF): decays.
+    scores: four tensors: inside blocks of 8, (block, q and k, j), the first blocks of all 16 before
+        the second ones; between the blocks of 8 of each 16, (block, q and k, j); between blocks of
+        16, (pair, q and k, j); between the halves of the chunk, (q and k, j).
+    rows (128, HALF), columns (64, HALF): shared memory for operands.  wide_rows, wide_columns: the
+        same in a dtype with the range of bf16.
+    quarters (4, HALF): shared memory for T of each block of 16.
     """
     eights, sixteens, pairs, halves = scores
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None]
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
+    # inside blocks of 8; meanwhile P, S and T of these blocks
     store_anchored(q, k, a, wide_rows, wide_columns)
-    P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, own), a
+    P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, thread_layout), a
     for level in gl.static_range(3):
-        P, S, T = grown(P, S, T, level, own)
+        P, S, T = grown(P, S, T, level, thread_layout)
     role_barrier()
-    of_eights = wide_rows.reshape([2 * BLOCKS, 2 * EIGHT, HALF])
-    tile = wide_columns.reshape([2 * BLOCKS, EIGHT, HALF])
-    eights = product_of(of_eights, tile, eights, blocks_layout)
+    eights = product_of(
+        wide_rows.reshape([2 * BLOCKS, 2 * EIGHT, HALF]),
+        wide_columns.reshape([2 * BLOCKS, EIGHT, HALF]),
+        eights,
+        blocks_layout,
+    )
+    # h = 8
     store_between_eights(q, k, P, S, rows, columns)
-    P, S, T = grown(P, S, T, 3, own)
+    P, S, T = grown(P, S, T, 3, thread_layout)
     quarters.store(gl.convert_layout(T, by_block))
     role_barrier()
     sixteens = product_of(
-        halved(rows).index(0).reshape([BLOCKS, 2 * EIGHT, HALF]),
-        halved(columns).index(0).reshape([BLOCKS, EIGHT, HALF]),
+        halves_of(rows).index(0).reshape([BLOCKS, 2 * EIGHT, HALF]),
+        halves_of(columns).index(0).reshape([BLOCKS, EIGHT, HALF]),
         sixteens,
         blocks_layout,
     )
     between, since_start, to_end, whole = between_blocks(quarters)
     # h = 16
-    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, BLOCK)
+    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, 2)
     role_barrier()
     pairs = product_of(
-        halved(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
-        halved(columns).index(0).reshape([2, BLOCK, HALF]),
+        halves_of(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
+        halves_of(columns).index(0).reshape([2, BLOCK, HALF]),
         pairs,
         pairs_layout,
     )
     # h = 32
-    decays = gl.where(o_i >= 32, P, S) * spread(between, 4, own)
-    store_between(q, k, decays, rows, columns, CHUNK // 2)
+    decays = gl.where(o_i >= 32, P, S) * spread(between, 4, thread_layout)
+    store_between(q, k, decays, rows, columns, 1)
     fence_async_shared()
     role_barrier()
     halves = warpgroup_mma(
-        halved(rows).index(1), halved(columns).index(0).permute((1, 0)), halves, is_async=True
+        halves_of(rows).index(1), halves_of(columns).index(0).permute((1, 0)), halves, is_async=True
     )
     scores = (eights, sixteens, pairs, halves)
-    return scores, P * spread(since_start, 4, own), S * spread(to_end, 4, own), whole
+    return (
+        scores,
+        P * spread(since_start, 4, thread_layout),
+        S * spread(to_end, 4, thread_layout),
+        whole,
+    )
 
 
 @gluon.jit
 def of_blocks(vector, COUNT: gl.constexpr):
     """A vector in shared memory as (COUNT blocks, i)."""
-    return reinterpret(vector, gl.float32, [COUNT, CHUNK // COUNT], plain)
+    return reinterpret(vector, gl.float32, [COUNT, vector.shape[0] // COUNT], plain)
 
 
 @gluon.jit
 def block_of(first, second, between):
-    """(block, i, j) of 16 from its blocks of 8 on the diagonal, and below it."""
+    """Scores in blocks of 16, (block, i, j), from their blocks of 8: the first and the second one
+    on the diagonal, and the one below it.  Above the diagonal they are 0.
+    """
     first, second = (
         gl.convert_layout(first, eights_layout),
         gl.convert_layout(second, eights_layout),
@@ -362,8 +404,11 @@ def block_of(first, second, between):
 
 @gluon.jit
 def parts_of(scores):
-    """Scores of q with k, and of k with k: (block, i, j) of 16 each, (pair, i, j), (i, j)."""
+    """Separate the scores of q with k and of k with k.  Each of the two is (block, i, j) in blocks
+    of 16, (pair, i, j) between these blocks, and (i, j) between the halves of the chunk.
+    """
     eights, sixteens, pairs, halves = scores
+    # (block, i, j, second block?, q or k)
     eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
     q_eights, k_eights = gl.split(eights)
     q_sixteens, k_sixteens = gl.split(
@@ -379,7 +424,9 @@ def parts_of(scores):
 
 @gluon.jit
 def arranged(eights, sixteens, pairs, halves):
-    """Scores of either, in the layouts in which they are scaled."""
+    """The scores of q alone, or of k alone, in the register layouts in which they are scaled: see
+    `parts_of`.
+    """
     first, second = gl.split(eights)
     return (
         block_of(first, second, sixteens),
@@ -389,10 +436,10 @@ def arranged(eights, sixteens, pairs, halves):
 
 
 @gluon.jit
-def scaled(scores, i_factors, j_factors):
+def scaled(scores, i_factors, j_factors, layout: gl.constexpr):
     """Scores (block, i, j) times factors of their rows and columns."""
-    i = of_blocks(i_factors, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
-    j = of_blocks(j_factors, BLOCKS).load(gl.SliceLayout(1, blocks_layout))
+    i = of_blocks(i_factors, scores.shape[0]).load(gl.SliceLayout(2, layout))
+    j = of_blocks(j_factors, scores.shape[0]).load(gl.SliceLayout(1, layout))
     return scores * i[:, :, None] * j[:, None, :]
 
 
@@ -405,36 +452,44 @@ def scaled_pairs(pairs, i_factors, j_factors):
 
 
 @gluon.jit
-def scaled_halves(halves, i_factors, j_factors):
+def scaled_halves(halves, i_factors, j_factors, layout: gl.constexpr):
     """Scores (i, j) between the halves times factors of their rows and columns."""
-    i = i_factors.slice(CHUNK // 2, CHUNK // 2).load(gl.SliceLayout(1, quadrant_layout))
-    j = j_factors.slice(0, CHUNK // 2).load(gl.SliceLayout(0, quadrant_layout))
+    LENGTH: gl.constexpr = halves.shape[0]
+    i = i_factors.slice(LENGTH, LENGTH).load(gl.SliceLayout(1, layout))
+    j = j_factors.slice(0, LENGTH).load(gl.SliceLayout(0, layout))
     return halves * i[:, None] * j[None, :]
 
 
 @gluon.jit
 def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
-    """beta_j A_ij (j, i), of L in blocks: (block, i, j) in `scratch`, (pair, i, j) and (i, j)."""
+    """beta_j A_ij (j, i) with A = (I + L)^-1.
+
+    L is in shared memory: diagonal blocks (block, i, j) in `scratch`, (pair, i, j) between blocks,
+    and (i, j) between the halves.  Block row i of A follows from the rows before it: it is D_i (I -
+    sum_j L_ij A_j), where D_i is the inverse of the diagonal block.
+    """
     layout: gl.constexpr = narrow(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    # the inverses D_i of the diagonal blocks
     invert_blocks(scratch.diagonal, scratch.inverted, 1)
+    # block column i of the transposed A, (j, i of the block), from those before it
     beta = beta.load(gl.SliceLayout(1, layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
     rows, scaled_rows = (), ()
     for i in gl.static_range(BLOCKS):
-        known = zero
+        earlier = zero  # the sum over j of L_ij A_j, transposed
         for j in gl.static_range(i):
             if i // 2 == j // 2:
                 L_ij = lower_pairs.slice(BLOCK * (i // 2), BLOCK)
             else:
                 L_ij = lower_halves.slice(BLOCK * (i - 2), BLOCK).slice(BLOCK * j, BLOCK, dim=1)
-            known = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), known)
+            earlier = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), earlier)
         identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
         D_i = scratch.inverted.slice(BLOCK * i, BLOCK).load(right)
-        row = mma_v2(gl.convert_layout((identity - known).to(gl.float16), left), D_i, zero)
+        row = mma_v2(gl.convert_layout((identity - earlier).to(gl.float16), left), D_i, zero)
         rows += (gl.convert_layout(row.to(gl.float16), left),)
         scaled_rows += ((row * beta[:, None]).to(dtype),)
     return side_by_side(0, 1, scaled_rows)
@@ -442,10 +497,14 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
 
 @gluon.jit
 def square_of(blocks, pairs):
-    """Blocks (block, i, j), and between them pairs (pair, i, j), as (i, j); zeros elsewhere."""
+    """A matrix (i, j) with the diagonal blocks `blocks` (block, i, j), and `pairs` (pair, i, j)
+    between them; zeros elsewhere.
+    """
+    # numbers of the block row and of the block column of each entry
     r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
     c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
     zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
+    # each block in all four block columns, and each pair in all places of its size
     blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
     pairs = gl.join(pairs, pairs)
     pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
@@ -457,8 +516,8 @@ def square_of(blocks, pairs):
 
 @gluon.jit
 def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
-    """Memory of q, k and g of a chunk, (half of K, i, K / 2) each, and mbarriers: q and k are
-    loaded, and g is.
+    """Shared memory for q, k and g of a chunk, (half of K, i, K / 2) each, and two mbarriers: the
+    first one completes when q and k are loaded, the second one when g is.
     """
     full = barriers(2)
     for i in gl.static_range(2):
@@ -473,7 +532,7 @@ def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
 
 @gluon.jit
 def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
-    """beta of a chunk (block, i), 0 beyond the sequence's end."""
+    """beta of a chunk (block, i) in fp32; 0 beyond the end of the sequence."""
     of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
     batch = gl.where(is_packed, 0, sequence.index).to(gl.int64)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
@@ -485,21 +544,25 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
 
 @gluon.jit
 def stored(v):
-    """A number of each position (block, i) in shared memory, (CHUNK)."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    """Shared memory (CHUNK) with a number for each position, v (block, i)."""
+    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout)
     memory.store(v.reshape([CHUNK]))
     return memory
 
 
 @gluon.jit
 def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
-    """The scores of a chunk, as `products` has them, and its keys decayed to the chunk's end (half
-    of K, j, K / 2).  Stores keys and queries in place of k and q, and through descs from `row` on,
-    and the decays of the whole chunk (K).
+    """Returns the scores of a chunk in the form of `products`, and shared memory with its keys
+    decayed to the chunk's end, (half of K, j, K / 2).
+
+    Stores keys and queries in place of k and q in `tiles`, and through the descriptors `descs` from
+    `row` on in global memory; stores the decays over the whole chunk (K) at ends_ptr.
+
+    q_norms, k_norms: 1 / |q_i| and 1 / |k_i| (CHUNK) in shared memory.
     """
     q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
+    # shared memory for operands; fp16 does not have the range that blocks of 8 need
     rows, columns = allocate_tile(dtype, [2 * CHUNK, HALF]), allocate_tile(dtype, [CHUNK, HALF])
     wide_rows, wide_columns = rows, columns
     if dtype == gl.float16:
@@ -514,14 +577,14 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         gl.full([CHUNK, CHUNK // 2], 0.0, gl.float32, halves_layout),
     )
     for half in range(2):
-        q, k = q_tiles.index(half).load(own), k_tiles.index(half).load(own)
-        a = decays_of(g_tiles.index(half).load(own))
+        q, k = q_tiles.index(half).load(thread_layout), k_tiles.index(half).load(thread_layout)
+        a = decays_of(g_tiles.index(half).load(thread_layout))
         scores, since_start, to_end, end = products(
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
-        # stage gate_cumsum
-        k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, own))[:, None]
-        q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
+        # stage gate_cumsum: keys, queries, and keys decayed to the chunk's end (i, HALF)
+        k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, thread_layout))[:, None]
+        q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, thread_layout)) * scale)[:, None]
         q_tiles.index(half).store((q_row * since_start).to(dtype))
         k_tiles.index(half).store((k_row * since_start).to(dtype))
         at_end.index(half).store((k_row * to_end).to(gl.float16))
@@ -530,6 +593,7 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         eights, sixteens, pairs, halves = scores
         halves = warpgroup_mma_wait(0, deps=[halves])
         scores = (eights, sixteens, pairs, halves)
+        # TMA reads what all warps have stored
         fence_async_shared()
         role_barrier()
         async_store(descs[0], [row, half * HALF], k_tiles.index(half))
@@ -539,39 +603,46 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
 
 @gluon.jit
 def store_system(of_k, beta_norms, k_norms, scratch):
-    """L: its diagonal blocks in `scratch`, and returns those between blocks, (pair, i, j), and
-    between the halves of the chunk, (i, j).
+    """Store L in shared memory: its diagonal blocks in `scratch`.  Returns the memory of its parts
+    between blocks, (pair, i, j), and between the halves of the chunk, (i, j).
+
+    of_k: scores of k with k (`parts_of`).  beta_norms: beta / |k_i| (CHUNK).
     """
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
     lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
-    L = scaled(of_k[0], beta_norms, k_norms)
+    L = scaled(of_k[0], beta_norms, k_norms, blocks_layout)
     scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
     L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
     lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
+    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms, quadrant_layout).to(gl.float16))
     return lower_pairs, lower_halves
 
 
 @gluon.jit
 def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
-    """P (i, j), from its parts."""
+    """Store P (i, j) in the shared memory `own_scores`.
+
+    of_q: scores of q with k (`parts_of`).  diagonal: q_i . k_i (CHUNK).
+    """
     r, c = in_block(blocks_layout)
     q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
-    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
+    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms, blocks_layout)
     P = gl.where(r >= c, P, 0.0).to(gl.float16)
     P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
     own_scores.store(square_of(P, P_pairs))
     role_barrier()
     own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
-        scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
+        scaled_halves(of_q[2], q_norms, k_norms, quadrant_layout).to(gl.float16)
     )
     role_barrier()
 
 
 @gluon.jit
 def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
-    """X = diag(beta) A^T (keys at the end), in place of the queries, and W = scale P A diag(beta),
-    in place of the keys; both through descs from `row` on.  inverse: beta_j A_ij (j, i)
+    """Store X = diag(beta) A^T k exp(G_end - G) in place of the queries in `tiles`, and W = scale P
+    A diag(beta) in place of the keys; both through `descs` from `row` on in global memory.
+
+    inverse: beta_j A_ij (j, i).  at_end: keys decayed to the chunk's end.  own_scores: P.
     """
     q_tiles, k_tiles, _ = tiles
     dtype: gl.constexpr = q_tiles.dtype
@@ -582,7 +653,8 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     # stage out_factor
     W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
     first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
-    tma.store_wait(0)  # of keys and queries, whose memory receives the rest
+    # until TMA has read keys and queries, whose memory gets X and W
+    tma.store_wait(0)
     role_barrier()
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
@@ -599,7 +671,7 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
 
 @gluon.jit
 def load_inputs(env, inputs, full, sequence, t, head):
-    """q, k and g of the chunk at position t, half of the channels at a time."""
+    """Start to load q, k and g of the chunk at position t through TMA, in halves of K."""
     q_desc, k_desc, g_desc, _, _ = env.inputs
     q_tiles, k_tiles, g_tiles = inputs
     mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
@@ -616,25 +688,26 @@ def load_inputs(env, inputs, full, sequence, t, head):
 
 @gluon.jit
 def prepare_chunk(env, tiles, full, sequence, t, place, head):
-    """Everything that a scan needs of the chunk at position t of a sequence.
+    """Compute everything that a scan needs of the chunk at position t of a sequence, and store it
+    in global memory.
 
-    place: of the chunk and head among all, slot * HV + head
+    place: number of the chunk and head, slot * HV + head.
     """
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
-    # stage qk_l2norm
+    # stage qk_l2norm: when q and k are loaded
     mbarrier.wait(full.index(0), 0)
     q_norm, k_norm, q_k = norms(tiles[0], tiles[1])
     q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
     beta_norms, betas = stored(k_norm * beta), stored(beta)
-    # stage decayed_scores
+    # stage decayed_scores: when g is loaded, and all warps have stored the norms
     mbarrier.wait(full.index(1), 0)
     role_barrier()
     scores, at_end = decayed_scores(
         tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
     )
     of_q, of_k = parts_of(scores)
-    # stage solve_tril
+    # stage solve_tril: L, P and the inverse
     scratch = allocate_scratch(1)
     lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
     own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels._gluon import aggregate, phase, place_in
 from ssdprof.kernels.hopper.ring import Ring, barriers, begin_ring
-from ssdprof.kernels.kda.hopper.prep import allocate_tile
+from ssdprof.kernels.kda.hopper.prep import HALF, allocate_tile, vector_layout
 
 SIZE = gl.constexpr(32)  # positions of a chunk
 DIM = gl.constexpr(128)  # K and V
@@ -38,16 +38,15 @@ STAGES = {"allocate": "setup", "begin_barriers": "setup", "allocate_tiles": "set
 
 @aggregate
 class Operands:
-    """Operands of the scores of a chunk: q and k in turn, eight rows of each, and k as columns."""
+    """Operands of the scores of a chunk, (half of the channels, i, K) each.  Rows are those of q
+    and k in turn, eight of each; columns are rows of k.  "Sorted" ones have the first eight of each
+    16 positions before all second ones.
+    """
 
-    first_rows: gl.shared_memory_descriptor  # inside blocks of 8, the first ones of 16
-    first_columns: gl.shared_memory_descriptor
-    second_rows: gl.shared_memory_descriptor  # the second ones
-    second_columns: gl.shared_memory_descriptor
-    eight_rows: gl.shared_memory_descriptor  # between blocks of 8: second ones of 16
-    eight_columns: gl.shared_memory_descriptor  # first ones
-    half_rows: gl.shared_memory_descriptor  # between the halves: all rows
-    half_columns: gl.shared_memory_descriptor
+    anchor_rows: gl.shared_memory_descriptor  # inside blocks of 8, sorted
+    anchor_columns: gl.shared_memory_descriptor
+    eight_rows: gl.shared_memory_descriptor  # between blocks of 8, sorted; columns are first ones
+    half_rows: gl.shared_memory_descriptor  # between the halves; columns are those of the first
 
 
 @aggregate
@@ -62,8 +61,8 @@ class KDARings:
     values: Ring  # v (i, V), then outputs
     written: gl.shared_memory_descriptor  # mbarriers: outputs are there
     operands: Operands
-    ready: gl.shared_memory_descriptor  # mbarriers of two chunks in turn: operands are there
-    read: gl.shared_memory_descriptor  # mbarrier: operands may be replaced
+    ready: gl.shared_memory_descriptor  # mbarriers (chunks in turn, half): operands are there
+    read: gl.shared_memory_descriptor  # mbarriers (half): operands may be replaced
     vectors: gl.tuple  # numbers of each position, of two chunks in turn
     normed: gl.shared_memory_descriptor  # mbarriers: vectors are there
     at_end: Ring  # keys decayed to the chunk's end (i, K), fp16
@@ -75,8 +74,16 @@ class KDARings:
         return self.vectors[WHICH].index(place_in(n, 2))
 
     @gluon.jit
+    def ready_at(self, n, half):
+        return self.ready.index(2 * place_in(n, 2) + half)
+
+    @gluon.jit
     def slot(self, n):
         return place_in(n, self.keys.DEPTH)
+
+    @gluon.jit
+    def query_tile(self, n):
+        return self.queries.index(self.slot(n))
 
     @gluon.jit
     def wait_decayed(self, n):
@@ -84,61 +91,56 @@ class KDARings:
 
 
 @gluon.jit
-def allocate_tiles(dtype: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr):
-    tiles = allocate_tile(dtype, [DEPTH, SIZE, COLUMNS])
+def allocate_tiles(dtype: gl.constexpr, DEPTH: gl.constexpr):
+    tiles = allocate_tile(dtype, [DEPTH, SIZE, DIM])
     return Ring(tiles, barriers(DEPTH), barriers(DEPTH), DEPTH)
 
 
 @gluon.jit
 def allocate(dtype: gl.constexpr, gates: gl.constexpr, S: gl.constexpr):
     """Allocates all of it.  The barriers are not initialised yet."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    vectors = ()
+    for _ in gl.static_range(5):
+        vectors += (gl.allocate_shared_memory(gl.float32, [2, SIZE], vector_layout),)
     return KDARings(
-        keys=allocate_tiles(dtype, S.SLOTS, DIM),
+        keys=allocate_tiles(dtype, S.SLOTS),
         queries=allocate_tile(dtype, [S.SLOTS, SIZE, DIM]),
         decayed=barriers(S.SLOTS),
-        ends=gl.allocate_shared_memory(gl.float32, [S.SLOTS, DIM], vector),
-        gates=allocate_tiles(gates, S.GATE_SLOTS, DIM),
-        values=allocate_tiles(dtype, S.SLOTS, DIM),
+        ends=gl.allocate_shared_memory(gl.float32, [S.SLOTS, DIM], vector_layout),
+        gates=allocate_tiles(gates, S.GATE_SLOTS),
+        values=allocate_tiles(dtype, S.SLOTS),
         written=barriers(S.SLOTS),
         operands=Operands(
-            allocate_tile(dtype, [SIZE, DIM]),
-            allocate_tile(dtype, [SIZE // 2, DIM]),
-            allocate_tile(dtype, [SIZE, DIM]),
-            allocate_tile(dtype, [SIZE // 2, DIM]),
-            allocate_tile(dtype, [SIZE, DIM]),
-            allocate_tile(dtype, [SIZE // 2, DIM]),
-            allocate_tile(dtype, [2 * SIZE, DIM]),
-            allocate_tile(dtype, [SIZE, DIM]),
+            anchor_rows=allocate_tile(dtype, [2, 2 * SIZE, HALF]),
+            anchor_columns=allocate_tile(dtype, [2, SIZE, HALF]),
+            eight_rows=allocate_tile(dtype, [2, 2 * SIZE, HALF]),
+            half_rows=allocate_tile(dtype, [2, 2 * SIZE, HALF]),
         ),
-        ready=barriers(2),
-        read=barriers(1),
-        vectors=(
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-            gl.allocate_shared_memory(gl.float32, [2, SIZE], vector),
-        ),
+        ready=barriers(4),
+        read=barriers(2),
+        vectors=vectors,
         normed=barriers(2),
-        at_end=allocate_tiles(gl.float16, 2, DIM),
-        updates=allocate_tiles(dtype, 2, DIM),
+        at_end=allocate_tiles(gl.float16, 2),
+        updates=allocate_tiles(dtype, 2),
         weights=allocate_tile(dtype, [2, SIZE, SIZE]),
     )
 
 
 @gluon.jit
 def begin_barriers(rings):
-    """Initialises the barriers: `states` and `decays` arrive with every thread, others once."""
+    """Initialises the barriers: `states` and `decays` arrive with every thread, `decays` for each
+    half of the channels, others once.
+    """
     begin_ring(rings.keys, 1, THREADS)
-    begin_ring(rings.gates, 1, THREADS)
+    begin_ring(rings.gates, 1, 2 * THREADS)
     begin_ring(rings.values, 1, 1)
-    begin_ring(rings.at_end, THREADS, 1)
+    begin_ring(rings.at_end, 2 * THREADS, 1)
     begin_ring(rings.updates, 1, THREADS)
     for i in gl.static_range(rings.keys.DEPTH):
-        mbarrier.init(rings.decayed.index(i), count=THREADS)
+        mbarrier.init(rings.decayed.index(i), count=2 * THREADS)
         mbarrier.init(rings.written.index(i), count=THREADS)
     for i in gl.static_range(2):
         mbarrier.init(rings.normed.index(i), count=1)
+        mbarrier.init(rings.read.index(i), count=1)
+    for i in gl.static_range(4):
         mbarrier.init(rings.ready.index(i), count=THREADS)
-    mbarrier.init(rings.read.index(0), count=1)

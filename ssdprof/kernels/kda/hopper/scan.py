@@ -1,17 +1,17 @@
 """Passes the state through the chunks of a slab, for 64 columns of V, and computes the outputs.
 
-State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly
-from registers.  From the state S that enters a chunk,
+State and outputs are transposed, (V, K) and (V, i), so that the state can be a matrix operand in
+registers.  S is the state that enters a chunk:
 
     Y  = V - keys S
     S' = diag(ends) S + X^T Y
     O  = queries S + W Y
 
 From one state to the next, two products depend on each other: keys S and X^T Y.  The tensor cores
-compute products in the order in which they begin, so the order here keeps them busy: W Y runs while
-the state is rounded for the next chunk, whose keys S begins before this output is stored, and
-queries S runs while Y is summed.  No product is under way from one iteration to the next: the
-compiler would then wait for each instruction.
+compute products in the order in which they begin, and the order here keeps them busy.  W Y runs
+while the state is rounded for the next chunk.  keys S of the next chunk begins before this chunk's
+output is stored.  queries S runs while Y is computed.  No product runs across the end of an
+iteration, because the compiler would then wait after each instruction.
 """
 
 from triton.experimental import gluon
@@ -37,7 +37,7 @@ from ssdprof.kernels.gdn.hopper.role_states import (
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.kda.hopper.tiles import DIM, KEYS, QUERIES, UPDATE, VALUES, halves_of
 
-by_thread = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+by_thread = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # (K): one number for each thread
 
 # other functions belong to the stage that calls them
 STAGES = {
@@ -49,30 +49,35 @@ STAGES = {
 
 @aggregate
 class KDASegment:
-    """Consecutive chunks of a sequence and 64 columns of V of one value head."""
+    """Consecutive chunks of a sequence, and 64 columns of V of one value head.
+
+    first_v: first column of V.  first: first chunk of the sequence.  nchunks: number of chunks.
+    """
 
     sequence: Sequence
     head: gl.tensor
-    first_v: gl.tensor  # first column of V
-    first: gl.tensor  # first chunk
+    first_v: gl.tensor
+    first: gl.tensor
     nchunks: gl.tensor
 
     @gluon.jit
     def place(self, j, HEADS: gl.constexpr):
-        """Index of its j-th chunk and its head among all."""
+        """Number of the segment's j-th chunk and head, slot * HEADS + head."""
         return (self.sequence.slot + self.first + j) * HEADS + self.head
 
 
 @gluon.jit
 def decays_at(env, segment, j):
-    """The decays of the segment's j-th chunk (K), one of each thread."""
+    """The decays (K) over the segment's j-th chunk, one in each thread."""
     place = segment.place(j, env.S.HEADS).to(gl.int64)
     return gl.load(env.ends_ptr + place * DIM + gl.arange(0, DIM, by_thread))
 
 
 @gluon.jit
 def product_with(tiles, entered, n, WHICH: gl.constexpr):
-    """Begins the product (V, i) of a state with keys or queries of the program's n-th chunk."""
+    """Begin the product (V, i) of a state with the keys or the queries of the program's n-th
+    chunk.
+    """
     tiles.wait_full(4 * n + WHICH)
     rows = tiles.tile(4 * n + WHICH).permute((1, 0))
     zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
@@ -81,12 +86,15 @@ def product_with(tiles, entered, n, WHICH: gl.constexpr):
 
 @gluon.jit
 def as_operand(tiles, state):
+    """The state (V, K), rounded as an operand of products."""
     return gl.convert_layout(state.to(tiles.tiles.dtype), i_operand)
 
 
 @gluon.jit
 def store_output(tiles, written, out, n):
-    """Passes the output (V, i) of the program's n-th chunk to `stores`, in the place of v."""
+    """Write the output (V, i) of the program's n-th chunk in the place of v, and announce it to the
+    role `stores`.  The fence makes it visible to TMA.
+    """
     halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).store(out.to(tiles.tiles.dtype))
     fence_async_shared()
     arrive(written.index(n % 2))
@@ -94,7 +102,11 @@ def store_output(tiles, written, out, n):
 
 @gluon.jit
 def residual(tiles, entered, KS, n):
-    """Y (V, i) of the program's n-th chunk as an operand, and queries S, which runs meanwhile."""
+    """Y (V, i) of the program's n-th chunk as an operand, and the product queries S, which runs
+    while Y is computed.
+
+    entered: the state that enters the chunk, as an operand.  KS: keys S, which has begun.
+    """
     QS = product_with(tiles, entered, n, QUERIES)
     tiles.wait_full(4 * n + VALUES)
     v = halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).load(i_operand)
@@ -108,21 +120,22 @@ def residual(tiles, entered, KS, n):
 
 @gluon.jit
 def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
-    """Begins to compute the state after the segment's j-th chunk, the program's n-th, and its
-    output.
+    """Begin to compute the output of the segment's j-th chunk, the program's n-th, and the state
+    after it.  Returns both products.
 
-    ends: (2, K) in shared memory: decays of this chunk and of the next one, in turn
+    ends (2, K), in shared memory: the decays over this chunk in slot n % 2; the decays over the
+        next chunk are stored in the other slot.
     """
     next_decays = decays_at(env, segment, gl.minimum(j + 1, segment.nchunks - 1))
     decays = ends.index(n % 2).load(gl.SliceLayout(0, by_k))
-    # stage chunk_state.update
+    # stage chunk_state.update: S' = diag(ends) S + X^T Y
     tiles.wait_full(4 * n + UPDATE)
     X, decayed = tiles.tile(4 * n + UPDATE), state * decays[None, :]
     state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), X, decayed, is_async=True)
-    # stage chunk_output
+    # stage chunk_output: O = queries S + W Y
     W = halves_of(tiles.tile(4 * n + VALUES)).index(1).permute((1, 0))
     out_begun = warpgroup_mma(Y, W, QS, is_async=True)
-    role_barrier()
+    role_barrier()  # all warps have loaded the previous chunk's decays from the slot stored next
     ends.index((n + 1) % 2).store(next_decays)
     return state_begun, out_begun
 
@@ -143,7 +156,9 @@ def scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n):
 
 @gluon.jit
 def entering_state(env, segment):
-    """A state that an earlier slab leaves is among the final states, whose last one stays."""
+    """The state (V, K) that enters a segment: the sequence's initial state, or the state that an
+    earlier slab has left in the place of the final state.
+    """
     state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
     if segment.first > 0:
         state = gl.load(state_tile(env.final_ptr, segment, segment.first_v, FINAL, env.S))
@@ -155,9 +170,10 @@ def entering_state(env, segment):
 
 @gluon.jit
 def scan_segment(env, tiles, written, segment, ends, n):
-    """Computes the outputs of a segment, from the state that enters to the one that leaves it.
+    """Compute the outputs of a segment, and store the state after it in the place of the final
+    state.
 
-    n: the program's chunks before this segment
+    ends (2, K): shared memory for decays.  n: number of the program's chunks before the segment.
     """
     state = entering_state(env, segment)
     if segment.nchunks > 0:

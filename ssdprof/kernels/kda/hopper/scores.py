@@ -7,6 +7,9 @@ of them,
 All products are small and wait for each other: `mma.sync` of 16 rows.  So two roles of two warps
 have every second chunk each.  A product of the operands that `decays` makes has rows of q and k in
 turn, so that a thread has both scores of a pair, and each block of 16 positions is in one warp.
+
+Loops have half of the channels after the other, as `decays` leaves them; their code is half as long
+(`whole_kernel.py`).
 """
 
 from triton.experimental import gluon
@@ -16,8 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ssdprof.kernels._gluon import aggregate, masked, phase, place_in, reinterpret, role_barrier
 from ssdprof.kernels.gdn.hopper.inverse import BLOCK
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
-from ssdprof.kernels.kda.hopper.prep import EIGHT, HALF, allocate_tile, in_block, plain, product_of
-from ssdprof.kernels.kda.hopper.rings import BETA, DIM, K_NORM, OWN, Q_NORM, SCALED, SIZE
+from ssdprof.kernels.kda.hopper.prep import (
+    EIGHT,
+    HALF,
+    allocate_tile,
+    in_block,
+    of_blocks,
+    plain,
+    product_of,
+    scaled,
+    scaled_halves,
+)
+from ssdprof.kernels.kda.hopper.rings import BETA, K_NORM, OWN, Q_NORM, SCALED, SIZE
+from ssdprof.kernels.kda.hopper.tiles import halves_of
 
 # Layouts (block, i, j): a warp has a block of 16; (i, j): it has half of the rows, of the columns,
 # or all; and of scores of q, or of k, between the halves
@@ -29,6 +43,8 @@ quarter_layout = gl.constexpr(
         [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0]], [], [16, 16]
     )
 )
+# The swizzle of `allocate_tile` for 64 columns, in a layout of which rows can be a slice
+swizzled = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 by_position = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 
 # other functions belong to the stage that calls them
@@ -77,13 +93,15 @@ def store_norms(env, beta, n):
     left: gl.constexpr = gl.DotOperandLayout(0, blocks_layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, blocks_layout, 2)
     rings.keys.wait_full(n)
-    q = rings.queries.index(rings.slot(n)).reshape([2, BLOCK, DIM]).load(left)
-    k = rings.keys.tile(n).reshape([2, BLOCK, DIM]).load(left)
-    # the same numbers of a thread are an operand of rows, and of columns
-    q_columns = gl.convert_layout(q.permute((0, 2, 1)), right)
-    k_columns = gl.convert_layout(k.permute((0, 2, 1)), right)
-    zero = gl.full([2, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
-    qq, qk, kk = mma_v2(q, q_columns, zero), mma_v2(q, k_columns, zero), mma_v2(k, k_columns, zero)
+    qq = gl.full([2, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
+    qk, kk = qq, qq
+    for half in range(2):
+        q = halves_of(rings.query_tile(n)).index(half).reshape([2, BLOCK, HALF]).load(left)
+        k = halves_of(rings.keys.tile(n)).index(half).reshape([2, BLOCK, HALF]).load(left)
+        # the same numbers of a thread are an operand of rows, and of columns
+        q_columns = gl.convert_layout(q.permute((0, 2, 1)), right)
+        k_columns = gl.convert_layout(k.permute((0, 2, 1)), right)
+        qq, qk, kk = mma_v2(q, q_columns, qq), mma_v2(q, k_columns, qk), mma_v2(k, k_columns, kk)
     q_norm = gl.rsqrt(diagonal_of(qq) + EPSILON)
     store_vector(rings, q_norm, n, Q_NORM)
     store_vector(rings, q_norm * env.scale, n, SCALED)
@@ -94,79 +112,71 @@ def store_norms(env, beta, n):
 
 
 @gluon.jit
-def block_of(first, second, between):
-    """(block, i, j) of 16 from its blocks of 8 on the diagonal, and below it.  Those above it are
-    not used.
+def blocks_of(first, second, between):
+    """Scores of q and of k (block, i, j) of 16, from those of blocks of 8 on the diagonal, and
+    below it, with rows of q and k in turn.  Those above it are not used.
     """
-    # (block, i, j, half of the columns, half of the rows)
-    # -> (block, half of the rows, i, half of the columns, j)
-    block = gl.join(gl.join(first, first), gl.join(between, second)).permute((0, 4, 1, 3, 2))
-    return gl.convert_layout(block.reshape([2, BLOCK, BLOCK]), blocks_layout)
+    block = gl.join(gl.join(first, first), gl.join(between, second))
+    block = block.reshape([2, 2, EIGHT, EIGHT, 2, 2]).permute((0, 5, 2, 4, 3, 1))
+    q_block, k_block = gl.split(block.reshape([2, BLOCK, BLOCK, 2]))
+    return gl.convert_layout(q_block, blocks_layout), gl.convert_layout(k_block, blocks_layout)
 
 
 @gluon.jit
-def q_and_k(product):
-    """Scores of q and of k, (block, i, j) each, from rows of both in turn."""
-    # (block, q or k, i, j) -> (block, i, j, q or k)
-    return gl.split(product.reshape([2, 2, EIGHT, EIGHT]).permute((0, 2, 3, 1)))
+def add_blocks(acc, rows, columns):
+    """Adds products of eight rows of q, eight of k and eight columns, for each block of 16."""
+    rows, columns = rows.reshape([2, BLOCK, HALF]), columns.reshape([2, EIGHT, HALF])
+    return product_of(rows, columns, acc, blocks_layout)
 
 
 @gluon.jit
-def of_blocks(rows, columns):
-    """Products (block, i, j) of eight rows of q, eight of k, and eight columns, for each block."""
-    zero = gl.full([2, BLOCK, EIGHT], 0.0, gl.float32, blocks_layout)
-    rows, columns = rows.reshape([2, BLOCK, DIM]), columns.reshape([2, EIGHT, DIM])
-    return product_of(rows, columns, zero, blocks_layout)
+def add_products(sums, operands, half):
+    """Adds the products of half of the channels to sums, which are
+
+    first, second: inside the first and the second eight of each 16 positions (block, i, j)
+    between: between those (block, i, j)
+    below: between the halves, for the first and the second eight columns (i, j)
+
+    with rows i of q and k in turn, eight of each.
+    """
+    first, second, between, first_below, second_below = sums
+    # inside blocks of 8
+    rows = halves_of(operands.anchor_rows.index(half))
+    columns = halves_of(operands.anchor_columns.index(half))
+    first = add_blocks(first, rows.index(0), columns.index(0))
+    second = add_blocks(second, rows.index(1), columns.index(1))
+    # between them
+    rows = halves_of(operands.eight_rows.index(half))
+    columns = reinterpret(rows.index(0), rows.dtype, [2, BLOCK, HALF], swizzled)
+    columns = columns.slice(EIGHT, EIGHT, dim=1)
+    between = product_of(rows.index(1).reshape([2, BLOCK, HALF]), columns, between, blocks_layout)
+    # between the halves
+    right: gl.constexpr = gl.DotOperandLayout(1, rows_layout, 2)
+    tile = operands.half_rows.index(half)
+    rows = tile.slice(SIZE, SIZE).load(gl.DotOperandLayout(0, rows_layout, 2))
+    columns = tile.slice(EIGHT, EIGHT).permute((1, 0)).load(right)
+    first_below = mma_v2(rows, columns, first_below)
+    columns = tile.slice(3 * EIGHT, EIGHT).permute((1, 0)).load(right)
+    return first, second, between, first_below, mma_v2(rows, columns, second_below)
 
 
 @gluon.jit
-def products(operands):
+def products(rings, n):
     """Scores of q with k, and of k with k: (block, i, j) of 16, and (i, j) between the halves."""
-    first = of_blocks(operands.first_rows, operands.first_columns)
-    second = of_blocks(operands.second_rows, operands.second_columns)
-    between = of_blocks(operands.eight_rows, operands.eight_columns)
-    of_halves = mma_v2(
-        operands.half_rows.slice(SIZE, SIZE).load(gl.DotOperandLayout(0, rows_layout, 2)),
-        operands.half_columns.slice(0, BLOCK)
-        .permute((1, 0))
-        .load(gl.DotOperandLayout(1, rows_layout, 2)),
-        gl.full([SIZE, BLOCK], 0.0, gl.float32, rows_layout),
-    )
-    first_q, first_k = q_and_k(first)
-    second_q, second_k = q_and_k(second)
-    between_q, between_k = q_and_k(between)
-    # (block of 8 rows, q or k, i, j) -> (block of 8 rows, i, j, q or k)
-    q_half, k_half = gl.split(of_halves.reshape([2, 2, EIGHT, BLOCK]).permute((0, 2, 3, 1)))
-    return (
-        block_of(first_q, second_q, between_q),
-        gl.convert_layout(q_half.reshape([BLOCK, BLOCK]), quarter_layout),
-        block_of(first_k, second_k, between_k),
-        gl.convert_layout(k_half.reshape([BLOCK, BLOCK]), quarter_layout),
-    )
-
-
-@gluon.jit
-def in_blocks(vector, layout: gl.constexpr):
-    """A number of each position, as (block, i)."""
-    return reinterpret(vector, gl.float32, [2, BLOCK], plain).load(layout)
-
-
-@gluon.jit
-def scaled_block(scores, row, column):
-    """Scores (block, i, j) times factors of their rows and columns."""
-    row_factor = in_blocks(row, gl.SliceLayout(2, blocks_layout))[:, :, None]
-    scaled = scores * row_factor  # before the other load: the order decides the machine code
-    column_factor = in_blocks(column, gl.SliceLayout(1, blocks_layout))[:, None, :]
-    return scaled * column_factor
-
-
-@gluon.jit
-def scaled_quarter(scores, row, column):
-    """Scores (i, j) between the halves times factors of their rows and columns."""
-    row_factor = row.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
-    scaled = scores * row_factor
-    column_factor = column.slice(0, BLOCK).load(gl.SliceLayout(0, quarter_layout))[None, :]
-    return scaled * column_factor
+    zero = gl.full([2, BLOCK, EIGHT], 0.0, gl.float32, blocks_layout)
+    below = gl.full([SIZE, EIGHT], 0.0, gl.float32, rows_layout)
+    sums = (zero, zero, zero, below, below)
+    for half in range(2):
+        mbarrier.wait(rings.ready_at(n, half), phase(n, 2))
+        sums = add_products(sums, rings.operands, half)
+        mbarrier.arrive(rings.read.index(half), count=1)
+    first, second, between, first_below, second_below = sums
+    q_block, k_block = blocks_of(first, second, between)
+    below = gl.join(first_below, second_below).permute((0, 2, 1))
+    q_below, k_below = gl.split(below.reshape([2, 2, EIGHT, BLOCK]).permute((0, 2, 3, 1)))
+    q_below = gl.convert_layout(q_below.reshape([BLOCK, BLOCK]), quarter_layout)
+    k_below = gl.convert_layout(k_below.reshape([BLOCK, BLOCK]), quarter_layout)
+    return q_block, q_below, k_block, k_below
 
 
 @gluon.jit
@@ -177,32 +187,31 @@ def on_diagonal(blocks):
     blocks = blocks.to(gl.float16)
     bits = o_b + gl.full([2, BLOCK, BLOCK], 0, gl.int16, blocks_layout)
     wide = gl.join(masked(blocks, bits - 1), masked(blocks, -bits))
-    # (block of rows, i, j, block of columns) -> (block of rows, i, block of columns, j)
     return wide.permute((0, 1, 3, 2)).reshape([SIZE, SIZE])
 
 
 @gluon.jit
 def store_scores(rings, tiles, scores, n):
     """L and P of the program's n-th chunk.  Returns -L of blocks of 16 (block, i, j)."""
-    q_block, q_quarter, k_block, k_quarter = scores
+    q_block, q_below, k_block, k_below = scores
     k_norm, q_norm = rings.vector(n, K_NORM), rings.vector(n, Q_NORM)
     r, c = in_block(blocks_layout)
     # stage solve_tril
     of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
     beta = rings.vector(n, BETA)
-    L = scaled_block(gl.where(r > c, k_block, 0.0), k_norm, k_norm)
-    minus_L = (L * -in_blocks(beta, of_row)[:, :, None]).to(gl.float16)
+    L = scaled(gl.where(r > c, k_block, 0.0), k_norm, k_norm, blocks_layout)
+    minus_L = (L * -of_blocks(beta, 2).load(of_row)[:, :, None]).to(gl.float16)
     tiles.diagonal.store(minus_L)
     of_quarter = beta.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
-    below = scaled_quarter(k_quarter, k_norm, k_norm) * of_quarter
+    below = scaled_halves(k_below, k_norm, k_norm, quarter_layout) * of_quarter
     tiles.below.store(below.to(gl.float16))
     # stage decayed_scores
-    of_pair = in_blocks(rings.vector(n, OWN), of_row)[:, :, None]
+    of_pair = of_blocks(rings.vector(n, OWN), 2).load(of_row)[:, :, None]
     P = gl.where(r == c, of_pair, gl.where(r > c, q_block, 0.0))
-    tiles.own_scores.store(on_diagonal(scaled_block(P, q_norm, k_norm)))
+    tiles.own_scores.store(on_diagonal(scaled(P, q_norm, k_norm, blocks_layout)))
     role_barrier()
     quarter = tiles.own_scores.slice(BLOCK, BLOCK).slice(0, BLOCK, dim=1)
-    quarter.store(scaled_quarter(q_quarter, q_norm, k_norm).to(gl.float16))
+    quarter.store(scaled_halves(q_below, q_norm, k_norm, quarter_layout).to(gl.float16))
     return minus_L
 
 
@@ -245,7 +254,7 @@ def store_inverse(rings, tiles, minus_L, n):
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     beta = rings.vector(n, BETA)
     D = inverse_of(minus_L, tiles.diagonal)
-    of_column = in_blocks(beta, gl.SliceLayout(2, blocks_layout))[:, :, None]
+    of_column = of_blocks(beta, 2).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
     tiles.inverted.store(D.to(gl.float16).reshape([SIZE, BLOCK]))
     tiles.inverse.store(on_diagonal(D * of_column))
     role_barrier()
@@ -275,10 +284,10 @@ def store_factors(env, tiles, n):
     transposed = tiles.inverse.load(left)
     rings.at_end.wait_full(n)
     rings.updates.wait_empty(n)
-    for half in gl.static_range(2):  # of the columns, to limit registers
-        keys = rings.at_end.tile(n).slice(half * HALF, HALF, dim=1).load(right)
+    for half in range(2):
+        keys = halves_of(rings.at_end.tile(n)).index(half).load(right)
         X = mma_v2(transposed, keys, gl.full([SIZE, HALF], 0.0, gl.float32, columns_layout))
-        rings.updates.tile(n).slice(half * HALF, HALF, dim=1).store(X.to(dtype))
+        halves_of(rings.updates.tile(n)).index(half).store(X.to(dtype))
     mbarrier.arrive(rings.at_end.empty_at(n), count=1)
     rings.weights.index(place_in(n, 2)).store((W * env.scale).to(dtype))
     fence_async_shared()
@@ -288,9 +297,7 @@ def store_factors(env, tiles, n):
 @gluon.jit
 def score_chunk(env, tiles, n):
     rings = env.rings
-    mbarrier.wait(rings.ready.index(place_in(n, 2)), phase(n, 2))
-    scores = products(rings.operands)
-    mbarrier.arrive(rings.read.index(0), count=1)
+    scores = products(rings, n)
     minus_L = store_scores(rings, tiles, scores, n)
     store_inverse(rings, tiles, minus_L, n)
     store_factors(env, tiles, n)

@@ -40,7 +40,7 @@ def residual_of(rings, state, n, HALF: gl.constexpr):
     """Y (V, i) of the program's n-th chunk as an operand, and queries S."""
     dtype: gl.constexpr = rings.keys.tiles.dtype
     entered = gl.convert_layout(state.to(dtype), i_operand)
-    keys, queries = rings.keys.tile(n), rings.queries.index(rings.slot(n))
+    keys, queries = rings.keys.tile(n), rings.query_tile(n)
     zero = gl.full([ROWS, SIZE], 0.0, gl.float32, by_i)
     KS = warpgroup_mma(entered, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
     QS = warpgroup_mma(entered, queries.permute((1, 0)), zero, use_acc=False, is_async=True)

@@ -1,16 +1,15 @@
-"""Shared memory of a program that scans, and its copies through TMA.
+"""The shared memory of a program that scans, and its copies through TMA.
 
-A ring of six tiles of 16 KB, a chunk and a half, so that two programs fit on a multiprocessor.
-
-A chunk has four tiles, in the order in which they are used: its keys, queries, X, and v beside W.
-Its output takes the place of v.
+The memory is a ring of six tiles of 16 KB, so that two programs fit on a multiprocessor.  A chunk
+has four tiles, in the order in which they are used: its keys, its queries, X, and v beside W.  The
+output takes the place of v.  The roles of a program are
 
     scan      4 warps   holds the state; computes outputs       scan.py
     loads     1 warp    loads the tiles through TMA
     stores    1 warp    stores the outputs through TMA
 
-TMA is the Tensor Memory Accelerator.  It reads zeros beyond a sequence's end, and writes nothing
-there.
+TMA is the Tensor Memory Accelerator.  Beyond the end of a sequence it reads zeros and writes
+nothing.
 """
 
 from triton.experimental import gluon
@@ -21,14 +20,14 @@ from ssdprof.kernels._gluon import async_load, async_store, reinterpret, role_ba
 from ssdprof.kernels.hopper.ring import CHUNK, allocate_ring, barriers, begin_ring
 
 DIM = gl.constexpr(128)  # K
-HALF = gl.constexpr(64)  # channels at a time, and columns of V of a scan
-TILES = gl.constexpr(6)
-# tiles of a chunk; WHICH of the program's n-th one is use 4 n + WHICH of the ring
+HALF = gl.constexpr(64)  # half of K, and the columns of V of a scan
+TILES = gl.constexpr(6)  # slots of the ring
+# numbers of a chunk's tiles: tile WHICH of the program's n-th chunk is use 4 n + WHICH of the ring
 KEYS = gl.constexpr(0)
 QUERIES = gl.constexpr(1)
 UPDATE = gl.constexpr(2)
 VALUES = gl.constexpr(3)
-THREADS = gl.constexpr(128)  # of `scan`
+THREADS = gl.constexpr(128)  # threads of the role `scan`
 
 # other functions belong to the stage that calls them
 STAGES = {
@@ -39,48 +38,57 @@ STAGES = {
 
 @gluon.jit
 def halves_of(tile):
-    """A tile as its columns before and after the 64th, (2, i, 64)."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], tile.dtype)
-    return reinterpret(tile, tile.dtype, [2, CHUNK, HALF], layout)
+    """A tile as two of 64 columns (2, i, 64), which follow each other in memory: those of 128
+    columns, or the first and the last rows of 64.
+    """
+    shape: gl.constexpr = [tile.shape[0] * tile.shape[1] // (2 * HALF), HALF]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, tile.dtype)
+    return reinterpret(tile, tile.dtype, [2, shape[0], HALF], layout)
 
 
 @gluon.jit
 def allocate_tiles(dtype: gl.constexpr):
-    """The ring, and two mbarriers, in turn: an output is in the place of v."""
+    """The ring, and two mbarriers, which complete when an output is in the place of v.  Chunks use
+    the two in turn.
+    """
     tiles, written = allocate_ring(dtype, TILES, DIM), barriers(2)
     begin_ring(tiles, 1, THREADS)
     for i in gl.static_range(2):
         mbarrier.init(written.index(i), count=THREADS)
-    role_barrier()
+    role_barrier()  # the mbarriers are initialised before any role uses them
     return tiles, written
 
 
 @gluon.jit
 def load_factor(tiles, desc, row, n, WHICH: gl.constexpr):
-    """Tile WHICH of the program's n-th chunk, which another program has prepared."""
-    at = 4 * n + WHICH
-    tiles.wait_empty(at)
-    full, halves = tiles.full_at(at), halves_of(tiles.tile(at))
-    mbarrier.expect(full, 2 * CHUNK * DIM)
+    """Load tile WHICH (keys, queries or X) of the program's n-th chunk, which another program has
+    prepared, from `row` on.
+    """
+    use = 4 * n + WHICH
+    tiles.wait_empty(use)
+    full, halves = tiles.full_at(use), halves_of(tiles.tile(use))
+    mbarrier.expect(full, 2 * CHUNK * DIM)  # bytes
     for half in gl.static_range(2):
         async_load(desc, [row, half * HALF], full, halves.index(half))
 
 
 @gluon.jit
 def load_values(env, tiles, segment, t, row, n):
-    """v at position t beside W."""
-    at = 4 * n + VALUES
-    tiles.wait_empty(at)
-    full, halves = tiles.full_at(at), halves_of(tiles.tile(at))
-    mbarrier.expect(full, 4 * CHUNK * HALF)
-    where = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
-    async_load(env.inputs[3], where, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
+    """Load the last tile of the program's n-th chunk: v at position t, and beside it W from `row`
+    on.
+    """
+    use = 4 * n + VALUES
+    tiles.wait_empty(use)
+    full, halves = tiles.full_at(use), halves_of(tiles.tile(use))
+    mbarrier.expect(full, 4 * CHUNK * HALF)  # bytes of v and W
+    corner = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
+    async_load(env.inputs[3], corner, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
     async_load(env.factors[3], [row, 0], full, halves.index(1))
 
 
 @gluon.jit
 def load_segment(env, tiles, segment, n):
-    """The tiles of a segment's chunks, of which n come before it in the program."""
+    """Load the tiles of all chunks of a segment.  n: number of the program's chunks before it."""
     keys_desc, queries_desc, X_desc, _ = env.factors
     for j in range(segment.nchunks):
         row = segment.place(j, env.S.HEADS) * CHUNK
@@ -92,12 +100,14 @@ def load_segment(env, tiles, segment, n):
 
 @gluon.jit
 def store_segment(env, tiles, written, segment, n):
-    """The outputs of a segment's chunks, and then the memory of v is free."""
+    """Store the outputs of all chunks of a segment, and release the memory of each when TMA has
+    read it.  n: number of the program's chunks before it.
+    """
     for j in range(segment.nchunks):
         mbarrier.wait(written.index((n + j) % 2), (n + j) // 2 & 1)
         t = segment.sequence.row + (segment.first + j) * CHUNK
-        where = [segment.sequence.tile, segment.head, t, segment.first_v]
+        corner = [segment.sequence.tile, segment.head, t, segment.first_v]
         out = halves_of(tiles.tile(4 * (n + j) + VALUES)).index(0)
-        async_store(env.inputs[4], where, out.reshape([1, 1, CHUNK, HALF]))
+        async_store(env.inputs[4], corner, out.reshape([1, 1, CHUNK, HALF]))
         tma.store_wait(0)
         mbarrier.arrive(tiles.empty_at(4 * (n + j) + VALUES), count=THREADS)

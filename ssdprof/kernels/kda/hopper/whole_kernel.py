@@ -7,6 +7,18 @@ In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) |
 Out:   out (B, T, HV, V) | final_states (sequences, HV, K, V) fp32, any strides
 Grid:  (sequences * HV), heads fastest
 Roles: `rings.py`.  Equations: `../fused.py`.  Oracle: `../reference.py`.
+
+Every role runs code of its own, and all of it goes through one instruction cache, which holds about
+33 KB.  A multiprocessor of an H200 issues, of FFMA in loops,
+
+    1 loop of 28, 32, 40 KB                     3.89, 3.36, 1.64 instructions a cycle
+    3 roles with loops of 11, 12, 14 KB each    3.80, 2.51, 1.89
+
+Roles that do a whole chunk at once have loops of 52 KB, `scores` counted twice because its two
+roles have copies, and wait for instructions.  So `decays`, and the products and norms of `scores`,
+have half of the channels after the other: 41 KB.  A chunk then passes `decays` in 2,238 cycles
+instead of 1,823, if that role runs alone, and yet eight sequences of 4,096 tokens with 32 heads
+take 640 us instead of 718.  This is row 18 of benchmarks/log/kda.md.
 """
 
 from triton.experimental import gluon
@@ -21,7 +33,8 @@ from ssdprof.kernels.kda.hopper.scores import scores
 from ssdprof.kernels.kda.hopper.states import states
 
 STAGES = {
-    "load_tile": "loads", "loads": "loads", "stores": "chunk_output", "_kda_whole_kernel": "setup",
+    "load_tile": "loads", "fill": "loads", "loads": "loads", "stores": "chunk_output",
+    "_kda_whole_kernel": "setup",
 }  # fmt: skip
 
 
@@ -50,6 +63,14 @@ def load_tile(env, desc, head, tile, full, n):
 
 
 @gluon.jit
+def fill(env, desc, ring, BYTES: gl.constexpr, n):
+    """The program's n-th tile of a ring, of numbers of so many bytes."""
+    ring.wait_empty(n)
+    mbarrier.expect(ring.full_at(n), BYTES * SIZE * DIM)
+    load_tile(env, desc, env.head, ring.tile(n), ring.full_at(n), n)
+
+
+@gluon.jit
 def loads(env):
     """Role: loads the inputs of every chunk through TMA."""
     rings, key_head = env.rings, env.head // env.S.VALUES_PER_KEY
@@ -58,14 +79,10 @@ def loads(env):
         rings.keys.wait_empty(n)
         full = rings.keys.full_at(n)
         mbarrier.expect(full, 4 * SIZE * DIM)
-        load_tile(env, q_desc, key_head, rings.queries.index(rings.slot(n)), full, n)
+        load_tile(env, q_desc, key_head, rings.query_tile(n), full, n)
         load_tile(env, k_desc, key_head, rings.keys.tile(n), full, n)
-        rings.gates.wait_empty(n)
-        mbarrier.expect(rings.gates.full_at(n), SIZE * DIM * env.S.GATE_BYTES)
-        load_tile(env, g_desc, env.head, rings.gates.tile(n), rings.gates.full_at(n), n)
-        rings.values.wait_empty(n)
-        mbarrier.expect(rings.values.full_at(n), 2 * SIZE * DIM)
-        load_tile(env, v_desc, env.head, rings.values.tile(n), rings.values.full_at(n), n)
+        fill(env, g_desc, rings.gates, env.S.GATE_BYTES, n)
+        fill(env, v_desc, rings.values, 2, n)
 
 
 @gluon.jit

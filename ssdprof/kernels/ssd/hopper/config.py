@@ -1,7 +1,7 @@
 """Which inputs the Hopper kernel supports, and how a call is divided into programs.
 
-Rings and registers come from a row of `../config.py`, segments from a simulation of the programs on
-the SMs.
+Rings and registers come from a row of `../config.py`.  The cut of sequences into segments is the
+one with the least time in a simulation of the programs on the SMs.
 """
 
 from __future__ import annotations
@@ -27,30 +27,33 @@ from ssdprof.kernels.tensors import row_stride, unreadable
 
 # Times are in units of one chunk of the second pass (1.8 us on an H200), fitted to
 # benchmarks/results/hopper-segments-h200.json.  Quality of the fit: benchmarks/log/ssd.md#row-53.
-# Time of a chunk of the first pass, by parts of N: FIRST_PASS if all programs begin with a first
-# pass, RECOMPUTED if only those that recompute do.
+# Time of a chunk of the first pass, by `n_split`: FIRST_PASS if all programs begin with a first
+# pass, RECOMPUTED if only those do that recompute earlier chunks.
 FIRST_PASS = {1: 0.45, 2: 0.34}
 RECOMPUTED = {1: 0.384, 2: 0.34}
 START = 3.0  # time to start and end a program
 PUBLISH = 1.1  # time until others see the state that a segment adds
 PART = 0.36  # time to sum the published state of one earlier segment
 CALL = 0.6  # time to launch, and to zero the flags
-# Chunks after which the first pass stops, for sixteen pairs of heads with decays as models have
-# them.  One pair never stops.  It is the first, so that it counts in calls with few pairs.
+# Chunks after which the first pass stops, for sixteen pairs of heads with decays as in models.  One
+# pair never stops.  It is the first, so that it counts in calls with few pairs.
 REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
 LONGEST_RECOMPUTED = 128  # most chunks of a sequence for `recompute`
-UNFUSED_CHUNK = 4  # longest chunk of an unfused pipeline: 256 positions
-# memories of heads to check, in chunks, in addition to heads that never forget
+UNFUSED_CHUNK = 4  # longest chunk of an unfused pipeline, in chunks of this kernel: 256 positions
+# heads for which `as_exact_as_unfused` compares errors: their memory in chunks, the inverse of the
+# log of their decay
 MEMORIES = (1, 2, 4, 8)
 AS_LARGE = 1.01  # two squared errors count as equal up to this factor, which no test can detect
 
 
 @dataclass(frozen=True, kw_only=True)
 class SSDHopperConfig(Cut):
-    """Segments of chunks of 64 positions, and
+    """A cut into segments of chunks of 64 positions, and
+
     ring, score_ring: slots of the rings of chunks and of scores
-    unit_registers, other_registers: registers per thread of the role with states, and of gates,
-    loads and stores
+    unit_registers: registers per thread of the role `units`
+    other_registers: registers per thread of the roles `gates`, `loads` and `stores`
+    reason: for reports
     """
 
     ring: int = HOPPER[0][1]["ring"]
@@ -75,17 +78,16 @@ class SSDHopperConfig(Cut):
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
             pairs = sequences * program_count(inputs)
             segments = fastest_cut(nchunks, pairs, sm_count, n_split=n_split(inputs.B.shape[3]))
-            how = (
-                f"equal shares for {sm_count} programs"
-                if segments.shares
-                else "least simulated time"
-            )
-            reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
+            reason = "least simulated time"
+            if segments.shares:
+                reason = f"equal shares for {sm_count} programs"
+            reason += f": {sequences} x {nchunks} chunks on {sm_count} SMs"
         _, take, why = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
         return cls(**asdict(segments) | take, reason=f"{reason}; {why}")
 
 
 def unit_count(inputs: SSDInputs) -> int:
+    """Units of a sequence: heads, or slices of SLICE of a head's P."""
     nheads, headdim = inputs.x.shape[2:]
     return nheads * ceil_div(headdim, SLICE.value)
 
@@ -96,7 +98,7 @@ def n_split(dstate: int) -> int:
 
 
 def program_count(inputs: SSDInputs) -> int:
-    """Programs per segment: each owns two units, or two halves of one."""
+    """Programs per segment: each owns two units, or the two halves of N of one unit."""
     return unit_count(inputs) * n_split(inputs.B.shape[3]) // 2
 
 
@@ -128,64 +130,72 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
 
 
 def packed_segment(pairs: int) -> int:
-    """Chunks per segment of packed sequences, whose lengths are on the device: about the number of
-    pairs of units.
+    """Chunks per segment of packed sequences, whose lengths are on the device: the number of pairs
+    of units, rounded up to a power of two between 8 and 64.
 
     Fewer pairs leave more of the GPU for segments.  With fewer than 8 chunks per segment, a long
-    sequence would have too many parts to sum.
+    sequence would have too many published states to sum.
     """
-    return min(64, max(8, 1 << (pairs - 1).bit_length()))
+    power_of_two = 1 << (pairs - 1).bit_length()
+    return min(64, max(8, power_of_two))
 
 
 def simulated_time(
     segments: Cut, nchunks: int, pairs: int, sm_count: int, *, n_split: int
 ) -> float:
     """Time until the last program ends.  Each SM runs one program at a time, and programs start in
-    order.
+    order: of all pairs' first segments, then of all second ones, and so on.
     """
     lengths = segments.lengths(nchunks)
     looks_back = len(lengths) > 1 and not segments.recompute
-    of_first_pass = (RECOMPUTED if segments.recompute else FIRST_PASS)[n_split]
-    free = [0.0] * sm_count
-    published: list[list[float]] = [[] for _ in range(pairs)]  # time of publication, by segment
-    end, before = 0.0, 0
+    first_pass_chunk = (RECOMPUTED if segments.recompute else FIRST_PASS)[n_split]
+    free_at = [0.0] * sm_count  # a heap: when each SM can start its next program
+    published_at: list[list[float]] = [[] for _ in range(pairs)]  # by pair and segment
+    end, before = 0.0, 0  # before: chunks of earlier segments
     for index, length in enumerate(lengths):
         last = index == len(lengths) - 1
-        to_see = length
+        # most chunks of the first pass, and the number of published states to sum, by pair
+        first_pass = length
         if segments.recompute:
-            to_see = before
+            first_pass = before
         elif last:
-            to_see = 0
-        parts = [_parts(lengths[:index], reach) for reach in REACH[:pairs]] if looks_back else []
+            first_pass = 0
+        sums = [_states_to_sum(lengths[:index], reach) for reach in REACH[:pairs]]
         for pair in range(pairs):
-            time = free[0] + START + of_first_pass * min(to_see, REACH[pair % len(REACH)])
+            reach = REACH[pair % len(REACH)]
+            time = free_at[0] + START + first_pass_chunk * min(first_pass, reach)
             if looks_back:
                 if not last:
                     time += PUBLISH
-                    published[pair].append(time)
-                read = parts[pair % len(REACH)]
-                time = max([time, *published[pair][index - read : index]]) + PART * read
+                    published_at[pair].append(time)
+                count = sums[pair % len(REACH)]
+                awaited = published_at[pair][index - count : index]
+                time = max([time, *awaited]) + PART * count
             time += length
-            heapq.heapreplace(free, time)
+            heapq.heapreplace(free_at, time)
             end = max(end, time)
         before += length
     return end + (CALL if looks_back else CALL / 2)
 
 
-def _parts(before: list[int], reach: int) -> int:
-    """The number of earlier segments that a segment reads until the remaining decay is zero."""
-    parts = 0
-    for length in reversed(before):
-        parts += 1
+def _states_to_sum(lengths: list[int], reach: int) -> int:
+    """The number of earlier segments whose states a segment sums, from the nearest on, until the
+    remaining decay is zero.
+
+    lengths: chunks of the earlier segments.  reach: chunks until the decay is zero
+    """
+    count = 0
+    for length in reversed(lengths):
+        count += 1
         reach -= length
         if reach <= 0:
             break
-    return parts
+    return count
 
 
 def as_exact_as_unfused(segments: Cut, nchunks: int) -> bool:
-    """Whether no head's error exceeds that of an unfused pipeline with its longest chunks, however
-    fast it forgets.
+    """Whether the error of no head, however fast it forgets, exceeds that of an unfused pipeline
+    with its longest chunks.
     """
     fused = segments.lengths(nchunks)
     unfused = Cut(segment=UNFUSED_CHUNK).lengths(nchunks)
@@ -196,11 +206,14 @@ def as_exact_as_unfused(segments: Cut, nchunks: int) -> bool:
 
 
 def rounded_twice(lengths: list[int]) -> int:
-    """Number of pairs of chunks in which the first one precedes the segment of the second one.
+    """Number of pairs of chunks in which the first chunk precedes the segment of the second one:
+    a measure of the error of a head that never forgets.
 
     The contribution of the first chunk to the second one's output is rounded twice: by the first
     pass, and as part of the state.  An unfused pipeline rounds the contributions of all earlier
     chunks twice.
+
+    lengths: chunks of each segment
     """
     before, pairs = 0, 0
     for length in lengths:
@@ -210,26 +223,32 @@ def rounded_twice(lengths: list[int]) -> int:
 
 
 def squared_error(lengths: list[int], memory: float) -> float:
-    """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in units of
-    one rounding.
+    """Mean squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in
+    units of the square of one rounding.
 
     Counts the rounding of the output, one rounding per term, and a second one for terms from before
-    a segment.  See docs/kernels.md.
+    a segment, whose share of the output's energy is f: 2 + f (docs/kernels.md).
+
+    lengths: chunks of each segment
     """
-    kept = math.exp(-2 / memory)
+    decay = math.exp(-2 / memory)  # of the energy of a term, per chunk
 
-    # of a chunk's output, from the last `nchunks` chunks, its own included
     def energy(nchunks: int) -> float:
-        return (1 - kept**nchunks) / (1 - kept)
+        """The energy of the terms of `nchunks` chunks in the output of the last of these."""
+        return (1 - decay**nchunks) / (1 - decay)
 
+    # before: the energy, in all outputs, of terms from before the output's segment
     first, before = 0, 0.0
     for length in lengths:
-        before += kept * energy(length) * energy(first)
+        before += decay * energy(length) * energy(first)
         first += length
-    return 2 + before * (1 - kept) / (first - kept * energy(first))
+    # the energy of all terms is (first - decay * energy(first)) / (1 - decay)
+    share = before * (1 - decay) / (first - decay * energy(first))
+    return 2 + share
 
 
 def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
+    """The candidate cuts that are as exact as `unfused`."""
     for segments in candidates(nchunks, sm_count / pairs):
         if as_exact_as_unfused(segments, nchunks):
             yield segments
@@ -239,30 +258,34 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
     """Candidate cuts of a sequence of `nchunks` chunks; the GPU runs `programs_per_pair` programs
     per pair at once.
     """
+    # no cut, and equal segments
     yield Cut(segment=max(1, nchunks))
     at_once = max(1, int(programs_per_pair))
     for count in sorted({2, 3, 4, 6, 8, 11, 16, 22, 32, at_once, at_once + 1}):
         if count <= min(nchunks, at_once + 1):
             yield Cut(segment=ceil_div(nchunks, count))
-    for part in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # share of a sequence in long segments
-        long = max(1, round(part * nchunks / at_once))
+    # long segments that run at once, and then short ones
+    for share in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # of a sequence, in long segments
+        long = max(1, round(share * nchunks / at_once))
         left = nchunks - at_once * long
         if left > 0:
             for count in (1, 2, 4, 8):
                 yield Cut(long_count=at_once, long_segment=long, segment=ceil_div(left, count))
+    # one long segment without a first pass, and short ones that recompute it
     if nchunks <= LONGEST_RECOMPUTED:
         for first in range(ceil_div(nchunks, 2), 3 * nchunks // 4 + 1, ceil_div(nchunks, 64)):
-            if nchunks > first:
+            left = nchunks - first
+            if left > 0:
                 for count in (1, 2, 3):
                     yield Cut(
                         long_count=1,
                         long_segment=first,
-                        segment=ceil_div(nchunks - first, count),
+                        segment=ceil_div(left, count),
                         recompute=True,
                     )
 
 
-# by `n_split`; the same objects at every call, because `cut` caches by them
+# `simulated_time` by `n_split`: the same objects at every call, because `cut` caches by them
 TIMES = {split: partial(simulated_time, n_split=split) for split in (1, 2)}
 
 
@@ -288,8 +311,8 @@ def unsupported(inputs: SSDInputs) -> Reasons:
     yield x.dtype == torch.float32, "fp32 inputs"
     yield inputs.dt.dtype not in INPUT_DTYPES, f"dt of {inputs.dt.dtype}"
     yield inputs.z is not None, "a gate z"
-    other = headdim < SLICE.value or headdim % 16 > 0 or dstate not in (64, 128, 256)
-    yield other, f"headdim {headdim} with dstate {dstate}"
+    supported_size = headdim >= SLICE.value and headdim % 16 == 0 and dstate in (64, 128, 256)
+    yield not supported_size, f"headdim {headdim} with dstate {dstate}"
     lanes = ceil_div(headdim, SLICE.value) * inputs.heads_per_group * n_split(dstate)
     yield lanes % 2 > 0, "an odd number of heads per group"
     yield x.shape[0] * x.shape[1] >= 2**31, "2^31 positions"
@@ -297,5 +320,6 @@ def unsupported(inputs: SSDInputs) -> Reasons:
     yield reason != "", reason
     for name, tensor in (("B", B), ("C", C)):
         yield tensor.shape[2] > 1 and tensor.stride(2) != dstate, f"group stride of {name}"
-    far = CHUNK.value * row_stride(inputs.dt) + x.shape[2] * inputs.dt.stride(2)
-    yield far >= 2**31, "2^31 elements between the gates of a chunk"
+    # the kernel's offsets of gates within a chunk are int32
+    gates_span = CHUNK.value * row_stride(inputs.dt) + x.shape[2] * inputs.dt.stride(2)
+    yield gates_span >= 2**31, "2^31 elements between the gates of a chunk"

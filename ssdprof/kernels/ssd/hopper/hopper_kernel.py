@@ -9,16 +9,16 @@ passes: programs process equal shares of all sequences.
 
 A program owns two units (heads, or slices of 64 of a head's P) that share B and C, or one unit if N
 is 256.  Its warps have roles (`rings.py`).  States and outputs are transposed, so that the state is
-a matrix operand directly from registers, and x, loaded once, serves all three products.  Reasons
-and alternatives: docs/kernels.md.
+a matrix operand directly from registers, and x, loaded once, serves all three products.
+docs/kernels.md has the reasons, and docs/ssd-mathematics.md the equations of segments.
 
 Assignment of work: with fewer pairs of units than SMs, sequences are cut into segments, one per
 program.  With more, there is one program per SM, and each processes an equal share of all chunks:
 several whole pairs and, because these do not divide evenly, the end of one sequence and the
-beginning of another.  A program computes the beginning first and leaves its state for the next
-program.  The next program computes the rest last, a sequence later, so that it does not
-wait.  Example: seven pairs of eight chunks on four programs of 14 chunks each; pairs 0 to 3 are
-whole:
+beginning of another.  A program computes the beginning first and leaves its state for another
+program.  That program computes the rest last, a sequence later, so that it does not wait.  Example:
+seven pairs of eight chunks on four programs of 14 chunks each, with the pair of each chunk; pairs 0
+to 3 are whole:
 
     program 0   6 6 6 6 6 6 . 3 3 3 3 3 3 3 3
     program 1   5 5 5 5 . 2 2 2 2 2 2 2 2 . 6 6
@@ -36,10 +36,10 @@ In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
 Work: states (slots, lanes, 64 * n / n_split) state_dtype: the state that each segment except a
-sequence's last adds;
-      or fp32 (programs, 2, 64 * n / n_split): the state after the chunks that each program begins
-      sync int32, zeroed: the ticket counter, and a flag per slot and lane: the segment's decay once
-      its state is stored
+          sequence's last adds; or, with equal shares, (programs, 2, 64 * n / n_split) fp32: the
+          state after the chunks that each program begins
+      sync int32, zeroed: the ticket counter, and a flag per slot and lane: the segment's decay, as
+          soon as its state is stored
 Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for packed sequences,
       segments before sequences, and an upper bound; or one program per SM.  A program waits only
       for lower tickets, whose programs have started, so that progress does not require two programs
@@ -59,8 +59,8 @@ from ssdprof.kernels.ssd.hopper.role_copies import loads, stores
 from ssdprof.kernels.ssd.hopper.role_gates import gates, scores
 from ssdprof.kernels.ssd.hopper.role_states import units
 
-FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte sector
-SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration
+FLAGS = gl.constexpr(8)  # index of the first flag in `sync`, whose first number is the ticket
+SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration of `find_segment`
 
 STAGES = {
     "segments": "ticket",
@@ -79,10 +79,10 @@ STAGES = {
 class SSDSegment:
     """Consecutive chunks of a sequence, and the work of a program that owns one segment."""
 
-    sequence: gl.tensor
+    sequence: gl.tensor  # index of the sequence
     # index of the segment in its sequence; in a share: 1 if it takes over a state, else 0
     index: gl.tensor
-    length: gl.tensor  # length of the sequence
+    length: gl.tensor  # positions of the sequence
     dt_begin: gl.tensor  # offset of the sequence's dt
     tile: gl.tensor  # first TMA coordinate of the sequence's tiles
     row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros past the sequence's end
@@ -92,45 +92,45 @@ class SSDSegment:
     last: gl.tensor  # whether the segment ends its sequence
     # whether there is a first pass; False if the kernel has none
     has_warmup: gl.tensor | gl.constexpr
-    back_first: gl.tensor  # last chunk that the first pass reads; it runs backwards
-    back_most: gl.tensor  # most chunks of the first pass
-    # slot in which it leaves a state, or the state that it adds, for later segments
+    # the chunk at which the first pass ends, which runs backwards and may stop before it
+    warmup_first: gl.tensor
+    warmup_chunks: gl.tensor  # most chunks of the first pass
+    # slot in which the segment leaves its state, or the state that it adds, for later segments
     slot: gl.tensor
-    slot_step: gl.tensor  # distance from the slot of the preceding segment
+    slot_step: gl.tensor  # distance between the slots of neighbouring segments of a sequence
 
     segments, segment_at, chunks = segments, segment_at, chunks
 
 
 @aggregate
 class StreamK:
-    """The work of a program that owns an equal share: the beginning of a pair, whole pairs and the
-    end of one.
+    """The work of a program that owns an equal share: the beginning of a pair, then whole pairs,
+    then the rest of a pair that another program began.
     """
 
     program: gl.tensor
     programs: gl.tensor
     rank: gl.tensor  # rank of the program, by the chunks of its beginning
-    length: gl.tensor  # length of a sequence
+    length: gl.tensor  # positions of a sequence
     nchunks: gl.tensor  # chunks of a sequence
     dt_step: gl.tensor  # stride of dt between sequences
     wholes: gl.tensor  # number of whole pairs
-    begun: gl.tensor  # the pair that it begins
+    begun: gl.tensor  # the pair that the program begins
     begun_chunks: gl.tensor  # chunks of that beginning; may be 0
     ended: gl.tensor  # the pair that it takes over
     ended_chunks: gl.tensor  # chunks of the rest of that pair; may be 0
     PAIRS: gl.constexpr  # pairs per sequence
-    UNITS: gl.constexpr
+    UNITS: gl.constexpr  # units per pair
 
     @gluon.jit
     def segments(self):
+        """The number of segments: one for a beginning or a rest, unless it has no chunks."""
         return gl.minimum(self.begun_chunks, 1) + self.wholes + gl.minimum(self.ended_chunks, 1)
 
     @gluon.jit
     def segment_at(self, i):
-        """The program's i-th segment: the rest of a pair that another program began, whole pairs,
-        and the beginning of a pair that another program ends.
-        """
-        k = i - gl.minimum(self.begun_chunks, 1)
+        """The program's i-th segment, and the number of the program's chunks before it."""
+        k = i - gl.minimum(self.begun_chunks, 1)  # -1: the beginning; `wholes`: the rest
         begins, ends = k < 0, k == self.wholes
         pair = gl.where(
             begins, self.begun, gl.where(ends, self.ended, k * self.programs + self.rank)
@@ -140,32 +140,36 @@ class StreamK:
         nchunks = gl.where(begins, self.begun_chunks, self.nchunks - first)
         segment = SSDSegment(
             sequence,
-            gl.minimum(first, 1),
+            gl.minimum(first, 1),  # index
             self.length,
-            sequence.to(gl.int64) * self.dt_step,
-            sequence,
-            gl.to_tensor(0),
+            sequence.to(gl.int64) * self.dt_step,  # dt_begin
+            sequence,  # tile
+            gl.to_tensor(0),  # row
             first,
             nchunks,
-            pair % self.PAIRS * self.UNITS,
-            k >= 0,
-            False,
+            pair % self.PAIRS * self.UNITS,  # unit
+            k >= 0,  # last
+            False,  # has_warmup; the next two are not used
             first,
             nchunks,
-            self.program,
-            gl.to_tensor(1),
+            self.program,  # slot
+            gl.to_tensor(1),  # slot_step
         )
         return segment, gl.where(begins, 0, self.begun_chunks + k * self.nchunks)
 
     @gluon.jit
     def chunks(self):
+        """Chunks of all segments."""
         return self.begun_chunks + self.wholes * self.nchunks + self.ended_chunks
 
 
 @gluon.jit
 def extent_of(index, first, most, length, S: gl.constexpr):
-    """Chunks of a segment, and whether it ends its sequence.  For its first pass: whether it
-    exists, the chunk at which it ends, and its most chunks.
+    """(chunks of a segment, whether it ends its sequence, whether it has a first pass, the chunk at
+    which the first pass ends, the most chunks of the first pass).
+
+    index: of the segment in its sequence.  first: its first chunk.  most: its chunks, if the
+        sequence is long enough.  length: positions of the sequence
     """
     nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
     last = (first + nchunks) * CHUNK >= length
@@ -179,29 +183,33 @@ def extent_of(index, first, most, length, S: gl.constexpr):
 
 @gluon.jit
 def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: gl.constexpr):
-    """The segment of a ticket.  Units vary fastest, then sequences, then segments."""
+    """The segment of a ticket.  Units vary fastest, then sequences, then segments: LONG_COUNT of
+    K_LONG chunks per sequence, and then of K chunks.
+    """
     rank = ticket // S.PAIRS
     sequence, index = rank % sequences, rank // sequences
     is_long = index < LONG_COUNT
     first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
     most = gl.where(is_long, K_LONG, K)
-    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, most, seqlen, S)
+    nchunks, last, has_warmup, warmup_first, warmup_chunks = extent_of(
+        index, first, most, seqlen, S
+    )
     return SSDSegment(
         sequence,
         index,
-        seqlen,
-        sequence.to(gl.int64) * dt_strides[0],
-        sequence,
-        gl.to_tensor(0),
+        seqlen,  # length
+        sequence.to(gl.int64) * dt_strides[0],  # dt_begin
+        sequence,  # tile
+        gl.to_tensor(0),  # row
         first,
         nchunks,
-        ticket % S.PAIRS * S.UNITS,
+        ticket % S.PAIRS * S.UNITS,  # unit
         last,
         has_warmup,
-        back_first,
-        back_most,
-        rank,
-        gl.to_tensor(sequences),
+        warmup_first,
+        warmup_chunks,
+        rank,  # slot
+        gl.to_tensor(sequences),  # slot_step
     )
 
 
@@ -216,10 +224,8 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
         o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
         # beyond the last sequence, read empty sequences: none of them ends before an existing
         # segment
-        o_start, o_stop = (
-            gl.minimum(o_s, sequences).to(gl.int64),
-            gl.minimum(o_s + 1, sequences).to(gl.int64),
-        )
+        o_start = gl.minimum(o_s, sequences).to(gl.int64)
+        o_stop = gl.minimum(o_s + 1, sequences).to(gl.int64)
         start = gl.load(cu_seqlens_ptr + o_start * cu_seqlens_stride).to(gl.int32)
         stop = gl.load(cu_seqlens_ptr + o_stop * cu_seqlens_stride).to(gl.int32)
         # an empty sequence has one segment without chunks, which copies the initial state to the
@@ -232,13 +238,8 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
     exists = sequence < sequences
     p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1).to(gl.int64) * cu_seqlens_stride
     begin = gl.load(p).to(gl.int32)
-    return (
-        sequence,
-        rank - segments_before,
-        begin,
-        gl.load(p + cu_seqlens_stride).to(gl.int32) - begin,
-        exists,
-    )
+    length = gl.load(p + cu_seqlens_stride).to(gl.int32) - begin
+    return sequence, rank - segments_before, begin, length, exists
 
 
 @gluon.jit
@@ -253,23 +254,23 @@ def packed_segment_of(
         rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K
     )
     first = index * K
-    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, K, length, S)
+    nchunks, last, has_warmup, warmup_first, warmup_chunks = extent_of(index, first, K, length, S)
     segment = SSDSegment(
         sequence,
         index,
         length,
-        begin.to(gl.int64) * dt_strides[1],
-        begin + length,
+        begin.to(gl.int64) * dt_strides[1],  # dt_begin
+        begin + length,  # tile, and next row: `tensors.tiles` explains them
         seqlen - length,
         first,
         nchunks,
-        ticket % S.PAIRS * S.UNITS,
+        ticket % S.PAIRS * S.UNITS,  # unit
         last,
         has_warmup,
-        back_first,
-        back_most,
-        rank - sequence,  # the last segment of each sequence needs no slot
-        gl.to_tensor(1),
+        warmup_first,
+        warmup_chunks,
+        rank - sequence,  # slot; the last segment of each sequence needs none
+        gl.to_tensor(1),  # slot_step
     )
     return segment, exists
 
@@ -279,22 +280,23 @@ def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
     """The share of a program in the pairs of all sequences, units fastest.  Requires at least one
     pair per program.
 
-    `extra` pairs remain if every program owns equally many pairs.  Program p begins the fractional
-    part of (p + 1) * extra / programs of a sequence, so that all shares are equal.
+    `extra` pairs remain if every program owns equally many whole pairs.  Program p begins the
+    fractional part of (p + 1) * extra / programs of a pair, and takes over the rest of the pair of
+    which program p - 1 began a part, so that all shares are equal.
     """
     programs, pairs, nchunks = gl.num_programs(0), sequences * S.PAIRS, gl.cdiv(seqlen, CHUNK)
     extra = pairs % programs
-    # in units of 1 / programs
+    # what this program begins, and what program p - 1 began, in units of 1 / programs of a pair
     begun, taken = (program + 1) * extra % programs, program * extra % programs
+    # `divisor`, the greatest common divisor, is the number of programs that begin equal parts;
+    # `same` is how many of those precede this program
     divisor, left = programs, extra
     while left > 0:
         divisor, left = left, divisor % left
-    same = (
-        program * divisor // programs
-    )  # `divisor` programs have equal beginnings; the number of those before this one
+    same = program * divisor // programs
     wholes = pairs // programs - 1 + (begun <= extra).to(gl.int32)
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
-    split = pairs - programs
+    split = pairs - programs  # the first of the pairs that are divided
     return StreamK(
         program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
         split + begun + same, nchunks * begun // programs, split + taken + same, rest, S.PAIRS,
@@ -323,16 +325,17 @@ class SSDEnv:
     S: gl.constexpr  # compile-time arguments
 
 
-# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.  It specialises
-# all in a tuple.
+# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments, so integers are
+# not specialised.  Those in tuples always are.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT,
     K_LONG, S: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: each warp group plays a role in all segments of its program.
+    """Computes outputs and final states of a segment, or of the segments of a share: five roles,
+    which pass tiles through rings in shared memory (`rings.py`).
 
-    strides: of dt, A, dt_bias, D, cu_seqlens.
+    strides: of dt, A, dt_bias, D, cu_seqlens
     """
     (
         dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr,
@@ -344,7 +347,7 @@ def _fused_hopper_kernel(
         exchange = allocate_exchange(SLICE, CHUNK)
     begin_barriers(shared, S.PASSING == "look back" or S.PASSING == "recompute")
 
-    # stage ticket: what is mine
+    # stage ticket: the program's segments
     ticket = gl.program_id(0)
     if S.PASSING == "look back" or S.PASSING == "carry":
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
@@ -358,14 +361,15 @@ def _fused_hopper_kernel(
         work, exists = packed_segment_of(
             ticket, seqlen, sequences, cu_seqlens_ptr, strides[4][0], strides[0], K, S
         )
-    # stage setup
+    # stage setup: the roles
     if exists:
         env = SSDEnv(
             shared, work, dt_ptr, A_ptr, dt_bias_ptr, strides, dt_limit,
             (x_desc, B_desc, C_desc, out_desc), D_ptr, initial_ptr, states_ptr, final_ptr,
             sync_ptr + FLAGS, exchange, S,
         )  # fmt: skip
-        # 512 registers for four groups of 128 threads, of which the first role, `units`, has two
+        # an SM has 512 registers for each thread of a group of 128: two groups have the role
+        # `units`, one is `scores`, and one has the other roles
         OTHERS: gl.constexpr = S.OTHER_REGISTERS
         gl.warp_specialize(
             [(units, (env,)), (scores, (env,)), (gates, (env,)), (loads, (env,)), (stores, (env,))],

@@ -1,21 +1,22 @@
-"""Both lanes in one role of eight warps, four warps per lane.
+"""The two lanes of the role `units`, which has eight warps, four for each lane.
 
 Tensors of the role hold the rows of both lanes, lane 0 first.  Triton takes `lane_number` for a
 uniform scalar, but its value differs between the lanes.  So a load from an address that depends on
 it reads the data of this lane's rows, a product reads the operand for these rows, and a lane
-continues when its own mbarrier completes.  Therefore no condition around a barrier of all threads,
-or around an operation that Triton compiles to one, may depend on the lane number.
+continues when the mbarrier of this lane completes.  Therefore no condition around a barrier of all
+threads, or around an operation that Triton compiles to one, may depend on the lane number.
 
 With one role per lane, the same code would be compiled twice.  Compiling would take half as long
 again, and the kernel would not be faster.
 
-With N = 256 the lanes hold half of N each, of one unit.  The output of every position is a sum over
+If N is 256, the lanes hold half of N each, of one unit.  The output of every position is a sum over
 N, and each lane has a partial sum.  Lane k finishes the positions of the k-th half of a chunk.  It
-receives the other lane's partial sums for them, and passes on its own for the rest, in fp32.
+receives the partial sums of the other lane for these positions, and passes on its partial sums for
+the other half, in fp32.
 
-Weights of positions are two 16-bit numbers.  In fp16 the second one is stored times 2^11
-(0x45000000 in fp32), because it would be lost for weights below 2^-14.  Code that reads it
-multiplies by 0x10001000, a pair of 2^-11.
+Weights of positions are sums of two 16-bit numbers, which a word of 32 bits holds.  In fp16 the
+second number is stored times 2^11 (0x45000000 in fp32), because it would be lost for weights below
+2^-14.  Code that reads it multiplies by 0x10001000, a pair of 2^-11.
 """
 
 from triton.experimental import gluon
@@ -25,12 +26,12 @@ from ssdprof.kernels._gluon import product_layout, reinterpret, role_barrier
 from ssdprof.kernels.ssd.hopper.rings import SLICE
 
 LANES = gl.constexpr(2)  # lanes per role; tests without a GPU set 1 and run each lane by itself
-# most of N in one lane: a state of 64 x 128 fills a third of its registers
+# most of N in one lane: a state of 64 x 128 fills a third of the lane's registers
 MAX_WIDTH = gl.constexpr(128)
-# layout (lane)
+# layout (lane): one number, which all threads of a lane have
 of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))
-# Bases (p, half of q) of a layout in the order of the product's fragments: four numbers of a
-# thread, then of a warp
+# Layout of `exchange` in shared memory, in the order in which a product's result lies in registers:
+# four numbers of a thread, then of the threads of a warp, then of warps.  Bases (p, half of q)
 FRAGMENTS = (
     [0, 1],
     [8, 0],
@@ -44,19 +45,20 @@ FRAGMENTS = (
     [0, 8],
     [0, 16],
 )
-of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
-# (half, p, half of q)
-of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *basis] for basis in FRAGMENTS), [1, 0, 0]]))
+half_layout = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
+# the same for both halves, (half, p, half of q): the half is the last basis
+IN_FIRST_HALF = [[0, *basis] for basis in FRAGMENTS]
+halves_layout = gl.constexpr(gl.SharedLinearLayout([*IN_FIRST_HALF, [1, 0, 0]]))
 
 STAGES = {"lane_number": "setup", "allocate_exchange": "setup"}
 
 
 @gluon.jit
 def lane_number():
-    """The lane of a thread, in the role of the program's first threads.
+    """The lane of a thread of `units`, the role of the program's first threads: thread // 128.
 
-    The assembly is marked as not pure, otherwise the compiler recomputes it at every use, which
-    takes long.
+    The assembly is marked as not pure, because otherwise the compiler would recompute it at every
+    use, and take long.
     """
     code: gl.constexpr = """{
         .reg .b32 thread;
@@ -68,7 +70,7 @@ def lane_number():
 
 @gluon.jit
 def first_of(lane):
-    """The lane whose rows are first in tensors."""
+    """The lane whose rows come first in tensors: 0, or, with one lane per role, that lane."""
     return gl.to_tensor(0) if LANES == 2 else lane
 
 
@@ -92,7 +94,7 @@ def lanes_layout(columns):
 
 @gluon.constexpr_function
 def apart(layout):
-    """Convert a layout of (lane row, column) to one of (lane, row, column)."""
+    """The layout (lane, row, column) that corresponds to a linear layout (lane row, column)."""
     rows = layout.shape[0] // 2
 
     def split(bases):
@@ -109,7 +111,7 @@ def apart(layout):
 
 @gluon.jit
 def load_tiles(tile, layout: gl.constexpr):
-    """Load each lane's own `tile` (row, column) as (lane row, column)."""
+    """Load `tile` (row, column), which differs between the lanes, as (lane row, column)."""
     columns: gl.constexpr = tile.shape[1]
     rows: gl.constexpr = LANES * SLICE
     lanes: gl.constexpr = apart(gl.to_linear_layout(layout, [rows, columns]))
@@ -120,10 +122,9 @@ def load_tiles(tile, layout: gl.constexpr):
 
 @gluon.jit
 def load_transposed(shared, slot, lane, layout: gl.constexpr):
-    """Load x^T (lane p, q) of the lanes' units."""
-    return load_tiles(
-        shared.x.index(slot * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout
-    )
+    """Load x^T (lane p, q) of the lanes' units from a slot of the ring `x`."""
+    tile = shared.x.index(slot * shared.UNITS + unit_of(shared, lane))
+    return load_tiles(tile.permute((1, 0)), layout)
 
 
 @gluon.constexpr_function
@@ -134,22 +135,21 @@ def grouped(shape, rows):
 
 @gluon.jit
 def tiles_of(tiles, lane, layout: gl.constexpr):
-    """View two tiles, one per lane, as (lane, row, column)."""
-    return reinterpret(tiles, tiles.dtype, grouped(tiles.shape, LANES), layout).index(
-        first_of(lane)
-    )
+    """View two tiles (2, row, column), one per lane, as (lane, row, column) with this layout."""
+    groups = reinterpret(tiles, tiles.dtype, grouped(tiles.shape, LANES), layout)
+    return groups.index(first_of(lane))
 
 
 @gluon.jit
 def store_tiles(tiles, value):
-    """Store value (lane row, column) into `tiles` (lane, row, column)."""
+    """Store `value` (lane row, column) in `tiles` (lane, row, column)."""
     tiles.store(value.reshape([LANES, value.shape[0] // LANES, value.shape[1]]))
 
 
 @gluon.jit
 def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
-    """Buffer (half, p, q / 2) of the partial sums that each half passes on."""
-    return gl.allocate_shared_memory(gl.float32, [2, P, Q // 2], of_one)
+    """A buffer (half, p, q / 2) for the partial sums that each half passes to the other."""
+    return gl.allocate_shared_memory(gl.float32, [2, P, Q // 2], half_layout)
 
 
 @gluon.jit
@@ -165,9 +165,9 @@ def halves_of(v, layout: gl.constexpr):
 
 @gluon.jit
 def own_positions(x, half, layout: gl.constexpr):
-    """The positions of x^T (half p, q), 16-bit numbers, that each half finishes.
+    """The positions of x^T (half p, q), 16-bit numbers, that each half finishes: (half p, q / 2).
 
-    Selects two numbers at a time, otherwise ptxas unpacks them.
+    The assembly selects two numbers at a time; ptxas would unpack them.
     """
     code: gl.constexpr = """{
         .reg .pred second;
@@ -182,22 +182,25 @@ def own_positions(x, half, layout: gl.constexpr):
 
 @gluon.jit
 def give_part(exchange, part, half, layout: gl.constexpr):
-    """Return each half's partial sums for its own positions (half p, q / 2), and pass on the rest.
+    """Return the partial sums for the positions that each half finishes, (half p, q / 2), and store
+    those for the other positions in `exchange`.
 
-    part: each half's partial sums over N (half p, q)
+    part: the partial sums of each half of N for all positions, (half p, q)
     """
     first, second = halves_of(part, layout)
-    tiles = tiles_of(exchange, half, of_both)
+    tiles = tiles_of(exchange, half, halves_layout)
     store_tiles(tiles, gl.where(half == 1, first, second))
     return gl.where(half == 1, second, first)
 
 
 @gluon.jit
 def take_part(exchange, half, layout: gl.constexpr):
-    """The other half's partial sums for each half's own positions: (half p, q / 2)."""
-    role_barrier()
+    """The partial sums of the other half for the positions that each half finishes: (half p, q /
+    2).
+    """
+    role_barrier()  # both lanes have stored their partial sums
     part = load_tiles(exchange.index(1 - half), layout)
-    role_barrier()  # the buffer may be overwritten
+    role_barrier()  # both lanes have loaded them, so that the buffer may be overwritten
     return part
 
 
@@ -206,8 +209,8 @@ def take_part(exchange, half, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def for_dtype(code, dtype):
-    """Replace DTYPE in assembly by its PTX name.  Keep lines with prefix `f16:` or `bf16:` for that
-    dtype only.
+    """Assembly for a dtype: DTYPE is replaced by the dtype's name in PTX, and lines with the prefix
+    `f16:` or `bf16:` are for that dtype only.
     """
     name = "bf16" if dtype == gl.bfloat16 else "f16"
     lines = [
@@ -218,8 +221,8 @@ def for_dtype(code, dtype):
 
 @gluon.jit
 def two_parts(v, dtype: gl.constexpr):
-    """v as a sum of two numbers of `dtype`: the nearest one in the low half of a word, the rest in
-    the high half.
+    """Each number of v in fp32 as a sum of two numbers of `dtype`: the nearest one in the low half
+    of a word, and the rest in the high half.
     """
     code: gl.constexpr = for_dtype(
         """{
@@ -240,8 +243,9 @@ def two_parts(v, dtype: gl.constexpr):
 
 @gluon.jit
 def weighted(x, weight, WHOLE: gl.constexpr):
-    """x^T (lane p, q) times a weight per position, as an operand: the WHOLE weight, or only its
-    first part.
+    """x^T (lane p, q) times a weight per position (q), rounded to x's dtype.
+
+    weight: of `two_parts`.  WHOLE: multiply by both parts, otherwise only by the first one
     """
     if WHOLE:
         code: gl.constexpr = for_dtype(
@@ -273,9 +277,10 @@ def weighted(x, weight, WHOLE: gl.constexpr):
 @gluon.jit
 def rounded_off(x, weight, product):
     """x * weight - product: the rounding error of `product`, which is x times the first part of the
-    weight.
+    weight (`weighted` without WHOLE).
 
-    x * near - product has no more digits than x, so that only the sum with x * rest is rounded.
+    x * near - product has no more digits than x, so that it is exact, and only the sum with
+    x * rest is rounded.
     """
     code: gl.constexpr = for_dtype(
         """{

@@ -16,17 +16,16 @@ from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, strid
 
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
-    """Programs with equal shares, or 0 if there is one program per segment."""
-    whole = (
-        inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
-    )
+    """The number of programs with equal shares; 0 if there is one program per segment."""
+    nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
+    uncut = inputs.cu_seqlens is None and config.count(nchunks) == 1
     pairs = inputs.sequences * program_count(inputs)
-    return config.shares if whole and config.shares < pairs else 0
+    return config.shares if uncut and config.shares < pairs else 0
 
 
 def slot_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
-    """Segments that publish a state: all but the last of each sequence.  An upper bound for packed
-    sequences.
+    """The number of segments that publish a state: all but the last of each sequence, unless later
+    segments recompute it.  An upper bound for packed sequences.
     """
     seqlen = inputs.x.shape[1]
     if config.recompute:
@@ -37,8 +36,8 @@ def slot_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> Buffers:
-    """Elements and dtype of each buffer of a call, by name: flags, and the states that segments or
-    shares pass on.  Empty if no state is passed on through memory.
+    """Elements and dtype of each buffer of a call, by name: `sync`, with ticket and flags, and
+    `states`, those that segments or shares pass on.  Empty if they pass on none.
     """
     dstate = inputs.B.shape[3]
     split = n_split(dstate)
@@ -46,22 +45,22 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfi
     lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * split
     if not lanes:
         return {}
-    # states pass between shares in fp32, unrounded: results are the same as without dividing
-    # sequences
-    passed = torch.float32 if shares else precision.state_dtype
+    # between shares, states are not rounded, so that results are those of undivided sequences
+    state_dtype = torch.float32 if shares else precision.state_dtype
     return {
         "sync": (FLAGS.value + lanes * FLAG_STRIDE.value, torch.int32),
-        "states": (lanes * SLICE.value * dstate // split, passed),
+        "states": (lanes * SLICE.value * dstate // split, state_dtype),
     }
 
 
 def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
-    """How a segment gets the state that enters it.
+    """How a segment gets the state that enters it:
 
-    "recompute": its first pass computes it from all chunks before the segment.  "look back": each
-    segment publishes the state that its first pass adds; later segments sum these
-    (`role_states.py`).  "carry": the share that began the sequence passes its state on.  No first
-    pass.  "none": every segment begins a sequence.  No first pass.
+    "recompute": its first pass computes the state from all chunks before the segment.
+    "look back": the first pass of each segment computes the state that the segment adds, and the
+        segment publishes it; later segments sum these states (`role_states.py`).
+    "carry": there is no first pass; the share that began a sequence passes its state on.
+    "none": there is no first pass, because every segment begins a sequence.
     """
     if share_count(inputs, config):
         return "carry"
@@ -73,8 +72,9 @@ def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
 def launch_options(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
 ) -> dict[str, object]:
-    """Compile-time arguments and launch options.  UNITS: units per program; PAIRS: programs per
-    segment
+    """Compile-time arguments and launch options of the kernel.
+
+    UNITS: units per program.  PAIRS: programs per segment
     """
     nheads, headdim = inputs.x.shape[2:]
     dstate = inputs.B.shape[3]
@@ -103,14 +103,16 @@ def launch_options(
 def hopper_launch(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
 ) -> PreparedLaunch:
-    """The call of the Hopper kernel on inputs for which `config.unsupported` gives no reason."""
+    """A call of the Hopper kernel, for all inputs of one signature.  Requires that
+    `config.unsupported` returns "".
+    """
     packed = inputs.cu_seqlens is not None
     D = inputs.D
     seqlen, nheads, headdim = inputs.x.shape[1:]
     split = n_split(inputs.B.shape[3])
     row = nheads * headdim
     x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
-    # one lane finishes the output of some positions of a chunk
+    # a tile of the output has the positions of a chunk that one lane finishes
     out_tiles = _units(inputs, (seqlen * row, row, headdim), CHUNK.value // split)
     B_tiles, C_tiles = (_rows(tensor, split, packed=packed) for tensor in (inputs.B, inputs.C))
     segments = inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
@@ -127,15 +129,20 @@ def hopper_launch(
         """The kernel's descriptors and tensors in its order."""
         descriptors = x_tiles(inputs.x), B_tiles(inputs.B), C_tiles(inputs.C), out_tiles(out)
         gates = inputs.dt, inputs.A, inputs.dt_bias
-        states, sync = (final if buffer is None else buffer for buffer in (states, sync))
-        bounds = inputs.initial_states, inputs.cu_seqlens
-        return *descriptors, *gates, inputs.D, *bounds, final, states, sync
+        # the kernel does not use pointers to buffers that a call does not have
+        states = final if states is None else states
+        sync = final if sync is None else sync
+        entering = inputs.initial_states, inputs.cu_seqlens
+        return *descriptors, *gates, inputs.D, *entering, final, states, sync
 
+    D_strides: tuple[int, ...] = (0, 0)
+    if D is not None:  # (h, p), or (h): every p has the same number
+        D_strides = D.stride() if D.ndim == 2 else (D.stride(0), 0)
     strides = (
         (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)),
         inputs.A.stride(),
         strides_of(inputs.dt_bias) or (0,),
-        (0, 0) if D is None else (*D.stride(), 0)[:2],
+        D_strides,
         strides_of(inputs.cu_seqlens) or (0,),
     )
     sizes = (seqlen, inputs.sequences, config.segment, config.long_count, config.long_segment)
@@ -152,8 +159,8 @@ def hopper_launch(
 
 
 def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:
-    """Tiles of (one head, positions, slice).  Past a head's P, too, TMA reads zeros and writes
-    nothing.
+    """Descriptors of tiles (positions, SLICE) of one head.  Past a head's P, as past a sequence's
+    end, TMA reads zeros and writes nothing.
     """
     nheads, headdim = inputs.x.shape[2:]
     block = (1, positions, SLICE.value)
@@ -167,8 +174,10 @@ def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:
 
 
 def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Described:
-    """Tiles of one group's N, or of half of it, in blocks of 64 columns, the layout in shared
-    memory.
+    """Descriptors of tiles of B or C: a chunk of one group with all of N, or half of it, in blocks
+    of COLUMNS columns, as they lie in shared memory.
+
+    split: of `n_split`
     """
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value

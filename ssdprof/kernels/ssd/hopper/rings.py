@@ -7,19 +7,20 @@
     loads       1 warp    loads B, C and x of a chunk through TMA, the Tensor Memory Accelerator
     stores      1 warp    stores the outputs of a chunk through TMA
 
-The roles are in `role_states.py` (`units`), `role_gates.py` (`scores` too) and `role_copies.py`.  A
-unit is a head, or a slice of 64 of a head's P.  A program has two lanes (`lanes.py`): two units of
-one group, or, if N is 256, the two halves of N of one unit, which exchange parts of the output.
+The role `units` is in `role_states.py`, `gates` and `scores` are in `role_gates.py`, and `loads`
+and `stores` in `role_copies.py`.  A unit is a head, or a slice of 64 of a head's P.  A program has
+two lanes (`lanes.py`): two units of one group, or, if N is 256, the two halves of N of one unit,
+which exchange parts of the output.
 
-Mbarriers synchronise the roles.  `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring
-of decayed scores, `written`/`unwritten` the output of each lane, and `continue_barrier` the flags
-that continue the first pass.
+Mbarriers synchronise the roles.  `full` and `empty` guard a ring of chunks, `scored` and `unscored`
+a ring of decayed scores, `written` and `unwritten` the output of each lane, and `continue_barrier`
+the flags that continue the first pass.
 
-The first pass has its own rings and barriers, because other roles take part in it.  Each of its
+The first pass has separate rings and barriers, because other roles take part in it.  Each of its
 turns processes one chunk, or two if N is 256.  A wait distinguishes only two phases, so a role that
 skipped one round of a ring would mistake the previous round for it.  Chunk i of the second pass
 uses the barriers of i % DEPTH.  The slots of its rows and x depend on where the first pass ended
-(`places_of`), so that its first chunks are copied while the first pass ends.
+(`places_of`), so that the first chunks of the second pass are copied while the first pass ends.
 
 STAGES maps functions to stages.  Inside a function, a line `# stage ...` names the stage that
 follows, for readers and for `ssdprof stalls` (docs/reading-stalls.md).
@@ -40,7 +41,7 @@ SLICE = gl.constexpr(64)  # slice of P: rows of one matrix instruction
 COLUMNS = gl.constexpr(64)
 THREADS = gl.constexpr(128)  # threads per lane
 FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector
-# vectors of `gates`
+# the four vectors of a chunk in `gates`, by their index
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 STAGES = {"allocate": "setup", "begin_barriers": "setup"}
@@ -48,19 +49,20 @@ STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 @aggregate
 class FirstPass:
-    """Rings of the first pass: of chunks, of weights, and of words, one per turn.  Vectors as in
-    `Shared`.
+    """Rings of the first pass: of chunks, whose tiles are in `Shared`, of their weights, and of
+    flags.  A vector holds the numbers of lane 0, then those of lane 1, as in `Shared`.
     """
 
-    weights: gl.shared_memory_descriptor  # (weight_places, 2 q): weights of a chunk
+    weights: gl.shared_memory_descriptor  # (weight_places, 2 q): weights of a chunk, `two_parts`
     decay: gl.shared_memory_descriptor  # (weight_places, 2): decay of all chunks read so far
-    continue_flag: gl.shared_memory_descriptor  # (words, 1): whether another turn follows this one
-    full: gl.shared_memory_descriptor  # per slot of the chunk ring
-    empty: gl.shared_memory_descriptor  # per slot of the chunk ring
-    continue_barrier: gl.shared_memory_descriptor  # per word
+    # (word_places, 1) int32: a word per turn, whether another turn follows this one
+    continue_flag: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # mbarriers, per slot of the chunk ring
+    empty: gl.shared_memory_descriptor  # mbarriers, per slot of the chunk ring
+    continue_barrier: gl.shared_memory_descriptor  # mbarriers, per word
     DEPTH: gl.constexpr  # slots of the chunk ring
     TURN: gl.constexpr  # chunks per turn
-    WORDS: gl.constexpr
+    WORDS: gl.constexpr  # words
 
 
 @aggregate
@@ -75,7 +77,7 @@ class Shared:
     # (depth * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
     gates: gl.shared_memory_descriptor
     decay: gl.shared_memory_descriptor  # (depth, 2): 2^a_end
-    # mbarriers of each slot: it can be read, and it can be written again
+    # mbarriers of each slot, in pairs: the slot can be read, and it can be written again
     full: gl.shared_memory_descriptor  # a chunk's tiles and vectors
     empty: gl.shared_memory_descriptor
     scored: gl.shared_memory_descriptor  # `scores`
@@ -90,18 +92,19 @@ class Shared:
 
 @gluon.constexpr_function
 def weight_places(depth, turn):
-    """Slots for weights of the first pass, if its chunk ring has `depth` slots.
+    """Slots for weights of the first pass, if its chunk ring has `depth` slots and a turn `turn`
+    chunks.
 
     The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.
-    There are enough slots that they do not overwrite unread weights.
+    With this number of slots they do not overwrite unread weights.
     """
     return (depth + 3 - turn) // 2 * 2
 
 
 @gluon.constexpr_function
 def word_places(depth, turn):
-    """Slots for the flags that continue the first pass: two more than turns, so that no unread flag
-    is overwritten.
+    """Slots for the flags that continue the first pass: two more than the chunk ring has turns, so
+    that no unread flag is overwritten.
     """
     return depth // turn + 2
 
@@ -156,17 +159,19 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def begin_barriers(shared, FIRST_PASS: gl.constexpr):
-    """Initialise the barriers with their arrival counts: all THREADS of a lane arrive, in other
-    roles one thread.
+    """Initialise the barriers with their arrival counts: in `units` all THREADS of a lane arrive,
+    in other roles one thread.
+
+    FIRST_PASS: whether the kernel has one.  Otherwise the memory of its barriers has another use
     """
     first = shared.first
     begin_pairs(shared.written, shared.unwritten, 2, THREADS, 1)
-    # gates, loads; scores, both lanes
+    # `gates` and `loads` fill a slot; `scores` and both lanes empty it
     begin_pairs(shared.full, shared.empty, shared.DEPTH, 2, 1 + 2 * THREADS)
     begin_pairs(shared.scored, shared.unscored, shared.SCORE_DEPTH, 1, 2 * THREADS)
-    if FIRST_PASS:  # otherwise their memory has another use
+    if FIRST_PASS:
         for i in gl.static_range(first.DEPTH):
-            # loads arrive; for the first chunk of a turn, scores arrive too
+            # `loads` fills a slot; for the first chunk of a turn, `scores` arrives too
             mbarrier.init(first.full.index(i), count=1 if i % first.TURN > 0 else 2)
             mbarrier.init(first.empty.index(i), count=2 * THREADS)  # both lanes
         for i in gl.static_range(first.WORDS):
@@ -175,16 +180,17 @@ def begin_barriers(shared, FIRST_PASS: gl.constexpr):
 
 @gluon.jit
 def rows_of(shared, slot, half):
-    """B or C (q, n) of a chunk, or half of its n."""
+    """B or C (q, n) of a chunk in a slot of `rows`, or the given half of n."""
     return shared.rows.index(slot * shared.N_SPLIT + half)
 
 
 @gluon.jit
 def places_of(shared, seen, i):
-    """Slots of B, C and x of chunk i of the second pass, after a first pass of `seen` chunks.
+    """(slot of B, slot of C, slot of x) of chunk i of the second pass, after a first pass of `seen`
+    chunks.
 
-    C is beyond the slots of the first pass.  With two halves, the first pass uses all slots, and C
-    is in that after B.
+    C lies beyond the slots of the first pass.  If N is split, the first pass uses all slots, and C
+    lies in the slot after B.
     """
     x = place_in(seen + place_in(i, shared.DEPTH), shared.first.DEPTH)
     B = place_in(seen + i * shared.N_SPLIT, shared.first.DEPTH)
@@ -193,7 +199,7 @@ def places_of(shared, seen, i):
 
 @gluon.jit
 def lane_of(vectors, row, lane):
-    """The lane's half of row `row`."""
+    """The lane's half of vector `row` of a ring."""
     halves = reinterpret(
         vectors, vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout
     )

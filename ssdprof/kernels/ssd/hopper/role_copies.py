@@ -1,5 +1,5 @@
-"""Roles `loads`, of B, C and x of each chunk, and `stores`, of its output, through TMA.  Shared
-memory: `rings.py`.
+"""Roles `loads`, which loads B, C and x of each chunk through TMA, and `stores`, which stores the
+chunk's output.  Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
@@ -19,8 +19,7 @@ STAGES = {
     "store_chunk": "chunk_scan.residual",
     "stores": "chunk_scan.residual",
 }
-# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is
-# ahead of the others.
+# Stage of a wait at each barrier.  A role that waits for a free slot is ahead of the others.
 WAITS = {
     "full": "waiting.chunk",
     "continue_barrier": "waiting.gates",
@@ -32,12 +31,13 @@ WAITS = {
 
 @gluon.constexpr_function
 def bytes_of(shared, rows):
-    """Bytes of a chunk's x and B, and C if `rows` is 2."""
+    """Bytes of a chunk's x and B, and of C if `rows` is 2: 16-bit numbers."""
     return 2 * CHUNK * (shared.UNITS * SLICE + rows * shared.N_SPLIT * shared.rows.shape[2])
 
 
 @gluon.jit
 def load_x(env, segment, slot, t, full):
+    """Load x (q, p) of the chunk at position t for all units into a slot.  full: its barrier"""
     shared = env.shared
     for k in gl.static_range(shared.UNITS):
         unit = segment.unit + k
@@ -48,7 +48,11 @@ def load_x(env, segment, slot, t, full):
 
 @gluon.jit
 def load_rows(shared, segment, slot, t, desc, first_block, full):
-    """Load B or C in tiles of (q, half of N), each stored as consecutive blocks of 64 columns."""
+    """Load B or C of the chunk at position t into a slot: a tile (q, n), or one for each half of N,
+    each as consecutive blocks of COLUMNS columns.
+
+    first_block: the group's first block of columns in the tensor.  full: the slot's barrier
+    """
     BLOCKS: gl.constexpr = shared.rows.shape[2] // COLUMNS
     for k in gl.static_range(shared.N_SPLIT):
         rows = rows_of(shared, slot, k)
@@ -58,15 +62,15 @@ def load_rows(shared, segment, slot, t, desc, first_block, full):
 
 @gluon.jit
 def load_first(env, segment, seen, k: gl.constexpr, first_block):
-    """Load chunk k of the turn after `seen` chunks of the first pass."""
+    """Load B and x of chunk k of the turn after `seen` chunks of the first pass."""
     shared = env.shared
     first = shared.first
     slot = place_in(seen + k, first.DEPTH)
     full = first.full.index(slot)
-    # a chunk before the segment must be zero, so read past the sequence's end, where TMA returns
-    # zeros
-    c = segment.back_most - 1 - seen - k
-    t = gl.where(c >= 0, (segment.back_first + c) * CHUNK, segment.length)
+    # c counts from the chunk at which the first pass ends.  A chunk before it must be zero, so read
+    # past the sequence's end, where TMA returns zeros
+    c = segment.warmup_chunks - 1 - seen - k
+    t = gl.where(c >= 0, (segment.warmup_first + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + k, first.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
     load_rows(shared, segment, slot, t, env.descs[1], first_block, full)
@@ -75,19 +79,21 @@ def load_first(env, segment, seen, k: gl.constexpr, first_block):
 
 @gluon.jit
 def load_chunk(env, segment, seen, i, n, first_block):
-    """Load chunk i of the segment's second pass, the program's n-th."""
+    """Load B, C and x of chunk i of the segment's second pass, the program's n-th.  seen: chunks of
+    the first pass
+    """
     shared = env.shared
     first = shared.first
     slot = place_in(n, shared.DEPTH)
     full = shared.full.index(slot)
     t = (segment.first_chunk + i) * CHUNK
-    # the last chunk of the first pass that used these slots
+    # wait until `units` has read the last chunk of the first pass that used these slots, if one did
     before = seen - first.DEPTH + (n + 1) * shared.N_SPLIT - 1
-    here = (n < shared.DEPTH) & (before >= 0)
+    was_used = (n < shared.DEPTH) & (before >= 0)
     before = gl.maximum(before, 0)
-    mbarrier.wait(
-        first.empty.index(place_in(before, first.DEPTH)), phase(before, first.DEPTH), pred=here
-    )
+    place = place_in(before, first.DEPTH)
+    mbarrier.wait(first.empty.index(place), phase(before, first.DEPTH), pred=was_used)
+    # wait until the program's chunk that used these barriers before has been read
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
     B, C, x = places_of(shared, seen, n)
@@ -98,27 +104,25 @@ def load_chunk(env, segment, seen, i, n, first_block):
 
 @gluon.jit
 def loads(env):
-    """The role that loads x, B and C of every chunk through TMA; in a first pass, until the gates'
-    role says that a state has decayed.
+    """Role: load x, B and C of every chunk.  The first pass ends when `scores` says that earlier
+    states have decayed.
     """
     first = env.shared.first
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        first_block = (
-            segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP * (env.S.DSTATE // COLUMNS)
-        )
-        seen = 0
+        group = segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP
+        first_block = group * (env.S.DSTATE // COLUMNS)
+        seen = 0  # chunks of the first pass
         if segment.has_warmup:
-            go = segment.back_most > 0
+            go = segment.warmup_chunks > 0
             while go:
                 for turn in gl.static_range(first.TURN):
                     load_first(env, segment, seen, turn, first_block)
+                # whether another turn follows
                 word = seen // first.TURN
-                mbarrier.wait(
-                    first.continue_barrier.index(place_in(word, first.WORDS)),
-                    phase(word, first.WORDS),
-                )
-                go = scalar(first.continue_flag.index(place_in(word, first.WORDS))) != 0
+                place = place_in(word, first.WORDS)
+                mbarrier.wait(first.continue_barrier.index(place), phase(word, first.WORDS))
+                go = scalar(first.continue_flag.index(place)) != 0
                 seen += first.TURN
         for i in range(segment.nchunks):
             load_chunk(env, segment, seen, i, n + i, first_block)
@@ -126,26 +130,26 @@ def loads(env):
 
 @gluon.jit
 def store_chunk(env, segment, i, n):
-    """Store the output of chunk i of the segment, the program's n-th, up to the sequence's end."""
+    """Store the output of chunk i of the segment, the program's n-th, up to the sequence's end: one
+    tile from each lane.
+    """
     shared = env.shared
-    OWN: gl.constexpr = shared.out.shape[1]
+    OWN: gl.constexpr = shared.out.shape[1]  # positions of a chunk that one lane finishes
     t = (segment.first_chunk + i) * CHUNK
     for k in gl.static_range(2):
         unit, row = segment.unit + k // shared.N_SPLIT, segment.row + t + k % shared.N_SPLIT * OWN
         out = shared.out.index(k).reshape([1, 1, OWN, SLICE])
         mbarrier.wait(shared.written.index(k), n & 1)
-        async_store(
-            env.descs[3],
-            [segment.tile, unit // env.S.SLICES, row, unit % env.S.SLICES * SLICE],
-            out,
-        )
-    tma.store_wait(0)
+        where = [segment.tile, unit // env.S.SLICES, row, unit % env.S.SLICES * SLICE]
+        async_store(env.descs[3], where, out)
+    tma.store_wait(0)  # until TMA has read both tiles
     for k in gl.static_range(2):
         mbarrier.arrive(shared.unwritten.index(k), count=1)
 
 
 @gluon.jit
 def stores(env):
+    """Role: store the outputs of all segments of the program."""
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
         for i in range(segment.nchunks):

@@ -1,7 +1,7 @@
-"""Roles `gates`, which computes each chunk's gates, dt and decays, and `scores`, C B^T times decays
-of each chunk.
+"""Roles `gates`, which computes dt and the decays of each chunk, and `scores`, which computes C B^T
+of each chunk times the decays of each unit.
 
-In the first pass, `scores` computes the gates instead.
+In the first pass, `scores` computes the weights of positions instead, because it is idle then.
 
 Shared memory: `rings.py`.
 """
@@ -15,14 +15,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import add, masked, phase, place_in, product_layout, reinterpret
+from ssdprof.kernels._gluon import (
+    add,
+    masked,
+    phase,
+    place_in,
+    product_layout,
+    reinterpret,
+    tile_indices,
+)
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.lanes import two_parts
 from ssdprof.kernels.ssd.hopper.rings import ENTERING, KEY, ROW, WEIGHT, lane_of, places_of, rows_of
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+# log2 of a decay that is zero in fp32, with a margin for rounding: the smallest number is 2^-149
 FORGOTTEN = gl.constexpr(-160.0)
 # Layout (q, column) of the first pass: one warp per lane and chunk, two chunks at once
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
@@ -30,14 +38,14 @@ by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 STAGES = {
     "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum",
     "number_of": "chunk_cumsum", "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum",
-    "put": "chunk_cumsum", "rates_of": "chunk_cumsum", "tell": "chunk_cumsum",
-    "hand_over": "chunk_cumsum", "of_each_lane": "chunk_cumsum", "hand_over_two": "chunk_cumsum",
+    "put": "chunk_cumsum", "rates_of": "chunk_cumsum", "write_flag": "chunk_cumsum",
+    "announce_weights": "chunk_cumsum", "of_each_lane": "chunk_cumsum",
+    "store_two_weights": "chunk_cumsum",
     "first_pass_gates": "chunk_cumsum", "put_gates": "chunk_cumsum", "gates": "chunk_cumsum",
     "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk",
     "scores": "bmm_chunk",
 }  # fmt: skip
-# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is
-# ahead of the others.
+# Stage of a wait at each barrier.  A role that waits for a free slot is ahead of the others.
 WAITS = {
     "full": "waiting.chunk",
     "continue_barrier": "waiting.gates",
@@ -59,6 +67,7 @@ def exp2_approx(v):
 
 @gluon.jit
 def log2_approx(v):
+    """log2 as one instruction, as `exp2_approx`."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -66,8 +75,8 @@ def log2_approx(v):
 
 @gluon.jit
 def softplus(v):
-    """log(1 + e^v) with a relative error below 3e-6.  Uses the series for small e^v, where 1 + e^v
-    would round.
+    """log(1 + e^v) with a relative error below 3e-6.  For small e^v, where 1 + e^v would round, it
+    is computed from the series.
     """
     e = exp2_approx(v * LOG2_E)
     series = e * (
@@ -78,7 +87,7 @@ def softplus(v):
 
 @gluon.jit
 def load_bits(p, inside):
-    """Load the numbers at p as 32 bits; zero where not `inside`.
+    """Load the numbers at p as 32-bit integers; zero where not `inside`.
 
     If a loop loads 16-bit numbers for its next iteration, the compiler packs two of them into one
     register at the end of the iteration, and so waits for them one iteration too early.  It does
@@ -98,7 +107,7 @@ def load_bits(p, inside):
 
 @gluon.jit
 def number_of(bits, dtype: gl.constexpr):
-    """Convert the bits of a number of `dtype` to fp32."""
+    """Convert numbers of `dtype` that `load_bits` has loaded to fp32."""
     if dtype != gl.float32:
         bits = bits.to(gl.int16)
     return gl.cast(bits, dtype, bitcast=True).to(gl.float32)
@@ -106,7 +115,12 @@ def number_of(bits, dtype: gl.constexpr):
 
 @gluon.jit
 def chunk_cumsum(env, raw, dt_bias, A, valid):
-    """dt (q, lane), a (q, lane) and a_end (lane).  NaN stays NaN."""
+    """dt (q, column), a (q, column) and a_end (column) of chunks, where a column is a chunk of a
+    lane.  NaN stays NaN.
+
+    raw: dt before bias, softplus and limit (q, column).  A: in log2 units.  valid: whether the
+        position exists; dt is 0 where it does not
+    """
     v = raw + dt_bias[None, :]
     if env.S.DT_SOFTPLUS:
         v = softplus(v)
@@ -128,16 +142,17 @@ def decay_exp2(log2_decay):
 
 @gluon.jit
 def put(vector, v):
-    """Store v (q, column) into a vector of a ring."""
+    """Store v (q, column) in a vector of a ring, column after column."""
     vector.store(gl.permute(v, (1, 0)).reshape([v.shape[0] * v.shape[1]]))
 
 
 @gluon.jit
 def rates_of(env, segment, CHUNKS: gl.constexpr, layout: gl.constexpr):
-    """A log2(e), dt_bias (column), a pointer to the sequence's dt, offsets of CHUNKS chunks (q,
-    column), dt's stride.
+    """(A log2(e), dt_bias, pointer to the sequence's dt, offsets in dt, stride of dt between
+    positions).
 
-    Columns are lanes: both lanes of a chunk, then both of the preceding chunk.
+    A log2(e) and dt_bias are (column), offsets are (q, column), from the first position of a chunk.
+    Columns are both lanes of the chunk and, if CHUNKS is 2, both lanes of the chunk before it.
     """
     dt_strides, A_strides, dt_bias_strides, _, _ = env.strides
     o_c = gl.arange(0, 2 * CHUNKS, gl.SliceLayout(0, layout))
@@ -152,9 +167,9 @@ def rates_of(env, segment, CHUNKS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def tell(first, seen, go):
-    """Write the flag that says whether another turn of the first pass follows the one after `seen`
-    chunks.
+def write_flag(first, seen, go):
+    """Write the flag that says whether another turn of the first pass follows the turn that begins
+    after `seen` chunks, and announce it.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = place_in(seen // first.TURN, first.WORDS)
@@ -163,21 +178,23 @@ def tell(first, seen, go):
 
 
 @gluon.jit
-def hand_over(first, chunk):
-    """Announce that the weights and decay of the turn that begins with `chunk` are stored."""
+def announce_weights(first, chunk):
+    """Announce that the weights and decays of the turn that begins with `chunk` are stored."""
     mbarrier.arrive(first.full.index(place_in(chunk, first.DEPTH)), count=1)
 
 
 @gluon.jit
 def pairs_of(vectors):
-    """View a ring of vectors as a ring of pairs of vectors."""
+    """View a ring of vectors as a ring of pairs of vectors, one after the other."""
     pairs: gl.constexpr = [vectors.shape[0] // 2, 2 * vectors.shape[1]]
     return reinterpret(vectors, vectors.dtype, pairs, vectors.layout)
 
 
 @gluon.jit
 def of_each_lane(v):
-    """The four numbers of v, columns (chunk, lane): two of lane 0, then two of lane 1."""
+    """The four numbers of v, whose columns are (chunk, lane): a pair of scalars, of the first and
+    the second chunk, for lane 0, and one for lane 1.
+    """
     four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     two: gl.constexpr = gl.SliceLayout(
         0, gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0])
@@ -187,37 +204,41 @@ def of_each_lane(v):
 
 
 @gluon.jit
-def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
-    """Compute the weights of chunks c and c - 1 of the first pass, from dt and a (q, column), and
-    a_end (column).
+def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
+    """Compute and store the weights of chunks c and c - 1 of the first pass, from dt and a (q,
+    column), and a_end (column).
 
-    decay_0, decay_1: log2 of each lane's decay of all chunks after c.  Returns them with these two
-    chunks included, the number of chunks read so far, and whether more follow.
+    seen: chunks read before them.  decay_0, decay_1: log2 of each lane's decay of all chunks after
+        c.  Returns them with these two chunks included, the number of chunks read so far, and
+        whether more follow.
     """
     first = shared.first
     o_c = gl.arange(0, 4, gl.SliceLayout(0, by_column))
+    # log2 of the decay of all chunks after each of the two (column); middle: after chunk c - 1
     ends_0, ends_1 = of_each_lane(a_end)
-    once_0, once_1 = decay_0 + ends_0[0], decay_1 + ends_1[0]
-    decay = gl.where(
-        o_c < 2, gl.where(o_c == 0, decay_0, decay_1), gl.where(o_c == 2, once_0, once_1)
-    )
+    middle_0, middle_1 = decay_0 + ends_0[0], decay_1 + ends_1[0]
+    is_c = o_c < 2
+    after_c = gl.where(o_c == 0, decay_0, decay_1)
+    decay = gl.where(is_c, after_c, gl.where(o_c == 2, middle_0, middle_1))
     weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
-    decay_0, decay_1 = once_0 + ends_0[1], once_1 + ends_1[1]
-    more = (c > 0) & (gl.maximum(once_0, once_1) > FORGOTTEN)
+    decay_0, decay_1 = middle_0 + ends_0[1], middle_1 + ends_1[1]
+    # whether chunk c - 1 has to be read, and whether chunk c - 2 has
+    more = (c > 0) & (gl.maximum(middle_0, middle_1) > FORGOTTEN)
     go = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
-    tell(first, seen, more if first.TURN == 1 else go)
+    write_flag(first, seen, more if first.TURN == 1 else go)
+    # wait until the chunk ring has room for the turn: the weights' slots are then free, too
     last = seen + first.TURN - 1
     mbarrier.wait(first.empty.index(place_in(last, first.DEPTH)), phase(last, first.DEPTH) ^ 1)
     pair = place_in(seen // 2, first.weights.shape[0] // 2)
     put(pairs_of(first.weights).index(pair), two_parts(weight, shared.x.dtype))
     pairs_of(first.decay).index(pair).store(exp2_approx(decay + a_end))
-    hand_over(first, seen)
+    announce_weights(first, seen)
     if first.TURN == 1:
         if more:
-            tell(first, seen + 1, go)
+            write_flag(first, seen + 1, go)
             # no wait is needed: `units` has waited at this barrier before it released the slot of
             # `seen`
-            hand_over(first, seen + 1)
+            announce_weights(first, seen + 1)
         seen += 1 + more.to(gl.int32)
     else:
         seen += 2
@@ -234,17 +255,17 @@ def first_pass_gates(env, segment):
 
     Different warps process two chunks at once, because each chunk's chain of dependent instructions
     takes long.  With two chunks per turn, the second chunk of the last turn may lie before the
-    segment.  It is then all zeros.
+    first chunk of the pass.  It is then all zeros.
     """
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 2, by_column)
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
-    # chunk of a position, counted from c backwards
-    back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full(
-        [CHUNK, 4], 0, gl.int32, by_column
-    )
-    c = segment.back_most - 1
+    # (q, column): the chunk of a number, counted from c backwards
+    column = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :]
+    back = column // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
+    # c: the later one of two chunks.  dt of the next two chunks is loaded one iteration ahead
+    c = segment.warmup_chunks - 1
     step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
-    p = dt_ptr + (segment.back_first + c) * step
+    p = dt_ptr + (segment.warmup_first + c) * step
     bits = load_bits(p + tile, back <= c)
     decay_0, decay_1 = 0.0, 0.0
     seen = 0
@@ -254,7 +275,7 @@ def first_pass_gates(env, segment):
         raw = number_of(bits, dtype)
         bits = load_bits(p + tile, back <= c - 2)
         dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, back <= c)
-        decay_0, decay_1, seen, go = hand_over_two(
+        decay_0, decay_1, seen, go = store_two_weights(
             env.shared, seen, c, decay_0, decay_1, dt, a, a_end
         )
         c -= 2
@@ -266,8 +287,8 @@ def put_gates(shared, n, dt, a, a_end):
     """Store all vectors of the program's n-th chunk, from dt and a (q, lane) and a_end (lane)."""
     slot = place_in(n, shared.DEPTH)
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
-    # compute each vector at its store: with N = 256, more registers in this role also lengthen the
-    # loops of `units`
+    # each vector is computed at its store: if this role took more registers, the loops of `units`
+    # would be longer with N = 256
     put(shared.gates.index(slot * 4 + ROW), a)
     put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
     put(shared.gates.index(slot * 4 + KEY), a - log2_approx(dt))
@@ -279,8 +300,8 @@ def put_gates(shared, n, dt, a, a_end):
 
 @gluon.jit
 def gates(env):
-    """Compute the gates of the second pass.  `scores` computes those of the first pass, where it is
-    otherwise idle.
+    """Role: compute the gates of all chunks of the second pass.  `scores` computes those of the
+    first pass.
     """
     # (q, lane): one warp per lane
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])
@@ -289,6 +310,7 @@ def gates(env):
         A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 1, layout)
         o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
         dtype: gl.constexpr = dt_ptr.dtype.element_ty
+        # dt of the next chunk is loaded one iteration ahead
         t = segment.first_chunk * CHUNK
         bits = load_bits(
             dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None]
@@ -308,8 +330,9 @@ def gates(env):
 
 @gluon.jit
 def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
-    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0.  causal: all bits set where s <= q, else
-    none
+    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0: (q, s).
+
+    row: a_q.  key: a_s - log2 dt_s.  causal: int16, all bits set where s <= q, none elsewhere
     """
     decay = exp2_approx(row[:, None] - key[None, :])
     scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
@@ -318,7 +341,9 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def bmm_chunk(shared, seen, n):
-    """Start C B^T of the n-th chunk asynchronously."""
+    """Start C B^T (q, s) of the program's n-th chunk asynchronously.  seen: chunks of the first
+    pass
+    """
     B, C, _ = places_of(shared, seen, n)
     CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
     for k in gl.static_range(shared.N_SPLIT):
@@ -329,8 +354,8 @@ def bmm_chunk(shared, seen, n):
 
 @gluon.jit
 def decayed_scores(env, seen, n, causal):
-    """Compute the scores of the n-th chunk for all units.  Vectors of gates are loaded while the
-    product runs.
+    """Compute the decayed scores of the program's n-th chunk for all units, and store them in the
+    ring `scores`.  Vectors of gates are loaded while the product runs.
     """
     shared = env.shared
     RELAXED: gl.constexpr = env.S.RELAXED
@@ -338,7 +363,7 @@ def decayed_scores(env, seen, n, causal):
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
-    slot, stage = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
+    slot, score_slot = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
     mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     CB_begun = bmm_chunk(shared, seen, n)
     row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
@@ -347,33 +372,30 @@ def decayed_scores(env, seen, n, causal):
         row_1 = lane_of(shared.gates, slot * 4 + ROW, 1).load(row)
     CB = warpgroup_mma_wait(0, deps=[CB_begun])
     # stage chunk_scan.current: the decayed scores
-    m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
+    result = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
     if shared.UNITS == 2:
         key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col)
-    mbarrier.wait(shared.unscored.index(stage), phase(n, shared.SCORE_DEPTH) ^ 1)
+    mbarrier.wait(shared.unscored.index(score_slot), phase(n, shared.SCORE_DEPTH) ^ 1)
     if shared.UNITS == 2:
-        shared.scores.index(stage * 2).store(m)
-        m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
+        shared.scores.index(score_slot * 2).store(result)
+        result = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
     mbarrier.arrive(shared.empty.index(slot), count=1)
-    shared.scores.index(stage * shared.UNITS + shared.UNITS - 1).store(m)
-    fence_async_shared()
-    mbarrier.arrive(shared.scored.index(stage), count=1)
+    shared.scores.index(score_slot * shared.UNITS + shared.UNITS - 1).store(result)
+    fence_async_shared()  # makes the stores visible to the asynchronous products of `units`
+    mbarrier.arrive(shared.scored.index(score_slot), count=1)
 
 
 @gluon.jit
 def scores(env):
-    """The role that computes gates and decayed scores of every chunk; in a first pass the gates
-    alone.
+    """Role: compute the decayed scores of every chunk, and before them the weights of the first
+    pass.
     """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     segment, _ = env.work.segment_at(0)
     seen = 0
     if segment.has_warmup:
         seen = first_pass_gates(env, segment)
-    o_q, o_s = (
-        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
-        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
-    )
+    o_q, o_s = tile_indices(CHUNK, CHUNK, layout)
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
     for n in range(env.work.chunks()):
         decayed_scores(env, seen, n, causal)

@@ -3,14 +3,14 @@
 States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand
 directly from registers.  `lanes.py` explains how one role serves both lanes.
 
-state_passing: in its first pass, a segment computes its part, the state that it adds to a zero
-state, and publishes it with a flag.  The flag is zero until the part is stored, and then holds the
-segment's decay.  The state that enters segment k is the sum over earlier segments j of part_j times
-the decays of j + 1 .. k - 1, plus the initial state times all decays.  Parts are always summed from
-the nearest to the farthest.  The sum stops where the product of the decays is zero, so that
-non-finite parts before that point have no effect.  A program with a share of all sequences
-(`hopper_kernel.py`) publishes the state itself, in fp32, with a decay of zero, so that the sum
-stops there.
+state_passing (docs/ssd-mathematics.md, equation 13a): in its first pass, a segment computes its
+part, the state that it adds to a zero state, and publishes the part with a flag.  The flag is zero
+until the part is stored, and then holds the segment's decay.  The state that enters segment k is
+the sum over earlier segments j of part_j times the decays of j + 1 .. k - 1, plus the initial state
+times all decays.  Parts are always summed from the nearest to the farthest.  The sum stops where
+the product of the decays is zero, so that non-finite parts before that point have no effect.  A
+program with a share of all sequences (`hopper_kernel.py`) publishes the state itself, in fp32, with
+a decay of zero, so that the sum stops there.
 """
 
 from triton.experimental import gluon
@@ -60,7 +60,9 @@ from ssdprof.kernels.ssd.hopper.rings import (
     rows_of,
 )
 
-SIGN = gl.constexpr(-(1 << 31))  # bit that marks a flag as set; a decay is not negative
+# the sign bit of a flag, which marks it as set; the other bits are those of a decay, which is not
+# negative
+SIGN = gl.constexpr(-(1 << 31))
 
 STAGES = {
     "add_turn": "chunk_state.first_pass",
@@ -87,17 +89,19 @@ WAITS = {
 
 @gluon.jit
 def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
-    """Add to `state` the contribution of the turn after `seen` chunks.  x, weight: of its first
-    chunk, already loaded.
+    """Add to `state` the contribution of the turn of the first pass after `seen` chunks.
 
-    Returns the state, x and weight of the next turn's first chunk, the decay of all chunks up to
-    the end of this turn, and whether there is a next turn.
+    x, weight: of the turn's first chunk, already loaded.
+
+    Returns the state, x and weight of the next turn's first chunk, the decay of all chunks read so
+    far, this turn included, and whether there is a next turn.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
     half = half_of(shared, lane)
     first = shared.first
     slot, gate = place_in(seen, first.DEPTH), place_in(seen, first.weights.shape[0])
+    # the products of the turn's chunks: weighted x^T times B
     xw = weighted(x, weight, not RELAXED)
     begun = warpgroup_mma(xw, rows_of(shared, slot, half), state, is_async=True)
     if first.TURN == 2:
@@ -105,6 +109,7 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
         x = load_transposed(shared, slot + 1, lane, operand)
         xw = weighted(x, lane_of(first.weights, gate + 1, lane).load(weights), not RELAXED)
         begun = warpgroup_mma(xw, rows_of(shared, slot + 1, half), begun, is_async=True)
+    # what `scores` says of the turn
     go = scalar(first.continue_flag.index(place_in(seen // first.TURN, first.WORDS))) != 0
     decay = scalar(lane_of(first.decay, gate + first.TURN - 1, lane))
     if first.TURN == 2:
@@ -124,9 +129,8 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
 
 @gluon.jit
 def segment_state(shared, state, lane, RELAXED: gl.constexpr):
-    """The state that the segment adds to a zero state, its decay, and the number of chunks read.
-
-    Runs from the segment's end backwards.
+    """The first pass: (the state that the segment adds to `state`, which is zero, the segment's
+    decay, the number of chunks read).  Runs from the segment's end backwards.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     first = shared.first
@@ -144,8 +148,11 @@ def segment_state(shared, state, lane, RELAXED: gl.constexpr):
 
 @gluon.constexpr_function
 def in_fours(part):
-    """Layout of a row of `part` numbers per lane, four consecutive numbers per thread."""
-    registers = [[1], [2], *([512 << k] for k in range((part // 512).bit_length() - 1))]
+    """Layout of a row of `part` numbers per lane: each thread has four consecutive numbers, and a
+    warp 128.
+    """
+    groups_log2 = (part // 512).bit_length() - 1  # of four numbers of a thread
+    registers = [[1], [2]] + [[512 << k] for k in range(groups_log2)]
     threads = [[4 << k] for k in range(5)]
     return gl.DistributedLinearLayout(
         registers, threads, [[128], [256], [part]], [], [LANES * part]
@@ -154,11 +161,11 @@ def in_fours(part):
 
 @gluon.jit
 def part_of(states):
-    """States (lane p, n) as a row, in an order in which each thread has four and a warp 128
-    consecutive numbers.
+    """States (lane p, n) as a row of numbers, in an order in which they need not move between
+    threads: each thread has four consecutive numbers, which one access stores (`in_fours`).
     """
     N: gl.constexpr = states.shape[1]
-    # p: warp, 8 rows, row; n: 8 columns, pair, column
+    # p is split into (warp, half of its 16 rows, row), n into (block of 8 columns, thread, column)
     fragments = states.reshape([LANES, 4, 2, 8, N // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6))
     return gl.convert_layout(fragments.reshape([LANES * SLICE * N]), in_fours(SLICE * N))
 
@@ -172,7 +179,9 @@ def state_of(parts, N: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def publish(parts_ptr, flag_ptr, added, decay):
-    """Store the state that a segment adds, and its decay, one of each per lane."""
+    """Store the state that a segment adds, and set the flag with the segment's decay, for each
+    lane.
+    """
     row = gl.arange(0, LANES * SLICE * added.shape[1], in_fours(SLICE * added.shape[1]))
     gl.store(parts_ptr + row, part_of(added).to(parts_ptr.dtype.element_ty))
     role_barrier()  # all threads have stored their numbers before the flags are set
@@ -195,10 +204,10 @@ def wait_for_decay(flag_ptr, pred):
 
 @gluon.jit
 def slot_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
-    """The segment's slot in the workspace: pointers to the lanes' parts and to the lane's flag in
-    slot 0, and the offset of the slot, in lanes.
+    """(pointer to the lanes' parts in slot 0, pointer to the lane's flag in slot 0, offset of the
+    segment's slot, in lanes).
 
-    begin: lanes before those of the program, among the ALL_LANES of a slot
+    begin: index of the program's first lane among the ALL_LANES of a slot
     """
     return (
         states_ptr + (begin + first_of(lane)).to(gl.int64) * (SLICE * N),
@@ -211,6 +220,8 @@ def slot_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr,
 def publish_segment(segment, slot, added, decay):
     """Publish the segment's parts (lane p, n), or its states, and its decay.  The last segment of a
     sequence publishes nothing.
+
+    slot: of `slot_of`
     """
     parts_ptr, flags_ptr, offset = slot
     if not segment.last:
@@ -220,20 +231,20 @@ def publish_segment(segment, slot, added, decay):
 
 @gluon.jit
 def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """The decayed sum of the parts of all earlier segments, and the decay of all of them
-    together.
+    """The decayed sum (lane p, n) of the parts of all earlier segments, and the decay of these
+    segments together.
     """
     PART: gl.constexpr = SLICE * N
     parts_ptr, flags_ptr, offset = slot
     row = gl.arange(0, LANES * PART, in_fours(PART))
     sum_of_parts = gl.full([LANES * PART], 0.0, gl.float32, in_fours(PART))
-    # assembly, because LLVM turns gl.fma into one operation on vectors of all numbers of a thread,
-    # and takes long
+    # in assembly, because LLVM would turn gl.fma into one operation on vectors of all numbers of a
+    # thread, and take long
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * ALL_LANES
     previous = offset - step  # offset of the preceding segment's slot
     left = segment.index
-    passed = 1.0
+    passed = 1.0  # the decay of all segments whose parts have been summed
     go = left > 0
     decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, go)
     while go:
@@ -241,9 +252,8 @@ def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: 
         weight, passed = passed, passed * decay
         previous, left = previous - step, left - 1
         go = (left > 0) & (passed != 0.0)
-        decay = wait_for_decay(
-            flags_ptr + previous * FLAG_STRIDE, go
-        )  # overlaps the load of the part
+        # this wait overlaps the load of the part
+        decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, go)
         args = [part.to(gl.float32), weight, sum_of_parts]
         sum_of_parts = gl.inline_asm_elementwise(
             multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1
@@ -253,11 +263,11 @@ def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: 
 
 @gluon.jit
 def add_residual(out, x, D):
-    """out + D x in fp32.  In assembly, because the compiler otherwise keeps x as fp32 from its
-    first use, and spills.
+    """out + D x in fp32.
 
-    In fp16, x is negated before and after the conversion, otherwise ptxas reuses and keeps an
-    earlier conversion.
+    In assembly, because the compiler would otherwise keep x as fp32 from its first use on, and
+    spill.  In fp16, x is negated before and after the conversion, because ptxas would otherwise
+    reuse and keep an earlier conversion.
     """
     if x.dtype == gl.bfloat16:
         code: gl.constexpr = """{
@@ -288,14 +298,16 @@ def add_residual(out, x, D):
 
 @gluon.jit
 def own_rows(tile, ROWS: gl.constexpr, half):
-    """The ROWS of a tile, or numbers of a vector, of one half; all of them if N is not split."""
+    """The ROWS rows of a tile, or numbers of a vector, that one half finishes; all of them if N is
+    not split.
+    """
     return reinterpret(tile, tile.dtype, grouped(tile.shape, ROWS), tile.layout).index(half)
 
 
 @gluon.jit
 def hand_out(shared, lane):
     """Pass the output of a chunk to `stores`."""
-    fence_async_shared()
+    fence_async_shared()  # makes the output visible to TMA
     arrive(shared.written.index(lane))
 
 
@@ -313,7 +325,7 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     dtype: gl.constexpr = shared.x.dtype
     N_SPLIT: gl.constexpr = shared.N_SPLIT
     OWN: gl.constexpr = CHUNK // N_SPLIT  # positions of a chunk whose output one lane finishes
-    # then registers suffice for `lost` before the first wait
+    # whether registers suffice for `lost` before the first wait
     AT_ONCE: gl.constexpr = N_SPLIT == 2 and not RELAXED
     by_q: gl.constexpr = lanes_layout(CHUNK)  # (lane p, q)
     by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
@@ -321,45 +333,46 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     n_operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LANES, OWN, SLICE], dtype)
     half = half_of(shared, lane)
-    slot, stage = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
+    slot, score_slot = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
     mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     # stage chunk_state: its operands
     B_slot, C_slot, x_slot = places_of(shared, seen, n)
     x = load_transposed(shared, x_slot, lane, q_operand)
     weight = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
     decay = scalar(lane_of(shared.decay, slot, lane))
-    # stage chunk_scan.previous: what entered the chunk
+    # stage chunk_scan.previous: the product of the entering state with C
     C = rows_of(shared, C_slot, half).permute((1, 0))
     zero = gl.full([LANES * SLICE, CHUNK], 0.0, gl.float32, by_q)
     entered = gl.convert_layout(state.to(dtype), q_operand)
     out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
-    # stage chunk_state
+    # stage chunk_state: the products with B
     B = rows_of(shared, B_slot, half)
     xw = weighted(x, weight, False)
     state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
     if AT_ONCE:  # add the rounding error of xw
         lost = gl.convert_layout(rounded_off(x, weight, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
-    # stage chunk_scan.residual: the chunk before's output, under these products
+    # stage chunk_scan.residual: pass on the output of the chunk before, beside these products
     if i > 0:
         hand_out(shared, lane)
     # stage chunk_scan.previous
     out = warpgroup_mma_wait(2 if AT_ONCE else 1, deps=[out_begun])
-    # stage chunk_state: what that loses, here, where registers are free again
+    # stage chunk_state: the rounding error of xw, here, where registers are free again
     if not RELAXED and not AT_ONCE:
         again = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
         lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
-    # stage chunk_scan.previous
+    # stage chunk_scan.previous: the sum over N, and the decay of each position
     if N_SPLIT == 2:
         out = give_part(env.exchange, out, lane, by_own)
     entering = own_rows(lane_of(shared.gates, slot * 4 + ENTERING, lane), OWN, half)
     entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
-    # stage chunk_scan.current: what the chunk adds
-    mbarrier.wait(shared.scored.index(stage), phase(n, shared.SCORE_DEPTH))
-    m = own_rows(shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)), OWN, half)
-    out_begun = warpgroup_mma(x, m.permute((1, 0)), out, is_async=True)
+    # stage chunk_scan.current: the product of the scores with x
+    mbarrier.wait(shared.scored.index(score_slot), phase(n, shared.SCORE_DEPTH))
+    tile = shared.scores.index(score_slot * shared.UNITS + unit_of(shared, lane))
+    scores = own_rows(tile, OWN, half)
+    out_begun = warpgroup_mma(x, scores.permute((1, 0)), out, is_async=True)
     # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
     if N_SPLIT == 2:
         # stage chunk_scan.previous
@@ -368,9 +381,9 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     else:
         role_barrier()
     state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
-    arrive(shared.unscored.index(stage))
+    arrive(shared.unscored.index(score_slot))
     arrive(shared.empty.index(slot))
-    # stage chunk_scan.residual
+    # stage chunk_scan.residual: the skip, and the store of the output
     if D is not None:
         own_x = gl.convert_layout(x, by_q)
         if N_SPLIT == 2:
@@ -387,8 +400,9 @@ def scan_chunk(env, state, D, i, n, seen, lane):
 
 @gluon.jit
 def scan_segment(lane, env, segment, n):
-    """Compute the outputs of a segment and the states after it.  n: the program's chunks before
-    this segment
+    """Compute the outputs of a segment, and the final state if it ends its sequence.
+
+    n: the program's chunks before this segment
     """
     shared = env.shared
     S: gl.constexpr = env.S
@@ -423,16 +437,13 @@ def scan_segment(lane, env, segment, n):
         if PASSING == "look back":
             publish_segment(segment, slot, added, decay)
         state, decay = sum_before(segment, slot, ALL_LANES, WIDTH, by_n)
-    # in every segment, so that non-finite numbers in it reach all outputs
+    # the initial state times all decays; in every segment, so that non-finite numbers in it reach
+    # all outputs
     if env.initial_ptr is not None:
         # rows past a head's P may hold any value: they do not affect other rows, and are not stored
-        sequence = segment.sequence.to(gl.int64)
-        own_ptr = (
-            env.initial_ptr
-            + sequence * S.INITIAL_STRIDES[0]
-            + i_h.to(gl.int64) * S.INITIAL_STRIDES[1]
-        )
-        rows = own_ptr + o_p.to(gl.int64) * S.INITIAL_STRIDES[2]
+        of_sequence = segment.sequence.to(gl.int64) * S.INITIAL_STRIDES[0]
+        of_head = i_h.to(gl.int64) * S.INITIAL_STRIDES[1]
+        rows = env.initial_ptr + of_sequence + of_head + o_p.to(gl.int64) * S.INITIAL_STRIDES[2]
         initial_tile = rows[:, None] + (o_n.to(gl.int64) * S.INITIAL_STRIDES[3])[None, :]
         initial = gl.load(initial_tile, mask=inside).to(gl.float32)
         state = gl.fma(initial, decay, state)
@@ -440,9 +451,8 @@ def scan_segment(lane, env, segment, n):
     D = None
     if env.D_ptr is not None:
         o_d = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_own)) % SLICE
-        D_row = (
-            env.D_ptr + i_h.to(gl.int64) * env.strides[3][0] + o_d.to(gl.int64) * env.strides[3][1]
-        )
+        D_strides = env.strides[3]
+        D_row = env.D_ptr + i_h.to(gl.int64) * D_strides[0] + o_d.to(gl.int64) * D_strides[1]
         D = gl.load(D_row, mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     role_barrier()  # without it, kernels without a first pass have one more barrier per chunk
     for i in range(segment.nchunks):
@@ -460,7 +470,9 @@ def scan_segment(lane, env, segment, n):
 
 @gluon.jit
 def units(env):
-    """The role of the program's first threads."""
+    """Role of both lanes, of the program's first threads: compute the outputs and final states of
+    all segments of the program.
+    """
     lane = lane_number()
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
