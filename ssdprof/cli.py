@@ -25,7 +25,7 @@ from ssdprof import __version__
 from ssdprof.commands import terminal
 from ssdprof.environment import child
 from ssdprof.errors import (
-    OF_MACHINE,
+    MACHINE_ERRNOS,
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
@@ -104,7 +104,7 @@ def _expected(error: OSError) -> SsdprofError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
-    if not is_of_name and error.errno not in OF_MACHINE:
+    if not is_of_name and error.errno not in MACHINE_ERRNOS:
         return None
     verb = "written" if error.errno == errno.EFBIG else "used"
     subject = str(error.filename or "A file or folder")[:80]

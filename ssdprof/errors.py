@@ -65,7 +65,7 @@ class ModelUnavailableError(SsdprofError):
 
 
 # Errors that are not the fault of a user's file: a full disk, no permission, too many open files.
-OF_MACHINE = frozenset(
+MACHINE_ERRNOS = frozenset(
     {
         errno.ENOSPC,
         errno.EDQUOT,
@@ -197,7 +197,7 @@ def printable(text: str) -> str:
 
 # The start of parts of messages of torch and transformers that do not help a user: "Exception
 # raised from run at module.cpp:12 ...", "CUDA kernel errors might be asynchronously reported ...".
-_NO_HELP = re.compile(
+_UNHELPFUL_PARTS = re.compile(
     "Exception raised from|If you were trying to load it from|Model type should be one of"
     "|Should have a `model_type` key|CUDA kernel errors might be|For debugging consider"
 )
@@ -219,7 +219,7 @@ def library_message(error: BaseException) -> str:
     """
     name = type(error).__name__
     message = first_fault(error) if name == "ValidationError" else str(error)  # pydantic's
-    message = _NO_HELP.split(message)[0]
+    message = _UNHELPFUL_PARTS.split(message)[0]
     message = _CHECKER.sub("", message)
     message = _KNOWN_NAMES.sub("the known ones", message)
     words = printable(message).rstrip(". ").split()

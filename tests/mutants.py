@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.jsonl"
 WHOLE = "jobs stalls test_cli.py test_goldens.py test_answers.py test_end_to_end.py"
 TESTS = {  # of each room: files and folders
-    "kernels": "kernels operators/test_adapters.py",
+    "kernels": "kernels operators/test_adapters.py test_kept_states.py",
     "operators": "operators kernels/test_functions.py jobs/test_tune.py capture/test_served.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
     "environment": (

@@ -12,7 +12,7 @@ from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object, read_stored
 
 MANIFEST = "manifest.json"
-AGAIN = "Capture again."
+CAPTURE_HINT = "Capture again."
 BROKEN_OFF = (
     "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 )
@@ -26,7 +26,7 @@ def is_capture(path: Path) -> bool:
 def is_foreign(folder: Path) -> bool:
     """Whether the manifest in `folder` is another program's."""
     with suppress(SsdprofError):
-        return "checkpoint" not in read_object(folder / MANIFEST, MANIFEST, AGAIN)
+        return "checkpoint" not in read_object(folder / MANIFEST, MANIFEST, CAPTURE_HINT)
     return False
 
 
@@ -39,4 +39,4 @@ def read_manifest(folder: Path) -> CaptureManifest:
     path = folder / MANIFEST
     if is_foreign(folder):
         raise BadInputError(f"{path} is not the manifest of a capture.", "Name another folder.")
-    return read_stored(path, CaptureManifest.model_validate, VERSION, AGAIN)
+    return read_stored(path, CaptureManifest.model_validate, VERSION, CAPTURE_HINT)

@@ -107,7 +107,10 @@ def predict_memory(
     model: a model on the meta device.
     wanted: indices of the decoder layers that are captured.
     seqlen: tokens of the prompt, or of all packed sequences.
+    segment_length: tokens that the model gets at a time.
+    batch: prompts, with as many tokens each.
     on_gpu: whether kernels compute operators and attention, without memory besides their outputs.
+    serving: how a server would run the prompt: in chunks, or packed.
 
     Decode steps are not included, because they have single tokens.
     """

@@ -35,7 +35,7 @@ _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
 LONGEST_TEXT = 2**24  # tokens up to which the tokenizer gives no warning about the trained length
 CHARACTERS_PER_TOKEN = 8  # for the part of the text that is read first; English has 4 to 5
 UNSETTLED_TOKENS = 64  # tokens at the end of a text that may change if the text goes on
-_AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
+_TOKENIZER_HINT = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
 
 
 # --- the default text
@@ -73,8 +73,8 @@ def _load(folder: Path) -> Tokenizer:
     cannot be loaded.  Raises BadInputError if there is none or it is damaged.
     """
     if (folder / CONFIG).is_file():
-        read_object(folder / CONFIG, f"{CONFIG} of the checkpoint", _AGAIN)
-    with refusals("the tokenizer", _AGAIN):
+        read_object(folder / CONFIG, f"{CONFIG} of the checkpoint", _TOKENIZER_HINT)
+    with refusals("the tokenizer", _TOKENIZER_HINT):
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
@@ -95,7 +95,7 @@ def _load(folder: Path) -> Tokenizer:
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text, with the special tokens that the tokenizer adds by default."""
-    with refusals("the tokenizer", _AGAIN):
+    with refusals("the tokenizer", _TOKENIZER_HINT):
         ids: list[int] = tokenizer(text)["input_ids"]
     return ids
 
@@ -221,7 +221,7 @@ def _random_ids(
     # a range, because a damaged config may say any number
     vocabulary: Sequence[int] = range(vocab_size or 0)
     if tokenizer is not None:
-        with refusals("the tokenizer", _AGAIN):
+        with refusals("the tokenizer", _TOKENIZER_HINT):
             vocabulary = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
     if not vocabulary:
         raise BadInputError(
@@ -257,7 +257,8 @@ def _first_ids(
         )
     if not ids:
         raise BadInputError(
-            f"The checkpoint's tokenizer makes no tokens of {name[0].lower()}{name[1:]}.", _AGAIN
+            f"The checkpoint's tokenizer makes no tokens of {name[0].lower()}{name[1:]}.",
+            _TOKENIZER_HINT,
         )
     if len(ids) < least:
         several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""

@@ -61,7 +61,7 @@ DESCRIPTION = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers warm up
 _OUTPUT = ("out", "final_states")
-_AGAIN = "Record again: docs/from-a-server.md says how."
+_RECORD_HINT = "Record again: docs/from-a-server.md says how."
 _METADATA_BYTES = 1 << 24  # size of the largest file with metadata that is read
 
 
@@ -185,7 +185,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     left_out = f"Left out: {words(counts)}." if counts else ""
     if not passes:
         raise BadInputError(
-            f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
+            f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _RECORD_HINT
         )
     called = {layer for layer, _ in chain.from_iterable(passes)}
     layers = tuple(sorted(called, key=attrgetter("index")))
@@ -337,7 +337,7 @@ def _reading(path: Path, read: Callable[..., T], *arguments: object) -> T:
         raise
     except Exception as error:  # any class is possible, because the files may hold anything
         raise BadInputError(
-            f"The recording's {path} cannot be used: {library_message(error)}.", _AGAIN
+            f"The recording's {path} cannot be used: {library_message(error)}.", _RECORD_HINT
         ) from error
 
 
@@ -390,7 +390,7 @@ def _flashinfer(folder: Path) -> _Reading:
             versions[version] = None
             calls.append((order, call))
     if not calls and not unread:
-        raise BadInputError(f"{folder} holds no recording of FlashInfer.", _AGAIN)
+        raise BadInputError(f"{folder} holds no recording of FlashInfer.", _RECORD_HINT)
     calls.sort(key=itemgetter(0))
     return [call for _, call in calls], unread, f"FlashInfer {', '.join(versions)}"
 
@@ -594,7 +594,7 @@ def _flashinfer_bench(folder: Path) -> _Reading:
     for file in sorted((folder / "workloads").rglob("*.jsonl")):
         entries += _reading(file, _workloads, folder, documents)
     if not entries:
-        raise BadInputError(f"{folder} holds no workloads of flashinfer-bench.", _AGAIN)
+        raise BadInputError(f"{folder} holds no workloads of flashinfer-bench.", _RECORD_HINT)
     unread = Counter(entry for entry in entries if isinstance(entry, str))
     calls = [entry for entry in entries if isinstance(entry, _Call)]
     return calls, unread, "flashinfer-bench"

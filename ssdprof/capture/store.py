@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, token_major
 from ssdprof.capture.manifest import (
-    AGAIN,
     BROKEN_OFF,
+    CAPTURE_HINT,
     MANIFEST,
     is_capture,
     is_foreign,
@@ -73,7 +73,9 @@ def default_folder(
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
     """Raise the error of `CaptureWriter` in advance if it would refuse the folder.
 
-    out: None for the default folder.
+    out: None for the default folder.  Its name depends on the prompts' tokens, which are not known
+        yet, so only the cache that contains it is tested.
+    overwrite: replace a complete capture in the folder.
     """
     check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
     if out is not None:
@@ -248,7 +250,7 @@ def check(folder: Path, manifest: CaptureManifest, chosen: Sequence[LayerCapture
     for capture in chosen:
         read_layer(folder, capture)
     if not manifest.complete:
-        raise SsdprofError(BROKEN_OFF, AGAIN, ExitCode.GATE_FAILED)
+        raise SsdprofError(BROKEN_OFF, CAPTURE_HINT, ExitCode.GATE_FAILED)
 
 
 def read_layer(
@@ -264,7 +266,7 @@ def read_layer(
         raise BadInputError(
             f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were "
             "written.",
-            AGAIN,
+            CAPTURE_HINT,
         )
     try:
         inputs = operators.get(capture.layer.operator).inputs(**tensors, **capture.scalars)
@@ -274,7 +276,7 @@ def read_layer(
         spans_of(inputs)
     except (TypeError, ValueError) as error:
         raise BadInputError(
-            f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN
+            f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", CAPTURE_HINT
         ) from error
     return CapturedLayer(
         layer=capture.layer,
@@ -294,34 +296,35 @@ def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Ten
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
         raise BadInputError(
             f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.",
-            AGAIN,
+            CAPTURE_HINT,
         )
     path = folder / capture.file
     records = capture.tensors | capture.served
     if not os.path.isfile(path):
-        raise BadInputError(f"{path} is missing.", AGAIN)
+        raise BadInputError(f"{path} is missing.", CAPTURE_HINT)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             differing = records.keys() ^ set(file.keys())
             if differing:
                 raise BadInputError(
                     f"{path} and the manifest differ in tensor {', '.join(sorted(differing))}.",
-                    AGAIN,
+                    CAPTURE_HINT,
                 )
             tensors = {name: file.get_tensor(name) for name in records}
     except OSError as error:
-        raise unreadable(str(path), error, AGAIN) from error
+        raise unreadable(str(path), error, CAPTURE_HINT) from error
     except SafetensorError as error:
-        raise BadInputError(f"{path} is damaged: {error}.", AGAIN) from error
+        raise BadInputError(f"{path} is damaged: {error}.", CAPTURE_HINT) from error
     for name, record in records.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
             raise BadInputError(
-                f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN
+                f"{path}: {name} does not have the shape or dtype that the manifest says.",
+                CAPTURE_HINT,
             )
         if _sha256(tensor) != record.sha256:
             raise BadInputError(
-                f"{path}: the bytes of {name} are not those that were written.", AGAIN
+                f"{path}: the bytes of {name} are not those that were written.", CAPTURE_HINT
             )
     return tensors
 

@@ -15,7 +15,7 @@ from ssdprof.errors import BadInputError, library_message
 from ssdprof.files import read_object
 
 ModelConfig = dict[str, Any]  # config.json, or the part of it for the language model
-_AGAIN = "Fetch or copy the file again."
+_FETCH_HINT = "Fetch or copy the file again."
 # NVIDIA's ModelOpt writes this file; config.json may not mention the quantisation
 MODELOPT_CONFIG = "hf_quant_config.json"
 # key of a config that benchmarks/make_random_checkpoint.py has written
@@ -24,7 +24,7 @@ SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
 # Keys that count modules, which transformers builds one by one, and more of them than any model
 # has.  A damaged config could make it build modules for hours.
 _COUNTED = re.compile("(layers|experts|blocks|layer_types|block_type|pattern)$")
-_MOST = 4096
+_LARGEST_COUNT = 4096
 _LARGEST_STEP = 1e38  # about the largest number of fp32
 # keys of the language model's config in that of a larger model, as transformers names them
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -95,8 +95,8 @@ def _check_counts(config: ModelConfig, where: str) -> None:
     """
     for key in filter(_COUNTED.search, config):
         count = len(config[key]) if isinstance(config[key], list | str) else config[key]
-        if isinstance(count, int) and count > _MOST:
-            raise refuse(where, f"has {key} of {count}; there may be {_MOST}")
+        if isinstance(count, int) and count > _LARGEST_COUNT:
+            raise refuse(where, f"has {key} of {count}; there may be {_LARGEST_COUNT}")
 
 
 def _check_steps(config: ModelConfig, where: str) -> None:
@@ -129,7 +129,7 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     Raises BadInputError if the file is no JSON object, if the recurrent layers of the model type
     are known to be another operator, and for sizes that no model has or that contradict each other.
     """
-    stored = read_object(file, where, _AGAIN)
+    stored = read_object(file, where, _FETCH_HINT)
     original = "ssm_cfg" in stored and "model_type" not in stored
     outer = _convert_original(stored, where) if original else stored
     model_type = _check_model_type(outer, where)
@@ -163,7 +163,7 @@ def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | Non
             return {"quant_method": "mlx", **codes}
     codes = config.get("quantization_config")
     if not codes and modelopt is not None:
-        beside = read_object(modelopt, MODELOPT_CONFIG, _AGAIN).get("quantization")
+        beside = read_object(modelopt, MODELOPT_CONFIG, _FETCH_HINT).get("quantization")
         codes = {**(beside if isinstance(beside, dict) else {}), "quant_method": "modelopt"}
     table = codes if isinstance(codes, dict) else {}
     if table.get("quant_method") == "modelopt" and table.get("quant_algo") == "FP8":

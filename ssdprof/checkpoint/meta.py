@@ -22,7 +22,7 @@ from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.names import shown
 from ssdprof.core.base import grouped
 from ssdprof.errors import (
-    OF_MACHINE,
+    MACHINE_ERRNOS,
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
@@ -241,7 +241,7 @@ def refusals(what: str, hint: str = "") -> Iterator[None]:
             "Install the package.",
         ) from error
     except Exception as error:  # the library may raise any class of error on the user's data
-        if isinstance(error, OSError) and error.errno in OF_MACHINE:
+        if isinstance(error, OSError) and error.errno in MACHINE_ERRNOS:
             raise MissingCapabilityError(
                 f"A temporary file for {what} cannot be written: {error.strerror}.",
                 "Make room there or set TMPDIR to another folder.",

@@ -17,8 +17,8 @@ from ssdprof import operators
 from ssdprof.errors import BadInputError
 
 DEMO_FOLDERS = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("demo*"))}
-_ALIKE = 0.83  # difflib's ratio from which a name counts as a typo of another one
-_AT_MOST = 4  # names that are suggested
+_LEAST_RATIO = 0.83  # difflib's ratio from which a name counts as a typo of another one
+_MOST_SUGGESTIONS = 4  # names that are suggested
 
 
 # --- published checkpoints
@@ -151,7 +151,7 @@ def close_names(typed: str) -> list[str]:
         *(checkpoint.repo for checkpoint in _CHECKPOINTS),
     }
     scored = sorted((-likeness(name), name) for name in names)
-    return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
+    return [name for score, name in scored if -score >= _LEAST_RATIO][:_MOST_SUGGESTIONS]
 
 
 # --- names of layers

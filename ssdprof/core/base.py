@@ -42,9 +42,9 @@ PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention"
 
 LONGEST_SEQLEN: Final = 1 << 24  # tokens of a call, and elements along any other axis
 MOST_STEPS: Final = 4096  # decode steps after a prompt; also the largest number of processes
-_MOST: Final = 1 << 62  # fits into a signed integer of 64 bits
-Count = Annotated[int, Field(ge=0, le=_MOST)]
-Size = Annotated[int, Field(gt=0, le=_MOST)]
+_LARGEST_INT: Final = 1 << 62  # fits into a signed integer of 64 bits
+Count = Annotated[int, Field(ge=0, le=_LARGEST_INT)]
+Size = Annotated[int, Field(gt=0, le=_LARGEST_INT)]
 Length = Annotated[int, Field(gt=0, le=LONGEST_SEQLEN)]
 Processes = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 Position = Annotated[tuple[Count, ...], Field(min_length=1)]  # an index for each axis

@@ -54,7 +54,7 @@ class Condition(Record):
     def _is_known(self) -> Condition:
         if self.metric not in METRICS:
             raise ValueError(f"there is no metric {self.metric}")
-        if not METRICS[self.metric].has(self.at):
+        if not METRICS[self.metric].allows(self.at):
             raise ValueError(f"there is no {self.metric} at {self.at}")
         return self
 
@@ -97,7 +97,7 @@ class Metric:
     default: str = ""
     if_missing: str = "no such value"
 
-    def has(self, at: str) -> bool:
+    def allows(self, at: str) -> bool:
         """Whether a text may follow @; nothing may always follow."""
         return not at or self.choices is None or at in self.choices
 
@@ -306,7 +306,7 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
     at = parts["at"] or metric.default
     limit = float(parts["number"])
     percent = parts["percent"]
-    if not metric.has(at):
+    if not metric.allows(at):
         raise BadInputError(
             f"The {what} {text!r} has an unknown place.",
             f"{name} takes {', '.join(metric.choices or ()) or 'no @'}.",

@@ -43,7 +43,7 @@ from ssdprof.core.target import (
 )
 
 # options with a value that a command for a single case does not repeat
-_NOT_AGAIN = ("--out", "--decode-states", "--implementations", "--against", "--budget", "--trace")
+_LEFT_OUT = ("--out", "--decode-states", "--implementations", "--against", "--budget", "--trace")
 
 
 class LeftOut(Record):
@@ -340,7 +340,7 @@ class Report(Record):
         # the user's own kernels are typed as NAME=MODULE:FUNCTION
         own_kernel = f"{case.implementation}="
         as_typed = [word for word in re.split("[ ,]", command) if word.startswith(own_kernel)]
-        options: dict[str, str | None] = dict.fromkeys(_NOT_AGAIN)
+        options: dict[str, str | None] = dict.fromkeys(_LEFT_OUT)
         if isinstance(case.task, DecodedStates):
             options["--decode-states"] = states_of(case.precision)
         elif case.implementation == DECODER and "--decode-states" in command:

@@ -227,9 +227,9 @@ def compared(
     once = {BY_TOKEN, *operator.generated.alternatives}
     present = [known for known in request.compared if not known.absent]
     everyone = sorted(present, key=lambda known: known.kind != "library")
-    if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
+    if cell.tokens.is_decoding and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
-    if cell.tokens.pool and cell.tokens.steps:
+    if cell.tokens.pool and cell.tokens.is_decoding:
         # libraries and the user's kernels address a pool themselves
         everyone = [in_pool(known) if known.kind == "bundled" else known for known in everyone]
     cases: list[tuple[Implementation, Precision]] = []

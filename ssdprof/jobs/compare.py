@@ -194,6 +194,7 @@ class Comparer:
         """The cases with samples of this process, for entries that another process has verified
         and timed.
 
+        label: names the call in the progress display.
         earlier: the other process's cases, by name.  Entries without samples there are left out.
         """
         timed: list[Entry] = []
@@ -243,8 +244,11 @@ class Comparer:
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
     ) -> dict[Entry, Case]:
         """Run the entries, compare their outputs with the oracle in one pass, and test their laws.
+        Calls `on_fault` for the entries that gave a wrong output or raised an error.
 
         The outputs of all these entries are in memory together.
+
+        verdicts: as in `compare`.
         """
         outputs: dict[Entry, Output] = {}
         fields: dict[Entry, Fields] = {}
@@ -267,8 +271,10 @@ class Comparer:
         for entry in entries:
             fields[entry].update(verified.get(entry, {}))
             cases[entry] = entry.case.changed(**fields[entry])
+        # "out of memory" and "refused" are no faults of the implementation that a stored call shows
         for entry, case in cases.items():
             if self.on_fault and case.result in ("inaccurate", "nonfinite", "failed"):
+                # "": no law was broken, the call itself failed
                 self.on_fault(entry, "", entry.call.inputs, outputs.get(entry))
         del output, outputs  # the laws need memory
         self._test_laws(cases, label)
@@ -350,6 +356,7 @@ class Comparer:
         """The entry with the fastest chunk size that passed, by a few replays in turns; if none
         passed, the first entry.
 
+        timer: times the replays.
         cases: entries of one implementation and precision, one for each chunk size.  The returned
         case has the times of all chunk sizes (`trials`), and what their kernels took to compile.
         """

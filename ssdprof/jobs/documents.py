@@ -17,8 +17,8 @@ from ssdprof.store import reports
 STALLS_FOLDER = "stalls"  # in a run's folder
 STALLS_RECORD = "stalls.json"
 STALLS_DOCUMENT = "stalls.md"
-_AGAIN = "Profile again, or read it with the ssdprof that wrote it."
-OF_SUFFIX = {
+_VERSION_HINT = "Profile again, or read it with the ssdprof that wrote it."
+FORMATS_BY_SUFFIX = {
     ".md": "markdown",
     ".html": "html",
     ".htm": "html",
@@ -28,15 +28,15 @@ OF_SUFFIX = {
 }
 
 
-def format_of(file: Path, formats: Container[str] = OF_SUFFIX.values()) -> str:
+def format_of(file: Path, formats: Container[str] = FORMATS_BY_SUFFIX.values()) -> str:
     """The format that the file's suffix names; Markdown for a file without a suffix.
 
     Raises BadInputError if the suffix names none of `formats`.
     """
-    format = OF_SUFFIX.get(file.suffix.lower(), "" if file.suffix else "markdown")
+    format = FORMATS_BY_SUFFIX.get(file.suffix.lower(), "" if file.suffix else "markdown")
     if format in formats:
         return format
-    suffixes = ", ".join(suffix for suffix, known in OF_SUFFIX.items() if known in formats)
+    suffixes = ", ".join(suffix for suffix, known in FORMATS_BY_SUFFIX.items() if known in formats)
     raise BadInputError(
         f"{file}: no format has the suffix {file.suffix}.",
         f"End the name with one of {suffixes}, or name the format.",
@@ -82,7 +82,7 @@ def dump_stalls(report: StallReport) -> str:
 def load_stalls(file: Path) -> StallReport:
     """Read the output of `dump_stalls`.  Raises what `files.read_stored` raises."""
     return files.read_stored(
-        file, StallReport.model_validate, STALLS_VERSION, _AGAIN, key="stalls_version"
+        file, StallReport.model_validate, STALLS_VERSION, _VERSION_HINT, key="stalls_version"
     )
 
 

@@ -35,7 +35,8 @@ def keeping(folder: Path) -> OnFault:
     """A function that stores calls in the folder of a report.
 
     For each implementation, it stores the first call that failed, and the first that broke each
-    law.  It ignores inputs above `MOST_INPUT_BYTES`, and implementations that no file can name.
+    law.  It ignores inputs above `MOST_INPUT_BYTES`, and implementations without a `word` by which
+    they can be found again.
     """
     stored: set[tuple[str, str]] = set()  # names of the implementation and of the law
 

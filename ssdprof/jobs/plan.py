@@ -23,7 +23,7 @@ from ssdprof import operators
 from ssdprof.capture import memory, store
 from ssdprof.capture.forward import PromptRun, check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
-from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
+from ssdprof.capture.manifest import BROKEN_OFF, CAPTURE_HINT
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.load import (
@@ -73,12 +73,12 @@ if TYPE_CHECKING:
 # the fastest first
 PLACEMENT_KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")
 # hints for models that do not fit: all layers are needed; not one fits; another placement may fit
-_WHOLE = (
+_SMALLER_MODEL_HINT = (
     "Take a smaller model.  Without --decode and --answers, a run loads no layer after the "
     "deepest wanted one."
 )
-_NOTHING = "Not one layer of it fits: take a smaller model."
-_FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
+_NO_LAYER_HINT = "Not one layer of it fits: take a smaller model."
+_FIT_HINT = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_DOWNLOAD_BYTES = 10 * 10**9  # the largest download that does not need --yes
 _LEAST_LENGTH = 1024  # tokens of the shortest prompt that a hint proposes
 _LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
@@ -283,7 +283,7 @@ class Chooser:
             return MissingCapabilityError(
                 f"{target.ref.repo_id} does not fit with --placement {kind}: {weights}, {takes}, "
                 f"and there is room for {' and '.join(rooms)}.",
-                _FITTING,
+                _FIT_HINT,
             )
         else:
             least = layer + embedding
@@ -292,7 +292,7 @@ class Chooser:
                 f"its largest layer has {size_words(layer)} of weights, its token embedding "
                 f"{size_words(embedding)}"
             )
-        hint = _WHOLE if target.whole else _NOTHING
+        hint = _SMALLER_MODEL_HINT if target.whole else _NO_LAYER_HINT
         if fits := list(self._what_fits(least, computed, free)):
             hint = f"What fits: {' or '.join(fits)}."
         return MissingCapabilityError(
@@ -586,7 +586,7 @@ def stored_dims(capture: LayerCapture) -> Dims:
     except (TypeError, ValueError, RuntimeError) as error:
         message = library_message(error)
         raise BadInputError(
-            f"The stored {capture.layer.name} cannot be replayed: {message}.", AGAIN
+            f"The stored {capture.layer.name} cannot be replayed: {message}.", CAPTURE_HINT
         ) from error
 
 

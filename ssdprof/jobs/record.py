@@ -28,7 +28,8 @@ _PASSED_ON = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-_BY_KERNEL = 0x80  # si_code of a signal that the terminal sent to all of its foreground processes
+# si_code of a signal that the terminal sent to all of its foreground processes
+_SENT_BY_KERNEL = 0x80
 _POLL_S = 0.05  # how often to look whether the program has ended
 
 
@@ -91,7 +92,7 @@ def _ended(program: list[str], environment: dict[str, str]) -> int:
         process = _started(program, environment, unblock)
         while process.poll() is None:
             received = signal.sigtimedwait(_PASSED_ON, _POLL_S)
-            if received and received.si_code != _BY_KERNEL:
+            if received and received.si_code != _SENT_BY_KERNEL:
                 process.send_signal(received.si_signo)
     finally:
         unblock()

@@ -22,7 +22,7 @@ from ssdprof.operators.implementations import required, resolve
 P = ParamSpec("P")
 T = TypeVar("T")
 _SHOWN = 3  # the kernels of a part whose times are listed one by one
-_IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_LAYER_PATH = re.compile(r"(?:^|\.)layers\.\d+\.")
 # Computes a call of an operator in place of the model.  The result is `out`, and the final states
 # in fp32, or None if the call does not need them.
 Compute = Callable[[OperatorCall], Result]
@@ -173,7 +173,7 @@ def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
         if module in others:
             taken = (*taken, f"{name}.")
         elif (
-            _IN_A_LAYER.search(name)
+            _LAYER_PATH.search(name)
             and not name.startswith(taken)
             and not isinstance(module, nn.Linear)
             and not others.intersection(module.modules())

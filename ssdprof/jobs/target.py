@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdprof import operators, settings
-from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
+from ssdprof.capture.manifest import CAPTURE_HINT, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
@@ -55,7 +55,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 SEED = 0  # for the random lengths of packed sequences
 # options that have no effect together with --decode-states
-_NOT_DECODED = {
+_NO_EFFECT_ON_DECODING = {
     "implementations",
     "baseline",
     "against",
@@ -287,7 +287,9 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
         )
     manifest = read_manifest(folder)
     if not manifest.prompts:
-        raise BadInputError(f"The manifest in {folder} is damaged: it names no prompt.", AGAIN)
+        raise BadInputError(
+            f"The manifest in {folder} is damaged: it names no prompt.", CAPTURE_HINT
+        )
     indices = select_indices(
         request.layers, tuple(dict.fromkeys(stored.layer.index for stored in manifest.layers))
     )
@@ -373,7 +375,7 @@ def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
     defaults = {option.name: option.default for option in fields(options)}
     for _, flag, parameter in declared.flags(type(options)):
         name = parameter.name
-        if name in _NOT_DECODED and getattr(options, name) != defaults[name]:
+        if name in _NO_EFFECT_ON_DECODING and getattr(options, name) != defaults[name]:
             reason = "it decodes by 'recurrent', and times nothing"
             raise reading.both("--decode-states", flag, reason, f"Leave out {flag}.")
     gates = [gate for gate in options.conditions if gate.metric == KEPT_STEPS]

@@ -27,7 +27,10 @@ def _load_positions(
     x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr
 ):
     """x at positions o_s and channels o_d, [positions, channels] in x's dtype.  Before the sequence
-    it is the initial state, or 0.  m: mask of these elements.
+    it is the initial state, or 0.
+
+    initial_ptr: (b, d, WIDTH - 1), the positions before the sequence; None: zeros.
+    i_b: index of the sequence.  length: positions of the sequence.  m: mask of these elements.
     """
     m_x = m & ((o_s >= 0) & (o_s < length))[:, None]
     b_x = load_at(x_ptr, x_strides, (i_b, o_s[:, None], o_d[None, :]), mask=m_x)

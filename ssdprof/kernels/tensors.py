@@ -298,7 +298,9 @@ def is_scattered(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether a copy would take more memory than the tensor's whole storage, as after `expand`."""
+    """Whether elements certainly share memory, as after `expand`: a contiguous copy would be larger
+    than the tensor's whole storage.
+    """
     return tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 

@@ -91,7 +91,9 @@ def compare(
 ) -> dict[K, tuple[Accuracy, ...]]:
     """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
+    candidates: by keys of the caller, which the result has, too.
     on_progress: called with the number of positions done since the last call; there are b * l.
+
     Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output;
     BadInputError for an operator without an oracle.
     """

@@ -181,8 +181,9 @@ class Call:
 
 # --- how long a first call, in which kernels are compiled, may take
 
-_AGAIN = 1.0  # seconds until TimeIsUp is raised once more, in case a callback swallowed the first
-_LATEST = 1.0  # seconds to wait for the threads that a call started
+# seconds until TimeIsUp is raised once more, in case a callback swallowed the first
+_REPEAT_S = 1.0
+_THREADS_S = 1.0  # seconds to wait for the threads that a call started
 
 
 class TimeIsUp(BaseException):
@@ -236,7 +237,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
     original_handler = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), _AGAIN)  # 0 would switch it off
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), _REPEAT_S)  # 0 would switch it off
         try:
             yield
         finally:
@@ -476,14 +477,14 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
     """The output, and a phrase if it changed later than it may: after the call had returned and all
     work on the current stream had ended.  The phrase is empty if it did not.
 
-    Waits for the GPU, and for threads that the call started, `_LATEST` seconds at most.
+    Waits for the GPU, and for threads that the call started, `_THREADS_S` seconds at most.
     """
     earlier_threads = threading.enumerate()
     output = run()
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     bits = fingerprint(*output)
-    end = time.monotonic() + _LATEST
+    end = time.monotonic() + _THREADS_S
     for thread in set(threading.enumerate()).difference(earlier_threads):
         thread.join(max(0.0, end - time.monotonic()))
     if device.type == "cuda":

@@ -682,7 +682,7 @@ LAWS: dict[str, Law] = {
     "finer inputs": finer_inputs,
 }
 # laws that need no other compiled kernels than the captured call does
-OF_THE_SAME_FORM = frozenset(
+SAME_FORM_LAWS = frozenset(
     {
         REPEATS,
         "inputs unchanged",

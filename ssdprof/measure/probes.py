@@ -21,7 +21,7 @@ from ssdprof.measure.laws import (
     AMPLIFIED_HISTORY,
     LAWS,
     LONGEST,
-    OF_THE_SAME_FORM,
+    SAME_FORM_LAWS,
     TURNING_KEYS,
     Trial,
     laws_of,
@@ -100,7 +100,7 @@ class Prober:
         too_slow = interpreted and not self._thorough
         tests_kind = is_new_kind and not self._only
         if tests_kind:
-            names = set(LAWS if by_every_law or too_slow else OF_THE_SAME_FORM)
+            names = set(LAWS if by_every_law or too_slow else SAME_FORM_LAWS)
             if self._quick:
                 names &= QUICK
         else:

@@ -23,7 +23,7 @@ from ssdprof import files
 
 PREFIX = "ssdprof:"  # of the names of marks
 # categories of the profiler's events: work on the GPU, and calls on the host that launch it
-_ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times in microseconds
@@ -98,7 +98,7 @@ def busy_us(trace: Trace) -> float:
     spans = [
         (float(event["ts"]), float(event["dur"]))
         for event in trace
-        if event.get("cat") in _ON_THE_GPU
+        if event.get("cat") in _GPU_CATEGORIES
     ]
     busy = 0.0
     busy_until = -math.inf
@@ -127,7 +127,7 @@ def work(trace: Trace) -> list[GpuWork]:
         thread_marks.sort()
     gpu_work = []
     for event in trace:
-        if event.get("cat") in _ON_THE_GPU:
+        if event.get("cat") in _GPU_CATEGORIES:
             launch = launches.get(event.get("args", {}).get("correlation"))
             part = _open_at(launch["ts"], marks[launch["tid"]]) if launch else None
             gpu_work.append((part, event["name"], float(event["dur"])))

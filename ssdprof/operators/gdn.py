@@ -11,7 +11,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import fla, generate
 from ssdprof.operators.definition import rows
 from ssdprof.operators.gdn_inputs import GENERATOR
-from ssdprof.operators.gdn_oracle import ORACLE, WORDS
+from ssdprof.operators.gdn_oracle import ORACLE, SIZE_WORDS
 from ssdprof.operators.generate import Library, installed
 from ssdprof.operators.late import deferred, lazy, packages, torch
 from ssdprof.operators.operator import (
@@ -210,7 +210,7 @@ OPERATOR: Operator = Operator(
         "key_dim": "head_k_dim",
         "value_dim": "head_v_dim",
     },
-    words=WORDS,
+    words=SIZE_WORDS,
     stages=STAGES,
     binding=BINDING,
     oracle=ORACLE,

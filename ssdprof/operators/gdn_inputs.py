@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ssdprof import kernels
 from ssdprof.operators import generate
-from ssdprof.operators.gdn_oracle import WORDS
+from ssdprof.operators.gdn_oracle import SIZE_WORDS
 from ssdprof.operators.generate import Cell, EdgeInputs, InputGenerator, Trait
 from ssdprof.operators.late import torch
 from ssdprof.operators.tensors import dtype_named
@@ -76,7 +76,7 @@ def draw(
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
     states, slots = None, None
-    if cell.tokens.states:
+    if cell.tokens.has_states:
         states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
         if cell.tokens.pool:  # in memory V is before K, as in servers
             pool, slots = generate.pool(states.mT, cell.tokens.pool)
@@ -240,7 +240,7 @@ LAYOUTS = (
 GENERATOR: InputGenerator[GDNInputs] = InputGenerator(
     form="{key_heads}/{value_heads}x{key_dim}x{value_dim}",
     order="key heads / value heads x K x V",
-    words=WORDS,
+    words=SIZE_WORDS,
     models=generate.models_of("gdn"),
     others={"largest_beta": 1},  # 2 in models that allow negative eigenvalues
     divides=("key_heads", "value_heads"),

@@ -151,7 +151,7 @@ def tf32(tensor: Tensor) -> Tensor:
 
 # --- cost
 
-WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
+SIZE_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
 SMALLEST_CHUNK = 16  # positions; the edge of a tensor core's tile
 
 
@@ -191,6 +191,6 @@ ORACLE = OracleSpec(
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,
     chunk_size=chunk_size,
-    words=WORDS.format_map,
+    words=SIZE_WORDS.format_map,
     flops=flops,
 )

@@ -72,14 +72,14 @@ class Tokens:
         return self.shortest is not None
 
     @property
-    def steps(self) -> bool:
+    def is_decoding(self) -> bool:
         """Whether sequences are short enough to be computed token by token, as in decoding."""
         return not self.packed and self.seqlen <= MOST_STEP_TOKENS
 
     @property
-    def states(self) -> bool:
+    def has_states(self) -> bool:
         """Whether sequences begin with a state, as in packed calls and in decoding."""
-        return self.packed or self.steps or self.pool > 0
+        return self.packed or self.is_decoding or self.pool > 0
 
     def __str__(self) -> str:
         slots = f", pool of {self.pool:,}" if self.pool else ""

@@ -81,7 +81,7 @@ class Stages:
             entry["starts"] = {int(line): stage for line, stage in entry.get("starts", {}).items()}
         return cls(
             order=tuple(table["order"]),
-            words=_WORDS | table["words"],
+            words=_SHARED_STAGE_WORDS | table["words"],
             kernels=kernels,
             sources={entry["sha256"]: entry for entry in table["source"]},
         )
@@ -102,7 +102,7 @@ class Stages:
 
 AHEAD = "ahead"  # stage of warps that wait for slower ones; this wait costs no time
 LEAST_CHUNK = 16  # the edge of a tensor core's tile
-_WORDS = {
+_SHARED_STAGE_WORDS = {
     "setup.load": "loading the initial state",
     "setup.store": "storing the final state",
     "waiting.chunk": "for a chunk and its gates",

@@ -15,7 +15,7 @@ from ssdprof.operators.definition import Definition, rows
 from ssdprof.operators.generate import InputDType, Library, installed
 from ssdprof.operators.late import deferred, lazy, torch
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, Stages, computed, from_call
-from ssdprof.operators.ssd_inputs import GENERATOR, WORDS
+from ssdprof.operators.ssd_inputs import GENERATOR, SIZE_WORDS
 from ssdprof.operators.ssd_oracle import ORACLE
 from ssdprof.operators.tensors import exact_fp32, requested_precisions
 
@@ -272,7 +272,7 @@ OPERATOR = Operator(
         "ngroups": "n_groups",
         "chunk_size": "chunk_size",
     },
-    words=f"{WORDS}, chunk {{chunk_size}}",
+    words=f"{SIZE_WORDS}, chunk {{chunk_size}}",
     stages=STAGES,
     binding=BINDING,
     oracle=ORACLE,

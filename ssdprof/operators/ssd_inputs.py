@@ -44,7 +44,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
     states, slots = None, None
-    if cell.tokens.states:
+    if cell.tokens.has_states:
         states = normal(cell.tokens.sequences, h, p, n)
         if cell.tokens.pool:
             states, slots = generate.pool(states, cell.tokens.pool)
@@ -145,11 +145,11 @@ SPECIAL = (
 
 # --- shapes
 
-WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
+SIZE_WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
 GENERATOR: InputGenerator[SSDInputs] = InputGenerator(
     form="{nheads}x{headdim}x{dstate}x{ngroups}",
     order="heads x P x N x groups",
-    words=WORDS,
+    words=SIZE_WORDS,
     models=generate.models_of("ssd"),
     divides=("ngroups", "nheads"),
     largest={"dstate": 256},

@@ -83,12 +83,10 @@ class RecordedCall:
         """The call in main memory, in pinned memory if it was on a GPU.  Waits for the copy."""
         if self.inputs.device.type != "cuda":
             return self
+        # without blocking, into pinned memory
         copies = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            for name, tensor in self.tensors.items()
+            name: tensor.to("cpu", non_blocking=True) for name, tensor in self.tensors.items()
         }
-        for name, tensor in self.tensors.items():
-            copies[name].copy_(tensor, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return self.with_tensors(copies)
 

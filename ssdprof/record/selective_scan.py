@@ -14,8 +14,8 @@ from ssdprof.record.states import CallStates, outputs_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OF_TOKENS = ("x", "dt", "B", "C", "z")  # inputs (b, l, ...)
-_OF_CALL = ("A", "D", "dt_bias", "chunk_size", "initial_states", "dt_softplus", "dt_limit")
+_TOKEN_TENSORS = ("x", "dt", "B", "C", "z")  # inputs (b, l, ...)
+_CALL_ARGUMENTS = ("A", "D", "dt_bias", "chunk_size", "initial_states", "dt_softplus", "dt_limit")
 
 
 def bind(step: bool, arguments: Arguments) -> FunctionCall:
@@ -35,8 +35,8 @@ def _bind_prompt(arguments: Arguments) -> FunctionCall:
     if cu_seqlens is None and arguments.get("seq_idx") is not None:
         raise ValueError("packed sequences without cu_seqlens are not recorded")
     has_batch = arguments["x"].ndim == 4
-    inputs = {name: arguments[name] for name in _OF_CALL} | {"cu_seqlens": cu_seqlens}
-    for name in _OF_TOKENS:
+    inputs = {name: arguments[name] for name in _CALL_ARGUMENTS} | {"cu_seqlens": cu_seqlens}
+    for name in _TOKEN_TENSORS:
         tensor = arguments.get(name)
         inputs[name] = tensor if tensor is None or has_batch else tensor[None]
 

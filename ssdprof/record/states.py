@@ -39,8 +39,9 @@ class CallStates:
     buffer_rows: (sequences), the row of `token_buffer` for each sequence; None: row i for
         sequence i.
     keeps_states: False: the function writes no states.
-    update_disabled: True or None: the function writes states to `token_buffer` or `token_slots`
-        alone.
+    update_disabled: True: the function writes states to `token_buffer` or `token_slots` alone.
+        None means the same: it is the default of FlashInfer's verification, which then discards
+        the final states, too.
     in_place: without slots, the function writes the final states to `state`.  Otherwise it returns
         them.
     v_first: a state is (V, K) in memory.

@@ -29,9 +29,10 @@ def outside_budget(inputs: Inputs, served: Output) -> str:
     inputs: of a packed call, with gates after their activations.
     served: out and final states that the server computed.
 
-    Runs on their device, in the current stream.  The fp64 oracle takes as much time as hundreds of
-    calls.  It is used only if the output differs from that of the bundled kernel, whose own error
-    is far below `CLOSE`, by more than half of `CLOSE`.
+    The comparison with the bundled kernel runs on the tensors' device, in the current stream.  The
+    fp64 oracle runs there too if `_ORACLE_BYTES` are free, otherwise on the host.  It takes as much
+    time as hundreds of calls, so it is used only if the output differs from that of the bundled
+    kernel, whose own error is far below `CLOSE`, by more than half of `CLOSE`.
     """
     bundled = operators.get(inputs.operator).binding.replacement(inputs)
     distances = [
@@ -42,6 +43,7 @@ def outside_budget(inputs: Inputs, served: Output) -> str:
         return ""
     out, states = served
     if out.is_cuda and torch.cuda.mem_get_info()[0] < _ORACLE_BYTES:
+        # the oracle then runs on the host, so that it takes no memory from the server
         tensors = {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
         inputs = replace(inputs, **tensors)
         out, states = out.cpu(), states.cpu()

@@ -17,7 +17,7 @@ from ssdprof.record.place import Place
 from ssdprof.record.places import PLACES
 from ssdprof.record.settings import RecordSettings, note
 
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def _recording(
     constant for the compiler, which therefore does not see the recorder.
     """
     parameters = signature.parameters.values()
-    positional = [each.name for each in parameters if each.kind in _BY_POSITION]
+    positional = [each.name for each in parameters if each.kind in _POSITIONAL_KINDS]
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
     def arguments(*args: P.args, **kwargs: P.kwargs) -> dict[str, object]:

@@ -41,7 +41,7 @@ from ssdprof.report.table import (
     table,
 )
 
-_MOST = {"caveat": 3, "reason": 2, "row": 6}  # how many of each are shown
+_MOST_LINES = {"caveat": 3, "reason": 2, "row": 6}  # how many of each are shown
 # columns that are left out of a table with several columns of names, which would be too wide
 _DETAILS = ("baseline,\ndevice", "% of\nroofline", "largest\nerror", "largest\nvalue")
 _MORE = "All layers, plots, what ran: ssdprof export -o report.html"
@@ -57,6 +57,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     prompts = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
+    # without p, the power with which the error grows: the screen is narrow, and the column "trend"
+    # says in a word whether the error grows
     decoded = [shown.without("p") for shown in states.overviews(report)]
     answers = map(model.answers, model.prompts(report))
     for shown in (_speed(prompts), _accuracy(prompts), *decoded, *answers):
@@ -86,10 +88,10 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[RenderableType]:
     """The first lines as a list, then the number of lines that are not shown.
 
-    noun: the word for a line, a key of `_MOST`.  least: the number of lines to show even if it
-    exceeds `_MOST`.
+    noun: the word for a line, a key of `_MOST_LINES`.
+    least: the number of lines to show even if it exceeds `_MOST_LINES`.
     """
-    most = max(least, _MOST[noun])
+    most = max(least, _MOST_LINES[noun])
     yield from map(terminal.bullet, lines[:most])
     if len(lines) > most:
         yield Text(f"  {fmt.plural(len(lines) - most, f'more {noun}')} with --full.")
@@ -169,7 +171,7 @@ def _table(title: str, all_series: Sequence[Series], numbers: Sequence[TableRow]
         ]
         if equal:
             notes.append(f"In all rows: {', '.join(equal)}.")
-    most = _MOST["row"]
+    most = _MOST_LINES["row"]
     if len(rows) > most:
         more = fmt.plural(len(rows) - most, "more row")
         notes.append(f"{more}: --full, or the exported report.")

@@ -50,7 +50,7 @@ ACCURACY_READING = (
 # A match is shown only if the largest value of the tensor is this many times the tolerance: below,
 # every element is within the tolerance, whatever was computed.
 _LEAST_VALUE = 50
-_OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
+_RMS_TOLERANCE = 1e-3  # the tolerance relative to the tensor's own RMS
 _MOST_ROWS = 40  # of a table of reasons; the JSON report has the others
 
 # --- speed
@@ -235,11 +235,13 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
 
 
 def matches(pooled: Pooled | None, *tolerances: float) -> TableRow:
-    """The share of elements within each tolerance, and within `_OF_RMS` relative to the RMS."""
+    """The share of elements within each tolerance, and within `_RMS_TOLERANCE` relative to the
+    RMS.
+    """
     return {
         **{match_heading(tolerance): match(pooled, tolerance) for tolerance in tolerances},
-        f"@ {fmt.tolerance(_OF_RMS)}\nof rms": fmt.percent(
-            pooled and pooled.match_pct(_OF_RMS, of_rms=True)
+        f"@ {fmt.tolerance(_RMS_TOLERANCE)}\nof rms": fmt.percent(
+            pooled and pooled.match_pct(_RMS_TOLERANCE, of_rms=True)
         ),
     }
 

@@ -11,7 +11,7 @@ from ssdprof.core.report import Report
 from ssdprof.report.calls import NAMES, untimed
 from ssdprof.report.table import PRECISION, Section, Table, TableRow, section, strings, table
 
-_ANSWERS_WORDS = {  # heading of a column -> the sentence that explains it
+_ANSWERS_MEANINGS = {  # heading of a column -> the sentence that explains it
     "KL\nmean": (
         "KL: the divergence of the next token's distribution from the reference's, in nats."
     ),
@@ -21,7 +21,7 @@ _ANSWERS_WORDS = {  # heading of a column -> the sentence that explains it
     ),
     "change of\nperplexity": "In brackets: 95 % intervals, from blocks of positions.",
 }
-_NOISE_WORDS = (
+_NOISE_MEANING = (
     'Rows that begin with "noise" show differences that no implementation causes: an '
     "implementation whose differences are no larger cannot be distinguished from the reference."
 )
@@ -134,10 +134,10 @@ def _first_difference(answers: Answers) -> str:
 def answers_reading(tables: Sequence[Table]) -> str:
     """The explanations of the columns and rows that these tables have."""
     headings = set(chain.from_iterable(table.headers for table in tables if table))
-    words = [meaning for heading, meaning in _ANSWERS_WORDS.items() if heading in headings]
+    words = [meaning for heading, meaning in _ANSWERS_MEANINGS.items() if heading in headings]
     rows = chain.from_iterable(table.rows for table in tables)
     if any(cell.startswith("noise: ") for cell in chain.from_iterable(rows)):
-        words.append(_NOISE_WORDS)
+        words.append(_NOISE_MEANING)
     return "  ".join(words)
 
 

@@ -197,7 +197,7 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
         facts["issue_pct"] = _product(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
     if facts["l2_bytes"] is None:
         facts["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
-    tensor_flops, tensor_peak = _tensor(kernel, facts["tensor_pct"])
+    tensor_flops, tensor_peak = _tensor_work(kernel, facts["tensor_pct"])
     bandwidth = _product(
         kernel.number("dram__bytes.sum.peak_sustained"),
         kernel.number("dram__cycles_elapsed.avg.per_second"),
@@ -206,7 +206,7 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
         "grid": None if grid[0] is None else tuple(int(size or 1) for size in grid),
         "limited_by": tuple(name for name, blocks in blocks_per_sm.items() if blocks == fewest),
         "tensor_flops": tensor_flops,
-        "fp32_flops": _fp32(kernel),
+        "fp32_flops": _fp32_flops(kernel),
         "dram_peak_gb_per_s": _product(bandwidth, 1e-9),
         "tensor_peak_tflops": tensor_peak,
     }
@@ -216,7 +216,7 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
     return facts
 
 
-def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
+def _tensor_work(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
     """The work of the tensor cores: (operations, the dense peak in TFLOP/s of the operand type with
     the most operations).  Each is None if it is not known.
 
@@ -245,7 +245,7 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
     return flops, peak * 1e-12
 
 
-def _fp32(kernel: RawKernel) -> float | None:
+def _fp32_flops(kernel: RawKernel) -> float | None:
     """The fp32 operations outside of the tensor cores, a fused multiply-add counted as two."""
     cycles = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg")
     total = 0.0
@@ -389,7 +389,7 @@ def _only_requested(report: RawReport, launched: Launched) -> CheckResult:
 
 # --- hints: each names its evidence, which must have been collected
 
-_MOST = 6  # hints on stages of a kernel
+_MOST_HINTS = 6  # hints on stages of a kernel
 _WORTH_PCT = 5.0  # a smaller percentage of the busy samples is not worth a change
 _BUSY_MEMORY_PCT = 70.0  # from this percentage of its bandwidth on, a memory counts as full
 _MOST_HIT_PCT = 80.0  # from this hit rate of L2 on, loads wait for L2 and not for DRAM
@@ -453,7 +453,9 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
                 )
                 by_count.append((count, hint, share))
     by_count.sort(key=lambda hint: -hint[0])
-    return {text: share for _, text, share in by_count[:_MOST]} | dict.fromkeys(_whole(kernel))
+    return {text: share for _, text, share in by_count[:_MOST_HINTS]} | dict.fromkeys(
+        _whole(kernel)
+    )
 
 
 def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:

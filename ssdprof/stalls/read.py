@@ -46,7 +46,7 @@ _NOT_INSTALLED = 9  # exit code of the child process if ncu-report is not instal
 _MAGIC = b"NVR\0"  # the start of a report
 _LAYOUT = b"\x08\x07"  # the file header of version 7, the only one whose block sizes are known here
 _TIMEOUT_S = 600  # far above the time for the largest intact report
-_AGAIN = "Copy or record it again."
+_COPY_HINT = "Copy or record it again."
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def read(path: Path) -> RawReport:
     if not content.startswith(_MAGIC) and path.suffix != ".ncu-repz":
         raise BadInputError(f"{path} is not an ncu report.", "Name a file that 'ncu -o' wrote.")
     if whole is False:
-        raise BadInputError(f"{path} is truncated: it ends in the middle of a block.", _AGAIN)
+        raise BadInputError(f"{path} is truncated: it ends in the middle of a block.", _COPY_HINT)
     raise BadInputError(
         f"{path} holds no profiled kernel (zero ranges): nothing was profiled, or the file is "
         "damaged.",
@@ -154,7 +154,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
         environ = os.environ | child.search_path()
         code, output = child.run(command, timeout_s=_TIMEOUT_S, environ=environ)
         if code is None:
-            raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN)
+            raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _COPY_HINT)
         if code == _NOT_INSTALLED:
             raise MissingCapabilityError(
                 "The ncu-report package, which reads ncu's files, is not installed.",
@@ -163,7 +163,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
         if code != 0:
             reason = how_ended(code) if code < 0 else output.strip().rpartition("\n")[2]
             raise BadInputError(
-                f"{path} is damaged: ncu-report could not read it ({reason}).", _AGAIN
+                f"{path} is damaged: ncu-report could not read it ({reason}).", _COPY_HINT
             )
         return KERNELS.validate_json(out.read_bytes())
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 POLL_S = 0.2  # seconds between two looks at the store or at a lock
 FIRST = 0  # the rank that makes the folder and prints the report
 # set by torchrun, with WORLD_SIZE
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is divided
 
 
@@ -123,7 +123,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
             "Ranks on several machines are not supported.",
             "Start all of them on one: torchrun --nproc-per-node N.",
         )
-    if absent := [name for name in _OF_TORCHRUN if not environment.get(name)]:
+    if absent := [name for name in _TORCHRUN_VARIABLES if not environment.get(name)]:
         raise BadInputError(
             f"WORLD_SIZE={count} asks for {count} ranks, but {absent[0]} is not set: torchrun did "
             "not start this process.",

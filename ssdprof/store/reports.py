@@ -65,13 +65,13 @@ CAPTURES = "captures"
 FAILURES = "failures"  # calls that failed: see `jobs.failures`
 # Seconds.  A process's line, parts of which change often, is written at most once in this time.
 _FLUSH_S = 0.5
-_AGAIN = "Use the ssdprof that wrote it, or measure again."
+_VERSION_HINT = "Use the ssdprof that wrote it, or measure again."
 # the message and the hint if another process holds the lock: see `files.locked`
-_TAKEN = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
+_LOCKED = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
 # fields of a header that may differ if the same request is run twice
 _MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}
 # field of a header -> what an interrupted report is of if the field differs
-_WORDS = {
+_FAULT_BY_FIELD = {
     "model": "another model",
     "prompts": "another prompt",
     "environment": "another machine",
@@ -113,7 +113,7 @@ class Writer:
         return self.folder / CAPTURES
 
     @property
-    def begun(self) -> bool:
+    def has_cases(self) -> bool:
         """Whether there are results to keep."""
         return bool(self._cases)
 
@@ -215,7 +215,7 @@ def check_folder(out: Path | None) -> None:
     """
     check_writable(out or RUNS)
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
-        with locked(file, *_TAKEN):
+        with locked(file, *_LOCKED):
             pass
     if out and header_of(out).exists():
         _refuse_complete(out)
@@ -248,7 +248,7 @@ def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> No
     now = _request(header)
     differing = [name for name, value in _request(interrupted).items() if value != now[name]]
     if differing:
-        fault = f"of {_WORDS.get(differing[0], 'another request')}"
+        fault = f"of {_FAULT_BY_FIELD.get(differing[0], 'another request')}"
     if fault:
         command = shlex.join([*_without_folder(interrupted.command), "--out", str(folder)])
         hint = f"Name another folder with --out.  What goes on there is: {command}"
@@ -310,7 +310,7 @@ def opened(
         id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1
     )
     is_new = not path.exists()
-    with locked(path / f"cases.{rank}.jsonl", *_TAKEN) as file:
+    with locked(path / f"cases.{rank}.jsonl", *_LOCKED) as file:
         if rank == FIRST:
             _begin(path, header, sources)
         if ranks:
@@ -365,7 +365,7 @@ def _resumed(path: Path, header: Report, file: BinaryIO, watcher: Watcher) -> Wr
     if os.path.getsize(file.name):
         # This process has a name of its own, and tries again what the interrupted one left out.
         writer.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
-    if writer.begun:
+    if writer.has_cases:
         watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
     return writer
 
@@ -387,7 +387,7 @@ def _sampled(folder: Path, number: int) -> Iterator[Writer]:
 
     number: of the process.  `Writer.earlier` are the cases of the ranks, which it samples again.
     """
-    with locked(folder / f"cases.{number}.jsonl", *_TAKEN) as file:
+    with locked(folder / f"cases.{number}.jsonl", *_LOCKED) as file:
         file.truncate(0)
         writer = Writer(folder, _document(folder / HEADER), file)
         writer.earlier = {case.name: case for case in _folder(folder).cases}
@@ -416,13 +416,13 @@ def _clean_up(
         # if another rank died, that is the cause: torchrun then interrupts this one
         death = _dead(writer.folder, ranks) if ranks else None
         sentence = _note_end(writer, death or error)
-        if not writer.begun and (ranks is None or ranks.first):
+        if not writer.has_cases and (ranks is None or ranks.first):
             _remove_empty(writer.folder, is_new)
     if death:
         raise death from None
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(sentence) from None
-    if writer.begun:
+    if writer.has_cases:
         watcher.say(sentence)
 
 
@@ -443,7 +443,7 @@ def _remove_empty(folder: Path, is_new: bool) -> None:
 
 def _note_end(writer: Writer, error: BaseException) -> str:
     """Store why the process ended.  Returns a sentence that says where its cases are."""
-    if not writer.begun:
+    if not writer.has_cases:
         return "Nothing had been compared yet, and no report is kept."
     if isinstance(error, KeyboardInterrupt):
         reason = "interrupted"
@@ -479,13 +479,13 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
     file = folder / f"cases.{rank}.jsonl"
     if not file.is_file() or not (folder / HEADER).is_file():
         return None
-    with locked(file, *_TAKEN) as opened_file:
+    with locked(file, *_LOCKED) as opened_file:
         _cut(opened_file)
         complete = _last(folder, rank).complete
         writer = Writer(folder, _document(folder / HEADER), opened_file)
         if case:
             writer.case(Case.model_validate_json(case).changed(status="failed", reason=why))
-        elif not writer.begun:
+        elif not writer.has_cases:
             return None
         if not complete:
             writer.update(ended=why)
@@ -653,11 +653,11 @@ def _document(file: Path) -> Report:
     Raises BadInputError if there is none, if it is damaged, or if another version of ssdprof wrote
     it.
     """
-    report = read_stored(file, Report.model_validate, VERSION, _AGAIN)
+    report = read_stored(file, Report.model_validate, VERSION, _VERSION_HINT)
     is_of_tensors = report.kind == "run" and not report.prompts  # `ssdprof.compare` made it
     needs_model = report.kind in ("run", "prefill", "answers") and not is_of_tensors
     if report.model is None and needs_model:
-        raise BadInputError(f"{file} is damaged: it has no model.", _AGAIN)
+        raise BadInputError(f"{file} is damaged: it has no model.", _VERSION_HINT)
     return report
 
 
@@ -682,7 +682,7 @@ def _folder(path: Path) -> Report:
     try:
         return header.changed(cases=tuple(ordered), processes=tuple(processes))
     except ValidationError as error:
-        raise BadInputError(f"{path} is damaged: {first_fault(error)}.", _AGAIN) from error
+        raise BadInputError(f"{path} is damaged: {first_fault(error)}.", _VERSION_HINT) from error
 
 
 def _joined(lines: Iterable[Case]) -> dict[str, Case]:
@@ -713,15 +713,18 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
                     process = _PROCESS.validate_python(fields)
                 case _:
                     raise BadInputError(
-                        f"{file} is damaged: line {number} is neither a case nor a process.", _AGAIN
+                        f"{file} is damaged: line {number} is neither a case nor a process.",
+                        _VERSION_HINT,
                     )
         except ValidationError as error:
             raise BadInputError(
-                f"{file} is damaged, line {number}: {first_fault(error)}.", _AGAIN
+                f"{file} is damaged, line {number}: {first_fault(error)}.", _VERSION_HINT
             ) from error
         except ValueError as error:
             fault = f"not JSON: {library_message(error)}"
-            raise BadInputError(f"{file} is damaged, line {number}: {fault}.", _AGAIN) from error
+            raise BadInputError(
+                f"{file} is damaged, line {number}: {fault}.", _VERSION_HINT
+            ) from error
     return cases, process
 
 

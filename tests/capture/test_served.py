@@ -169,8 +169,10 @@ def test_a_rank_computes_its_heads_of_the_whole(name, ranks):
     of_rank = operator.first_rank(inputs, ranks)
     heads = out.shape[2] // ranks
     rank_out, rank_states = oracle(of_rank)
-    assert torch.equal(rank_out, out[:, :, :heads])
-    assert torch.equal(rank_states, states[:, :heads])
+    # but for roundings in fp64: vector instructions round otherwise, and what they take depends on
+    # the number of heads
+    assert difference(rank_out, out[:, :, :heads]) < 1e-14
+    assert difference(rank_states, states[:, :heads]) < 1e-14
 
 
 def test_heads_that_ranks_cannot_share():

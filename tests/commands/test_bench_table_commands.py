@@ -67,7 +67,7 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
                 for name in names
                 for one in precisions
             ]
-            by_token = ["recurrent exact fp32"] if cell.tokens.steps else []
+            by_token = ["recurrent exact fp32"] if cell.tokens.is_decoding else []
             for case in (*ours, *by_token, *libraries):
                 yield cell.shape.name, str(cell.tokens), cell.dtype, " ".join(ways), case
 

@@ -193,7 +193,7 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence():
 
 
 def made(intermediates="exact") -> list[Problem]:
-    cells = (cell_of("ssd", "2x16x16x1", 100), cell_of("ssd", "2x16x16x1", 40, sequences=2))
+    cells = (cell_of("ssd", "2x16x16x1", 100), cell_of("ssd", "2x16x16x1", 9, sequences=2))
     return list(job.problems(OPERATOR, cells, intermediates, CPU))
 
 
@@ -202,7 +202,8 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
 ):
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
-    assert [inputs.values.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
+    assert problem.committed.chunk == 32, "of the longest"
+    assert [inputs.values.shape[:2] for inputs in problem.inputs] == [(2, 9), (1, 100)]
     assert "nchunks" not in problem.calls
     assert problem.calls["nheads"] == 2
     assert problem.cases[0].precision == EXACT_FP32

@@ -83,7 +83,7 @@ def adding_padding_times_zero(inputs) -> Output:
 def writing_behind_the_last_of_an_odd_number(inputs) -> Output:
     out, pool = good(inputs)
     if inputs.sequences % 2:
-        pool[reads(inputs)[-1] + 1] *= 0.5
+        pool[reads(inputs)[-1] + 1, 1] *= 0.5
     return out, pool
 
 
@@ -247,7 +247,7 @@ def raising(inputs) -> Output:
     ("law", "kernel", "place"),
     [
         ("other slots keep their bits", writing_behind_the_last_of_an_odd_number,
-         "call 1: it changes slot 8, head 0, beside one that is written, which no row writes"),
+         "call 1: it changes slot 8, head 1, beside one that is written, which no row writes"),
         ("other slots keep their bits", writing_between_slots, "the memory behind slot 3"),
         ("other slots keep their bits", returning_a_copy, "another tensor than the pool"),
         ("other slots keep their bits", changing_the_tokens, "call 1: it changes its inputs: v"),

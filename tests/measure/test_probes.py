@@ -19,7 +19,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import CallVerdict, IsolatedFirstCall
-from ssdprof.measure.laws import OF_THE_SAME_FORM, laws_of
+from ssdprof.measure.laws import SAME_FORM_LAWS, laws_of
 from ssdprof.measure.probes import Prober
 from ssdprof.operators.implementations import own_implementation
 
@@ -444,5 +444,5 @@ def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch):
     every = probed(oracle_output, given, Prober(Here(), laws="all"), kind="bundled")
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
     some = probed(oracle_output, given, kind="bundled")
-    assert list(some) == [name for name in every if name in OF_THE_SAME_FORM]
+    assert list(some) == [name for name in every if name in SAME_FORM_LAWS]
     assert 0 < len(some) < len(every)

@@ -1,5 +1,6 @@
 """`ssdprof record`: a server runs as without, and what went wrong in it is named."""
 
+import ctypes
 import inspect
 import os
 import re
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,13 +216,15 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
 def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
     chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch
 ):
-    """Its copies wait for a slow kernel; the program overwrites the initial states, frees all
-    inputs, and takes new memory.
+    """Its copies wait for a slow kernel; the program overwrites the initial states, which are part
+    of a pool, frees all inputs, dense or not, and takes new memory.
     """
     monkeypatch.setattr(recorder, "_LARGE_BYTES", 0)
-    function, waiting = chunked(), torch.cuda.Stream.wait_stream
+    function, waiting = chunked(), recorder._wait
     given = {name: tensor.cuda() for name, tensor in arguments(64).items()}
-    given["initial_state"] = torch.randn(2, 2, 16, 16, device="cuda")
+    given["q"] = given["q"].mT.contiguous().mT
+    given["v"] = torch.cat([given["v"]] * 2, -1)[..., 16:]
+    given["initial_state"] = torch.randn(5, 2, 16, 16, device="cuda")[2:4]
     before = {name: tensor.cpu() for name, tensor in given.items()}
 
     def wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
@@ -228,7 +232,7 @@ def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1 << 28)
 
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", wait)
+    monkeypatch.setattr(recorder, "_wait", wait)
     out, states = function(**given, output_final_state=True)
     given["initial_state"].copy_(states)
     out = out.cpu()
@@ -245,6 +249,33 @@ def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
     for name, tensor in before.items():
         assert torch.equal(call.inputs.tensors[name].reshape(tensor.shape), tensor), name
     assert torch.equal(call.served[0][0], out.flatten(0, 1))
+
+
+@pytest.mark.parametrize("driver", ["copies", "refuses", "is older"])
+def test_copies_on_a_second_stream_are_clones(monkeypatch: pytest.MonkeyPatch, driver: str):
+    """Of dense tensors by one call of the driver, if it can."""
+    sizes = []
+
+    def copy_together(targets, sources, nbytes, count, *_) -> int:
+        sizes.extend(nbytes)
+        assert len(nbytes) == count.value
+        if driver == "copies":
+            for each in zip(targets, sources, nbytes, strict=True):
+                ctypes.memmove(*each)
+        return driver == "refuses"
+
+    stream = SimpleNamespace(device_index=0, cuda_stream=1)
+    monkeypatch.setattr(
+        recorder, "_memcpy_batch", lambda: None if driver == "is older" else copy_together
+    )
+    pool = torch.randn(4, 2, 3)
+    tensors = pool, pool[1:3], pool.mT, pool[:, :1], pool[:, 0, :1].expand(4, 5)
+    values = {str(index): tensor for index, tensor in enumerate(tensors)}
+    for name, copy in recorder._copies(values, values, stream).items():
+        assert torch.equal(copy, values[name])
+        assert copy.stride() == values[name].clone().stride()
+        assert copy.data_ptr() != values[name].data_ptr()
+    assert sizes == ([] if driver == "is older" else [96, 48, 96])
 
 
 class Layer(torch.nn.Module):

@@ -67,15 +67,15 @@ def chunk_gated_delta_rule(
     return out, final_state if output_final_state else None
 
 
-_AS_LOGARITHM = "pass g as the logarithm of the decay"
+_LOG_GATE_HINT = "pass g as the logarithm of the decay"
 # option -> what to do instead, the end of a message
-_INSTEAD = {
+_REPLACEMENT_HINTS = {
     "head_first": "transpose heads and positions",
     "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
     "allow_neg_eigval": "pass 2 * beta",
-    "use_gate_in_kernel": _AS_LOGARITHM,
-    "A_log": _AS_LOGARITHM,
-    "dt_bias": _AS_LOGARITHM,
+    "use_gate_in_kernel": _LOG_GATE_HINT,
+    "A_log": _LOG_GATE_HINT,
+    "dt_bias": _LOG_GATE_HINT,
     "cp_context": "a call runs on one GPU",
     "return_intermediate_states": "states between chunks stay inside the kernel",
 }
@@ -88,4 +88,4 @@ def refuse(gate: dict[str, object], **options: object) -> None:
     """
     for name, value in (gate | options).items():
         if value is not None and value is not False:
-            raise UnsupportedError(f"fused: no {name}; {_INSTEAD[name]}")
+            raise UnsupportedError(f"fused: no {name}; {_REPLACEMENT_HINTS[name]}")

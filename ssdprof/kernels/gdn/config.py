@@ -158,11 +158,12 @@ class GDNPortableConfig:
         many_chunks = wide_slices * chunks / sm_count >= _ENOUGH_CHUNKS
         config = cls._tiles(inputs, capability, many_chunks=many_chunks)
         programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
-        shared_bytes = _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
         return replace(
             config,
             segment=0 if uncut else config.segment_for(inputs, sm_count // programs),
-            scan_stages=config.stages_that_fit(inputs, shared_bytes),
+            scan_stages=config.stages_that_fit(
+                inputs, _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+            ),
         )
 
     @classmethod

@@ -360,8 +360,7 @@ def gdn_recurrent(
         and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
     )
     key = inputs.signature, in_place, wide
-    prepared_launch = kept(_launches, key, _prepare, inputs, in_place, wide)
-    return prepared_launch(inputs)
+    return kept(_launches, key, _prepare, inputs, in_place, wide)(inputs)
 
 
 def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:

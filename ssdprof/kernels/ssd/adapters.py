@@ -112,9 +112,8 @@ def load_mamba_ssm() -> Implementation:
         reason = "fp32 inputs are multiplied in tf32, which is relaxed intermediates only"
         yield wide and precision.exact, reason
         yield not wide and not precision.exact, "exact intermediates only"
-        fixed = not _takes_state_dtype(forward)
         reason = f"this version passes states on in {inputs.C.dtype} only"
-        yield fixed and precision.state_dtype != inputs.C.dtype, reason
+        yield precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward), reason
         yield inputs.cu_seqlens is not None, "no initial and final states of each packed sequence"
         yield uneven_chunks(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
         batch, seqlen, nheads, headdim = inputs.x.shape
@@ -256,7 +255,5 @@ def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
 
 def _switches(precision: Precision) -> dict[str, bool]:
     """The published kernel's switches for a precision."""
-    switches = dict.fromkeys(_INTERMEDIATES, precision.exact)
-    switches["states_in_fp32"] = precision.state_dtype == torch.float32
-    switches["cb_comp_fp32"] = True
-    return switches
+    states = {"states_in_fp32": precision.state_dtype == torch.float32, "cb_comp_fp32": True}
+    return states | dict.fromkeys(_INTERMEDIATES, precision.exact)

@@ -215,8 +215,9 @@ class SSDPortableConfig:
 
     def segment_chunks(self, nchunks: int) -> int:
         """Chunks per segment of a sequence of `nchunks`."""
-        even = triton.cdiv(nchunks, self.max_segments)
-        return int(min(max(even, self.min_chunks), self.max_chunks))
+        return int(
+            min(max(triton.cdiv(nchunks, self.max_segments), self.min_chunks), self.max_chunks)
+        )
 
     def handover(self, inputs: SSDInputs) -> bool:
         """Whether a sequence may have more than one segment."""
@@ -347,18 +348,12 @@ BMM_CHUNK: ConfigTable = (
 )
 
 
-def _scan(
-    block_q: int, block_p: int, block_s: int, block_n: int, num_warps: int, num_stages: int
-) -> dict[str, int]:
-    """The configuration of a row of `CHUNK_SCAN`, by position."""
-    return dict(
-        block_q=block_q,
-        block_p=block_p,
-        block_s=block_s,
-        block_n=block_n,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+_SCAN_NAMES = ("block_q", "block_p", "block_s", "block_n", "num_warps", "num_stages")
+
+
+def _scan(*values: int) -> dict[str, int]:
+    """The configuration of a row of `CHUNK_SCAN`, in the order of `_SCAN_NAMES`."""
+    return dict(zip(_SCAN_NAMES, values, strict=True))
 
 
 _FEW_ROW_BLOCKS = (

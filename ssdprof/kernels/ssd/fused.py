@@ -111,8 +111,9 @@ def hopper_cut(call: FusedCall) -> SSDHopperConfig:
     inputs, batch_invariant = call.inputs, call.batch_invariant
     tuned = None
     if inputs.cu_seqlens is None:
-        key = call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant)
-        tuned = override(key)
+        tuned = override(
+            call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant)
+        )
     return tuned or SSDHopperConfig.choose(
         inputs, sm_count(inputs.x), batch_invariant=batch_invariant
     )
@@ -138,8 +139,7 @@ def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> Work:
         launches.append("one for C B^T")
     if "sync" in buffers:
         launches.append("one to zero the flags")
-    reason = "; ".join([", and ".join(launches), *reasons])
-    return len(launches), nbytes(buffers), reason
+    return len(launches), nbytes(buffers), "; ".join([", and ".join(launches), *reasons])
 
 
 RECURRENT = Variant(

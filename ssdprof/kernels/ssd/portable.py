@@ -182,7 +182,7 @@ def wait_for_state(flag_ptr, segment):
 
 
 @triton.jit
-def part_of_state(m_state, k: tl.constexpr, S: tl.constexpr):
+def state_mask(m_state, k: tl.constexpr, S: tl.constexpr):
     """Mask of block k of a state: inside P (`m_state`) and inside N."""
     if (k + 1) * S.BLOCK_N > S.DSTATE:
         m_n = tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N
@@ -196,7 +196,7 @@ def take_state(ptr, tile, step, m_state, S: tl.constexpr):
     """Stage 3: load a state in fp32.  Bypasses L1, whose lines may be outdated."""
     state = ()
     for k in tl.static_range((S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N):
-        m = part_of_state(m_state, k, S)
+        m = state_mask(m_state, k, S)
         block = tl.load(ptr + k * step + tile, mask=m, other=0.0, cache_modifier=".cg")
         state = state + (block.to(tl.float32),)
     return state
@@ -214,7 +214,7 @@ def take_initial_state(ptr, strides, index, p, n, m_state, S: tl.constexpr):
 def store_state(ptr, tile, m_state, state, S: tl.constexpr):
     """Store a state, in stage 3 or at a sequence's end."""
     for k in tl.static_range(len(state)):
-        m = part_of_state(m_state, k, S)
+        m = state_mask(m_state, k, S)
         tl.store(ptr + k * S.BLOCK_N + tile, state[k].to(ptr.dtype.element_ty), mask=m)
 
 
@@ -225,6 +225,7 @@ def hand_over_state(
     """Stage 3: overwrite the state that entered the segment with the state that leaves it, and
     count the segment in the flag.
 
+    states_ptr, tile, m_state: where the state is, and its mask.  flag_ptr: where segments count.
     entering: the state that entered.  added: the state that the segment adds.  decay_log2: log2 of
         the segment's decay
     """
@@ -267,7 +268,10 @@ def chunk_cumsum(
     The other stages need them in several layouts, and a load in the right layout is cheaper than an
     exchange between threads in every chunk.
 
-    gates: pointer to dt of the sequence's position 0, and the distance to a of the same position
+    dt_ptr, dt_stride: dt of the head at the sequence's position 0, before bias and softplus.
+    dt_low, dt_high: limits of dt.  length: positions of the sequence.
+    gates: pointer to the result dt of the sequence's position 0, and the distance to a of the same
+        position
 
     Returns the number of chunks whose decay to the segment's end is not zero.
     """
@@ -303,6 +307,9 @@ def chunk_cumsum(
 def chunk_state(state, x, B_rows, gates, t, length, tail, S: tl.constexpr, ALIGNED: tl.constexpr):
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
 
+    x: (q, p).  B_rows: see `load_block`.  gates: see `chunk_cumsum`.
+    t, length: first position of the chunk, and positions of the sequence.
+    ALIGNED: the chunk is inside the sequence.
     tail: None in the second pass.  In the first pass, log2 of the decay from the chunk's end to the
         segment's end; the result is then state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T.  The
         weighted x is rounded to x's dtype, which affects only later segments
@@ -374,6 +381,7 @@ def chunk_products(state, C_rows, B_rows, CB_ptr, gates, t, length, S: tl.conste
     """Stage 4, C B^T (q, s), and the first term of stage 5, 2^(a_t) h C_t (q, p).  Both are summed
     in one loop over blocks of N, so that C is read once.
 
+    state: the state that enters the chunk.  Others: see `chunk_state`.
     CB_ptr: C B^T of the chunk, if an earlier launch has computed it, else None
     """
     o_q = tl.arange(0, S.CHUNK)
@@ -423,6 +431,7 @@ def scan_current(out, CB, x_rows, m_p, gates, t, length, S: tl.constexpr):
 def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
     """Stage 5: add the skip D x, multiply by the gate silu(z), and store the output.
 
+    out, x: (q, p), the output so far in fp32, and x.  m_p: mask of P (1, p).
     D: of `skip_weights`, or None.  z_rows: None without a gate
     """
     m = ((tl.arange(0, S.CHUNK) < length - t) | S.ALIGNED)[:, None] & m_p

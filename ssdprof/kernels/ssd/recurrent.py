@@ -94,8 +94,7 @@ def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dic
     heads, headdim = inputs.x.shape[2:]
     dstate = inputs.B.shape[3]
     blocks = blocks_of(inputs, whole_state=whole_state)
-    programs = inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"])
-    return programs, dict(
+    return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
         HEADS=heads,
         HEADS_PER_GROUP=inputs.heads_per_group,
         HEADDIM=headdim,

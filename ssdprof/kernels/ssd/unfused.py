@@ -125,6 +125,8 @@ def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
     Logarithms have base 2, because later stages take exp2 of their differences many times per
     element.
 
+    In:   dt_raw (b, l, h) | A, dt_bias (h)
+    Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
     blocks = unfused_blocks("chunk_cumsum")
@@ -209,6 +211,8 @@ def chunk_state(
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
 
+    In:   x (b, l, h, p) | B (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
+    Out:  states (b, c, h, p, n) fp32
     Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one
           head.
     """
@@ -282,6 +286,8 @@ def state_passing(
     States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of
     prev_states.
 
+    In:   states (b, c, h, p, n) fp32 | dA_cumsum_log2 (b, h, c, q) fp32 | initial_states
+          (sequences, h, p, n) or None
     Out:  prev_states (b, c, h, p, n), the precision's state_dtype
           final_states (sequences, h, p, n) fp32
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over
@@ -360,7 +366,8 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor
     Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does
     not use them.
 
-    Out:  CB, fp32 if exact and 16 bit if relaxed
+    In:   C, B (b, l, g, n)
+    Out:  CB (b, c, g, q, s), fp32 if the precision is exact and 16 bit if it is relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
     ngroups, dstate = inputs.B.shape[2:]
@@ -399,7 +406,7 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     Q_BLOCKS: tl.constexpr = S.CHUNK_SIZE // S.BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
-    # `own_chunk` would do the same, but ptxas makes other instructions of it here
+    # `own_chunk` and `load_at` would do the same, but ptxas makes other instructions of them here
     i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)
     i_h, i_bc = i_bch % nheads, i_bch // nheads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -411,8 +418,10 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     first_p = (i_tile % P_TILES) * S.BLOCK_P
     o_q, o_p = first_q + tl.arange(0, S.BLOCK_Q), first_p + tl.arange(0, S.BLOCK_P)
     m_q, m_p = o_q < length, o_p < S.HEADDIM
-    b_dA_q = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_q))
-    dA_first = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, first_q))
+    b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
+    dA_first = tl.load(
+        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides)
+    )
 
     # stage chunk_scan.previous: the contribution of the state that entered the chunk, decayed to
     # the block's first row
@@ -438,9 +447,11 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     # to its first row; then the decay of all contributions so far to each row
     for s in range(0, first_q, S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
-        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
-        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
-        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
+        )
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
         b_x = tl.load(
             x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
             mask=m_p[None, :],
@@ -456,9 +467,11 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
-        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
-        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
-        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
+        )
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
         b_x = tl.load(
             x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
             mask=m_s[:, None] & m_p[None, :],
@@ -474,12 +487,16 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     m = m_q[:, None] & m_p[None, :]
     if D_ptr is not None:
         if len(D_strides) == 2:
-            b_D = load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
+            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
+                tl.float32
+            )[None, :]
         else:
-            b_D = load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
-        acc += b_D * load_at(x_ptr, x_strides, row_index, m).to(tl.float32)
+            b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
+            tl.float32
+        )
     if z_ptr is not None:
-        b_z = load_at(z_ptr, z_strides, row_index, m).to(tl.float32)
+        b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
         acc *= b_z * tl.sigmoid(b_z)
     tl.store(out_ptr + ptr_offset(row_index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
 
@@ -503,11 +520,14 @@ def chunk_scan(
     a[s]) = exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most
     1.  Only blocks on the diagonal need an exponential per element.
 
+    In:   x, z (b, l, h, p) | C (b, l, g, n) | D (h) or (h, p) | dt, dA_cumsum_log2 (b, h, c, q)
+          fp32 | prev_states (b, c, h, p, n) | CB (b, c, g, q, s).  D and z may be None
+    Out:  out (b, l, h, p) in x's dtype
     Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk
-    and head.
+          and head.
     """
     x = inputs.x
-    nheads, headdim = inputs.x.shape[2:]
+    nheads, headdim = x.shape[2:]
     blocks = _blocks("chunk_scan", inputs)
     if INTERPRETED:  # it takes as long for a large block as for a small one
         blocks["block_s"] = blocks["block_q"]
@@ -595,8 +615,9 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     if inputs.state_every:
         step = inputs.state_every // chunks.size
-        on_the_way = prev_states[:, step::step].float()
-        final_states = torch.cat([on_the_way, final_states[:, None]], 1).flatten(0, 1)
+        final_states = torch.cat(
+            [prev_states[:, step::step].float(), final_states[:, None]], 1
+        ).flatten(0, 1)
     return SSDOutput(out, final_states)
 
 
@@ -608,11 +629,9 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
     nchunks = batch * inputs.chunk_count
     size = inputs.power_of_two_chunk
     dtype = inputs.x.dtype
-    # bytes: of dt and dA_cumsum in fp32, of prev_states, of states in fp32, of CB
+    # dt and dA_cumsum in fp32; the numbers in states, and in prev_states; CB
     gate_bytes = 2 * 4 * nchunks * nheads * size
-    numbers = nchunks * nheads * headdim * dstate
-    prev_states_bytes = precision.state_dtype.itemsize * numbers
-    states_bytes = 4 * numbers
+    states = nchunks * nheads * headdim * dstate
     CB_bytes = nchunks * ngroups * size**2 * precision.intermediate_dtype(dtype).itemsize
     launches, reason = 5, "five stages, one launch each"
     if inputs.cu_seqlens is not None:
@@ -624,8 +643,10 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
         variant="interpreter" if INTERPRETED else "portable",
         launches=launches,
         config=config,
-        # CB takes the memory of states
-        workspace_bytes=gate_bytes + prev_states_bytes + max(states_bytes, CB_bytes),
+        # CB takes the memory of states, which are fp32
+        workspace_bytes=gate_bytes
+        + precision.state_dtype.itemsize * states
+        + max(4 * states, CB_bytes),
         reason=reason,
     )
 

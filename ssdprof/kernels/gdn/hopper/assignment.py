@@ -23,6 +23,7 @@ BLOCK = gl.constexpr(256)  # bounds that one iteration of `first_pass_of` reads
 # time of a chunk of the first pass, in sixteenths of the time of a chunk of the second pass (H200)
 FIRST_PASS_16THS = gl.constexpr(9)
 
+# function -> stage of `ssdprof stalls`: all of them belong to the choice of the program's work
 STAGES = {
     "segments": "ticket",
     "segment_at": "ticket",
@@ -38,13 +39,15 @@ STAGES = {
 
 @aggregate
 class Sequence:
-    """Where a sequence lies in the tensors."""
+    """Where a sequence of tokens lies in the tensors (not Python's type of this name)."""
 
     index: gl.tensor  # among all sequences
     begin: gl.tensor  # its first position in g and beta
     length: gl.tensor  # positions
     tile: gl.tensor  # first TMA coordinate of its tiles
-    row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros beyond the sequence's end
+    # offset of the third TMA coordinate: TMA reads zeros beyond the sequence's end
+    # (`kernels.tensors.tiles`)
+    row: gl.tensor
     slot: gl.tensor  # index of its first chunk among the slots of all chunks
 
 
@@ -196,8 +199,8 @@ def first_pass_of(bounds_ptr, first, truncation_log2):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_c = gl.arange(0, BLOCK, layout)
     seen, left = gl.to_tensor(0), gl.to_tensor(0.0)  # left: sum of the bounds of the chunks seen
-    go = first > 0
-    while go:
+    goes_on = first > 0
+    while goes_on:
         c = first - 1 - seen - o_c
         bound = gl.load(bounds_ptr + gl.maximum(c, 0), mask=c >= 0, other=0.0)
         sums = left + gl.associative_scan(bound, 0, add)
@@ -205,5 +208,5 @@ def first_pass_of(bounds_ptr, first, truncation_log2):
         reached = gl.min(gl.where((sums <= truncation_log2) & (c >= 0), o_c, BLOCK), 0)
         left += gl.sum(bound, 0)
         seen += gl.minimum(reached + 1, BLOCK)
-        go = (reached == BLOCK) & (seen < first)
+        goes_on = (reached == BLOCK) & (seen < first)
     return gl.minimum(seen, first)

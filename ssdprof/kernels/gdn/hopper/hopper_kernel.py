@@ -61,7 +61,9 @@ def _hopper_kernel(
     """Compute outputs and final states of a segment, or of whole sequences if PERSISTENT: six
     roles, which pass tiles through rings in shared memory (`rings.py`).
 
-    slots: of chunks of all sequences.  K: chunks of a segment
+    descriptors: of q, k and v, of the inverses (A) and of the output.
+    truncation_log2: see `parts.reach_back`.  seqlen: positions of a sequence, unless packed.
+    sequences, slots: numbers of sequences, and of chunks of all sequences.  K: chunks of a segment
     """
     (
         initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr,
@@ -122,7 +124,7 @@ def _parts_kernel(
     """Compute the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
     program computes several parts.
 
-    rows: number of rows.  limit, least: see `first_passes`
+    rows: number of rows.  limit, least: see `first_passes`.  Others: see `_hopper_kernel`
     """
     cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = (
         tensors

@@ -120,6 +120,8 @@ def store_lower(product, blocks, beta, lower, diagonal):
 def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
     """The inverses D (head, block, column, row) of the diagonal blocks, by forward substitution:
     column j of D is e_j minus, row by row, the contributions of the rows above.
+
+    diagonal: diagonal blocks of L, which `store_lower` of the same threads has stored.
     """
     layout: gl.constexpr = by_column(HEADS)
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[
@@ -144,7 +146,7 @@ def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lo
 
     rows: block rows 0 to i - 1 of all heads, as 16-bit operands, heads fastest
     lower: L of the head
-    inverted: D of all heads
+    inverted: D of all heads; the barrier at the end of `invert_blocks` orders its stores
     """
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)

@@ -90,7 +90,7 @@ class Parts:
     @gluon.jit
     def segment_at(self, k):
         """The k-th part, as a segment with a first pass only, and the number of the program's
-        chunks before it.
+        chunks before it.  The table is complete: `parts_of` ends with a barrier.
         """
         fields = ()
         for i in gl.static_range(FIELDS):
@@ -109,14 +109,15 @@ def reach_back(
 
     wanted: whether the result of the row is needed; else it is 0
     bounds: pointers to the bounds of each row's first chunk
+    truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
     LOOK: chunks per row and iteration
     """
     o_c = gl.arange(0, LOOK, gl.SliceLayout(0, layout))
     # back: the result, -1 as long as it is unknown.  left: sum of the bounds of the chunks seen
     back, left = gl.where(wanted, -1, 0), wanted.to(gl.float32) * 0.0
     seen = gl.to_tensor(0)
-    go = gl.max(wanted.to(gl.int32), 0) > 0
-    while go:
+    goes_on = gl.max(wanted.to(gl.int32), 0) > 0
+    while goes_on:
         c = (first - 1 - seen)[:, None] - o_c[None, :]
         inside = (back < 0)[:, None] & (c >= 0)
         bound = gl.load(bounds[:, None] + gl.maximum(c, 0), mask=inside, other=0.0)
@@ -125,7 +126,7 @@ def reach_back(
         back = gl.where((back < 0) & (reached < LOOK), seen + reached + 1, back)
         left += gl.sum(bound, 1)
         seen += LOOK
-        go = (seen < limit) & (gl.max((back < 0).to(gl.int32), 0) > 0)
+        goes_on = (seen < limit) & (gl.max((back < 0).to(gl.int32), 0) > 0)
     return gl.where(back < 0, first, back)
 
 
@@ -137,7 +138,8 @@ def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S
     last segment is slow, so are its head's rows whose segments begin after more than `least`
     chunks.
 
-    rows: their number.  limits: `limit` and `least`.  packing, bounds: as in `segment_of`
+    rows, sequences: their numbers.  K: chunks of a segment.  limits: `limit` and `least`.
+    truncation_log2: as in `reach_back`.  packing, bounds: as in `segment_of`
     """
     limit, least = limits
     LOOK: gl.constexpr = LOOKS // S.ROWS
@@ -168,6 +170,8 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.con
     before: the program's chunks before this part
     previous: chunks of the first pass of the segment with the parts, -1 if that segment's row is
         slow, too
+    sequence: the row's sequence
+    K: chunks of a segment
     pairs: sequences times heads
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -246,7 +250,7 @@ def parts_of(
 @gluon.jit
 def begin_update(rings, n, LANE: gl.constexpr):
     """Begin the lane's columns (j, half of K) of B^T K of the program's n-th chunk
-    (`role_scores.py`), asynchronously.
+    (`role_scores.py`), asynchronously.  The caller has waited for the chunk's keys and inverse.
     """
     k = rings.keys.tile(n).slice(LANE * (DIM // 2), DIM // 2, dim=1)
     return begin_product(rings.inverses.tile(n), k, by_j)
@@ -254,8 +258,10 @@ def begin_update(rings, n, LANE: gl.constexpr):
 
 @gluon.jit
 def store_update(rings, n, product, LANE: gl.constexpr):
-    """Store the lane's columns of X of the program's n-th chunk in the ring.  product: the result
-    of `begin_update`
+    """Store the lane's columns of X of the program's n-th chunk in the ring `updates`.  The caller
+    has waited for the chunk's keys, whose barrier also covers the vectors.
+
+    product: the result of `begin_update`
     """
     to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, by_j))
     rings.updates.wait_empty(n)
@@ -269,7 +275,8 @@ def store_update(rings, n, product, LANE: gl.constexpr):
 @gluon.jit
 def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
     """The lane's rows of N and M, (half of V, K) and (half of K, K) transposed, after the program's
-    n-th chunk, and N as an operand.  Also computes the lane's columns of the next chunk's X.
+    n-th chunk, and N as an operand.  Also computes the lane's columns of the next chunk's X, for
+    which it waits for that chunk's keys, inverse and vectors.
 
     Both matrices are updated as a state is in `role_states.py`, M with zeros as values: Z = -d (K
     M) takes the place of Y = V - d (K N).  The products are ordered so that sums and conversions
@@ -332,7 +339,7 @@ def part_states(env, LANE: gl.constexpr):
     rings, work = env.rings, env.work
     o_v, o_k = tile_indices(ROWS, DIM, by_k)
     # X of the first chunk; each chunk then computes that of the next one
-    rings.keys.wait_full(gl.to_tensor(0))
+    rings.keys.wait_full(gl.to_tensor(0))  # for k from `part_loads`, vectors from `part_gates`
     rings.inverses.wait_full(gl.to_tensor(0))
     X = warpgroup_mma_wait(0, deps=[begin_update(rings, gl.to_tensor(0), LANE)])
     store_update(rings, gl.to_tensor(0), X, LANE)

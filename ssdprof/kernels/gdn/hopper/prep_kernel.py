@@ -106,8 +106,10 @@ def diagonal_of(product):
 def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
     """g and beta (head, i) of a program's heads.  Three heads are padded with a row of zeros.
 
+    first_head: the first of the program's AT_ONCE heads
     left: positions from the chunk's start to the sequence's end
     first: offsets of the chunk's first position in g and in beta
+    gates: pointers to g and to beta, and the strides of both
     """
     g_ptr, beta_ptr, g_strides, beta_strides = gates
     o_h, o_i = tile_indices(next_power_of_2(AT_ONCE), CHUNK, by_head)
@@ -134,7 +136,9 @@ def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE:
     """Store the bounds of a chunk's heads: the sum over positions of g, and of log2 of the norm of
     I - beta k k^T where that is above 1.
 
-    g, beta: (head, i).  squares: |k_i|^2, of normalised keys if the call normalises them
+    g, beta: (head, i) of AT_ONCE heads from `first_head` on.
+    squares: |k_i|^2, of normalised keys if the call normalises them
+    slot, slots: number of the chunk among the chunks of all sequences, and their number
     """
     o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
     stretch_log2 = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
@@ -230,7 +234,9 @@ def inverses_of(
     """Compute e_i A_ij beta_j (j, i) of HEADS heads, beginning with head FIRST: a tile in shared
     memory for each head.
 
-    scratch: of `begin_inverses`.  betas: (head, i).  factors, lengths: 1 / |k_i| and |k_i|
+    scratch: of `begin_inverses`.  betas: (head, i).  factors, lengths: 1 / |k_i| and |k_i|, if
+        NORMALISE.  overlaps: of `overlaps_of`.  All of them are in shared memory, and a barrier of
+        the caller orders their stores.
     """
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)

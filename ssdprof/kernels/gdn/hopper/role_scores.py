@@ -46,7 +46,7 @@ def update_of(rings, n):
     """Compute X (j, K) of the program's n-th chunk, and store it in the ring `updates`."""
     WIDTH: gl.constexpr = DIM // PARTS
     layout: gl.constexpr = product_layout(WIDTH, 4)
-    rings.keys.wait_full(n)
+    rings.keys.wait_full(n)  # for k from `loads` and all vectors from `gates`
     rings.inverses.wait_full(n)
     k, inverse, X = rings.keys.tile(n), rings.inverses.tile(n), rings.updates.tile(n)
     # the product of a block of columns runs while the block before it is stored
@@ -65,7 +65,7 @@ def update_of(rings, n):
 @gluon.jit
 def weights_of(rings, n, m, lower):
     """Compute W (i, j) of the program's n-th chunk, the m-th of the second pass, and store it in
-    the ring `weights`.
+    the ring `weights`.  `update_of` has waited for the chunk's keys, inverse and vectors.
 
     lower: (i, j) int16, all bits set on and below the diagonal, none above it
     """

@@ -87,7 +87,7 @@ def unknown_values(rings, state, n, LANE: gl.constexpr):
     and the chunk's decay.
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
-    rings.keys.wait_full(n)
+    rings.keys.wait_full(n)  # for k from `loads` and all vectors from `gates`
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
     # K S
     entered = gl.convert_layout(state.to(dtype), i_operand)
@@ -141,6 +141,7 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
     end_turn(rings, LANE)
     QS = warpgroup_mma_wait(0, deps=[QS])
     # the output, O
+    # `unknown_values` has waited for the vectors of the chunk
     to_output = rings.vector(n, TO_OUTPUT).load(gl.SliceLayout(0, by_i))
     rings.weights.wait_full(m)
     out_begun = warpgroup_mma(

@@ -112,10 +112,14 @@ def store_anchors(q, k, a, rings, half, n):
 
 @gluon.jit
 def store_between(q, k, P, S, totals, operands, half):
-    """Operands of pairs between blocks of 8, and between the halves of the chunk.  Returns decays
-    (block, K) from the chunk's start to each block, and from there to its end, and of all of it.
+    """Store the operands of pairs between blocks of 8, and between the halves of the chunk.
+    Returns decays (block, K) from the chunk's start to each block, and from there to its end, and
+    of all of it.
 
-    totals: T of each block (block, K), in shared memory
+    q, k: half of the channels as they are (i, K).  P, S: decays since the start of each position's
+        block of 8, and to its end (i, K).
+    totals: T of each block (block, K) in shared memory, which the caller's barrier has ordered.
+    operands: shared memory for the results.  half: which half of the channels.
     """
     dtype: gl.constexpr = q.dtype
     to_anchor = gl.where((positions() & 8) != 0, P, S)
@@ -131,6 +135,7 @@ def store_between(q, k, P, S, totals, operands, half):
 @gluon.jit
 def store_decayed(q, k, P, S, whole, rings, half, n):
     """Keys at the chunk's end, keys and queries in place of k and q, and decays of the chunk."""
+    # for the numbers of each position, from `scores`
     mbarrier.wait(rings.normed.index(place_in(n, 2)), phase(n, 2))
     rings.at_end.wait_empty(n)
     of_row: gl.constexpr = gl.SliceLayout(1, of_thread)
@@ -142,7 +147,7 @@ def store_decayed(q, k, P, S, whole, rings, half, n):
     halves_of(rings.query_tile(n)).index(half).store((q_row * P).to(q.dtype))
     ends = reinterpret(rings.ends.index(rings.slot(n)), gl.float32, [2, HALF], vector_layout)
     ends.index(half).store(whole.reshape([HALF]))
-    fence_async_shared()
+    fence_async_shared()  # makes keys and queries visible to the asynchronous products of `states`
     arrive(rings.decayed.index(rings.slot(n)))
 
 
@@ -154,7 +159,7 @@ def decay_half(env, totals, half, n):
     written again
     """
     rings = env.rings
-    rings.keys.wait_full(n)
+    rings.keys.wait_full(n)  # of q and k
     rings.gates.wait_full(n)
     q = halves_of(rings.query_tile(n)).index(half).load(of_thread)
     k = halves_of(rings.keys.tile(n)).index(half).load(of_thread)
@@ -167,7 +172,7 @@ def decay_half(env, totals, half, n):
     totals = totals.index(half)
     totals.store(T.reshape([BLOCKS, HALF]))
     store_anchors(q, k, a, rings, half, n)
-    role_barrier()
+    role_barrier()  # all warps have stored T, which each of them reads
     since_start, to_end, whole = store_between(q, k, P, S, totals, rings.operands, half)
     arrive(rings.ready_at(n, half))
     P *= spread(since_start, 3, of_thread)

@@ -107,9 +107,9 @@ quadrant_layout = gl.constexpr(
 STAGES = {
     "prepare_chunk": "setup", "norms": "qk_l2norm", "decayed_scores": "decayed_scores",
     "products": "decayed_scores", "store_own_scores": "decayed_scores", "decays_of": "gate_cumsum",
-    "grown": "gate_cumsum", "between_blocks": "gate_cumsum", "store_system": "solve_tril",
-    "inverse_of": "solve_tril", "store_factors": "state_factor", "load_betas": "loads",
-    "allocate_inputs": "setup", "load_inputs": "loads",
+    "of_doubled_blocks": "gate_cumsum", "between_blocks": "gate_cumsum",
+    "store_system": "solve_tril", "inverse_of": "solve_tril", "store_factors": "state_factor",
+    "load_betas": "loads", "allocate_inputs": "setup", "load_inputs": "loads",
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def spread(T, COPIES: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def grown(P, S, T, level: gl.constexpr, layout: gl.constexpr):
+def of_doubled_blocks(P, S, T, level: gl.constexpr, layout: gl.constexpr):
     """P and S (i, K) and T (blocks, K) of blocks of 2^(level + 1) positions, from those of blocks
     of 2^level positions.
     """
@@ -183,11 +183,11 @@ def grown(P, S, T, level: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def in_block(layout: gl.constexpr):
+def block_indices(layout: gl.constexpr):
     """The row i (1, BLOCK, 1) and the column j (1, 1, BLOCK) of the entries of (block, i, j)."""
-    r = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    c = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    return r[None, :, None], c[None, None, :]
+    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return o_i[None, :, None], o_j[None, None, :]
 
 
 @gluon.jit
@@ -204,7 +204,7 @@ def norms(q, k):
     """1 / |q_i|, 1 / |k_i| and q_i . k_i, (block, i) each: from the diagonals of products of q and
     k in shared memory, (half of K, i, K / 2).
     """
-    r, c = in_block(blocks_layout)
+    i, j = block_indices(blocks_layout)
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     shape: gl.constexpr = [BLOCKS, BLOCK, HALF]
     # products (block, i, j) of q with q, k with k and q with k, over both halves of the channels
@@ -214,9 +214,9 @@ def norms(q, k):
         qq = product_of(q_blocks, q_blocks, qq, blocks_layout)
         kk = product_of(k_blocks, k_blocks, kk, blocks_layout)
         qk = product_of(q_blocks, k_blocks, qk, blocks_layout)
-    q_factor = gl.rsqrt(gl.sum(gl.where(r == c, qq, zero), 2) + EPSILON)
-    k_factor = gl.rsqrt(gl.sum(gl.where(r == c, kk, zero), 2) + EPSILON)
-    return q_factor, k_factor, gl.sum(gl.where(r == c, qk, zero), 2)
+    q_factor = gl.rsqrt(gl.sum(gl.where(i == j, qq, zero), 2) + EPSILON)
+    k_factor = gl.rsqrt(gl.sum(gl.where(i == j, kk, zero), 2) + EPSILON)
+    return q_factor, k_factor, gl.sum(gl.where(i == j, qk, zero), 2)
 
 
 @gluon.jit
@@ -276,7 +276,7 @@ def store_anchored(q, k, a, rows, columns):
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
     T = D
     for level in gl.static_range(3):
-        D, _, T = grown(D, D, T, level, thread_layout)
+        D, _, T = of_doubled_blocks(D, D, T, level, thread_layout)
     # (second block?, block of 16, q or k, i, HALF), and (second block?, block of 16, i, HALF)
     rows.store(sorted_pairs(in_turn(times(q, D, rows.dtype), times(k, D, rows.dtype)), BLOCKS))
     tile = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
@@ -335,7 +335,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     store_anchored(q, k, a, wide_rows, wide_columns)
     P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, thread_layout), a
     for level in gl.static_range(3):
-        P, S, T = grown(P, S, T, level, thread_layout)
+        P, S, T = of_doubled_blocks(P, S, T, level, thread_layout)
     role_barrier()
     eights = product_of(
         wide_rows.reshape([2 * BLOCKS, 2 * EIGHT, HALF]),
@@ -345,7 +345,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     )
     # h = 8
     store_between_eights(q, k, P, S, rows, columns)
-    P, S, T = grown(P, S, T, 3, thread_layout)
+    P, S, T = of_doubled_blocks(P, S, T, 3, thread_layout)
     quarters.store(gl.convert_layout(T, by_block))
     role_barrier()
     sixteens = product_of(
@@ -465,8 +465,10 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     """beta_j A_ij (j, i) with A = (I + L)^-1.
 
     L is in shared memory: diagonal blocks (block, i, j) in `scratch`, (pair, i, j) between blocks,
-    and (i, j) between the halves.  Block row i of A follows from the rows before it: it is D_i (I -
-    sum_j L_ij A_j), where D_i is the inverse of the diagonal block.
+    and (i, j) between the halves.  The last barrier of `store_own_scores` orders its stores.
+
+    Block row i of A follows from the rows before it: it is D_i (I - sum_j L_ij A_j), where D_i is
+    the inverse of the diagonal block.
     """
     layout: gl.constexpr = narrow(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -500,9 +502,9 @@ def square_of(blocks, pairs):
     """A matrix (i, j) with the diagonal blocks `blocks` (block, i, j), and `pairs` (pair, i, j)
     between them; zeros elsewhere.
     """
-    # numbers of the block row and of the block column of each entry
-    r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
-    c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
+    # the block row and the block column of each entry
+    i_b = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
+    j_b = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
     zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
     # each block in all four block columns, and each pair in all places of its size
     blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
@@ -510,8 +512,8 @@ def square_of(blocks, pairs):
     pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
     pairs = pairs.permute((0, 3, 1, 4, 5, 2)).reshape([CHUNK, CHUNK])
     blocks = gl.convert_layout(blocks.reshape([CHUNK, CHUNK]), square_layout)
-    pairs = masked(gl.convert_layout(pairs, square_layout), zeros - (r == (c | 1)).to(gl.int16))
-    return gl.where(r == c, blocks, pairs)
+    pairs = masked(gl.convert_layout(pairs, square_layout), zeros - (i_b == (j_b | 1)).to(gl.int16))
+    return gl.where(i_b == j_b, blocks, pairs)
 
 
 @gluon.jit
@@ -606,7 +608,7 @@ def store_system(of_k, beta_norms, k_norms, scratch):
     """Store L in shared memory: its diagonal blocks in `scratch`.  Returns the memory of its parts
     between blocks, (pair, i, j), and between the halves of the chunk, (i, j).
 
-    of_k: scores of k with k (`parts_of`).  beta_norms: beta / |k_i| (CHUNK).
+    of_k: scores of k with k (`parts_of`).  beta_norms, k_norms: beta / |k_i| and 1 / |k_i| (CHUNK).
     """
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
     lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
@@ -622,19 +624,20 @@ def store_system(of_k, beta_norms, k_norms, scratch):
 def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
     """Store P (i, j) in the shared memory `own_scores`.
 
-    of_q: scores of q with k (`parts_of`).  diagonal: q_i . k_i (CHUNK).
+    of_q: scores of q with k (`parts_of`).  (CHUNK) each: q_i . k_i in `diagonal`, 1 / |q_i| in
+        `q_norms`, 1 / |k_i| in `k_norms`.
     """
-    r, c = in_block(blocks_layout)
+    i, j = block_indices(blocks_layout)
     q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
-    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms, blocks_layout)
-    P = gl.where(r >= c, P, 0.0).to(gl.float16)
+    P = scaled(gl.where(i == j, q_k, of_q[0]), q_norms, k_norms, blocks_layout)
+    P = gl.where(i >= j, P, 0.0).to(gl.float16)
     P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
     own_scores.store(square_of(P, P_pairs))
-    role_barrier()
+    role_barrier()  # all warps have stored the whole matrix, of which the next store replaces zeros
     own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
         scaled_halves(of_q[2], q_norms, k_norms, quadrant_layout).to(gl.float16)
     )
-    role_barrier()
+    role_barrier()  # all warps have stored L and P, which later functions read
 
 
 @gluon.jit
@@ -661,6 +664,7 @@ def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
     q_tiles.index(0).store(first_X.to(dtype))
     q_tiles.index(1).store(other_X.to(dtype))
     k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
+    # TMA reads what all warps have stored
     fence_async_shared()
     role_barrier()
     async_store(descs[0], [row, 0], q_tiles.index(0))
@@ -691,6 +695,7 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     """Compute everything that a scan needs of the chunk at position t of a sequence, and store it
     in global memory.
 
+    tiles, full: of `allocate_inputs`, which `load_inputs` has begun to fill.
     place: number of the chunk and head, slot * HV + head.
     """
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
@@ -714,6 +719,7 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
     inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
     inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
+    # the asynchronous products of `store_factors` read what all warps have stored
     fence_async_shared()
     role_barrier()
     # stages state_factor and out_factor

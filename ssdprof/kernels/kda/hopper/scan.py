@@ -121,10 +121,11 @@ def residual(tiles, entered, KS, n):
 @gluon.jit
 def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
     """Begin to compute the output of the segment's j-th chunk, the program's n-th, and the state
-    after it.  Returns both products.
+    after it.  Returns both products.  `residual` has waited for the chunk's tile of v and W.
 
     ends (2, K), in shared memory: the decays over this chunk in slot n % 2; the decays over the
-        next chunk are stored in the other slot.
+        next chunk are stored in the other slot.  Slot n % 2 was stored before the latest
+        `role_barrier`, that of `scan_segment` or that of this function for the previous chunk.
     """
     next_decays = decays_at(env, segment, gl.minimum(j + 1, segment.nchunks - 1))
     decays = ends.index(n % 2).load(gl.SliceLayout(0, by_k))
@@ -178,7 +179,7 @@ def scan_segment(env, tiles, written, segment, ends, n):
     state = entering_state(env, segment)
     if segment.nchunks > 0:
         ends.index(n % 2).store(decays_at(env, segment, gl.to_tensor(0)))
-        role_barrier()
+        role_barrier()  # each thread has stored one decay; `begin_chunk` reads all of them
         entered, last = as_operand(tiles, state), segment.nchunks - 1
         Y, QS = residual(tiles, entered, product_with(tiles, entered, n, KEYS), n)
         for j in range(last):
@@ -189,4 +190,4 @@ def scan_segment(env, tiles, written, segment, ends, n):
         arrive(tiles.empty_at(4 * n_last + UPDATE))
         store_output(tiles, written, out, n_last)
     gl.store(state_tile(env.final_ptr, segment, segment.first_v, FINAL, env.S), state)
-    role_barrier()
+    role_barrier()  # all threads have stored their numbers before `scan` sets the slab's flag

@@ -23,7 +23,7 @@ from ssdprof.kernels.kda.hopper.prep import (
     EIGHT,
     HALF,
     allocate_tile,
-    in_block,
+    block_indices,
     of_blocks,
     plain,
     product_of,
@@ -77,8 +77,8 @@ def load_beta(env, n):
 @gluon.jit
 def diagonal_of(product):
     """The diagonals (block, i) of (block, i, j)."""
-    r, c = in_block(blocks_layout)
-    return gl.sum(gl.where(r == c, product, 0.0), 2)
+    i, j = block_indices(blocks_layout)
+    return gl.sum(gl.where(i == j, product, 0.0), 2)
 
 
 @gluon.jit
@@ -192,14 +192,17 @@ def on_diagonal(blocks):
 
 @gluon.jit
 def store_scores(rings, tiles, scores, n):
-    """L and P of the program's n-th chunk.  Returns -L of blocks of 16 (block, i, j)."""
+    """Store L and P of the program's n-th chunk.  Returns -L of blocks of 16 (block, i, j).
+
+    The vectors of the chunk are those that `store_norms` of the same warps has stored.
+    """
     q_block, q_below, k_block, k_below = scores
     k_norm, q_norm = rings.vector(n, K_NORM), rings.vector(n, Q_NORM)
-    r, c = in_block(blocks_layout)
+    i, j = block_indices(blocks_layout)
     # stage solve_tril
     of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
     beta = rings.vector(n, BETA)
-    L = scaled(gl.where(r > c, k_block, 0.0), k_norm, k_norm, blocks_layout)
+    L = scaled(gl.where(i > j, k_block, 0.0), k_norm, k_norm, blocks_layout)
     minus_L = (L * -of_blocks(beta, 2).load(of_row)[:, :, None]).to(gl.float16)
     tiles.diagonal.store(minus_L)
     of_quarter = beta.slice(BLOCK, BLOCK).load(gl.SliceLayout(1, quarter_layout))[:, None]
@@ -207,8 +210,9 @@ def store_scores(rings, tiles, scores, n):
     tiles.below.store(below.to(gl.float16))
     # stage decayed_scores
     of_pair = of_blocks(rings.vector(n, OWN), 2).load(of_row)[:, :, None]
-    P = gl.where(r == c, of_pair, gl.where(r > c, q_block, 0.0))
+    P = gl.where(i == j, of_pair, gl.where(i > j, q_block, 0.0))
     tiles.own_scores.store(on_diagonal(scaled(P, q_norm, k_norm, blocks_layout)))
+    # both warps have stored the whole matrix, of which the next store replaces zeros
     role_barrier()
     quarter = tiles.own_scores.slice(BLOCK, BLOCK).slice(0, BLOCK, dim=1)
     quarter.store(scaled_halves(q_below, q_norm, k_norm, quarter_layout).to(gl.float16))
@@ -226,13 +230,13 @@ def inverse_of(minus_L, diagonal):
     """
     left: gl.constexpr = gl.DotOperandLayout(0, blocks_layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, blocks_layout, 2)
-    r, c = in_block(blocks_layout)
+    i, j = block_indices(blocks_layout)
     zero = gl.full([2, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
     columns = diagonal.load(right)
     transposed = gl.convert_layout(columns.permute((0, 2, 1)), blocks_layout)
-    identity = gl.where(r == c, 1.0, zero)
-    D = gl.where(((r ^ c) == 1) & (r > c), minus_L.to(gl.float32), identity)
-    D_t = gl.where(((r ^ c) == 1) & (r < c), transposed.to(gl.float32), identity)
+    identity = gl.where(i == j, 1.0, zero)
+    D = gl.where(((i ^ j) == 1) & (i > j), minus_L.to(gl.float32), identity)
+    D_t = gl.where(((i ^ j) == 1) & (i < j), transposed.to(gl.float32), identity)
     for level in gl.static_range(1, 4):
         D_rows, D_t_rows = D.to(gl.float16), D_t.to(gl.float16)
         T = mma_v2(gl.convert_layout(D_rows, left), columns, zero).to(gl.float16)
@@ -240,9 +244,9 @@ def inverse_of(minus_L, diagonal):
         below = mma_v2(gl.convert_layout(T, left), D_columns, zero)
         T_columns = gl.convert_layout(T.permute((0, 2, 1)), right)
         above = mma_v2(gl.convert_layout(D_t_rows, left), T_columns, zero)
-        apart = ((r ^ c) >> level) == 1
-        D = gl.where(apart & (r > c), below, D)
-        D_t = gl.where(apart & (r < c), above, D_t)
+        apart = ((i ^ j) >> level) == 1
+        D = gl.where(apart & (i > j), below, D)
+        D_t = gl.where(apart & (i < j), above, D_t)
     return D_t
 
 
@@ -257,7 +261,7 @@ def store_inverse(rings, tiles, minus_L, n):
     of_column = of_blocks(beta, 2).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
     tiles.inverted.store(D.to(gl.float16).reshape([SIZE, BLOCK]))
     tiles.inverse.store(on_diagonal(D * of_column))
-    role_barrier()
+    role_barrier()  # both warps have stored their blocks, which each of them reads or replaces
     # block (1, 0) of A is -D_1 L_10 D_0; here transposed
     zero = gl.full([BLOCK, BLOCK], 0.0, gl.float32, layout)
     first = tiles.inverted.slice(0, BLOCK).load(left)
@@ -267,12 +271,14 @@ def store_inverse(rings, tiles, minus_L, n):
     of_row = beta.slice(0, BLOCK).load(gl.SliceLayout(1, layout))[:, None]
     at = tiles.inverse.slice(0, BLOCK).slice(BLOCK, BLOCK, dim=1)
     at.store((quarter * -of_row).to(gl.float16))
-    role_barrier()
+    role_barrier()  # `store_factors` reads P and the inverse of both warps
 
 
 @gluon.jit
 def store_factors(env, tiles, n):
-    """X and W of the program's n-th chunk."""
+    """Compute X and W of the program's n-th chunk, and store them for `states`.  P and the inverse
+    are complete: `store_inverse` ends with a barrier.
+    """
     rings = env.rings
     dtype: gl.constexpr = rings.updates.tiles.dtype
     left: gl.constexpr = gl.DotOperandLayout(0, columns_layout, 2)
@@ -282,7 +288,7 @@ def store_factors(env, tiles, n):
     W = mma_v2(P, B, gl.full([SIZE, SIZE], 0.0, gl.float32, columns_layout))
     # stage state_factor
     transposed = tiles.inverse.load(left)
-    rings.at_end.wait_full(n)
+    rings.at_end.wait_full(n)  # for the keys of both halves, from `decays`
     rings.updates.wait_empty(n)
     for half in range(2):
         keys = halves_of(rings.at_end.tile(n)).index(half).load(right)
@@ -290,7 +296,7 @@ def store_factors(env, tiles, n):
         halves_of(rings.updates.tile(n)).index(half).store(X.to(dtype))
     mbarrier.arrive(rings.at_end.empty_at(n), count=1)
     rings.weights.index(place_in(n, 2)).store((W * env.scale).to(dtype))
-    fence_async_shared()
+    fence_async_shared()  # makes X and W visible to the asynchronous products of `states`
     mbarrier.arrive(rings.updates.full_at(n), count=1)
 
 

@@ -37,7 +37,9 @@ STAGES = {
 
 @gluon.jit
 def residual_of(rings, state, n, HALF: gl.constexpr):
-    """Y (V, i) of the program's n-th chunk as an operand, and queries S."""
+    """Y (V, i) of the program's n-th chunk as an operand, and queries S.  The role has waited at
+    the barriers `decayed`, for keys and queries, and `values`.
+    """
     dtype: gl.constexpr = rings.keys.tiles.dtype
     entered = gl.convert_layout(state.to(dtype), i_operand)
     keys, queries = rings.keys.tile(n), rings.query_tile(n)
@@ -51,13 +53,16 @@ def residual_of(rings, state, n, HALF: gl.constexpr):
 
 @gluon.jit
 def decayed_state(rings, state, n):
+    """The state times the decays over the program's n-th chunk, which `decayed` covers, too."""
     decays = rings.ends.index(rings.slot(n)).load(gl.SliceLayout(0, by_k))
     return state * decays[None, :]
 
 
 @gluon.jit
 def pass_half(rings, decayed, Y, QS, n, HALF: gl.constexpr):
-    """The state after the program's n-th chunk.  Its output takes the place of v."""
+    """The state after the program's n-th chunk.  Its output takes the place of v.  The role has
+    waited for `updates`, whose barriers cover X and W.
+    """
     begun = warpgroup_mma(
         gl.convert_layout(Y, k_operand), rings.updates.tile(n), decayed, is_async=True
     )
@@ -94,7 +99,7 @@ def states(env):
         arrive(rings.keys.empty_at(n))  # of keys, queries and ends
         second = pass_half(rings, second, Y, QS, n, 1)
         arrive(rings.updates.empty_at(n))
-        fence_async_shared()
+        fence_async_shared()  # makes the output visible to TMA
         arrive(rings.written.index(rings.slot(n)))
         role_barrier()
     gl.store(state_tile(env.final_ptr, env, 0, FINAL, env.S), first)

@@ -136,8 +136,7 @@ def packed_segment(pairs: int) -> int:
     Fewer pairs leave more of the GPU for segments.  With fewer than 8 chunks per segment, a long
     sequence would have too many published states to sum.
     """
-    power_of_two = 1 << (pairs - 1).bit_length()
-    return min(64, max(8, power_of_two))
+    return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
 
 def simulated_time(
@@ -162,15 +161,13 @@ def simulated_time(
             first_pass = 0
         sums = [_states_to_sum(lengths[:index], reach) for reach in REACH[:pairs]]
         for pair in range(pairs):
-            reach = REACH[pair % len(REACH)]
-            time = free_at[0] + START + first_pass_chunk * min(first_pass, reach)
+            time = free_at[0] + START + first_pass_chunk * min(first_pass, REACH[pair % len(REACH)])
             if looks_back:
                 if not last:
                     time += PUBLISH
                     published_at[pair].append(time)
                 count = sums[pair % len(REACH)]
-                awaited = published_at[pair][index - count : index]
-                time = max([time, *awaited]) + PART * count
+                time = max([time, *published_at[pair][index - count : index]]) + PART * count
             time += length
             heapq.heapreplace(free_at, time)
             end = max(end, time)
@@ -243,8 +240,7 @@ def squared_error(lengths: list[int], memory: float) -> float:
         before += decay * energy(length) * energy(first)
         first += length
     # the energy of all terms is (first - decay * energy(first)) / (1 - decay)
-    share = before * (1 - decay) / (first - decay * energy(first))
-    return 2 + share
+    return 2 + before * (1 - decay) / (first - decay * energy(first))
 
 
 def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:

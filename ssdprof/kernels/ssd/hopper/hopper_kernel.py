@@ -336,6 +336,8 @@ def _fused_hopper_kernel(
     which pass tiles through rings in shared memory (`rings.py`).
 
     strides: of dt, A, dt_bias, D, cu_seqlens
+    dt_limit: least and largest dt.  seqlen: positions of a sequence, unless packed.
+    K, LONG_COUNT, K_LONG: see `segment_of`
     """
     (
         dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr,

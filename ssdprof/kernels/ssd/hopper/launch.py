@@ -17,8 +17,9 @@ from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, strid
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
     """The number of programs with equal shares; 0 if there is one program per segment."""
-    nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-    uncut = inputs.cu_seqlens is None and config.count(nchunks) == 1
+    uncut = (
+        inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
+    )
     pairs = inputs.sequences * program_count(inputs)
     return config.shares if uncut and config.shares < pairs else 0
 
@@ -131,8 +132,7 @@ def hopper_launch(
         descriptors = x_tiles(x), B_tiles(B), C_tiles(C), out_tiles(out)
         gates = call_inputs.dt, call_inputs.A, call_inputs.dt_bias
         # the kernel does not use pointers to buffers that a call does not have
-        states = final if states is None else states
-        sync = final if sync is None else sync
+        states, sync = (final if buffer is None else buffer for buffer in (states, sync))
         entering = call_inputs.initial_states, call_inputs.cu_seqlens
         return *descriptors, *gates, call_inputs.D, *entering, final, states, sync
 

@@ -62,7 +62,7 @@ class FirstPass:
     continue_barrier: gl.shared_memory_descriptor  # mbarriers, per word
     DEPTH: gl.constexpr  # slots of the chunk ring
     TURN: gl.constexpr  # chunks per turn
-    WORDS: gl.constexpr  # words
+    WORDS: gl.constexpr  # words of `continue_flag`
 
 
 @aggregate

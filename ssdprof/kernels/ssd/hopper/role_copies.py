@@ -114,15 +114,15 @@ def loads(env):
         first_block = group * (env.S.DSTATE // COLUMNS)
         seen = 0  # chunks of the first pass
         if segment.has_warmup:
-            go = segment.warmup_chunks > 0
-            while go:
+            goes_on = segment.warmup_chunks > 0
+            while goes_on:
                 for turn in gl.static_range(first.TURN):
                     load_first(env, segment, seen, turn, first_block)
-                # whether another turn follows
+                # whether another turn follows: `scores` has written the flag when it arrives
                 word = seen // first.TURN
                 place = place_in(word, first.WORDS)
                 mbarrier.wait(first.continue_barrier.index(place), phase(word, first.WORDS))
-                go = scalar(first.continue_flag.index(place)) != 0
+                goes_on = scalar(first.continue_flag.index(place)) != 0
                 seen += first.TURN
         for i in range(segment.nchunks):
             load_chunk(env, segment, seen, i, n + i, first_block)

@@ -118,8 +118,8 @@ def chunk_cumsum(env, raw, dt_bias, A, valid):
     """dt (q, column), a (q, column) and a_end (column) of chunks, where a column is a chunk of a
     lane.  NaN stays NaN.
 
-    raw: dt before bias, softplus and limit (q, column).  A: in log2 units.  valid: whether the
-        position exists; dt is 0 where it does not
+    raw: dt before bias, softplus and limit (q, column).  dt_bias, A: (column), A in log2 units.
+    valid: whether the position exists; dt is 0 where it does not
     """
     v = raw + dt_bias[None, :]
     if env.S.DT_SOFTPLUS:
@@ -167,13 +167,14 @@ def rates_of(env, segment, CHUNKS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def write_flag(first, seen, go):
+def write_flag(first, seen, goes_on):
     """Write the flag that says whether another turn of the first pass follows the turn that begins
-    after `seen` chunks, and announce it.
+    after `seen` chunks, and announce it to `loads`.  `units` reads the flag later, after
+    `announce_weights`.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = place_in(seen // first.TURN, first.WORDS)
-    first.continue_flag.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, layout))
+    first.continue_flag.index(word).store(gl.full([1], goes_on.to(gl.int32), gl.int32, layout))
     mbarrier.arrive(first.continue_barrier.index(word), count=1)
 
 
@@ -224,8 +225,8 @@ def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     decay_0, decay_1 = middle_0 + ends_0[1], middle_1 + ends_1[1]
     # whether chunk c - 1 has to be read, and whether chunk c - 2 has
     more = (c > 0) & (gl.maximum(middle_0, middle_1) > FORGOTTEN)
-    go = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
-    write_flag(first, seen, more if first.TURN == 1 else go)
+    goes_on = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
+    write_flag(first, seen, more if first.TURN == 1 else goes_on)
     # wait until the chunk ring has room for the turn: the weights' slots are then free, too
     last = seen + first.TURN - 1
     mbarrier.wait(first.empty.index(place_in(last, first.DEPTH)), phase(last, first.DEPTH) ^ 1)
@@ -235,7 +236,7 @@ def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     announce_weights(first, seen)
     if first.TURN == 1:
         if more:
-            write_flag(first, seen + 1, go)
+            write_flag(first, seen + 1, goes_on)
             # no wait is needed: `units` has waited at this barrier before it released the slot of
             # `seen`
             announce_weights(first, seen + 1)
@@ -245,7 +246,7 @@ def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     # do not run further ahead of the copies: with more copies in flight all are slower
     before = gl.maximum(seen - 2, 0)
     mbarrier.wait(first.full.index(place_in(before, first.DEPTH)), phase(before, first.DEPTH))
-    return decay_0, decay_1, seen, go
+    return decay_0, decay_1, seen, goes_on
 
 
 @gluon.jit
@@ -269,13 +270,13 @@ def first_pass_gates(env, segment):
     bits = load_bits(p + tile, back <= c)
     decay_0, decay_1 = 0.0, 0.0
     seen = 0
-    go = True
-    while go:
+    goes_on = True
+    while goes_on:
         p -= 2 * step
         raw = number_of(bits, dtype)
         bits = load_bits(p + tile, back <= c - 2)
         dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, back <= c)
-        decay_0, decay_1, seen, go = store_two_weights(
+        decay_0, decay_1, seen, goes_on = store_two_weights(
             env.shared, seen, c, decay_0, decay_1, dt, a, a_end
         )
         c -= 2
@@ -333,6 +334,7 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
     """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0: (q, s).
 
     row: a_q.  key: a_s - log2 dt_s.  causal: int16, all bits set where s <= q, none elsewhere
+    RELAXED: multiply in `dtype`, to which the result is rounded in any case; otherwise in fp32
     """
     decay = exp2_approx(row[:, None] - key[None, :])
     scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
@@ -364,6 +366,7 @@ def decayed_scores(env, seen, n, causal):
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
     slot, score_slot = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
+    # for B and C of the chunk from `loads`, and for its vectors from `gates`
     mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     CB_begun = bmm_chunk(shared, seen, n)
     row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)

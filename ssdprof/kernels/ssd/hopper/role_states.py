@@ -89,9 +89,14 @@ WAITS = {
 
 @gluon.jit
 def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
-    """Add to `state` the contribution of the turn of the first pass after `seen` chunks.
+    """Add to `state` the contribution of one turn of the first pass, which processes one chunk, or
+    two if N is split (`rings.py`).
 
-    x, weight: of the turn's first chunk, already loaded.
+    x, weight: of the turn's first chunk, already loaded.  The barrier `full` of that chunk was
+        waited for.
+    seen: chunks that earlier turns of the first pass read.
+    lane: the lane of this thread, 0 or 1 (`lanes.py`).
+    RELAXED: multiply x by the first 16-bit part of each weight only, not by both (`weighted`).
 
     Returns the state, x and weight of the next turn's first chunk, the decay of all chunks read so
     far, this turn included, and whether there is a next turn.
@@ -100,31 +105,34 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     weights: gl.constexpr = gl.SliceLayout(0, operand)
     half = half_of(shared, lane)
     first = shared.first
-    slot, gate = place_in(seen, first.DEPTH), place_in(seen, first.weights.shape[0])
+    # slots of the turn's first chunk, in the ring of chunks, and in those of weights and of decays
+    slot, weight_slot = place_in(seen, first.DEPTH), place_in(seen, first.weights.shape[0])
     # the products of the turn's chunks: weighted x^T times B
     xw = weighted(x, weight, not RELAXED)
-    begun = warpgroup_mma(xw, rows_of(shared, slot, half), state, is_async=True)
+    product = warpgroup_mma(xw, rows_of(shared, slot, half), state, is_async=True)
     if first.TURN == 2:
+        # for x and B; `full` of the turn's first chunk covers the weights of both chunks
         mbarrier.wait(first.full.index(slot + 1), phase(seen, first.DEPTH))
         x = load_transposed(shared, slot + 1, lane, operand)
-        xw = weighted(x, lane_of(first.weights, gate + 1, lane).load(weights), not RELAXED)
-        begun = warpgroup_mma(xw, rows_of(shared, slot + 1, half), begun, is_async=True)
-    # what `scores` says of the turn
-    go = scalar(first.continue_flag.index(place_in(seen // first.TURN, first.WORDS))) != 0
-    decay = scalar(lane_of(first.decay, gate + first.TURN - 1, lane))
+        xw = weighted(x, lane_of(first.weights, weight_slot + 1, lane).load(weights), not RELAXED)
+        product = warpgroup_mma(xw, rows_of(shared, slot + 1, half), product, is_async=True)
+    # The flag and the decay of the turn.  No wait is needed: `scores` writes both before it arrives
+    # at `full` of the turn's first chunk, for which this role has waited
+    goes_on = scalar(first.continue_flag.index(place_in(seen // first.TURN, first.WORDS))) != 0
+    decay = scalar(lane_of(first.decay, weight_slot + first.TURN - 1, lane))
     if first.TURN == 2:
-        begun = warpgroup_mma_wait(1, deps=[begun])
+        product = warpgroup_mma_wait(1, deps=[product])
         arrive(first.empty.index(slot))
     # load the next turn's first operands during this turn's last product; after the last turn they
     # are unused
     following = place_in(seen + first.TURN, first.DEPTH)
-    mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.DEPTH), pred=go)
+    mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.DEPTH), pred=goes_on)
     x = load_transposed(shared, following, lane, operand)
-    gate = place_in(seen + first.TURN, first.weights.shape[0])
-    weight = lane_of(first.weights, gate, lane).load(weights)
-    state = warpgroup_mma_wait(0, deps=[begun])
+    weight_slot = place_in(seen + first.TURN, first.weights.shape[0])
+    weight = lane_of(first.weights, weight_slot, lane).load(weights)
+    state = warpgroup_mma_wait(0, deps=[product])
     arrive(first.empty.index(slot + first.TURN - 1))
-    return state, x, weight, decay, go
+    return state, x, weight, decay, goes_on
 
 
 @gluon.jit
@@ -134,14 +142,14 @@ def segment_state(shared, state, lane, RELAXED: gl.constexpr):
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     first = shared.first
-    mbarrier.wait(first.full.index(0), 0)
+    mbarrier.wait(first.full.index(0), 0)  # x and B from `loads`, weights from `scores`
     x = load_transposed(shared, 0, lane, operand)
     weight = lane_of(first.weights, 0, lane).load(gl.SliceLayout(0, operand))
     decay = 1.0
     seen = 0
-    go = True
-    while go:
-        state, x, weight, decay, go = add_turn(shared, state, x, weight, seen, lane, RELAXED)
+    goes_on = True
+    while goes_on:
+        state, x, weight, decay, goes_on = add_turn(shared, state, x, weight, seen, lane, RELAXED)
         seen += first.TURN
     return state, decay, seen
 
@@ -208,6 +216,7 @@ def slot_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr,
     segment's slot, in lanes).
 
     begin: index of the program's first lane among the ALL_LANES of a slot
+    states_ptr, sync_ptr: all parts (slot, lane, p, n), and their flags
     """
     return (
         states_ptr + (begin + first_of(lane)).to(gl.int64) * (SLICE * N),
@@ -245,15 +254,16 @@ def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: 
     previous = offset - step  # offset of the preceding segment's slot
     left = segment.index
     passed = 1.0  # the decay of all segments whose parts have been summed
-    go = left > 0
-    decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, go)
-    while go:
+    goes_on = left > 0
+    # the flag was set with release order after its part was stored, and is read with acquire order
+    decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, goes_on)
+    while goes_on:
         part = gl.load(parts_ptr + previous * PART + row, cache_modifier=".cg")
         weight, passed = passed, passed * decay
         previous, left = previous - step, left - 1
-        go = (left > 0) & (passed != 0.0)
+        goes_on = (left > 0) & (passed != 0.0)
         # this wait overlaps the load of the part
-        decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, go)
+        decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, goes_on)
         args = [part.to(gl.float32), weight, sum_of_parts]
         sum_of_parts = gl.inline_asm_elementwise(
             multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1
@@ -319,6 +329,7 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     of the first term.
 
     seen: chunks that the first pass read
+    lane: the lane of this thread, 0 or 1
     """
     shared = env.shared
     RELAXED: gl.constexpr = env.S.RELAXED
@@ -334,6 +345,7 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LANES, OWN, SLICE], dtype)
     half = half_of(shared, lane)
     slot, score_slot = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
+    # for the tiles of the chunk from `loads`, and for its vectors and its decay from `gates`
     mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     # stage chunk_state: its operands
     B_slot, C_slot, x_slot = places_of(shared, seen, n)
