@@ -57,8 +57,8 @@ Evaluate = Callable[[Any, Span, torch.dtype, Tensor], tuple[Tensor, Tensor]]
 def spans_of(inputs: Inputs) -> list[Span]:
     """The positions of every sequence, in order.
 
-    Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... =
-    length.
+    For packed sequences, reads cu_seqlens on the host.  Raises ValueError if its values are not 0 =
+    c_0 <= c_1 <= ... = length.
     """
     length = inputs.length
     if inputs.cu_seqlens is None:

@@ -367,8 +367,8 @@ def pieces(inputs: I, positional: Mapping[str, Tensor]) -> list[I]:
     """Cut the inputs into one call for each state that `inputs.state_every` asks for.
 
     Every call has the initial states of the whole; `in_pieces` replaces them.  Packed sequences
-    want a state after each token: call t has token t of every sequence that is longer than t.
-    Reads the lengths on the host.
+    want a state after each token: call t has token t of every sequence that is longer than t.  For
+    these, the function reads the lengths on the host.
 
     positional: the tensors (b, l, ...), from `CallBinding.positional`.
     """

@@ -319,8 +319,10 @@ class Recorder:
     def _keep(self, call: RecordedCall, copied: torch.cuda.Event | None) -> None:
         """Keep a call as soon as its copies are complete.
 
-        Kernels run on a stream of this thread.  They have ended when the function returns, so that
-        the memory of the call can be freed.
+        On a GPU, kernels run on a stream of this thread.  They have ended when the function
+        returns, so that the memory of the call can be freed.
+
+        copied: the event after the copies on a GPU; None on the CPU, where they are complete.
         """
         stream = _stream(call.inputs.device, "thread") if copied else None
         with torch.no_grad(), torch.cuda.stream(stream):
