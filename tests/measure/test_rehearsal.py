@@ -107,6 +107,7 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
 
 def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
     done = []
+    inputs = ssd()
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
@@ -115,7 +116,7 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
         return 1, ""
 
     monkeypatch.setattr(child, "run", run)
-    assert verdict("good", ssd())[0] == "failed"
+    assert verdict("good", inputs)[0] == "failed"
     assert done == ["released", "run"]
 
 
