@@ -307,12 +307,12 @@ def compare(
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
     if isinstance(states, str):
         states = reading.parse_states(states)
-    first = required(resolve(operator.name, baseline))
+    baseline_implementation = required(resolve(operator.name, baseline))
     precisions = requested_precisions(dims.dtype, dtypes, states)
-    plans = planned(compared, first, precisions, dims.dtype)
+    plans = planned(compared, baseline_implementation, precisions, dims.dtype)
     run_options = options.RunOptions(
         model="",
-        baseline=first.name,
+        baseline=baseline_implementation.name,
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
         laws=laws,
     )

@@ -173,8 +173,8 @@ def _module(name: str) -> ModuleType:
 
 
 # The options of a command -> its functions, as "module:function".  The first one is called with the
-# options, and each of the others with the result of the one before it.  A command without functions
-# is itself a function.
+# options, and each of the others with the result of the one before it, or with several arguments if
+# that is a tuple.  A command without functions is itself a function.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.measuring:run"),
     runs: (),
@@ -208,6 +208,7 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
         if hasattr(command_options, "command"):
             command_options = replace(command_options, command=terminal.command_line())
         names = options.own_kernels(values)
+        # None in the child, which goes on
         if Commands.of_main and names and (ended := child.fork()):
             _module("commands.stored").after_child(
                 names, ended, as_json=getattr(command_options, "json", False)

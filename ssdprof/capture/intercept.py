@@ -147,8 +147,8 @@ def bind(
 
     step: whether it is a call of `CallBinding.step`.
 
-    Raises BadInputError for a call that the operator's inputs cannot express; the message names the
-    argument.
+    Raises BadInputError for a call that the operator's inputs cannot express, and for a decode step
+    of an operator whose steps cannot be captured.
     """
     operator = operators.get(mixer.operator)
     caller = type(mixer.module).__name__

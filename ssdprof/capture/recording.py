@@ -260,10 +260,10 @@ def _equal_passes(calls: Iterable[_Call], left_out: Counter[str]) -> list[tuple[
     """The forward passes of the calls of one operator.  Adds to `left_out` the numbers of calls
     that it leaves out.
 
-    A run, which is consecutive calls of one shape, consists of whole passes.  If it does not, its
-    last pass is incomplete.  An incomplete pass at the end of a process is kept, because recording
-    may have ended in it; others are left out.  So is a first pass of a few tokens of one sequence,
-    with which servers warm up.
+    A run, which is consecutive calls of one shape, should consist of whole passes.  If it does not,
+    its last pass is incomplete.  An incomplete pass at the end of a process is kept, because
+    recording may have ended in it; others are left out.  So is a first pass of a few tokens of one
+    sequence, with which servers warm up, unless it is the only pass of its process.
     """
     processes = [
         [list(run) for _, run in groupby(process_calls, key=attrgetter("shape"))]

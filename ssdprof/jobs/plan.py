@@ -732,7 +732,7 @@ def sources(found: Target | Stored, implementations: Iterable[Implementation]) -
 
 
 def refuse_large_download(target: Target) -> None:
-    """BadInputError for a download above `MOST_DOWNLOAD_BYTES`, unless --yes is given."""
+    """Raise BadInputError for a download above `MOST_DOWNLOAD_BYTES`, unless --yes is given."""
     files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)
     if size > MOST_DOWNLOAD_BYTES and not target.request.yes:

@@ -350,7 +350,8 @@ class Replay:
         """
         dims, work = operator.oracle.cost(inputs)
         planned = list(self._planner(operator, dims.dtype, call))
-        unchanged = inputs is captured.inputs  # neither cast nor a rank's share
+        # neither cast, nor a rank's share, nor drafted tokens alone
+        unchanged = inputs is captured.inputs
         if captured.served and unchanged:
             model = self._writer.report.model
             _, baseline_precision, _ = planned[0]

@@ -103,10 +103,11 @@ def _beginning_in(name: str, first: int, border: int | None) -> str:
 
 
 def _border(wrong: Tensor, first: int) -> int | None:
-    """The position, at most `first`, before which nine of ten positions of a sequence are right,
-    and from which on nine of ten are wrong; None if there is none.
+    """The position before which at least nine of ten positions of a sequence are right, and from
+    which on at least nine of ten are wrong; None if there is none.
 
     wrong: (l), 1 for a wrong position, else 0.
+    first: the first position outside of the budget.  The error has begun there, or before it.
     """
     count = torch.arange(len(wrong), device=wrong.device)  # positions before each position
     wrong_before = wrong.cumsum(0) - wrong

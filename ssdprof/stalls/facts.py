@@ -333,8 +333,11 @@ def _adds_up(samples: Iterable[Mapping[str, int]], expected: int | None) -> Chec
     if expected is None:
         return _result(None, "")
     count = sum(sum(counts.values()) for counts in samples)
-    missing = "" if count == expected else f"; {expected - count:,} missing"
-    return _result(count == expected, f"{count:,} of {expected:,}{missing}")
+    difference = expected - count
+    if difference == 0:
+        return _result(True, f"{count:,} of {expected:,}")
+    kind = "missing" if difference > 0 else "too many"
+    return _result(False, f"{count:,} of {expected:,}; {abs(difference):,} {kind}")
 
 
 def _reasons_add_up(kernel: RawKernel) -> CheckResult:

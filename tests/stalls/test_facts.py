@@ -138,15 +138,15 @@ UNKNOWN_LINES = {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}}
             "reasons add up to the samples",
             "200 of 201; 1 missing",
         ),
-        ({"totals": {"wait": 199}}, "lines add up to the kernel", "200 of 199; -1 missing"),
-        ({"totals": {"wait": 199}}, "stages add up to the kernel", "200 of 199; -1 missing"),
+        ({"totals": {"wait": 199}}, "lines add up to the kernel", "200 of 199; 1 too many"),
+        ({"totals": {"wait": 199}}, "stages add up to the kernel", "200 of 199; 1 too many"),
         (TWO_REASONS, "every reason adds up over the lines", "wait 12 of 120; barrier 50 of 80"),
         (metrics(smsp__pcsamp_dropped_bytes=64), "no sample was dropped", "64 bytes dropped"),
         ({"sources": {}}, "the source was recorded", "not in the report: kernel.py"),
         (UNKNOWN_LINES, "every line has a stage", "200 samples on lines of unknown stage"),
     ],
 )
-def test_a_check_fails_where_something_is_missing(changes, check, detail):
+def test_a_check_says_what_is_wrong(changes, check, detail):
     assert stalls_of(synthetic.kernel(**changes)).checks[check] == ("failed", detail)
 
 

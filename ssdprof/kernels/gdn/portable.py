@@ -3,7 +3,7 @@ the factors that do not depend on the state.  The second one computes the output
 registers from chunk to chunk.
 
 With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, and Q and K normalised if
-the call asks for it (docs/gdn-mathematics.md, equations 18 to 25),
+the call asks for it (docs/gdn-mathematics.md, equations 18 to 25, and 28 for a chunk's bound),
 
     A = (I + tril(diag(beta) K K^T, -1))^-1                    scaled_dot_kkt, solve_tril
     X_j = beta_j (d_end / d_j) (A^T K)_j                       state_factor
@@ -300,7 +300,7 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
         tl.store(state_factor_ptr + tile, X.to(state_factor_ptr.dtype.element_ty))
 
     # stage out_factor: W (C, C)
-    q_factor = tl.full((S.CHUNK,), 1.0, tl.float32) * scale  # times the reciprocal of the norm
+    q_factor = tl.full((S.CHUNK,), 1.0, tl.float32) * scale  # scale / norm; without L2NORM, scale
     if S.L2NORM:
         q_factor *= tl.rsqrt(q_squares + L2NORM_EPS)
     causal = o_t[:, None] >= o_t[None, :]
@@ -547,13 +547,16 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage setup: where the program's tensors lie
     o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
     o_v = tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    # true everywhere if V is a multiple of BLOCK_V, so that no mask is computed
     m_v = (o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
-    if S.V_ROWS:  # tiles (V, K) and (V, position)
-        state_v, state_k, state_t, m_value = o_v[:, None], o_k[None, :], o_t[None, :], m_v[:, None]
+    # indices of tiles of the state, and of v and out: if V_ROWS, (BLOCK_V, BLOCK_K) and
+    # (BLOCK_V, CHUNK); otherwise their transposes
+    if S.V_ROWS:
+        state_v, state_k, tile_t, m_value = o_v[:, None], o_k[None, :], o_t[None, :], m_v[:, None]
     else:
-        state_v, state_k, state_t, m_value = o_v[None, :], o_k[:, None], o_t[:, None], m_v[None, :]
-    v_tile = state_v * v_strides[3] + state_t * v_strides[1]
-    out_tile = state_v * out_strides[3] + state_t * out_strides[1]
+        state_v, state_k, tile_t, m_value = o_v[None, :], o_k[:, None], o_t[:, None], m_v[None, :]
+    v_tile = state_v * v_strides[3] + tile_t * v_strides[1]
+    out_tile = state_v * out_strides[3] + tile_t * out_strides[1]
     q_ptr += ptr_offset((i_b, begin, i_k), q_strides[:3])
     k_ptr += ptr_offset((i_b, begin, i_k), k_strides[:3])
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
@@ -649,7 +652,7 @@ def _launchers(
     """The first and the second launch.  operand: dtype of operands.  states: strides of the final
     states.
     """
-    out = torch.empty(inputs.v.shape, device="meta")
+    out = torch.empty(inputs.v.shape, device="meta")  # for its strides
     tensors = inputs.q, inputs.k, inputs.v, out
     q_strides, k_strides, v_strides, out_strides = map(tile_strides, tensors)
     cu_strides = strides_of(inputs.cu_seqlens)
@@ -722,10 +725,10 @@ def two_launches(
             final_states = torch.empty_strided(
                 states_shape, states, dtype=torch.float32, device=device
             )
-            read = (getattr(call_inputs, name) for name in names)
+            second_inputs = (getattr(call_inputs, name) for name in names)
             second(
                 programs[1],
-                *read,
+                *second_inputs,
                 *between,
                 call_inputs.initial_state,
                 cu_seqlens,
@@ -749,7 +752,7 @@ def options_of(
     tiled: the inputs that are read in tiles.  states: strides of the final states
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
-    out = torch.empty(inputs.v.shape, device="meta")
+    out = torch.empty(inputs.v.shape, device="meta")  # for its strides
     return dict(
         VALUE_HEADS=inputs.v.shape[2],
         KEY_DIM=key_dim,

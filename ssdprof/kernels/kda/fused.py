@@ -187,7 +187,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), S.ALIGNMENT)
     g_ptr = tl.multiple_of(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides[:3]), S.ALIGNMENT)
     beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
-    place = tl.program_id(0).to(tl.int64)
+    head_slot = tl.program_id(0).to(tl.int64)
 
     # stage qk_l2norm: 1 / |q_i| and 1 / |k_i| (CHUNK), or 1
     k_length = tl.full((S.CHUNK,), 1.0, tl.float32)
@@ -226,10 +226,10 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
             * q_length[:, None]
         )
         since_start = decay_exp2(G)
-        tile = place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + o_n[None, :]
+        tile = head_slot * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + o_n[None, :]
         tl.store(keys_ptr + tile, (k * since_start).to(S.OPERAND))
         tl.store(queries_ptr + tile, (q * since_start * scale).to(S.OPERAND))
-        tl.store(ends_ptr + place * S.PADDED + o_n, decay_exp2(G_end))
+        tl.store(ends_ptr + head_slot * S.PADDED + o_n, decay_exp2(G_end))
         at_end = at_end + ((k * decay_exp2(G_end[None, :] - G)).to(S.SCORES),)
         # stage decayed_scores
         scores = add_scores(scores, q.to(S.SCORES), k.to(S.SCORES), G, S.PRECISION)
@@ -247,13 +247,15 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         tl.dot(queries_with_keys(scores).to(S.SCORES), A, input_precision=DOT_PRECISION)
         * (beta * scale)[None, :]
     )
-    tile = place * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
+    tile = head_slot * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(o_t[:, None] >= o_t[None, :], W, 0.0).to(S.OPERAND))
 
     # stage state_factor: X = diag(beta) A^T k exp(G_end - G) (CHUNK, BLOCK_K)
     for n in tl.static_range(BLOCKS):
         tile = (
-            place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + (n * S.BLOCK_K + o_k)[None, :]
+            head_slot * (S.CHUNK * S.PADDED)
+            + o_t[:, None] * S.PADDED
+            + (n * S.BLOCK_K + o_k)[None, :]
         )
         X = tl.dot(tl.trans(A), at_end[n], input_precision=DOT_PRECISION) * beta[:, None]
         tl.store(state_factor_ptr + tile, X.to(S.OPERAND))
@@ -309,20 +311,22 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     i_b, begin, length = whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen)
     nchunks = tl.cdiv(length, S.CHUNK)
-    first = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
-    place = first.to(tl.int64) * S.VALUE_HEADS + i_h
+    slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
+    head_slot = slot.to(tl.int64) * S.VALUE_HEADS + i_h
 
     o_c = tl.arange(0, S.CHUNK)
     o_k, o_v = tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
-    state_k, state_t, state_v = o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None]
+    # indices of tiles (BLOCK_V, BLOCK_K) of the state, and (BLOCK_V, CHUNK) of v and out
+    state_k, tile_t, state_v = o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None]
     state = ()
     for _ in tl.static_range(BLOCKS):
         state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
+    # true everywhere if V is a multiple of BLOCK_V, so that no mask is computed
     m_v = (state_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
     out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
-    v_tile = state_v * v_strides[3] + state_t * v_strides[1]
-    out_tile = state_v * out_strides[3] + state_t * out_strides[1]
+    v_tile = state_v * v_strides[3] + tile_t * v_strides[1]
+    out_tile = state_v * out_strides[3] + tile_t * out_strides[1]
     if initial_states_ptr is not None:
         initial_ptr = initial_states_ptr + ptr_offset(
             (sequence, i_h, 0, first_v), initial_states_strides
@@ -334,16 +338,16 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     # stage chunk_state: each chunk's v and W, Y = V - keys S, the next state, and the output
     for i_c in tl.range(0, nchunks, num_stages=S.SCAN_STAGES):
         t = tl.cast(i_c, tl.int64) * S.CHUNK
-        slot_place = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
-        rows = slot_place * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
+        chunk_head_slot = head_slot + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        rows = chunk_head_slot * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
         m_tile = m_v
         if not S.ALIGNED:
-            m_tile = m_v & (state_t < length - i_c * S.CHUNK)
+            m_tile = m_v & (tile_t < length - i_c * S.CHUNK)
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
         v = tl.load(v_rows_ptr + v_tile, mask=m_tile, other=0.0).to(tl.float32)
         W = tl.load(
             out_factor_ptr
-            + slot_place * (S.CHUNK * S.CHUNK)
+            + chunk_head_slot * (S.CHUNK * S.CHUNK)
             + o_c[:, None] * S.CHUNK
             + o_c[None, :]
         )
@@ -356,7 +360,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         next_state = ()
         for n in tl.static_range(BLOCKS):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            end = tl.load(ends_ptr + slot_place * S.PADDED + n * S.BLOCK_K + state_k)
+            end = tl.load(ends_ptr + chunk_head_slot * S.PADDED + n * S.BLOCK_K + state_k)
             next_state = next_state + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = next_state
         # stage chunk_output

@@ -357,7 +357,7 @@ def _scan(*values: int) -> dict[str, int]:
 
 
 _FEW_ROW_BLOCKS = (
-    "a whole head, so that no score is computed twice; each block of rows reads "
+    "a whole head, so that no score is computed twice; 128 rows, because each block of rows reads "
     "the entering state again"
 )
 _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
@@ -365,9 +365,9 @@ _SLICED = (
     "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's "
     "shared memory"
 )
-# 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6
-# to 3.8 overwrites registers of a product's operand while the product may still read them
-# (`tests/kernels/operand_races.py`).
+# The configurations for 16-bit inputs have blocks of 16 source positions, or a single stage.  With
+# blocks of 32 and more than one stage, Triton 3.6 to 3.8 overwrites registers of a product's
+# operand while the product may still read them (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: ConfigTable = (
     _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
     _row(

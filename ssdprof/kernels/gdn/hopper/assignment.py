@@ -47,7 +47,7 @@ class Sequence:
     tile: gl.tensor  # first TMA coordinate of its tiles
     # offset of the third TMA coordinate: TMA reads zeros beyond the sequence's end
     # (`kernels.tensors.tiles`)
-    row: gl.tensor
+    tile_row: gl.tensor
     slot: gl.tensor  # index of its first chunk among the slots of all chunks
 
 
@@ -59,12 +59,13 @@ class GDNSegment:
     head: gl.tensor
     first: gl.tensor  # its first chunk
     warmup: gl.tensor  # chunks of the first pass, directly before `first`
-    nchunks: gl.tensor
+    nchunks: gl.tensor  # without those of the first pass
     last: gl.tensor  # whether it ends its sequence
     # row of the state that enters the segment, among the states that `parts.py` computes; -1: that
     # module computes none for it.  If this is a part of `parts.py`: the row of the part
-    row: gl.tensor
+    state_row: gl.tensor
 
+    # methods: the program has one segment, which is this one (`_gluon.py`)
     segments, segment_at = segments, segment_at
 
 
@@ -152,7 +153,7 @@ def segment_of(packing, sequences, bounds, K, truncation_log2, warmup_lengths_pt
         first = boundary(index, count, extra, chunks)
         nchunks = boundary(index + 1, count, extra, chunks) - first
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, to copy its state
-    row = gl.to_tensor(-1)
+    state_row = gl.to_tensor(-1)
     if warmup_lengths_ptr is None:
         bounds_ptr = bounds_of(bounds, head, sequence)
         warmup = first_pass_of(bounds_ptr, gl.where(exists, first, 0), truncation_log2)
@@ -160,9 +161,10 @@ def segment_of(packing, sequences, bounds, K, truncation_log2, warmup_lengths_pt
         row_of_segment = program - sequences * S.HEADS  # first segments have no row
         warmup = gl.load(warmup_lengths_ptr + row_of_segment, mask=(first > 0) & exists, other=0)
         # -1: `parts.py` has computed the state that enters
-        row, warmup = gl.where(warmup < 0, row_of_segment, -1), gl.maximum(warmup, 0)
+        state_row = gl.where(warmup < 0, row_of_segment, -1)
+        warmup = gl.maximum(warmup, 0)
     last = first + nchunks >= chunks
-    return GDNSegment(sequence, head, first, warmup, nchunks, last, row), exists
+    return GDNSegment(sequence, head, first, warmup, nchunks, last, state_row), exists
 
 
 @gluon.jit

@@ -124,7 +124,8 @@ def _parts_kernel(
     """Compute the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
     program computes several parts.
 
-    rows: number of rows.  limit, least: see `first_passes`.  Others: see `_hopper_kernel`
+    rows: number of rows, as `parts.py` defines them.  limit, least: see `first_passes`.  Others:
+    see `_hopper_kernel`
     """
     cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = (
         tensors
@@ -139,8 +140,8 @@ def _parts_kernel(
         env = GDNEnv(
             rings,
             work,
-            None,
-            None,
+            None,  # no initial state
+            None,  # no entering states
             (parts_ptr, moves_ptr),
             decays_ptr,
             norms_ptr,

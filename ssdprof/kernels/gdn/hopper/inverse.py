@@ -109,6 +109,8 @@ def store_lower(product, blocks, beta, lower, diagonal):
 
     product: (i, j).  blocks: its diagonal blocks (block, row, column).  Entries on and above the
     diagonal are not masked, because nothing reads them.
+    lower: (i, j).  diagonal: (1, column * BLOCKS + block, row).  A barrier of the caller orders the
+    stores, once for all heads.
     """
     lower.store((product * beta[:, None]).to(gl.float16))
     beta_b = gl.convert_layout(beta.reshape([BLOCKS, BLOCK]), gl.SliceLayout(2, of_block))

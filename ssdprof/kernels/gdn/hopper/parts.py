@@ -184,7 +184,7 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.con
         sequence.begin,
         sequence.length,
         sequence.tile,
-        sequence.row,
+        sequence.tile_row,
         sequence.slot,
         row % S.HEADS,
         end,
@@ -347,7 +347,7 @@ def part_states(env, LANE: gl.constexpr):
         segment, n = work.segment_at(k)
         # The minimum is always 0, but the compiler does not know it.  So it computes addresses here
         # and keeps none in registers over the loop.
-        lane = LANE * ROWS + gl.minimum(segment.row, 0)  # the lane's first row
+        lane = LANE * ROWS + gl.minimum(segment.state_row, 0)  # the lane's first row
         # a zero state, and the identity
         N = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
         M = gl.where((lane + o_v)[:, None] == o_k[None, :], 1.0, 0.0)
@@ -355,11 +355,11 @@ def part_states(env, LANE: gl.constexpr):
         entered = gl.convert_layout(N.to(rings.keys.tiles.dtype), i_operand)
         for j in range(segment.warmup):
             N, M, entered = pass_pair(rings, N, M, entered, n + j, LANE)
-        gl.store(row_tile(parts_ptr, segment.row, lane, by_k), N)
+        gl.store(row_tile(parts_ptr, segment.state_row, lane, by_k), N)
         high = M.to(gl.bfloat16)
         low = (M - high.to(gl.float32)).to(gl.bfloat16)
-        store_rows(moves_ptr, 2 * segment.row, high, lane)
-        store_rows(moves_ptr, 2 * segment.row + 1, low, lane)
+        store_rows(moves_ptr, 2 * segment.state_row, high, lane)
+        store_rows(moves_ptr, 2 * segment.state_row + 1, low, lane)
 
 
 @gluon.jit

@@ -305,7 +305,7 @@ def _prep_kernel(
         gates = (g_ptr, beta_ptr, g_strides, beta_strides)
         # loads of g and beta, then of k and q, which overlap
         g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)
-        where = [sequence.tile, key_head, sequence.row + t, 0]
+        where = [sequence.tile, key_head, sequence.tile_row + t, 0]
         k, full = begin_load(k_desc, where)
         if NORMALISE:
             q, q_full = begin_load(q_desc, where)

@@ -36,7 +36,7 @@ def load_tile(ring, n, desc, head, segment, chunk):
     """
     ring.wait_empty(n)
     mbarrier.expect(ring.full_at(n), 2 * CHUNK * DIM)  # bytes
-    where = [segment.sequence.tile, head, segment.sequence.row + chunk * CHUNK, 0]
+    where = [segment.sequence.tile, head, segment.sequence.tile_row + chunk * CHUNK, 0]
     async_load(desc, where, ring.full_at(n), ring.tile(n).reshape([1, 1, CHUNK, DIM]))
 
 
@@ -83,7 +83,7 @@ def store_chunk(env, n, out_desc, segment, chunk):
     """
     rings = env.rings
     rings.outputs.wait_full(n)
-    where = [segment.sequence.tile, segment.head, segment.sequence.row + chunk * CHUNK, 0]
+    where = [segment.sequence.tile, segment.head, segment.sequence.tile_row + chunk * CHUNK, 0]
     async_store(out_desc, where, rings.outputs.tile(n).reshape([1, 1, CHUNK, DIM]))
     tma.store_wait(0)
     mbarrier.arrive(rings.outputs.empty_at(n), count=1)

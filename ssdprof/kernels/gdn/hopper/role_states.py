@@ -193,8 +193,8 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
     # the state where the first pass begins: zero, a state from `parts.py`, or the initial state
     state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
     if env.entering_ptr is not None:  # noqa: SIM102
-        if segment.row >= 0:
-            state = gl.load(row_tile(env.entering_ptr, segment.row, LANE * ROWS, by_k))
+        if segment.state_row >= 0:
+            state = gl.load(row_tile(env.entering_ptr, segment.state_row, LANE * ROWS, by_k))
     if env.initial_ptr is not None:  # noqa: SIM102
         if segment.warmup == segment.first:  # the first pass begins at the sequence's start
             initial_tile = state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)

@@ -623,14 +623,14 @@ def chunk_state(
     prev_states = chunks.empty(heads, value_dim, key_dim, dtype=operand)
     v_new = torch.empty_like(u)
     final_states = torch.empty(inputs.states_shape, device=k.device, dtype=torch.float32)
-    read = k, w, u, g_cumsum_log2, inputs.initial_state
+    sources = k, w, u, g_cumsum_log2, inputs.initial_state
     results = prev_states, v_new, final_states
     launch(
         _gdn_chunk_state_kernel,
         inputs.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (*read, chunks.spans, chunks.bounds, *results),
+        (*sources, chunks.spans, chunks.bounds, *results),
         (
-            strides_of_each(*read, *results),
+            strides_of_each(*sources, *results),
             inputs.length,
             heads,
             chunks.count,

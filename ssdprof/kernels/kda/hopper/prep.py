@@ -680,12 +680,12 @@ def load_inputs(env, inputs, full, sequence, t, head):
     q_tiles, k_tiles, g_tiles = inputs
     mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
     for half in gl.static_range(2):
-        where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
+        where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.tile_row + t, half * HALF]
         async_load(q_desc, where, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
         async_load(k_desc, where, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
     mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)
     for half in gl.static_range(2):
-        where = [sequence.tile, head, sequence.row + t, half * HALF]
+        where = [sequence.tile, head, sequence.tile_row + t, half * HALF]
         g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
         async_load(g_desc, where, full.index(1), g_tile)
 

@@ -81,7 +81,7 @@ def load_values(env, tiles, segment, t, row, n):
     tiles.wait_empty(use)
     full, halves = tiles.full_at(use), halves_of(tiles.tile(use))
     mbarrier.expect(full, 4 * CHUNK * HALF)  # bytes of v and W
-    corner = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
+    corner = [segment.sequence.tile, segment.head, segment.sequence.tile_row + t, segment.first_v]
     async_load(env.inputs[3], corner, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
     async_load(env.factors[3], [row, 0], full, halves.index(1))
 
@@ -105,7 +105,7 @@ def store_segment(env, tiles, written, segment, n):
     """
     for j in range(segment.nchunks):
         mbarrier.wait(written.index((n + j) % 2), (n + j) // 2 & 1)
-        t = segment.sequence.row + (segment.first + j) * CHUNK
+        t = segment.sequence.tile_row + (segment.first + j) * CHUNK
         corner = [segment.sequence.tile, segment.head, t, segment.first_v]
         out = halves_of(tiles.tile(4 * (n + j) + VALUES)).index(0)
         async_store(env.inputs[4], corner, out.reshape([1, 1, CHUNK, HALF]))

@@ -58,7 +58,7 @@ class KDAWhole:
 @gluon.jit
 def load_tile(env, desc, head, tile, full, n):
     """A tile of the program's n-th chunk; TMA reads zeros beyond the sequence's end."""
-    where = [env.sequence.tile, head, env.sequence.row + n * SIZE, 0]
+    where = [env.sequence.tile, head, env.sequence.tile_row + n * SIZE, 0]
     async_load(desc, where, full, tile.reshape([1, 1, SIZE, DIM]))
 
 
@@ -91,7 +91,7 @@ def stores(env):
     rings = env.rings
     for n in range(env.nchunks):
         mbarrier.wait(rings.written.index(rings.slot(n)), phase(n, rings.keys.DEPTH))
-        where = [env.sequence.tile, env.head, env.sequence.row + n * SIZE, 0]
+        where = [env.sequence.tile, env.head, env.sequence.tile_row + n * SIZE, 0]
         async_store(env.descs[4], where, rings.values.tile(n).reshape([1, 1, SIZE, DIM]))
         tma.store_wait(0)
         mbarrier.arrive(rings.values.empty_at(n), count=1)

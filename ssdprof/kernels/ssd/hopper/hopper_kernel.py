@@ -99,6 +99,7 @@ class SSDSegment:
     slot: gl.tensor
     slot_step: gl.tensor  # distance between the slots of neighbouring segments of a sequence
 
+    # methods: the program has one segment, which is this one (`_gluon.py`)
     segments, segment_at, chunks = segments, segment_at, chunks
 
 

@@ -359,7 +359,7 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
     # stage chunk_state: the products with B
     B = rows_of(shared, B_slot, half)
-    xw = weighted(x, weight, False)
+    xw = weighted(x, weight, WHOLE=False)
     state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
     if AT_ONCE:  # add the rounding error of xw
         lost = gl.convert_layout(rounded_off(x, weight, xw), n_operand)
@@ -371,8 +371,10 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     out = warpgroup_mma_wait(2 if AT_ONCE else 1, deps=[out_begun])
     # stage chunk_state: the rounding error of xw, here, where registers are free again
     if not RELAXED and not AT_ONCE:
-        again = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
-        lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
+        weight_again = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(
+            gl.SliceLayout(0, q_operand)
+        )
+        lost = gl.convert_layout(rounded_off(x, weight_again, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.previous: the sum over N, and the decay of each position
     if N_SPLIT == 2:
