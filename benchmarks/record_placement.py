@@ -64,7 +64,7 @@ def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> ServedModelOpt
 
 def cap_bytes(target: Target, held_layers: float) -> int:
     """Memory for the model's computation, its embedding and some decoder layers."""
-    beside = placement.Chooser(target).least_beside()
+    beside = placement.Chooser(target).least_bytes_beside_weights()
     layer = target.located.weight_bytes(1) - target.located.weight_bytes(0)
     outside = target.located.weight_bytes(0) - layer
     return beside + outside + int(held_layers * layer)

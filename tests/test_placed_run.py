@@ -21,7 +21,7 @@ def little_memory(in_empty_folder: None, monkeypatch):
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = ServedModelOptions(model="demo", seqlens=(24,))
     target = find(request)
-    free = Chooser(target).least_beside() + int(0.6 * target.weight_bytes)
+    free = Chooser(target).least_bytes_beside_weights() + int(0.6 * target.weight_bytes)
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
 
 

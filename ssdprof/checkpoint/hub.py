@@ -173,7 +173,10 @@ class Source:
         return os.path.isfile(self.folder / name)
 
     def path(self, name: str) -> Path:
-        """The path of the file `name` on this machine; downloads it if necessary."""
+        """The path of the file `name` on this machine; `HubRepo` downloads it if necessary.
+
+        Raises ModelUnavailableError if there is no such file.
+        """
         if not self.cached(name):
             raise ModelUnavailableError(
                 f"{self.label} has no {name}.", "The folder is an incomplete copy."

@@ -154,15 +154,18 @@ class Launch(Record):
 
     kernel: Text
     config: dict[Text, int | Text | bool]
-    registers: Count | None = None
-    spills: Count | None = None
+    registers: Count | None = None  # per thread
+    spills: Count | None = None  # 32-bit words of local memory per thread
     shared_bytes: Count | None = None
     warps_pct: Percent | None = None  # resident warps as a share of the most that an SM holds
     blocks_per_sm: Count | None = None
 
     @property
     def digest(self) -> str:
-        """Six characters that identify the configuration.  A stored baseline has only these."""
+        """Six characters that identify the configuration.
+
+        A stored baseline's config has only this digest.
+        """
         return str(self.config.get("digest", sha256(str(self.config).encode()).hexdigest()[:6]))
 
 

@@ -126,7 +126,7 @@ def _is_decoded(case: Case) -> bool:
     return isinstance(case.task, DecodedStates)
 
 
-def _kept_steps(case: Case, state_format: str, _: SpeedupOf) -> int | None:
+def _kept_steps(case: Case, state_format: str, _speedup_of: SpeedupOf) -> int | None:
     """The steps that a format keeps.  state_format: empty: that of the case."""
     is_of_format = state_format in ("", states_of(case.precision))
     return case.task.kept_steps if isinstance(case.task, DecodedStates) and is_of_format else None
@@ -136,17 +136,17 @@ def _speedup(case: Case, over: str, speedup: SpeedupOf) -> Estimate | None:
     return speedup(case, over=over)
 
 
-def _time(case: Case, clock: str, _: SpeedupOf) -> Estimate | None:
+def _time(case: Case, clock: str, _speedup_of: SpeedupOf) -> Estimate | None:
     if clock == "call":
         return case.call_us
     return case.device_us if clock == "device" else case.time_us
 
 
-def _match(case: Case, tolerance_name: str, _: SpeedupOf) -> float | None:
+def _match(case: Case, tolerance_name: str, _speedup_of: SpeedupOf) -> float | None:
     return case.match_pct(TOLERANCE_NAMES[tolerance_name])
 
 
-def _rms(case: Case, _at: str, _: SpeedupOf) -> float | None:
+def _rms(case: Case, _at: str, _speedup_of: SpeedupOf) -> float | None:
     """The RMS error over that of the floor; infinite if only the floor is 0."""
     out = case.tensor("out")
     if out is None:
@@ -159,7 +159,7 @@ def _rms(case: Case, _at: str, _: SpeedupOf) -> float | None:
 def _of_answers(name: str) -> Callable[[Case, str, SpeedupOf], float | None]:
     """A metric's `value` for a field of `AnswerBand`, over the whole prompt."""
 
-    def value(case: Case, _at: str, _: SpeedupOf) -> float | None:
+    def value(case: Case, _at: str, _speedup_of: SpeedupOf) -> float | None:
         return getattr(case.band, name) if case.band else None
 
     return value
@@ -205,14 +205,17 @@ METRICS: dict[str, Metric] = {
         if_missing="not compared with the fp64 oracle",
     ),
     "memory": Metric(
-        value=lambda case, _at, _: case.workspace_bytes,
+        value=lambda case, _at, _speedup_of: case.workspace_bytes,
         applies=_is_call,
         gate="1e9",
         change="base+5%",
         unit=" bytes",
     ),
     "launches": Metric(
-        value=lambda case, _at, _: case.kernel_count, applies=_is_call, gate="2", change="base+0"
+        value=lambda case, _at, _speedup_of: case.kernel_count,
+        applies=_is_call,
+        gate="2",
+        change="base+0",
     ),
     KEPT_STEPS: Metric(
         value=_kept_steps,

@@ -8,7 +8,8 @@ from ssdprof.core.target import Environment
 
 TUNED_VERSION: Final = 4
 Setting = int | float | bool | Text
-# The calls of a search: "operator", "kernel", "intermediates", and sizes by the operator's names.
+# What the calls of a search have in common.  The keys: "operator", "kernel", "intermediates", and
+# sizes by the operator's names.
 TunedCalls = dict[Text, Setting]
 
 

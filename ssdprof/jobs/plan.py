@@ -208,7 +208,7 @@ class Chooser:
         # (seqlen, segment length) -> bytes without and with replaying; see `_predicted`
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def least_beside(self, seqlen: int | None = None) -> int:
+    def least_bytes_beside_weights(self, seqlen: int | None = None) -> int:
         """The least bytes that must be free in addition to the weights.
 
         seqlen: tokens of the prompt; None: the longest prompt.  The longest and the shortest of
@@ -216,7 +216,9 @@ class Chooser:
         """
         seqlen = seqlen or self._seqlen
         lengths = self._lengths(seqlen)
-        return min(self._beside(seqlen, length) for length in (lengths[0], lengths[-1]))
+        return min(
+            self._bytes_beside_weights(seqlen, length) for length in (lengths[0], lengths[-1])
+        )
 
     def lacks(self, kind: PlacementKind) -> str:
         """What this machine lacks for `kind`; empty if it has its devices."""
@@ -232,13 +234,15 @@ class Chooser:
         """
         free = limits.free_bytes() - self._target.weight_bytes
         for length in self._lengths(self._seqlen):
-            beside = self._beside(self._seqlen, length)
+            bytes_beside_weights = self._bytes_beside_weights(self._seqlen, length)
             if kind == "one-gpu":
-                mapped: DeviceMap | None = {"": self.main} if beside <= free else None
+                mapped: DeviceMap | None = {"": self.main} if bytes_beside_weights <= free else None
             else:
-                mapped = infer_devices(self._model, dict(self._room(kind, beside)))
+                mapped = infer_devices(self._model, dict(self._room(kind, bytes_beside_weights)))
             if mapped is not None:
-                return self.at(kind, mapped, length, max(beside, free))
+                # devices among which the weights are divided have more room than `free` says: at
+                # least what the longest prompt takes
+                return self.at(kind, mapped, length, max(bytes_beside_weights, free))
         return None
 
     def at(self, kind: PlacementKind, mapped: DeviceMap, length: int, free: int) -> ChosenPlacement:
@@ -267,7 +271,7 @@ class Chooser:
         """
         target = self._target
         free = limits.free_bytes()
-        computed = self.least_beside()
+        computed = self.least_bytes_beside_weights()
         takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
         weights = f"its weights take {size_words(target.weight_bytes)}"
         layer, embedding = self._streamed_parts()
@@ -319,7 +323,7 @@ class Chooser:
         target = self._target
         length = (1 << (self._seqlen - 1).bit_length()) // 2  # the next shorter power of two
         while length >= _LEAST_LENGTH and not target.serving.packed:
-            if weights + self.least_beside(length) <= free:
+            if weights + self.least_bytes_beside_weights(length) <= free:
                 yield f"--seq {length}"
                 break
             length //= 2
@@ -349,11 +353,11 @@ class Chooser:
         lengths = self._lengths(seqlen)
         if seqlen != self._seqlen:
             for length in lengths:
-                if self._beside(seqlen, length) <= free:
+                if self._bytes_beside_weights(seqlen, length) <= free:
                     return length
         return min(at_most, lengths[0])
 
-    def _beside(self, seqlen: int, length: int) -> int:
+    def _bytes_beside_weights(self, seqlen: int, length: int) -> int:
         """Bytes that must be free in addition to the weights to run a prompt of `seqlen` tokens in
         segments of `length`, and to replay its calls; 0 if unknown.
         """
@@ -405,17 +409,17 @@ class Chooser:
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Device, int]]:
+    def _room(self, kind: PlacementKind, bytes_beside_weights: int) -> Iterator[tuple[Device, int]]:
         """Each device, and the bytes that it has for weights.
 
-        beside: bytes that the computation takes on each of them.
+        bytes_beside_weights: bytes that the computation takes on each of them.
         """
         if self.main == "cpu":
-            yield "cpu", limits.free_bytes() - beside
+            yield "cpu", limits.free_bytes() - bytes_beside_weights
         for index, free in self.gpus.items():
             # another GPU may be full, with the memory of other processes
-            if index == self.main or free > beside:
-                yield index, free - beside
+            if index == self.main or free > bytes_beside_weights:
+                yield index, free - bytes_beside_weights
         if kind == "cpu-offload":
             yield "cpu", host_memory() - self._collected_bytes()
         if kind == "disk-offload":

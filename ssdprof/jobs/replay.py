@@ -300,7 +300,7 @@ class Replay:
             task = LayerCall(kind="layer", layer=layer, dims=dims)
             prompt_hash = self._hash_of(dims.seqlen, dims.batch)
             decode(operator, inputs, task, self._options, writer, self._watcher, prompt_hash)
-            writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
+            writer.note_gates(layer.index, partial(heads_by_memory, operator, inputs))
             return
         entries = self._entries(operator, captured, call, inputs)
         if self._options.sampler:
@@ -309,12 +309,13 @@ class Replay:
             return
         if self._is_done(entries):
             writer.captured(layer)
-            for entry in entries:  # so that later layers of the kind do not test their laws again
+            # so that later layers of the kind do not test the implementations' laws again
+            for entry in entries:
                 if writer.earlier[entry.case.name].probes:
                     self._prober.probed(entry.call.implementation, inputs)
         else:
             self._compare(entries, layer)
-        writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
+        writer.note_gates(layer.index, partial(heads_by_memory, operator, inputs))
 
     def _prepared(
         self, operator: Operator, captured: CapturedLayer

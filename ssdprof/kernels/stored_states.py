@@ -43,7 +43,7 @@ LEAST_NORMAL_FP16 = tl.constexpr(2.0**-14)
 class Stepping:
     """How a launch of a token-by-token kernel rounds states.
 
-    format: None: states are not rounded.
+    format: of the stored states.  Without one, states are not rounded.
     step: number of tokens between roundings.
     seed: seed of the random numbers, 0 to 2**31 - 1.
     """

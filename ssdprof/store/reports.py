@@ -183,7 +183,7 @@ class Writer:
         if size:
             self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
-    def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
+    def note_gates(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
         """Note how many heads of a layer forget within which time, unless it was noted before.
 
         heads: computes the numbers of heads (see `ProcessLine.gates`).
@@ -673,8 +673,14 @@ def _folder(path: Path) -> Report:
     for number in range(header.process_count):
         lines, process = _lines(path / f"cases.{number}.jsonl")
         for name, case in _joined(lines).items():
-            is_sampler = number >= header.ranks
-            cases[name] = cases[name].sampled(case) if is_sampler else case
+            if number < header.ranks:
+                cases[name] = case
+            elif name in cases:
+                cases[name] = cases[name].sampled(case)
+            else:
+                raise BadInputError(
+                    f"{path} is damaged: no rank has the case {name}.", _VERSION_HINT
+                )
         if process:
             processes.append(process)
     order = {", ".join(parts): number for number, parts in enumerate(header.requested)}

@@ -139,7 +139,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(name, tmp_path, 
         sum(weight.nbytes for weight in one.parameters()) for one in model.base_model.layers
     )
     embedding = model.get_input_embeddings().weight.nbytes
-    computed = placement.Chooser(target).least_beside()
+    computed = placement.Chooser(target).least_bytes_beside_weights()
     least = layer + embedding + computed
     assert f"| {name} | {size_words(layer)} | {size_words(least)} |" in PAGE.read_text()
 
@@ -171,7 +171,10 @@ def test_a_smaller_model_of_the_family_is_advised(tmp_path, monkeypatch):
     ref = target.ref.model_copy(update={"repo_id": "ibm-granite/granite-4.0-h-small"})
     monkeypatch.setattr(type(target), "ref", ref)
     gpu_with(monkeypatch, 0)
-    gpu_with(monkeypatch, target.located.weight_bytes(2) + placement.Chooser(target).least_beside())
+    gpu_with(
+        monkeypatch,
+        target.located.weight_bytes(2) + placement.Chooser(target).least_bytes_beside_weights(),
+    )
     with pytest.raises(
         MissingCapabilityError, match=r"does not fit on cuda:0: its weights take 6\.73 GiB"
     ) as caught:

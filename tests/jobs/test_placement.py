@@ -89,7 +89,7 @@ def memory(monkeypatch, gpus: list[int], host: int):
 
 def beside(folder: Path) -> int:
     """Bytes that the model needs in addition to its weights, as the choice counts them."""
-    return placement.Chooser(asked(folder)).least_beside()
+    return placement.Chooser(asked(folder)).least_bytes_beside_weights()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,11 @@ def test_weights_that_transformers_writes_anew_are_counted(
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
     target = asked(tmp_path, "disk-offload")
-    memory(monkeypatch, [], target.weight_bytes // 2 + placement.Chooser(target).least_beside())
+    memory(
+        monkeypatch,
+        [],
+        target.weight_bytes // 2 + placement.Chooser(target).least_bytes_beside_weights(),
+    )
     chosen = choose(target)
     loaded = load(target, Watcher())
     written = (
@@ -594,7 +598,7 @@ def test_segments_of_a_given_length_may_be_tried_with_less_memory(granite: Path,
 
 def test_each_prompt_has_the_longest_segments_that_fit(granite: Path, monkeypatch):
     target = replace(asked(granite), seqlens=(1024, 2048, 4096))
-    needed = placement.Chooser(replace(target, seqlens=(2048,))).least_beside()
+    needed = placement.Chooser(replace(target, seqlens=(2048,))).least_bytes_beside_weights()
     memory(monkeypatch, [], target.weight_bytes + needed)
     assert choose(target).segment_lengths == (1024, 2048, 2048)
 
@@ -606,7 +610,11 @@ def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch):
     segments = asked(granite, seqlen=1024, segment_length=64)
     chunks = replace(segments, serving=Serving(chunk=64))
     memory(monkeypatch, [2**40], 2**40)
-    memory(monkeypatch, [chunks.weight_bytes + placement.Chooser(chunks).least_beside()], 2**40)
+    memory(
+        monkeypatch,
+        [chunks.weight_bytes + placement.Chooser(chunks).least_bytes_beside_weights()],
+        2**40,
+    )
     assert choose(segments).record.kind == "cpu-offload"
     assert choose(chunks).record.kind == "one-gpu"
 
@@ -669,7 +677,7 @@ def test_the_predicted_peak_of_a_gpu(
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-    more = placement.Chooser(target).least_beside()
+    more = placement.Chooser(target).least_bytes_beside_weights()
     with capped(None if kind == "one-gpu" else more + target.weight_bytes * 2 // 3):
         before = torch.cuda.memory_allocated()
         loaded = load(target, Watcher())
@@ -690,7 +698,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length):
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
         target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-        more = placement.Chooser(target).least_beside()
+        more = placement.Chooser(target).least_bytes_beside_weights()
         kept = []
         with capped(None if kind == "one-gpu" else more + target.weight_bytes * 3 // 4):
             loaded = load(target, Watcher())

@@ -524,3 +524,11 @@ def test_a_folder_whose_lines_do_not_fit_together_is_damaged():
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with pytest.raises(BadInputError, match=r"is damaged: .*nothing says what it computed"):
         load(folder)
+
+
+def test_a_case_of_a_sampler_that_no_rank_has_is_damage(monkeypatch):
+    monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
+    folder = store("one", samplers=2)
+    (folder / "cases.0.jsonl").rename(folder / "cases.1.jsonl")
+    with pytest.raises(BadInputError, match="is damaged: no rank has the case "):
+        load(folder)

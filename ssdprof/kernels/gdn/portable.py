@@ -328,8 +328,9 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
 
 @triton.jit
 def chunks_to_forget(bounds_ptr, stride, count):
-    """The number of chunks over which a state becomes negligible, counted backwards from the chunk
-    of `bounds_ptr`; `count`, the number of all earlier chunks, if it never does.
+    """The number of chunks before the chunk of `bounds_ptr`, without that one, over which a state
+    becomes negligible, counted backwards; `count`, the number of all earlier chunks, if it never
+    does.
 
     bounds_ptr: the bound of that chunk in `chunks`.  stride: between the bounds of two chunks
     """

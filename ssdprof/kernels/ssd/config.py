@@ -277,8 +277,9 @@ PORTABLE: ConfigTable = (
         headdim=32,
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
         why=(
-            "for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too "
-            "short for them"
+            "rows of x below 128 bytes: in products that read such operands from shared memory, "
+            "ptxas overwrites the register that holds their address; chunks of 32 are too short "
+            "for such products"
         ),
     ),
     _row(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
@@ -286,9 +287,9 @@ PORTABLE: ConfigTable = (
         majors=(9,),
         take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
         why=(
-            "256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in "
-            "halves, each of which a stage reads by itself, because whole rows of B and C do not "
-            "fit beside the state"
+            "256 state dimensions fill the registers of 4 warps: 8 warps, and one program on an "
+            "SM; N in halves, each of which a stage reads by itself, because whole rows of B and C "
+            "do not fit beside the state"
         ),
     ),
     _row(

@@ -270,9 +270,9 @@ def ssd_recurrent(
     in_place: the final states overwrite inputs.initial_states, in its dtype, and the call returns
         that tensor.  For a pool, `kernels/inputs.py` says which slots are read and written.
 
-    Raises ValueError if in_place has no initial_states to write to, expanded ones, or
-    inputs.state_every, and UnsupportedError for N above MAX_DSTATE, for inputs that require a
-    gradient, and, outside Triton's interpreter, for tensors not on a GPU.
+    Raises ValueError if in_place is given without initial_states to write to, with expanded ones,
+    or with inputs.state_every, and UnsupportedError for N above MAX_DSTATE, for inputs that require
+    a gradient, and, outside Triton's interpreter, for tensors not on a GPU.
     """
     refuse_gradient("recurrent", _tensors(inputs))
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)

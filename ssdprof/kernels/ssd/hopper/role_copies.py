@@ -61,17 +61,20 @@ def load_rows(shared, segment, slot, t, desc, first_block, full):
 
 
 @gluon.jit
-def load_first(env, segment, seen, k: gl.constexpr, first_block):
-    """Load B and x of chunk k of the turn after `seen` chunks of the first pass."""
+def load_first(env, segment, seen, chunk: gl.constexpr, first_block):
+    """Load B and x of a chunk of the turn after `seen` chunks of the first pass.
+
+    chunk: its index in the turn
+    """
     shared = env.shared
     first = shared.first
-    slot = place_in(seen + k, first.DEPTH)
+    slot = place_in(seen + chunk, first.DEPTH)
     full = first.full.index(slot)
     # c counts from the chunk at which the first pass ends.  A chunk before it must be zero, so read
     # past the sequence's end, where TMA returns zeros
-    c = segment.warmup_chunks - 1 - seen - k
+    c = segment.warmup_chunks - 1 - seen - chunk
     t = gl.where(c >= 0, (segment.warmup_first + c) * CHUNK, segment.length)
-    mbarrier.wait(first.empty.index(slot), phase(seen + k, first.DEPTH) ^ 1)
+    mbarrier.wait(first.empty.index(slot), phase(seen + chunk, first.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
     load_rows(shared, segment, slot, t, env.descs[1], first_block, full)
     load_x(env, segment, slot, t, full)
@@ -116,12 +119,12 @@ def loads(env):
         if segment.has_warmup:
             goes_on = segment.warmup_chunks > 0
             while goes_on:
-                for turn in gl.static_range(first.TURN):
-                    load_first(env, segment, seen, turn, first_block)
+                for chunk in gl.static_range(first.TURN):
+                    load_first(env, segment, seen, chunk, first_block)
                 # whether another turn follows: `scores` has written the flag when it arrives
-                word = seen // first.TURN
-                place = place_in(word, first.WORDS)
-                mbarrier.wait(first.continue_barrier.index(place), phase(word, first.WORDS))
+                turn = seen // first.TURN
+                place = place_in(turn, first.WORDS)
+                mbarrier.wait(first.continue_barrier.index(place), phase(turn, first.WORDS))
                 goes_on = scalar(first.continue_flag.index(place)) != 0
                 seen += first.TURN
         for i in range(segment.nchunks):
@@ -136,15 +139,16 @@ def store_chunk(env, segment, i, n):
     shared = env.shared
     OWN: gl.constexpr = shared.out.shape[1]  # positions of a chunk that one lane finishes
     t = (segment.first_chunk + i) * CHUNK
-    for k in gl.static_range(2):
-        unit, row = segment.unit + k // shared.N_SPLIT, segment.row + t + k % shared.N_SPLIT * OWN
-        out = shared.out.index(k).reshape([1, 1, OWN, SLICE])
-        mbarrier.wait(shared.written.index(k), n & 1)
+    for lane in gl.static_range(2):
+        unit = segment.unit + lane // shared.N_SPLIT
+        row = segment.row + t + lane % shared.N_SPLIT * OWN
+        out = shared.out.index(lane).reshape([1, 1, OWN, SLICE])
+        mbarrier.wait(shared.written.index(lane), n & 1)
         where = [segment.tile, unit // env.S.SLICES, row, unit % env.S.SLICES * SLICE]
         async_store(env.descs[3], where, out)
     tma.store_wait(0)  # until TMA has read both tiles
-    for k in gl.static_range(2):
-        mbarrier.arrive(shared.unwritten.index(k), count=1)
+    for lane in gl.static_range(2):
+        mbarrier.arrive(shared.unwritten.index(lane), count=1)
 
 
 @gluon.jit

@@ -362,22 +362,23 @@ def decayed_scores(env, seen, n, causal):
     shared = env.shared
     RELAXED: gl.constexpr = env.S.RELAXED
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    row: gl.constexpr = gl.SliceLayout(1, layout)
-    col: gl.constexpr = gl.SliceLayout(0, layout)
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    col_layout: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
     slot, score_slot = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
     # for B and C of the chunk from `loads`, and for its vectors from `gates`
     mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     CB_begun = bmm_chunk(shared, seen, n)
-    row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
-    key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
+    row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row_layout)
+    key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col_layout)
     if shared.UNITS == 2:
-        row_1 = lane_of(shared.gates, slot * 4 + ROW, 1).load(row)
+        row_1 = lane_of(shared.gates, slot * 4 + ROW, 1).load(row_layout)
     CB = warpgroup_mma_wait(0, deps=[CB_begun])
     # stage chunk_scan.current: the decayed scores
     result = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
     if shared.UNITS == 2:
-        key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col)
+        # loaded no earlier, because registers of relaxed fp16 would spill beside the first unit's
+        key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col_layout)
     mbarrier.wait(shared.unscored.index(score_slot), phase(n, shared.SCORE_DEPTH) ^ 1)
     if shared.UNITS == 2:
         shared.scores.index(score_slot * 2).store(result)
