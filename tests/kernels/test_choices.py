@@ -138,8 +138,8 @@ def hopper(operator: str, _name: str, inputs, draw: random.Random):
 
 DRAWN: dict[str, Callable[[random.Random], Any]] = {"ssd": ssd_inputs, "gdn": gdn_inputs}
 FROZEN = {
-    ("ssd", "unfused"): "25aacd5d480f591b", ("ssd", "fused"): "ef1b08527934c8d1",
-    ("ssd", "portable"): "96e2d8a52cdc5c40", ("ssd", "hopper"): "fbd67449c6741f37",
+    ("ssd", "unfused"): "25aacd5d480f591b", ("ssd", "fused"): "8361a89467bd8a43",
+    ("ssd", "portable"): "7b8996b7e0a8149a", ("ssd", "hopper"): "fbd67449c6741f37",
     ("ssd", "recurrent"): "d534f25ac8ca1043", ("ssd", "unfused_step"): "9a81421c82281b7c",
     ("gdn", "unfused"): "45efeb3d529ef775", ("gdn", "fused"): "3a35555bd5e2a4a5",
     ("gdn", "portable"): "e117534437ff36b4", ("gdn", "hopper"): "f7691f8876805251",
