@@ -322,10 +322,11 @@ class HubRepo(Source):
                     f"{repo_id} has no {first}.",
                     "It is not in transformers' format; repos with only GGUF files are not.",
                 ) from None
-            except errors.HfHubHTTPError:
+            except errors.HfHubHTTPError:  # an answer of the hub; a subclass of TRANSPORT_ERROR
                 raise
-            except TRANSPORT_ERROR as dropped:
-                raise errors.LocalEntryNotFoundError(str(dropped)) from dropped
+            except TRANSPORT_ERROR as error:
+                # what the library itself raises for an unreachable hub and a file not in its cache
+                raise errors.LocalEntryNotFoundError(str(error)) from error
         # The file is in snapshots/<commit>/.  If the hub is unreachable, the commit is the one that
         # the revision had when it was last resolved.
         super().__init__(path.parent, repo_id)

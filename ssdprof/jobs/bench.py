@@ -349,9 +349,8 @@ class CellBench:
             verdicts = self._short_verdicts(checked, comparer)
         entries = self._entries(cell, checked.tokens.seqlen if verdicts else None)
         cases = {case.name: case for case in comparer.compare(entries, str(cell), verdicts)}
-        if (
-            verdicts
-        ):  # the first call of `checked` is in this cell's report; later cells have theirs
+        if verdicts:
+            # the time of a first call stands in the first cell that was checked by `checked`
             self._verdicts[checked] = {
                 key: case.changed(first_call=None) for key, case in verdicts.items()
             }

@@ -10,6 +10,7 @@ from ssdprof.kernels._gluon import async_load, async_store
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.hopper.ring import CHUNK
 
+# for `ssdprof stalls` (stalls/attribute.py): function -> its stage
 STAGES = {
     "load_tile": "loads",
     "load_keys": "loads",
@@ -18,6 +19,7 @@ STAGES = {
     "store_chunk": "chunk_output",
     "stores": "chunk_output",
 }
+# ring -> the stage of lines that wait at its barriers; "ahead": of loads, for a slot to be free
 WAITS = {
     "keys": "ahead",
     "values": "ahead",
