@@ -668,8 +668,8 @@ def _load_workload(
         shape = tuple(sizes[axis] for axis in form["shape"])
         dtype = getattr(torch, form["dtype"])
         if source["type"] == "random":
-            _check_room(file, 8 * math.prod(shape))
-            tensor = _drawn(f"{workload['uuid']} {name}", shape, dtype)
+            _check_room(file, 8 * math.prod(shape))  # fp32 and a normalised copy
+            tensor = _drawn(workload["uuid"], name, shape, dtype)
         else:
             path = (folder / source["path"]).resolve()
             if not path.is_relative_to(folder.resolve()):
@@ -682,17 +682,15 @@ def _load_workload(
     return _checked(read(**values), None, None)
 
 
-def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers ~ N(0, 1), which depend on `name` only.  q and k have length 1, so that states
-    stay finite.
-
-    name: identity of the workload and name of the input.
+def _drawn(uuid: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers ~ N(0, 1) for the input `name` of a workload.  They depend on the workload's
+    `uuid` and on the name only.  Rows of q and k have length 1, so that states stay finite.
     """
     if not dtype.is_floating_point:
-        raise ValueError(f"random integers are no {name.split()[-1]}")
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        raise ValueError(f"random integers are no {name}")
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{uuid} {name}".encode()))
     values = torch.randn(shape, generator=generator)
-    if name.endswith((" q", " k")):
+    if name in ("q", "k"):
         values = torch.nn.functional.normalize(values, dim=-1)
     return values.to(dtype)
 

@@ -768,7 +768,7 @@ def same_tensors(room: Room) -> None:
     """Calls with the same tensors, whose values change between them, as a server's buffers do."""
     static = room.call(room.pool(), rows_of(*range(6)))
     room.run(static)
-    change_values(room, static, lambda: room.pool_run(static.inputs, room.precision)[0], times=3)
+    change_values(room, static, lambda: room.pool_run(static.inputs, room.precision)[0])
 
 
 def replayed_graph(room: Room) -> None:
@@ -786,10 +786,10 @@ def replayed_graph(room: Room) -> None:
         graph.replay()
         return out
 
-    change_values(room, static, replay, times=REPLAYS)
+    change_values(room, static, replay)
 
 
-def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor], *, times: int) -> None:
+def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor]) -> None:
     """Check several calls on the tensors of one call, with other tokens, slots and numbers of live
     rows each time.
 
@@ -806,7 +806,7 @@ def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor], *, 
                 tensors[name].copy_(tensor)
         return Output(again(), pool.states)
 
-    for _ in range(times):
+    for _ in range(REPLAYS):
         slots = rng.sample(range(SLOTS), 6)
         live = rng.randint(1, 6)
         slots[live:] = [-1] * (6 - live)

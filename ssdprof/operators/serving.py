@@ -44,8 +44,8 @@ def _step_or_gathered(
     implementation does not keep; otherwise the implementation on gathered states.
     """
     every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
-    variant = implementation.plan(inputs.after(None), precision).variant
-    if every_state or variant == "recurrent":
+    # planned only if need be: servers make this call for each token
+    if every_state or implementation.plan(inputs.after(None), precision).variant == "recurrent":
         recurrent = kernels.get(inputs.operator, "recurrent").in_place
         assert recurrent is not None
         return recurrent(inputs, precision)

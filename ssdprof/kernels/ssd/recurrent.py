@@ -119,8 +119,8 @@ def _slice_of_program(S: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen", "seed"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl.constexpr):
     """One slice of P of one head of one sequence of `ssd_recurrent`, position after position, with
-    the state (P, N) in registers.  FORMAT: of a simulation of stored states (`stored_states.py`),
-    in which the table of slots has a column for the initial state, too.
+    the state (P, N) in registers.  With S.FORMAT, states are rounded to it (`stored_states.py`;
+    seed: stochastic rounding), and the first column of the table of slots is for initial states.
     """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
