@@ -206,6 +206,17 @@ class Trial:
             except (Broken, NotApplicable):
                 return False
 
+    def accepts(self, inputs: Inputs) -> bool:
+        """Whether the implementation does not refuse the inputs; it may fail for them."""
+        with self._latest_kept():
+            try:
+                self.run(inputs)
+            except NotApplicable:
+                return False
+            except Broken:
+                return True
+        return True
+
     @contextmanager
     def _latest_kept(self) -> Iterator[None]:
         """Calls in the block do not change `latest`, because they break no law: they explain one
@@ -553,7 +564,22 @@ def edge_inputs(trial: Trial) -> None:
         if trial.outside(inputs, output, trial.room):
             trial.judge(inputs, output, f"{_cause(trial, edge)}, in {words_of_inputs}: ")
 
-    judge_kinds(trial.edges, "no edge inputs could be tried", judge)
+    kinds = [_accepted_forms(trial, forms) for forms in trial.edges]
+    judge_kinds(kinds, "no edge inputs could be tried", judge)
+
+
+def _accepted_forms(
+    trial: Trial, forms: Iterable[EdgeInputs[Inputs]]
+) -> Iterator[EdgeInputs[Inputs]]:
+    """The forms, for `judge_first`, which goes on to the next one if the kernel refuses a form.
+
+    After a form with special traits, that form comes with those traits alone that the kernel
+    accepts, so that one trait outside of its domain does not hide a fault of another.
+    """
+    for form in forms:
+        yield form
+        if form.traits:
+            yield form.restricted(trial.accepts)
 
 
 def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:

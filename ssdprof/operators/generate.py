@@ -220,6 +220,15 @@ class EdgeInputs(Generic[I]):
                 inputs = trait.apply(inputs) or inputs
         return inputs
 
+    def restricted(self, accepts: Callable[[I], bool]) -> EdgeInputs[I]:
+        """The same inputs without the traits because of which they are not accepted."""
+        accepted = EdgeInputs(self.draw, ())
+        for trait in self.traits:
+            longer = EdgeInputs(self.draw, (*accepted.traits, trait))
+            if accepts(longer.make()):
+                accepted = longer
+        return accepted
+
 
 @dataclass(frozen=True, kw_only=True)
 class KnownOutputs:

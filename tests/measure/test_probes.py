@@ -276,6 +276,19 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
     assert detail.startswith("limits of dt that bind (dt is limited after its bias and softplus)")
 
 
+def test_a_refused_trait_does_not_hide_a_fault_of_another_one():
+    """A factor of a product of decays overflows at g of -30; g of -inf and above 0 are refused."""
+
+    def with_inverse_decays(inputs):
+        if inputs.g.isinf().any() or (inputs.g > 0).any():
+            raise UnsupportedError("mine: g is finite and at most 0")
+        out, states = oracle_output(inputs)
+        sums = inputs.g[:, : inputs.length // 16 * 16].unflatten(1, (-1, 16)).sum(2)
+        return (out * torch.nan if (-sums).exp().isinf().any() else out), states
+
+    assert broken_edge(with_inverse_decays, gdn()).startswith("g of -30 at 64 tokens (")
+
+
 def test_several_faults_name_all_traits():
     def half(inputs):
         out, states = oracle_output(inputs)
