@@ -114,9 +114,8 @@ def test_the_speeds_of_the_readme():
         "over the published kernel or FlashInfer": ("published", "flashinfer"),
     }
     for row in table_with("../README.md", *columns):
-        tokens, _, quarter = row["sequences x tokens"].partition(", a quarter")
-        tokens, slow, _ = tokens.partition(", every head slow")
-        cell_ways = ("quarter-ungated",) if quarter else ("slow",) if slow else ()
+        tokens, slow, _ = row["sequences x tokens"].partition(", every head slow")
+        cell_ways = ("slow",) if slow else ()
         place = (row["operator, model"].split(", ")[1], tokens, cell_ways)
         for head, names in ((head, names) for head, names in columns.items() if row[head] != "-"):
             found = (
