@@ -173,10 +173,8 @@ def test_the_times_of_gated_delta_rules():
     for document, heading in dict.fromkeys(one[:2] for one in TIMES):
         ways = [one[2:] for one in TIMES if one[:2] == (document, heading)]
         for row in table_with(document, heading, "heads", ways[0][-1]):
-            tokens, _, quarter = row.get("tokens", row.get("sequences x tokens", "")).partition(
-                ", a quarter"
-            )
-            cell_ways = ("quarter-ungated",) if quarter else CELL_WAYS.get(row.get("gates", ""), ())
+            tokens = row.get("tokens", row.get("sequences x tokens", ""))
+            cell_ways = CELL_WAYS.get(row.get("gates", ""), ())
             right = [
                 cell
                 for bench, columns, head in ways
