@@ -139,8 +139,8 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     config = outer if text is None else text
     _check_counts(config, where)
     _check_steps(config, where)
-    if codes := _quantization(stored, config, modelopt):
-        config = {**config, "quantization_config": codes}
+    if quantization := _quantization(stored, config, modelopt):
+        config = {**config, "quantization_config": quantization}
     return {
         "config": config,
         "model_type": model_type,
@@ -158,17 +158,20 @@ def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | Non
     Formats that transformers does not know get the method "mlx" or "modelopt".
     stored: all of config.json.  config: the language model's part of it.
     """
-    for codes in (stored.get("quantization"), stored.get("quantization_config")):
-        if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys():
-            return {"quant_method": "mlx", **codes}
-    codes = config.get("quantization_config")
-    if not codes and modelopt is not None:
+    for quantization in (stored.get("quantization"), stored.get("quantization_config")):
+        if isinstance(quantization, dict) and {"group_size", "bits"} <= quantization.keys():
+            # MLX names no method.  GPTQ and AWQ, which have these keys too, do
+            return {"quant_method": "mlx"} | quantization
+    quantization = config.get("quantization_config")
+    if not quantization and modelopt is not None:
         beside = read_object(modelopt, MODELOPT_CONFIG, _FETCH_HINT).get("quantization")
-        codes = {**(beside if isinstance(beside, dict) else {}), "quant_method": "modelopt"}
-    table = codes if isinstance(codes, dict) else {}
+        quantization = {"quant_method": "modelopt"}
+        if isinstance(beside, dict):
+            quantization = beside | quantization
+    table = quantization if isinstance(quantization, dict) else {}
     if table.get("quant_method") == "modelopt" and table.get("quant_algo") == "FP8":
         return {"quant_method": "fp8", "weight_block_size": None}  # one scale for each tensor
-    return codes
+    return quantization
 
 
 def _check_model_type(config: ModelConfig, where: str) -> str:

@@ -387,15 +387,21 @@ def _prefix_renaming(parameters: Iterable[str], keys: Collection[str]) -> dict[s
     if no key is a parameter of layer 0 with another prefix.
     """
     for name in parameters:
-        own_prefix, layers, path = name.partition("layers.")
-        if not layers or not path.startswith("0."):
+        own_prefix, separator, path = name.partition("layers.")
+        if not separator or not path.startswith("0."):
             continue
         for key in keys:
-            prefix = key.removesuffix(layers + path)
-            if prefix not in (key, own_prefix):
-                if prefix.endswith(own_prefix):
-                    return {f"^{re.escape(prefix.removesuffix(own_prefix))}": ""}
-                return {f"^{re.escape(prefix)}": own_prefix}
+            if not key.endswith(separator + path):
+                continue
+            prefix = key.removesuffix(separator + path)
+            if prefix == own_prefix:
+                continue
+            if prefix.endswith(own_prefix):
+                # "wrap.model." where the model has "model.": the head is inside the wrapper, too,
+                # so that "wrap." is removed from every key
+                return {f"^{re.escape(prefix.removesuffix(own_prefix))}": ""}
+            # "backbone." where the model has "model."
+            return {f"^{re.escape(prefix)}": own_prefix}
     return {}
 
 

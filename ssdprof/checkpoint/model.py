@@ -227,16 +227,18 @@ class Model:
         wanted = deepest_layer + 1
         kinds = getattr(self.on_meta.config, "layer_types", None) or []
         if "full_attention" in kinds[wanted:] and not meta.accepts(self.cut_config(wanted)):
-            return int(kinds.index("full_attention")) + 1
+            return int(kinds.index("full_attention", wanted)) + 1
         return wanted
 
     def cut_config(self, depth: int | None = None, dtype: str | None = None) -> ModelConfig:
-        """The config for transformers with the first `depth` layers; see `config.cut_config`."""
+        """The config for transformers with the first `depth` layers (None: all), and this dtype of
+        weights (None: the config's).
+        """
         config = dict(self.config)
         if depth is not None and not any(config.get(key) for key in configs.PER_LAYER):
             # The model definition may compute the kinds of its layers, as Zamba2's does.
-            whole = self.on_meta.config.to_dict()
-            config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
+            whole_config = self.on_meta.config.to_dict()
+            config |= {key: whole_config[key] for key in configs.PER_LAYER if key in whole_config}
         return configs.cut_config(config, depth, dtype=dtype)
 
     def load_config(self, depth: int, dtype: str | None) -> ModelConfig:

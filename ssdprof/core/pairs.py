@@ -209,7 +209,7 @@ def compare(
         base=base,
         new=new,
         smallest_difference=smallest_difference,
-        machine=_different(_needs(base_report), _needs(new_report)),
+        machine=_differences(_needs(base_report), _needs(new_report)),
         pairs=tuple(pairs),
         totals=tuple(_totals(pairs, smallest_difference)),
         verdicts={
@@ -250,7 +250,7 @@ def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
     return needs
 
 
-def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
+def _differences(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
     """The differences of two descriptions: "other driver: 1.2, now 1.3".
 
     Empty if one of them is empty, as without a GPU.
@@ -283,16 +283,20 @@ def _pair(
     is_prefill = isinstance(new.task, Prefill)
     verdict = "not comparable" if base.time_us and new.time_us else "not timed"
     time = call = over_baseline = None
-    sizes = _different(_shape(base, base_report), _shape(new, new_report))
-    machines = _different(_needs(base_report, base), _needs(new_report, new))
-    if not (sizes or machines):
+    size_differences = _differences(_shape(base, base_report), _shape(new, new_report))
+    machine_differences = _differences(_needs(base_report, base), _needs(new_report, new))
+    incomparable = size_differences or machine_differences
+    if not incomparable:
         call = _quotient(base.call_us, new.call_us)
         time = call if is_prefill else _quotient(base.device_us, new.device_us)
-    if not sizes and base.baseline == new.baseline:
+    if not size_differences and base.baseline == new.baseline:
         over_baseline = _quotient(new_report.speedup(new), base_report.speedup(base))
     if ratio := time or over_baseline:
         verdict = ratio.verdict(smallest)
-    other_inputs = sizes or _different(_inputs(base, base_report), _inputs(new, new_report))
+    other_inputs = ""
+    if not is_prefill:
+        input_differences = _differences(_inputs(base, base_report), _inputs(new, new_report))
+        other_inputs = "; ".join(size_differences or input_differences)
     return CasePair(
         name=name,
         base=base,
@@ -301,8 +305,8 @@ def _pair(
         time=time,
         call=call,
         over_baseline=over_baseline,
-        incomparable=sizes or machines,
-        other_inputs="" if is_prefill else "".join(other_inputs),
+        incomparable=incomparable,
+        other_inputs=other_inputs,
     )
 
 

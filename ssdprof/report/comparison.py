@@ -78,6 +78,11 @@ def _states(case: Case) -> TableRow:
     }
 
 
+def _accuracy_cells(case: Case) -> TableRow:
+    """The cells of all tables on accuracy."""
+    return _errors(case) | _answers(case) | _states(case)
+
+
 def _resources(case: Case) -> TableRow:
     """The kernels of a case.  A digest stands for their configurations, which are too long for a
     table.
@@ -159,7 +164,9 @@ def _times(comparison: Comparison) -> str:
 
 
 def _accuracy_change(pair: CasePair) -> str:
-    """How the result and the errors of a case changed; "" if BASE or NEW has no error of it."""
+    """How the result of a case changed, or else its errors.  Empty if BASE or NEW has no such case,
+    or no error of it.
+    """
     base = pair.base
     new = pair.new
     if base is None or new is None:
@@ -172,7 +179,7 @@ def _accuracy_change(pair: CasePair) -> str:
         return ""
     if pair.other_inputs:
         return "not comparable"
-    if (_errors(base), _answers(base)) == (_errors(new), _answers(new)):
+    if _accuracy_cells(base) == _accuracy_cells(new):
         return "equal"
     return "with a larger error" if after > before else "with another error, no larger"
 

@@ -149,10 +149,11 @@ def test_every_output_has_the_losses():
     words = [line.text for line in comparison.compose(same).verdict]
     assert "Accuracy: 4 equal." in words[-1]
     worse = of_states(decoded("bf16", growing(2e-3, 0.6)))
-    (verdict,) = pairs.compare(
+    changed = pairs.compare(
         ("a", of_states(decoded("bf16", growing(2e-3)))),
         ("b", worse),
         smallest_difference=0.01,
         allowed=[parse_change("kept-steps@bf16:base-0")],
-    ).verdicts.values()
-    assert verdict
+    )
+    assert all(changed.verdicts.values())
+    assert "1 with a larger error" in comparison.compose(changed).verdict[-1].text
