@@ -48,7 +48,7 @@ _ENOUGH_CHUNKS = 16
 # _LEAST_SHARED_BYTES
 _SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED_BYTES = 99 << 10
-# rows of the blocks that are inverted by substitution: the fewest rows of a matrix product's operand
+# rows of the blocks that are inverted by substitution: the fewest rows of an operand of a product
 LEAF = 16
 # multiprocessors of an H200 or an H100 SXM.  With at most one program on each, the latency of a
 # program determines the time of the launch.

@@ -14,8 +14,8 @@ state that enters the chunk,
     u_t = beta_t (v_t - d_t S^T k_t - sum_{s<t} d_ts (k_t . k_s) u_s)
 
 so u solves a unit lower triangular system, (I + L) U = beta V - (beta d K) S with L_ts = beta_t
-d_ts (k_t . k_s) for s < t, else 0.  Both right-hand sides are solved for all chunks at once, U = U0 - W S, and only S
-passes from chunk to chunk.
+d_ts (k_t . k_s) for s < t, else 0.  Both right-hand sides are solved for all chunks at once, U = U0
+- W S, and only S passes from chunk to chunk.
 Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 """
 
@@ -40,8 +40,8 @@ from ssdprof.kernels.oracle import (
 
 # How an operator applies its decays: (q, k, g, beta) of chunks -> the scores q k^T times their
 # decays, 0 above the diagonal; L; the decay from the chunk's start to each position; and the decay
-# from each position to the chunk's end.  The last two have one column for a decay of the whole head,
-# K columns for a decay of each channel.
+# from each position to the chunk's end.  The last two have one column for a decay of the whole
+# head, K columns for a decay of each channel.
 Decayed = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
