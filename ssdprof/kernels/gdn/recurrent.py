@@ -74,8 +74,8 @@ from ssdprof.kernels.tensors import strides_of, strides_of_each
 _STEP = "unfused_step"
 # tokens that are loaded together: with eight, the additional registers cost more than the loads
 MOST_TOKENS = 4
-# From this many heads of all sequences on, a call that writes every state has wider programs.  On an
-# H100, 16 sequences of 32 heads were faster with them, and one was slower.
+# From this many heads of all sequences on, a call that writes every state has wider programs.  On
+# an H100, 16 sequences of 32 heads were faster with them, and one was slower.
 MANY_HEADS = 512
 
 STAGES = {
