@@ -144,9 +144,9 @@ def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
 #
 # Let A be the block diagonal matrix of the inverses of the diagonal blocks of I + L of s rows, and
 # let C hold the entries of L between the two halves of each block of 2s rows.  Then A - A C A holds
-# the inverses of the diagonal blocks of 2s rows.  Every entry of A C A is, up to its sign, one of an
-# inverse, which stays small even for collinear keys.  A Neumann series would compute powers of L,
-# which do not stay small.
+# the inverses of the diagonal blocks of 2s rows.  Every entry of A C A is, up to its sign, an entry
+# of an inverse, which stays small even for collinear keys.  A Neumann series would compute powers
+# of L, which do not stay small.
 #
 # Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join these blocks have
 # operands of the dtype MERGE.  fp16 has the precision of tf32 and costs half, but its range is

@@ -42,7 +42,7 @@ from ssdprof.kernels._gluon import (
     role_barrier,
     tile_indices,
 )
-from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
+from ssdprof.kernels.gdn.hopper.assignment import packed_sequence, sequence_at
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
@@ -292,7 +292,7 @@ def _prep_kernel(
     if cu_seqlens_ptr is None:
         i = slot // gl.cdiv(seqlen, CHUNK)
     else:
-        i = packed_slot(slot, sequences, cu_seqlens_ptr, cu_strides[0])
+        i = packed_sequence(slot, sequences, cu_seqlens_ptr, cu_strides[0])
     sequence = sequence_at(i, seqlen, cu_seqlens_ptr, cu_strides[0])
     t = (slot - sequence.slot) * CHUNK
     if t < sequence.length:
