@@ -58,7 +58,7 @@ class GDNHopperConfig:
         -inf: none
     first_segment_extra: whether the first segment of a sequence, which has no first pass, is longer
         than the others by the cost of the last segment's first pass, which the device computes for
-        each head; `segment` is then the mean length
+        each head; `segment` is then the largest mean length
     transition_parts: number of equal parts of a segment, for heads that forget slowly (`parts.py`);
         0: no parts, and first passes of any length
     longest_first_pass: in chunks; if the first pass of a segment would be longer, parts of the
