@@ -62,8 +62,7 @@ def _hopper_kernel(
     roles, of which `states` has two lanes, pass tiles through rings in shared memory (`rings.py`).
 
     descriptors: of q, k and v, of the inverses (A) and of the output
-    truncation_log2: see `parts.reach_back`.  seqlen: positions of a sequence; of a pack, all of its
-    positions
+    truncation_log2: see `parts.reach_back`.  seqlen: positions of a row of the batch
     sequences, slots: numbers of sequences, and of slots of chunks.  K: chunks of a segment
     """
     (

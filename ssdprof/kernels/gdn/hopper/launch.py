@@ -281,8 +281,7 @@ def _entering(
     """A function that launches the kernels of `parts.py`, which compute the states that enter
     segments of slow heads; None if segments have no parts.
 
-    scalars: arguments of `_hopper_kernel` that `_parts_kernel` has, too
-    options: those of `_hopper_kernel`
+    scalars, options: those of `_hopper_kernel`, which `_parts_kernel` has, too
     """
     row_total = _row_total(inputs, config)
     if not row_total:

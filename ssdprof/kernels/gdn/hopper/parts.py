@@ -413,10 +413,8 @@ def _combine_kernel(
     In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
-    Grid: pairs * V / BLOCK_V.  Row `boundary * pairs + pair` has the segment that begins at this
-          boundary between segments; there are `boundaries` of them in a sequence
-
-    K: chunks of a segment.  BOUNDARIES: `boundaries`, rounded up to a power of two
+    Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` between segments; the segment behind one
+          has row boundary * pairs + pair.  K: chunks of a segment
     """
     # the program's pair and rows of V, and the boundaries of the pair's slow rows
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)

@@ -120,20 +120,18 @@ def sliced_launch(
         sequence, piece, key, value = state_strides(*padded_shape, v_first=v_first)
         return sequence, count * piece, piece, key, value
 
-    padded_initial_pieces = padded_strides(v_first=False)
-    padded_final_pieces = padded_strides(v_first=state_v_first)
+    padded_initial = padded_strides(v_first=False)
+    padded_final = padded_strides(v_first=state_v_first)
 
     def for_slices(gate: torch.Tensor) -> torch.Tensor:
-        """g or beta (B, T, HV) repeated for each slice: (B, T, HV, slices), contiguous, which the
-        kernels read as (B, T, HV * slices).
-        """
+        """g or beta, contiguous: (B, T, HV, slices), which kernels read as (B, T, HV * slices)."""
         return gate.as_strided((*gate.shape, count), (*gate.stride(), 0)).contiguous()
 
     def pad(initial: torch.Tensor) -> torch.Tensor:
         """A copy of initial states as (sequences, HV * slices, 128, 128), padded with zeros."""
         padded = initial.new_zeros(sequences, *padded_shape)
         strides = _strides_of_pieces(initial.stride(), slice_dim)
-        padded.as_strided(pieces, padded_initial_pieces).copy_(initial.as_strided(pieces, strides))
+        padded.as_strided(pieces, padded_initial).copy_(initial.as_strided(pieces, strides))
         return padded
 
     def call(call_inputs: GDNInputs) -> GDNOutput:
@@ -154,9 +152,8 @@ def sliced_launch(
             final_states = torch.empty_strided(
                 shape, final_strides, dtype=torch.float32, device=out.device
             )
-            final_states.as_strided(pieces, final_pieces).copy_(
-                padded.strided(pieces, padded_final_pieces)
-            )
+            padded_pieces = padded.strided(pieces, padded_final)
+            final_states.as_strided(pieces, final_pieces).copy_(padded_pieces)
         return GDNOutput(out, final_states)
 
     return call

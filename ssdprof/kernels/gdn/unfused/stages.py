@@ -621,9 +621,7 @@ def chunk_state(
     S is the transposed state that enters the chunk, S' the one that leaves it, and g_end =
     g_cumsum_log2[C - 1].  This stage goes from chunk to chunk; the others process all chunks at
     once.  With a decay for each channel, g_cumsum_log2 and k are (B, NT, HV, C, K), and k is
-    decayed to the chunk's end already.
-
-    options: block size of V and launch options
+    decayed to the chunk's end already.  `options` are BLOCK_V and launch options.
 
     In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32 | initial_state (sequences, HV, K, V) or None
