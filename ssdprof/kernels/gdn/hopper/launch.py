@@ -33,11 +33,11 @@ RING, PARTS_RING = 2, 3  # slots of the rings of `_hopper_kernel` and of `_parts
 # registers per thread: of the role `states`, of `part_states`, which holds two matrices, and of
 # the roles that compute gates, load and store; in `_hopper_kernel`, `scores` has the rest
 STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24
-# Rows of V of a program of `_combine_kernel`, and its warps.  A sequence and a head have DIM / rows
-# programs, each of which reads all transition matrices.  Up to FEW_PAIRS pairs of a sequence and a
-# head, programs with few rows run at the same time on the multiprocessors of an H200.  With more
-# pairs, programs with more rows fill the GPU, too, and read the matrices half as often.  The
-# numbers of warps were not measured alone.
+# Rows of V of a program of `_combine_kernel`, and its warps.  A pair of a sequence and a head has
+# DIM / rows programs, each of which reads all transition matrices of the pair.  With up to
+# FEW_PAIRS pairs, programs with few rows run at the same time on the multiprocessors of an H200.
+# With more pairs, programs with more rows fill the GPU, too, and read the matrices half as often.
+# The numbers of warps were not measured alone.
 FEW_PAIRS = 16
 FEW_ROWS, FEW_ROWS_WARPS = 16, 8
 MORE_ROWS, MORE_ROWS_WARPS = 32, 4
@@ -169,8 +169,8 @@ def _initial_strides(inputs: GDNInputs) -> tuple[int, ...]:
 
 
 def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
-    """Arguments of all kernels: the numbers of positions in a row of the batch, of sequences, and
-    of slots for chunks.
+    """Arguments of all kernels except `_combine_kernel`: the numbers of positions in a row of the
+    batch, of sequences, and of slots for chunks.
     """
     return inputs.q.shape[1], inputs.sequences, inputs.slot_count(CHUNK.value)
 
@@ -186,7 +186,7 @@ def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any,
     k_tiles = _tiles(inputs.k, packed=packed)
     inverse_rows = slots * heads * CHUNK.value
     inverse_tiles = rows(inputs.q.dtype, inverse_rows, block=(CHUNK.value, CHUNK.value))
-    # value heads per program, all of one key head: three at most
+    # value heads per program: a divisor of those of a key head, two if possible, or three
     at_once = 1
     if inputs.values_per_key % 2 == 0:
         at_once = 2
@@ -296,7 +296,7 @@ def _entering(
     parts_options = options | dict(
         ROWS=max(LEAST_ROWS, next_power_of_2(row_total)),
         PARTS=config.transition_parts,
-        # parts of a program if all rows are slow
+        # most parts of a program, if all rows are slow, as a power of two
         PARTS_OF_PROGRAM=next_power_of_2(ceil_div(part_total, programs)),
         DEPTH=PARTS_RING,
         STATE_REGISTERS=PARTS_REGISTERS,

@@ -27,7 +27,7 @@ def slice_count(inputs: GDNInputs) -> int:
 def unsupported(inputs: GDNInputs) -> str:
     """Why these kernels do not support `inputs`, or should not run them; empty if they should.
 
-    They are slower than others where half of each product is padding (TOO_NARROW).
+    They should not run where at least half of each product would be padding (TOO_NARROW).
     """
     key_dim = inputs.q.shape[3]
     value_dim = inputs.v.shape[3]
