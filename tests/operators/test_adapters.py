@@ -576,7 +576,7 @@ def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load):
 def test_flash_kda_refuses_gates_whose_activations_it_cannot_undo(
     gates: dict[str, torch.Tensor], load: Load
 ):
-    with pytest.raises(UnsupportedError, match="^flash_kda: g is at least -5, and beta between 0"):
+    with pytest.raises(UnsupportedError, match=r"^flash_kda: g is at least -5, and beta between 0"):
         load("flash_kda", "kda").run(replace(of_kda(), **gates), OF_BF16)
 
 
