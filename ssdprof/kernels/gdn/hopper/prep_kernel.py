@@ -288,18 +288,18 @@ def _prep_kernel(
     NORMALISE: gl.constexpr = S.NORMALISE
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ROWS: gl.constexpr = next_power_of_2(AT_ONCE)
-    PAIR: gl.constexpr = min(AT_ONCE, 2)
+    PADDED_HEADS: gl.constexpr = next_power_of_2(AT_ONCE)  # rows of `load_gates`
+    PAIR: gl.constexpr = min(AT_ONCE, 2)  # heads that are inverted at the same time
     PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # programs per slot
     GROUP: gl.constexpr = HEADS // KEY_HEADS
     # the program's heads and chunk
     first_head, slot = gl.program_id(0) % PROGRAMS * AT_ONCE, gl.program_id(0) // PROGRAMS
     key_head = first_head // GROUP
     if cu_seqlens_ptr is None:
-        i = slot // gl.cdiv(seqlen, CHUNK)
+        index = slot // gl.cdiv(seqlen, CHUNK)
     else:
-        i = packed_sequence(slot, sequences, cu_seqlens_ptr, cu_strides[0])
-    sequence = sequence_at(i, seqlen, cu_seqlens_ptr, cu_strides[0])
+        index = packed_sequence(slot, sequences, cu_seqlens_ptr, cu_strides[0])
+    sequence = sequence_at(index, seqlen, cu_seqlens_ptr, cu_strides[0])
     t = (slot - sequence.slot) * CHUNK
     if t < sequence.length:
         batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
@@ -315,8 +315,8 @@ def _prep_kernel(
         k, full = begin_load(k_desc, where)
         if NORMALISE:
             q, q_full = begin_load(q_desc, where)
-        all_betas = gl.allocate_shared_memory(gl.float32, [ROWS * CHUNK], vector)
-        betas = reinterpret(all_betas, gl.float32, [ROWS, CHUNK], vector)
+        all_betas = gl.allocate_shared_memory(gl.float32, [PADDED_HEADS * CHUNK], vector)
+        betas = reinterpret(all_betas, gl.float32, [PADDED_HEADS, CHUNK], vector)
         squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         lengths = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
@@ -327,7 +327,7 @@ def _prep_kernel(
         g = log2_decays(g)
         store_decays(g, first_head, slot, decays_ptr, AT_ONCE, HEADS)
         beta = beta.to(gl.float32)
-        all_betas.store(beta.reshape([ROWS * CHUNK]))
+        all_betas.store(beta.reshape([PADDED_HEADS * CHUNK]))
         KK = warpgroup_mma_wait(0, deps=[begun])
         # |k_i|^2; if the call normalises, 1 / |k_i| and |k_i|, and 1 / |q_i| from Q Q^T
         square = diagonal_of(KK)
