@@ -53,7 +53,10 @@ class GDNEnv:
 
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments, so integers are
 # not specialised.
-@gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
+INTEGERS = ["seqlen", "sequences", "slots", "K"]
+
+
+@gluon.jit(do_not_specialize=INTEGERS)
 def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen,
     sequences, slots, K, S: gl.constexpr,
@@ -116,11 +119,7 @@ def _hopper_kernel(
         )
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "rows", "longest_first_pass", "least_first_pass", "seqlen", "sequences", "slots", "K",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*INTEGERS, "rows", "longest_first_pass", "least_first_pass"])
 def _parts_kernel(
     k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots,
     K, rows, longest_first_pass, least_first_pass, S: gl.constexpr,
