@@ -194,7 +194,7 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
 
     n: the program's chunks before this segment
     """
-    # the state where the first pass begins: zero, a state from `parts.py`, or the initial state
+    # the state where the program begins: zero, a state from `parts.py`, or the initial state
     state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
     if env.entering_ptr is not None:  # noqa: SIM102
         if segment.state_row >= 0:
@@ -203,7 +203,7 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
         if segment.warmup == segment.first:  # the first pass begins at the sequence's start
             initial_tile = state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)
             state = gl.load(initial_tile).to(gl.float32)
-    role_barrier()  # as before the loops of `ssd/hopper/role_states.py`
+    role_barrier()  # without it, the loops may have one more barrier per chunk, as in SSD's kernel
     for j in range(segment.warmup):
         state = pass_chunk(env.rings, state, n + j, LANE)
     for m in range(n, n + segment.nchunks):
