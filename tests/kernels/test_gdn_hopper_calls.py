@@ -129,7 +129,10 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     assert recorder.operations == operations
     assert len(launches) == number
     outputs = output.out.nbytes + output.final_states.nbytes
-    assert recorder.nbytes - outputs == fused.plan(inputs).workspace_bytes
+    plan = fused.plan(inputs)
+    assert recorder.nbytes - outputs == plan.workspace_bytes
+    copies = [one for one in operations if one in ("clone", "new_zeros", "copy_")]
+    assert plan.launches == number + len(copies)
     taken = (
         one
         for arguments in launches

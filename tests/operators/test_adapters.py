@@ -570,11 +570,13 @@ def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load):
 # --- libraries of GDN and KDA
 
 
-@pytest.mark.parametrize("gates", [dict(g=of_kda().g - 5), dict(beta=2 * of_kda().beta)])
+@pytest.mark.parametrize(
+    "gates", [dict(g=of_kda().g - 5), dict(beta=2 * of_kda().beta), dict(beta=-of_kda().beta)]
+)
 def test_flash_kda_refuses_gates_whose_activations_it_cannot_undo(
     gates: dict[str, torch.Tensor], load: Load
 ):
-    with pytest.raises(UnsupportedError, match=r"^flash_kda: g is at least -5, and beta at most 1"):
+    with pytest.raises(UnsupportedError, match=r"^flash_kda: g is at least -5, and beta between 0"):
         load("flash_kda", "kda").run(replace(of_kda(), **gates), OF_BF16)
 
 

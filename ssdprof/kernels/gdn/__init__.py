@@ -1,1 +1,1 @@
-"""Gated DeltaNet: inputs, oracle and kernels."""
+"""Gated DeltaNet: inputs, oracle, kernels, and adapters of other libraries' kernels."""

@@ -1,22 +1,23 @@
 """GDN and KDA kernels of other libraries, as installed.  Each `load_...` imports its library, and
-raises ImportError if it, or one of its dependencies, is missing.
+raises ImportError if it, or one of its dependencies, is missing.  The caller imports fla.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
             calls to other installed libraries; `operators/fla.py` turns this off
-model       the torch function of transformers, in fp32.  `model:installed` is fla's function, with
-            the arguments that transformers passes
+model       the torch function of transformers, in fp32.  `model:installed` is the function of the
+            package that transformers would call, such as fla, with the arguments that it passes
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long
             sequence, it drops the contribution of a state after a decay below exp(-10).  The
             comparison with the oracle shows the effect
-flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA.  They take gates and beta
-            before their activations, in bf16, so that g and beta are rounded once more.  The
-            comparison with the oracle shows the effect
+flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA for KDA.  They take gates
+            and beta before their activations, in bf16, so that g and beta are rounded once more.
+            The comparison with the oracle shows the effect
 cudnn       the CUDA kernel of https://github.com/NVIDIA/cudnn-frontend for KDA on Hopper.  Where it
             cuts a long sequence, it drops history after the least decay of any channel, which is a
             bound only for keys that do not mix channels.  It supports keys of at most length 1 and
             beta between 0 and 1
-flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  One takes decays instead of
-            their logarithms, the other takes gates before their activation.  beta is fp32, and
+flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer for GDN.  Those for prompts
+            take decays instead of their logarithms, and beta.  Those for steps on a pool,
+            flashinfer_mtp, take gates and beta before their activations.  All are in fp32, and
             states have V before K.  The first call prepares these arguments and keeps them as long
             as the inputs live, so that the library's time does not include the preparation
 """
@@ -52,7 +53,8 @@ HEAD_DIM = 128  # the only K and V that some libraries support
 CHECKPOINT = 64  # tokens: FlashInfer returns states after multiples of this number
 _FLASH_KDA_BOUND = -5.0  # the least g that FlashKDA supports
 CUDNN_PLAN = "kda_hopper_cuda"  # the library's name of this kernel
-# by operator: the module to pass to `load_fla...`, and how its functions' names end
+# by operator: the name of the module to pass to `load_fla` and `load_fla_recurrent`, and how its
+# functions' names end
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
 # by operator: the model type of transformers, and its function
@@ -60,7 +62,7 @@ _MODEL = {
     "gdn": ("qwen3_next", "torch_chunk_gated_delta_rule"),
     "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
 }
-# modules with kernels that the chunked functions of GDN and of KDA launch
+# prefixes of the names of modules with kernels that the chunked functions of GDN and of KDA launch
 _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
@@ -96,8 +98,8 @@ def plain_gates(inputs: GDNInputs) -> Reasons:
 
 
 def plain_beta(inputs: GDNInputs) -> Reasons:
-    """Reasons against these inputs, for a kernel that takes beta before its activation, a
-    sigmoid.
+    """Reasons against these inputs, for a kernel that supports only a beta between 0 and 1, for
+    example because it takes beta before its activation, a sigmoid.
     """
     low, high = _range_of_beta(inputs)
     yield low < 0 or high > 1, "beta between 0 and 1"
@@ -130,7 +132,8 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
 
         g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
-    A_log and dt_bias are zero here, so that a and b follow from g and beta.
+    A_log and dt_bias are zero here, so that a and b follow from g and beta.  They are NaN where g
+    is above 0 or beta outside of 0 to 1 (`refused_gates`).
 
     Returns a (tokens, HV), of KDA (tokens, HV, K); b (tokens, HV); A_log (HV); dt_bias (HV), of KDA
     (HV * K); all in fp32.
@@ -143,9 +146,6 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
     return a, b, A_log, dt_bias
 
 
-# --- the libraries
-
-
 @first_reason
 def refused_gates(inputs: GDNInputs) -> Reasons:
     """The reason against these inputs, for a kernel that takes g and beta before their
@@ -155,15 +155,18 @@ def refused_gates(inputs: GDNInputs) -> Reasons:
     yield from plain_beta(inputs)
 
 
-def load_fla(operator: Any, name: str = "gdn") -> Implementation:
+# --- the libraries
+
+
+def load_fla(module: Any, operator: str = "gdn") -> Implementation:
     """The library's chunked kernels.  They take gates after their activation, for KDA too.
 
-    operator: the library's module, which `FLA` names.  name: gdn or kda.
+    module: the library's, which `FLA` names.  operator: gdn or kda.
     """
-    kernels = (FLA[name], *_FLA_KERNELS)
+    prefixes = (FLA[operator], *_FLA_KERNELS)
     loaded = sorted(sys.modules.items())
-    tunings = Tunings(module for module_name, module in loaded if module_name.startswith(kernels))
-    run = _function(getattr(operator, f"chunk_{_FUNCTION[name]}"))
+    tunings = Tunings(kernels for name, kernels in loaded if name.startswith(prefixes))
+    run = _function(getattr(module, f"chunk_{_FUNCTION[operator]}"))
 
     def call(inputs: GDNInputs, precision: Precision) -> GDNOutput:
         short = inputs.v.shape[0] * inputs.v.shape[1] <= SHORT
@@ -187,10 +190,10 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
         )
         yield from plain_gates(inputs)
 
-    return library_kernel(name, "fla", unsupported, call, plan)
+    return library_kernel(operator, "fla", unsupported, call, plan)
 
 
-def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
+def load_fla_recurrent(module: Any, operator: str = "gdn") -> Implementation:
     """The library's token-by-token kernel.  Arguments are those of `load_fla`."""
 
     @first_reason
@@ -199,17 +202,17 @@ def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
         yield too_long(inputs)
         yield from plain_gates(inputs)
 
-    call = _function(getattr(operator, f"fused_recurrent_{_FUNCTION[name]}"))
+    call = _function(getattr(module, f"fused_recurrent_{_FUNCTION[operator]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
-    return library_kernel(name, "fla_recurrent", unsupported, call, plan)
+    return library_kernel(operator, "fla_recurrent", unsupported, call, plan)
 
 
-def load_model(name: str = "gdn", package: str = "") -> Implementation:
+def load_model(operator: str = "gdn", package: str = "") -> Implementation:
     """The function that transformers calls: its own in torch, or that of an installed package.
 
-    name: gdn or kda.  package: "" for the torch function.
+    operator: gdn or kda.  package: "" for the torch function.
     """
-    model_type, function_name = _MODEL[name]
+    model_type, function_name = _MODEL[operator]
     function = model_function(model_type, function_name, package)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -217,16 +220,17 @@ def load_model(name: str = "gdn", package: str = "") -> Implementation:
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
-        states = inputs.q.dtype if package else torch.float32
+        state_dtype = inputs.q.dtype if package else torch.float32
         yield not precision.exact, "exact intermediates only"
-        yield precision.state_dtype != states, f"states that enter chunks are {states}"
+        yield precision.state_dtype != state_dtype, f"states that enter chunks are {state_dtype}"
         yield inputs.cu_seqlens is not None, "no packed sequences"
         yield inputs.scale_or_default != inputs.q.shape[3] ** -0.5, "no scale but K ** -0.5"
         yield from plain_gates(inputs)
 
+    # launches=0: the number is not known
     plan = Plan(variant=package or "torch", launches=0, reason="as transformers calls it")
-    word = "model:installed" if package else "model"
-    return library_kernel(name, word, unsupported, call, plan)
+    name = "model:installed" if package else "model"
+    return library_kernel(operator, name, unsupported, call, plan)
 
 
 def load_flash_qla() -> Implementation:
@@ -254,9 +258,10 @@ def load_flash_kda() -> Implementation:
     function = import_module("flash_kda").fwd
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        if inputs.g.min() < _FLASH_KDA_BOUND or inputs.beta.max() > 1:
+        least_beta, largest_beta = _range_of_beta(inputs)
+        if inputs.g.min() < _FLASH_KDA_BOUND or least_beta < 0 or largest_beta > 1:
             raise UnsupportedError(
-                f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1"
+                f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta between 0 and 1"
             )
         v = inputs.v.contiguous()
         bounds = inputs.cu_seqlens
@@ -264,7 +269,7 @@ def load_flash_kda() -> Implementation:
         # the kernel computes g = bound * sigmoid(raw_g), with A_log and dt_bias 0
         raw_g = (inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND).logit()
         raw_beta = inputs.beta.double().logit()
-        zeros = torch.zeros(v.shape[2:], device=v.device)  # (HV, V)
+        zeros = torch.zeros(v.shape[2:], device=v.device)  # (HV, V), and V = K
         run = partial(
             function,
             inputs.q.contiguous(),
@@ -300,7 +305,7 @@ def load_flash_kda() -> Implementation:
     plan = Plan(
         variant="cutlass",
         launches=2,
-        reason="gates and beta before their activations are prepared before",
+        reason="gates and beta before their activations are prepared outside of its time",
     )
     return prepared_kernel("kda", "flash_kda", unsupported, prepare, plan)
 
@@ -312,8 +317,9 @@ def _on_packs(
     V before K.
 
     arguments: those that the function takes by position: q, k and v, then more.
-    others: those that it takes by name.  With `state_checkpoints` among them, the function writes
-        its states there, and they are the result instead of the final states.
+    others: those that it takes by name, besides those that are given here.  With
+        `state_checkpoints` among them, the function writes its states there, and they are the
+        result instead of the final states.
     """
     shape = inputs.v.shape
     checkpoints = others.get("state_checkpoints")
@@ -337,8 +343,8 @@ def _on_packs(
 
 
 def load_cudnn() -> Implementation:
-    """The library's CUDA kernel for KDA on Hopper.  `CUDNN_PLAN` selects it among the library's
-    kernels.
+    """The library's CUDA kernel for KDA on Hopper.  The function's argument `plan_name` selects it
+    among the library's kernels.
     """
     function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
 
@@ -375,7 +381,7 @@ def _call(
     """Call a library's function with these inputs, on their GPU.
 
     rows: q, k and v, if the function takes them by position.
-    others: further arguments, by name.
+    others: further arguments, by name; q, k and v among them, if it takes them by name.
     """
     with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
         out, final_states = function(
@@ -410,8 +416,8 @@ def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], 
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
-    """FlashInfer's arguments for the states at every `state_every` tokens; empty if the call asks
-    for none.
+    """FlashInfer's arguments for the states after every `state_every` tokens, which divide the
+    sequences; empty if the call asks for none.
     """
     every, device = inputs.state_every, inputs.device
     if not every:
@@ -470,19 +476,23 @@ def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
     """A call of `load_flashinfer_mtp` with everything but the pool.
 
     module: `flashinfer.gdn_decode`
+
+    Raises UnsupportedError if the call keeps states after tokens, but not after each of them.
     """
     q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
     a, b, A_log, dt_bias = raw_gates(inputs)
     raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
     read = slots.read.int().contiguous()
-    # the slots of the final states; None if the call keeps the state after each token
+    # the slots of the final states; None if the call keeps states after several tokens
     final = slots.written[:, 0] if inputs.length == 1 else slots.final
     options = {"scale": inputs.scale_or_default, "use_qk_l2norm": inputs.use_qk_l2norm}
     if final is None and slots.buffer is None:
         slots.refuse_holes("flashinfer_mtp")
 
     def every_state(pool: torch.Tensor) -> dict[str, Any]:
-        """The arguments that say where the state after each token goes."""
+        """The arguments of `gated_delta_rule_mtp` that say where the state after each token goes:
+        to slots of the pool, or, if the pool was made for this call, to a part of it.
+        """
         if slots.buffer is None:
             written = slots.written.int().contiguous()
             return {"ssm_state_indices": written, "disable_state_update": False}
@@ -511,8 +521,9 @@ def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
 
 
 def load_flashinfer_mtp() -> Implementation:
-    """The library's kernels for GDN on a pool of states: one for a token of each sequence, and one
-    for several tokens (multi-token prediction), which writes the state after each of them.
+    """The library's functions for GDN on a pool of states: `gated_delta_rule_decode_pretranspose`
+    for calls that keep the final state of each sequence, after one token or several, and
+    `gated_delta_rule_mtp` (multi-token prediction) for calls that keep the state after each token.
     """
     module = import_module("flashinfer.gdn_decode")
 

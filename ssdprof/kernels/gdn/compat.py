@@ -32,22 +32,25 @@ def chunk_gated_delta_rule(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule.  cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted
-    without effect.
+    without effect.  An option whose value is None or False counts as not set.
 
-    Raises TypeError for unknown keywords.
+    Returns out, and the final states in fp32, or None without output_final_state.
+
+    Raises TypeError for unknown keywords, UnsupportedError for an option that is set and not
+    supported, and what `gdn_fused` raises.
     """
     del cu_seqlens_cpu, chunk_indices
     kwargs.pop("chunk_size", None)
     # keywords of fla that are refused by name, as the options below are
     unsupported = ("head_first", "use_gate_in_kernel", "A_log", "dt_bias")
-    options = {name: kwargs.pop(name, None) for name in unsupported}
+    keywords = {name: kwargs.pop(name, None) for name in unsupported}
     if kwargs:
         raise TypeError(
             "chunk_gated_delta_rule() got unexpected keyword arguments: "
             f"{', '.join(sorted(kwargs))}"
         )
     refuse(
-        options,
+        keywords,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         cp_context=cp_context,
@@ -68,7 +71,7 @@ def chunk_gated_delta_rule(
 
 
 _LOG_GATE_HINT = "pass g as the logarithm of the decay"
-# option -> what to do instead, the end of a message
+# option of fla, of GDN or of KDA -> what to do instead, the end of a message
 _REPLACEMENT_HINTS = {
     "head_first": "transpose heads and positions",
     "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
@@ -81,11 +84,11 @@ _REPLACEMENT_HINTS = {
 }
 
 
-def refuse(gate: dict[str, object], **options: object) -> None:
-    """Raises UnsupportedError, which names the first option that is set.
+def refuse(keywords: dict[str, object], **options: object) -> None:
+    """Raises UnsupportedError, which names the first option that is set: neither None nor False.
 
-    gate: options from `kwargs`, by name.
+    keywords: options that the caller took from its `kwargs`, by name.
     """
-    for name, value in (gate | options).items():
+    for name, value in (keywords | options).items():
         if value is not None and value is not False:
             raise UnsupportedError(f"fused: no {name}; {_REPLACEMENT_HINTS[name]}")

@@ -44,12 +44,14 @@ _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time
 # (H200)
 _ENOUGH_CHUNKS = 16
 # most bytes of shared memory of a program, by compute capability (CUDA's programming guide); other
-# GPUs have at least _LEAST_SHARED_BYTES
+# GPUs from capability 8.0 on, the oldest that run the portable kernel, have at least
+# _LEAST_SHARED_BYTES
 _SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED_BYTES = 99 << 10
-LEAF = 16  # rows of the blocks that are inverted by substitution: the minimum of a matrix product
-# multiprocessors of an H100 or H200.  With at most one program on each, the latency of a program
-# determines the time of the launch.
+# rows of the blocks that are inverted by substitution: the fewest rows of an operand of a product
+LEAF = 16
+# multiprocessors of an H200 or an H100 SXM.  With at most one program on each, the latency of a
+# program determines the time of the launch.
 _MULTIPROCESSORS = 132
 
 
@@ -63,9 +65,13 @@ def call_key(
     """The key of the calls that share a tuned configuration, for the portable kernels of GDN and
     for those of Kimi Delta Attention.
 
-    Calls with equal keys are equal in all properties on which the committed rule depends: sizes,
-    dtypes, and the numbers of chunks and of sequences.  A batch-invariant call has the key of one
-    sequence of its length.  Packed sequences keep the committed configuration and need no key.
+    Calls with equal keys have equal sizes, dtypes of q, and numbers of sequences and of chunks of
+    CALL_CHUNK positions.  So the committed rule gives them the same tiles; for fp32 inputs its
+    segments may differ, because they consist of shorter chunks.  A batch-invariant call has the key
+    of one sequence of its length.  Packed sequences keep the committed configuration and need no
+    key.
+
+    kernel: the name of the kernel that is configured, such as "portable".
     """
     return key_of_calls(
         gpu=gpu_name(inputs.q),
@@ -97,8 +103,10 @@ def intermediate(dtype: torch.dtype, precision: Precision) -> tl.dtype:
 
 
 def inverse_products(operand: torch.dtype) -> str:
-    """Input precision of the inverse's products of fp32 blocks.  Errors of tf32 are below those of
-    16-bit operands.
+    """`input_precision` of the products with which the inverse joins its fp32 blocks.
+
+    operand: dtype of operands (`operand_dtype`).  For 16 bit it is tf32, whose errors are below
+        those of 16-bit operands.
     """
     return "tf32x3" if operand == torch.float32 else "tf32"
 
@@ -110,16 +118,13 @@ def inverse_products(operand: torch.dtype) -> str:
 class GDNPortableConfig:
     """The division of a call into programs, and the tiles of both launches.
 
-    The choice depends on shapes, dtype and GPU, and on the number of sequences unless the call is
-    batch invariant.
-
     chunk: positions per chunk: 16, 32, 64 or 128
     segment: chunks per segment; 0: one segment per sequence
-    block_k: block of K per product, in both launches, a power of two of at least 16
+    block_k: block of K per matrix product, in both launches, a power of two of at least 16
     block_v: slice of V per program, a power of two of at least 16
     v_rows: the state is held as (V, K), a register operand of both products; otherwise as (K, V)
     num_warps: warps per program of the second launch
-    scan_stages: chunks that the second launch loads at the same time
+    scan_stages: stages of the loop of the second launch: chunks that are being loaded or used
     factors_warps: warps per program of the first launch
     factors_registers: most registers per thread of the first launch; 0: no limit
     reason: for reports
@@ -147,15 +152,21 @@ class GDNPortableConfig:
     ) -> GDNPortableConfig:
         """As many programs as multiprocessors, if possible: first by slices of V, then by segments.
 
-        Packed sequences are not cut in a batch-invariant call, because the host does not know their
-        lengths.
+        The choice depends on shapes, dtype and GPU, and on the number of sequences unless the call
+        is batch invariant.
+
+        The host does not know the lengths of packed sequences.  So a pack has segments that are
+        long enough if one sequence has nearly all positions; in a batch-invariant call it is not
+        cut.
         """
         heads, value_dim = inputs.v.shape[2:]
         sequences = 1 if batch_invariant else inputs.sequences
+        rows = 1 if batch_invariant else inputs.v.shape[0]  # a pack is one row
         uncut = batch_invariant and inputs.cu_seqlens is not None
+        # of one row; 0 chooses as for few, because more would depend on other sequences of the pack
         chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], CALL_CHUNK)
-        wide_slices = sequences * heads * triton.cdiv(value_dim, 128)
-        many_chunks = wide_slices * chunks / sm_count >= _ENOUGH_CHUNKS
+        wide_slices = heads * triton.cdiv(value_dim, 128)
+        many_chunks = rows * chunks * wide_slices / sm_count >= _ENOUGH_CHUNKS
         config = cls._tiles(inputs, capability, many_chunks=many_chunks)
         programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
         return replace(
@@ -170,15 +181,15 @@ class GDNPortableConfig:
     def _tiles(
         cls, inputs: GDNInputs, capability: tuple[int, int], *, many_chunks: bool
     ) -> GDNPortableConfig:
-        """Chunk, blocks, warps and registers for the sizes and the dtype of a call.
+        """Chunk, blocks, warps and registers for the sizes and the dtype of a call on a GPU.
 
-        many_chunks: there are enough chunks for slices of 128 of V.
+        many_chunks: whether there are enough chunks for slices of 128 of V.
         """
         key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
         block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
         wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and many_chunks
         block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
-        narrow = 32 if key_dim <= 192 else 16  # a slice of V for which registers suffice
+        narrow = 32 if key_dim <= 192 else 16  # columns of a slice of V for which registers suffice
         if inputs.q.dtype == torch.float32:
             config = cls(
                 chunk=16,
@@ -216,18 +227,18 @@ class GDNPortableConfig:
         return config
 
     def segment_for(self, inputs: GDNInputs, segments: int) -> int:
-        """Chunks per segment for at most `segments` segments per sequence; 0 if sequences are not
-        cut.
+        """Chunks per segment for at most `segments` segments per sequence, and at least
+        _MIN_SEGMENT positions; 0 if sequences are not cut.
         """
         chunks = triton.cdiv(inputs.v.shape[1], self.chunk)
         per_segment = max(triton.cdiv(chunks, max(1, segments)), _MIN_SEGMENT // self.chunk)
         return 0 if per_segment >= chunks else int(per_segment)
 
     def stages_that_fit(self, inputs: GDNInputs, shared_bytes: int) -> int:
-        """`scan_stages`, or fewer if shared memory is too small.
+        """`scan_stages`, or fewer, but at least one, if shared memory is too small.
 
-        Shared memory also holds one chunk's state, residual and output.  With `v_rows` and slices
-        of at most 32 these are in registers.
+        shared_bytes: shared memory of a program.  Besides the stages it holds one chunk's state,
+            residual and output.  With `v_rows` and slices of at most 32 these are in registers.
         """
         itemsize = inputs.q.element_size()
         padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
@@ -244,13 +255,16 @@ class GDNPortableConfig:
 def _largest_block_k(major: int, key_dim: int, *, wide: bool) -> int:
     """The largest block of K with which the kernels spill no more than the compilation tests allow.
 
-    For major 9 these were the fastest on an H200.  For the others nothing was measured.
+    major: of the compute capability.  For 9 these blocks were the fastest on an H200.  For the
+        others nothing was measured.
+    wide: whether slices of V have 128 columns.
     """
     if major not in (9, 10, 11):
         return 32  # products read their operands from registers: with 64, the first launch spills
+    # Wide slices on major 10 keep 128, so that K, at most 128, is one block: for two blocks, Triton
+    # 3.6 generates a kernel that only traps.
     if key_dim > 128 or (wide and major == 9):
         return 64
-    # wide slices on major 10: for two blocks of K, Triton 3.6 generates a kernel that only traps
     return 128
 
 
@@ -262,32 +276,33 @@ def block(dim: int, most: int) -> int:
     return max(16, min(int(triton.next_power_of_2(dim)), most))
 
 
-# heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector
+# Options of two stages, for all calls.
+# Heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector.
 GATE_CUMSUM = {"BLOCK_H": 8, "num_warps": 4}
-# with one warp no step of the substitution waits for another warp: 1.6 times as fast as with two
+# With one warp no step of the substitution waits for another warp: 1.6 times as fast as with two.
 SOLVE_TRIL = {"num_warps": 1}
 
 
 def options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str, int]:
-    """Block sizes and launch options of a stage, by the names of the kernel's arguments."""
+    """Block sizes, whose names are in capitals, and launch options of a stage's kernel, by name."""
     return blocks | {"num_warps": num_warps, "num_stages": num_stages}
 
 
 def qk_l2norm_options(key_dim: int) -> dict[str, int]:
-    """Block size and warps for 4096 elements per program."""
+    """Rows per program, for 4096 elements with K rounded up to a power of two, and warps."""
     return {"BLOCK_ROWS": 4096 // int(triton.next_power_of_2(key_dim)), "num_warps": 4}
 
 
 def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[str, int]]:
-    """Block sizes, in capitals, and launch options of each stage."""
-    wide = operand_dtype(inputs.v.dtype, precision) == torch.float32
+    """Block sizes, in capitals, and launch options of each of the six stages, by its name."""
+    is_fp32 = operand_dtype(inputs.v.dtype, precision) == torch.float32
     # all of K in one block if possible: eight warps then load enough at the same time
-    block_k = block(inputs.q.shape[3], 32 if wide else 128)
+    block_k = block(inputs.q.shape[3], 32 if is_fp32 else 128)
     return {
         "gate_cumsum": GATE_CUMSUM,
         "scaled_dot_kkt": options(BLOCK_K=block_k, num_warps=8 if block_k == 128 else 4),
         "solve_tril": SOLVE_TRIL,
-    } | (_fp32_options(inputs) if wide else _16_bit_options(inputs))
+    } | (_fp32_options(inputs) if is_fp32 else _16_bit_options(inputs))
 
 
 def _fp32_options(inputs: GDNInputs) -> dict[str, dict[str, int]]:
@@ -296,9 +311,10 @@ def _fp32_options(inputs: GDNInputs) -> dict[str, dict[str, int]]:
     w_u = options(BLOCK_K=block(key_dim, 32), BLOCK_V=block(value_dim, 32))
     output = w_u | {"num_warps": 8}
     if min(key_dim, value_dim) <= 32:
-        # Triton unrolls loops of one block, and 3.6 then miscompiles some tf32x3 products of
-        # warp groups: they read a wrong address in shared memory, or have the precision of a
-        # single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
+        # Triton unrolls a loop with one iteration, here over blocks of K or of V.  Triton 3.6 then
+        # miscompiles some tf32x3 products of warp groups: they read a wrong address in shared
+        # memory, or have the precision of a single tf32 product (seen on an H200).  With two warps,
+        # Triton uses mma.sync instead.
         w_u = output = options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
     state = options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
     return {"recompute_w_u": w_u, "chunk_state": state, "chunk_output": output}
@@ -311,16 +327,18 @@ def _16_bit_options(inputs: GDNInputs) -> dict[str, dict[str, int]]:
     chunk_state: a program has BLOCK_V rows of the transposed state, and processes its chunks one
         after the other.  Few states are therefore cut into narrow slices, and loads run three
         chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and
-        are the rows of one matrix instruction of four warps on a Hopper GPU.
-    chunk_output: up to 128 of V, so that q k^T is computed once.  Four warps, so that two programs
-        share a multiprocessor.
+        are the rows of one matrix instruction of four warps on a Hopper GPU.  If K is above 128,
+        slices are always narrow, and eight warps hold their state.
+    chunk_output: up to 128 of V, so that q k^T is computed once if V is at most 128.  Four warps,
+        so that two programs share a multiprocessor.
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     narrow = block(value_dim, 32)
-    slices_of_state = _MULTIPROCESSORS // (inputs.sequences * inputs.v.shape[2])
+    # with up to this many slices of each state, there is at most one program on a multiprocessor
+    most_slices = _MULTIPROCESSORS // (inputs.sequences * inputs.v.shape[2])
     if key_dim > 128:
         state = options(BLOCK_V=narrow, num_warps=8)
-    elif triton.cdiv(value_dim, narrow) <= slices_of_state:
+    elif triton.cdiv(value_dim, narrow) <= most_slices:
         state = options(BLOCK_V=narrow, num_stages=4)
     else:
         state = options(BLOCK_V=block(value_dim, 64), num_stages=3)

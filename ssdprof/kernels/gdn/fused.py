@@ -30,7 +30,7 @@ from ssdprof.kernels.registry import Implementation, override, register
 
 # sequences of up to this many positions are faster token by token than in a chunk
 _RECURRENT_LENGTH = 16
-# compute capability and multiprocessors of an H200, for calls in the interpreter
+# compute capability and multiprocessors of an H200, for tensors that are not on a GPU
 _H200 = ((9, 0), 132)
 
 
@@ -75,10 +75,10 @@ def gdn_fused(
     precision: "relaxed" multiplies fp32 inputs in bfloat16 and changes nothing for others.  States
         stay in fp32 registers for a whole sequence, so that state_dtype has no effect.
     state_v_first: initial and final states have V before K
-    batch_invariant: a sequence's result is bitwise the same in a batch of any size, and in any
-        pack.  Without it, the number of sequences affects how they are cut, and whether short
-        packed ones run the recurrent kernel.  With it, packed sequences are not cut, so that a pack
-        of few long ones takes longer.
+    batch_invariant: a sequence's result is bitwise the same in batches of any size, and bitwise the
+        same in all packs.  The two may differ.  Without batch_invariant, the number of sequences
+        affects how they are cut, and whether short packed ones run the recurrent kernel.  With it,
+        packed sequences are not cut, so that a pack of few long ones takes longer.
 
     Returns out (B, T, HV, V) in v's dtype and final_states (sequences, HV, K, V), or (sequences,
     HV, V, K) if state_v_first, in fp32.  They are bitwise the same in every call, and do not depend
@@ -109,7 +109,7 @@ def gdn_fused(
 
 
 def equals_text(call: FusedCall) -> str:
-    """The end of a plan's reason, which names the precision that the kernel computes; "" if the
+    """The end of a plan's reason, "the same as" the precision that the kernel computes; "" if the
     call asks for that one.
 
     States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
@@ -122,11 +122,12 @@ def equals_text(call: FusedCall) -> str:
 
 
 def _recurrent_unsupported(call: FusedCall) -> str:
-    """Why the recurrent kernel should not run a call: long sequences.
+    """Why the recurrent kernel should not run a call: long sequences; "" if it should.
 
-    The host does not know packed lengths.  A pack with at most as many tokens as sequences counts
-    as one token of each.  A batch-invariant pack never runs this kernel, because the choice would
-    depend on the other sequences of the pack.
+    The host does not know packed lengths.  So a pack runs this kernel if all its sequences together
+    have at most _RECURRENT_LENGTH positions, or at most as many as there are sequences, which then
+    probably have one each.  A batch-invariant pack never runs it, because the choice would depend
+    on the other sequences of the pack.
     """
     packed = call.inputs.cu_seqlens is not None
     length = call.inputs.v.shape[1]
@@ -154,7 +155,7 @@ def hopper_cut(call: FusedCall) -> GDNHopperConfig:
 
 
 def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> Work:
-    """Two launches, or four where slow heads have parts (`hopper/parts.py`)."""
+    """Two launches, or four where slow heads may have parts (`hopper/parts.py`)."""
     slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
     reason = (
         f"two launches: inverses of all chunks, then the states{slow}; "
@@ -170,14 +171,17 @@ def _by_slice(call: FusedCall) -> FusedCall:
 
 
 def _slices_work(call: FusedCall, config: GDNHopperConfig) -> Work:
-    """The launches of the Hopper kernels, and those that copy gates and states."""
+    """The launches of the Hopper kernels, and those that copy gates and states.
+
+    config: for the slices (`_by_slice`).
+    """
     count = hopper_slices.slice_count(call.inputs)
     launches, _, hopper_reason = _hopper_work(_by_slice(call), config)
     copies = 1  # of the final states
     if count > 1:
         copies += 2  # of g and beta, for each slice
     if call.inputs.initial_state is not None:
-        copies += 1
+        copies += 2  # zeros, and the initial states among them
     padding = f"{count} x V / {count} padded to 128 as K is, copies of gates and states"
     workspace_bytes = hopper_slices.workspace_bytes(call.inputs, config)
     return launches + copies, workspace_bytes, f"{padding}; {hopper_reason}"
@@ -187,7 +191,8 @@ def configured(committed: Callable[..., Any], kernel: str, call: FusedCall) -> A
     """The tuned configuration of a call, or the committed one; packed sequences always have the
     committed one.
 
-    committed: of inputs and `batch_invariant`.  kernel: its name in `call_key`.
+    committed: (inputs, batch_invariant) -> the committed configuration
+    kernel: its name in `call_key`
     """
     tuned = None
     if call.inputs.cu_seqlens is None:
@@ -198,7 +203,9 @@ def configured(committed: Callable[..., Any], kernel: str, call: FusedCall) -> A
 
 
 def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNPortableConfig:
-    """The configuration of the portable kernel without tuning."""
+    """The configuration of the portable kernel without tuning, for the inputs' GPU.  Without a GPU
+    it is that of an H200.
+    """
     gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
     return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
 
@@ -251,8 +258,8 @@ PORTABLE = Variant(
 
 
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", "k", "v"))
-# the portable kernel for every call, also where `fused` would choose another one.  A bench times it
-# only by request
+# The portable kernel for every call, also where `fused` would choose another one.  A bench times it
+# only by request.
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
 _function = tensor_function(FUSED, GDNInputs)
 run, plan = FUSED.run, FUSED.plan

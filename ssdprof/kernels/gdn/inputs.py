@@ -1,4 +1,6 @@
-"""Inputs and outputs of the operator.  Inputs are checked once."""
+"""Inputs and outputs of the operator.  The constructor of the inputs checks them; `unchecked` does
+not.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class GDNInputs(Inputs):
     accepted: Tensor | None = None
 
     def check(self) -> None:
-        """Raises ValueError, naming the argument that does not fit the others."""
+        """Raises ValueError, naming the argument that does not fit the others, or is not
+        supported.
+        """
         for name in ("q", "k", "v", "g", "beta"):
             if getattr(self, name) is None:
                 raise ValueError(f"{name} must be a tensor, not None")

@@ -2,17 +2,18 @@
 the factors that do not depend on the state.  The second one computes the output, with the state in
 registers from chunk to chunk.
 
-With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, and Q and K normalised if
-the call asks for it (docs/gdn-mathematics.md, equations 18 to 25, and 28 for a chunk's bound),
+With d_i = exp(g_1 + ... + g_i) in the chunk, d_end that of its last position, S the state that
+enters the chunk and S' the one that leaves it, and Q and K normalised if the call asks for it
+(docs/gdn-mathematics.md, equations 18 to 25, and 28 for a chunk's bound),
 
     A = (I + tril(diag(beta) K K^T, -1))^-1                    scaled_dot_kkt, solve_tril
     X_j = beta_j (d_end / d_j) (A^T K)_j                       state_factor
     W_ij = scale beta_j (d_i / d_j) (tril(Q K^T) A)_ij         out_factor
     Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y      second launch
 
-A does not depend on g: the decay from j to i factors out of both products.  The norms of the rows
-of q and k are fp32 factors of the results and of the rows of A, so that q and k are not rounded
-again.  From one chunk to the next, two products depend on each other: K S and X^T Y.
+A does not depend on g: the decay from j to i factors out of both products.  The reciprocal norms
+of the rows of q and k are fp32 factors of the results and of the rows of A, so that q and k are not
+rounded again.  From one chunk to the next, two products depend on each other: K S and X^T Y.
 
 One program of the second launch owns one slice of V of one head of one segment.  A segment that
 does not begin its sequence needs the state that enters it.  The program computes it by starting at
@@ -21,15 +22,15 @@ most 2^-24 of itself, less than a rounding of fp32.  If there is no such chunk, 
 at the sequence's start.  No program waits for another.
 
 In:      q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV)
-         initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+         initial_state (sequences, HV, K, V) | cu_seqlens (sequences + 1)
 Between: state_factor (slots, HV, C, K padded to blocks), operands' dtype: X
          out_factor (slots, HV, C, C), operands' dtype: W
          rows (slots, HV, 2, C) fp32: factors of the rows of K S and of Q S
          chunks (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor by which the
              chunk changes a state's norm
 Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
-Grids:   (slots * HV), heads fastest, so that the value heads of one k head run at the same time;
-         then (segments * HV * slices of V), slices fastest, then heads
+Grids:   (slots * HV), heads fastest, so that the value heads of one key head run at the same time;
+         then (segments of all sequences * HV * slices of V), slices fastest, then heads
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464);
 docs/gdn-mathematics.md.
 """
@@ -57,10 +58,11 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
 
-LEAF = tl.constexpr(16)  # rows of the smallest blocks of the inverse: the fewest of a product
-# log2 of the factor below which a state is neglected: less than a rounding to fp32
+# rows of the largest blocks that are inverted in fp32: the fewest rows of an operand of a product
+LEAF = tl.constexpr(16)
+# log2 of the factor at which the rest of a state is neglected: it is less than a rounding of fp32
 NEGLIGIBLE = tl.constexpr(-24.0)
-LOOK_BACK = tl.constexpr(128)  # chunks whose bounds one iteration of `chunks_to_forget` reads
+LOOK_BACK = tl.constexpr(128)  # chunks: one iteration of `chunks_to_forget` reads their bounds
 
 # shape and dtype of each tensor that the first launch writes for the second
 FactorShapes = list[tuple[tuple[int, ...], torch.dtype]]
@@ -85,7 +87,10 @@ STAGES = {
 
 @triton.jit
 def first_slot(sequence, begin, seqlen, PACKED: tl.constexpr, SIZE: tl.constexpr):
-    """Slot of a sequence's first piece."""
+    """Slot of a sequence's first piece.
+
+    begin: its first position in a pack.  seqlen: positions of each sequence in a batch.
+    """
     if PACKED:
         return (begin // SIZE).to(tl.int32) + sequence
     else:
@@ -97,8 +102,8 @@ def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S
     """(sequence, row of the batch, index of the piece in its sequence, first position and length of
     that sequence).
 
-    A slot is empty if its piece begins at or past the end of the sequence.  The first piece of an
-    empty sequence exists all the same.
+    A slot is empty if its piece begins at or past the end of the sequence.  Piece 0 of an empty
+    sequence is such a slot too, but the second launch uses it to copy the sequence's state.
     """
     if cu_seqlens_ptr is None:
         pieces = tl.cdiv(seqlen, SIZE)
@@ -137,11 +142,11 @@ def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
 #     [I + L1        ]^-1   [   A1         ]
 #     [  C     I + L2]    = [-A2 C A1   A2 ]
 #
-# Let A be the block diagonal matrix of the inverses of the diagonal blocks of s rows, and let C
-# hold the entries of L between the two halves of each block of 2s rows.  Then A - A C A holds the
-# inverses of the diagonal blocks of 2s rows.  Every entry of these products is an entry of an
-# inverse, which stays small even for collinear keys.  A Neumann series would compute powers of L,
-# which do not stay small.
+# Let A be the block diagonal matrix of the inverses of the diagonal blocks of I + L of s rows, and
+# let C hold the entries of L between the two halves of each block of 2s rows.  Then A - A C A holds
+# the inverses of the diagonal blocks of 2s rows.  Every entry of A C A is, up to its sign, an entry
+# of an inverse, which stays small even for collinear keys.  A Neumann series would compute powers
+# of L, which do not stay small.
 #
 # Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join these blocks have
 # operands of the dtype MERGE.  fp16 has the precision of tf32 and costs half, but its range is
@@ -180,8 +185,8 @@ def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
     SIZE: tl.constexpr = L.shape[0]
     LEAVES: tl.constexpr = SIZE // LEAF
     o_n = tl.arange(0, LEAVES)
-    # L as (block row, row, block column, column), and its diagonal blocks: each sum has one nonzero
-    # term
+    # L as (block row, row, block column, column), and its diagonal blocks: each sum over block
+    # columns has one term that is not masked
     diagonal = (o_n[:, None] == o_n[None, :])[:, None, :, None]
     leaves = tl.sum(tl.where(diagonal, tl.reshape(L, (LEAVES, LEAF, LEAVES, LEAF)), 0.0), axis=2)
     # their inverses on the diagonal of a matrix (s, s)
@@ -207,7 +212,8 @@ def load_rows(
     """Load positions o_t and dimensions o_k of q or k of one head: (position, BLOCK_K), zeros past
     KEY_DIM and where m_t is false.
 
-    ALIGNED: m_t is true everywhere.  WHOLE: no o_k is past KEY_DIM.
+    ptr: the head's position 0, of which o_t counts.  ALIGNED: m_t is true everywhere.  WHOLE: no
+    o_k is past KEY_DIM.
     """
     p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
@@ -229,7 +235,9 @@ def log2_decays(g_ptr, stride, o_t, m_t):
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
-    """The first launch: X, W and the factors of rows of one chunk of a value head."""
+    """The first launch: X, W, the factors of rows, the decay and the bound of one chunk of a value
+    head.
+    """
     (
         q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr,
         chunks_ptr,
@@ -315,8 +323,8 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     rows_ptr += head_slot * (2 * S.CHUNK)
     tl.store(rows_ptr + o_t, since_start * k_factor)
     tl.store(rows_ptr + S.CHUNK + o_t, since_start * q_factor)
-    # with unit keys and beta up to 2, a position does not stretch a state; longer keys or a larger
-    # beta may
+    # with unit keys and beta from 0 to 2, a position does not stretch a state; longer keys or
+    # another beta may
     stretch = tl.abs(1.0 - beta * k_squares * (k_factor * k_factor))
     stretch_log2 = tl.log2(tl.maximum(stretch, 1.0, propagate_nan=tl.PropagateNan.ALL))
     tl.store(chunks_ptr + head_slot * 2, decay_exp2(end))
@@ -328,11 +336,11 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
 
 @triton.jit
 def chunks_to_forget(bounds_ptr, stride, count):
-    """The number of chunks before the chunk of `bounds_ptr`, without that one, over which a state
-    becomes negligible, counted backwards; `count`, the number of all earlier chunks, if it never
-    does.
+    """How many chunks directly before a chunk it takes until a state that enters the first of them
+    is negligible at the chunk itself; `count` if it never is.
 
-    bounds_ptr: the bound of that chunk in `chunks`.  stride: between the bounds of two chunks
+    bounds_ptr: the bound of the chunk in `chunks`.  stride: between the bounds of two chunks
+    count: the number of all chunks before it in the sequence
     """
     o = tl.arange(0, LOOK_BACK)
     needed, block = tl.cast(count, tl.int32), 0
@@ -352,7 +360,9 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
     """Load a slice of V of a stored state: a tuple of blocks of K in fp32, (BLOCK_V, BLOCK_K) or
     transposed.
 
-    state_k, state_v: indices along K, of the first block, and along V, as tiles of that shape.
+    state_k, state_v: indices along K, of the first block, and along V; one is a column and one a
+        row, so that together they have that shape.
+    ptr: the state's element (0, first of the slice)
     """
     state = ()
     for n in tl.static_range((KEY_DIM + BLOCK_K - 1) // BLOCK_K):
@@ -379,7 +389,8 @@ def leave_state(
 def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constexpr):
     """K S or Q S: (C, BLOCK_V), or its transpose if V_ROWS.
 
-    ptr: row of the chunk's first position in k or q.  ALIGNED: m_t is true everywhere.
+    state: a tuple of blocks of K.  ptr: row of the chunk's first position in k or q.  m_t: which
+    positions exist.  ALIGNED: m_t is true everywhere.
     """
     o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
     WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
@@ -403,7 +414,8 @@ def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constex
 def residual(product, v_ptr, m_v, row_ptr, S: tl.constexpr):
     """Y = V - d K S as an operand: (C, BLOCK_V), or its transpose if V_ROWS.
 
-    product: K S.  row_ptr: factors of its rows
+    product: K S.  v_ptr, m_v: pointers to the tile of v, and its mask.  row_ptr: factors of the
+    rows of K S
     """
     v = tl.load(v_ptr, mask=m_v, other=0.0).to(tl.float32)
     row = tl.load(row_ptr + tl.arange(0, S.CHUNK))
@@ -412,7 +424,7 @@ def residual(product, v_ptr, m_v, row_ptr, S: tl.constexpr):
 
 @triton.jit
 def next_state(state, Y, state_factor_ptr, decay, S: tl.constexpr):
-    """The state after the chunk, d_end S + X^T Y.  decay: d_end"""
+    """The state after the chunk, d_end S + X^T Y, as blocks of K.  decay: d_end"""
     PADDED: tl.constexpr = len(state) * S.BLOCK_K
     o_c, o_k = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K)
     blocks = ()
@@ -451,10 +463,11 @@ def pass_chunks(
     head_slot: index, in what the first launch wrote, of the sequence's first chunk and the head
     keys: pointer to the sequence's k, and its strides
     values: pointer to the sequence's v, its stride between positions, and the offsets of a tile
-        (C, BLOCK_V), or (BLOCK_V, C) if V_ROWS; m_v is the tile's mask
+        (C, BLOCK_V), or (BLOCK_V, C) if V_ROWS
+    m_v: which of the tile's columns of V exist
     output: pointer to q and its strides, then, as in `values`, to the output; None: no output is
         stored, and no chunk is partial
-    factors: what the first launch wrote
+    factors: pointers to what the first launch wrote
     """
     k_ptr, k_strides = keys
     v_ptr, v_step, v_tile = values
@@ -614,8 +627,8 @@ def factor_shapes(
 def operand_shapes(
     inputs: GDNInputs, precision: Precision, chunk: int, block_k: int, count: int = 1
 ) -> FactorShapes:
-    """The operands among these tensors: `count` of C x K, with K padded to whole blocks, and then
-    one of C x C.
+    """Shape and dtype of the operands among these tensors: `count` of C x K, with K padded to whole
+    blocks, and then one of C x C.
     """
     padded = triton.cdiv(inputs.q.shape[3], block_k) * block_k
     slots, heads = inputs.slot_count(chunk), inputs.v.shape[2]
@@ -627,7 +640,7 @@ def operand_shapes(
 def portable_launch(
     inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
-    """Both launches of a call, for all inputs of one signature.
+    """A call of both kernels, for all inputs of one signature.
 
     state_v_first: final states are (sequences, HV, V, K) in memory.
     """
@@ -650,8 +663,9 @@ def portable_launch(
 def _launchers(
     inputs: GDNInputs, config: GDNPortableConfig, operand: torch.dtype, states: tuple[int, ...]
 ) -> tuple[Launcher, Launcher]:
-    """The first and the second launch.  operand: dtype of operands.  states: strides of the final
-    states.
+    """The kernels of the first and of the second launch, with their arguments except tensors.
+
+    operand: dtype of operands.  states: strides of the final states.
     """
     out = torch.empty(inputs.v.shape, device="meta")  # for its strides
     tensors = inputs.q, inputs.k, inputs.v, out
@@ -670,10 +684,13 @@ def _launchers(
         common
         | options_of_factors(inputs, operand, config.factors_warps, config.factors_registers),
     )
-    initial = strides_of(inputs.initial_state)
+    initial_strides = strides_of(inputs.initial_state)
     scan = Launcher(
         _gdn_scan_kernel,
-        ((q_strides, k_strides, v_strides, initial, cu_strides, out_strides, states), *sizes),
+        (
+            (q_strides, k_strides, v_strides, initial_strides, cu_strides, out_strides, states),
+            *sizes,
+        ),
         common
         | dict(
             VALUE_DIM=inputs.v.shape[3],
@@ -696,7 +713,7 @@ def two_launches(
     programs: tuple[int, int],
     names: tuple[str, ...],
 ) -> PreparedLaunch:
-    """A call of two kernels.
+    """A call of two kernels, of GDN or of Kimi Delta Attention, for all inputs of one signature.
 
     factors: shapes and dtypes of the tensors that the first one writes for the second
     states: strides of the final states
@@ -750,6 +767,7 @@ def options_of(
 ) -> dict[str, object]:
     """Compile-time arguments of both launches.
 
+    operand: dtype of operands.  chunk: positions per chunk
     tiled: the inputs that are read in tiles.  states: strides of the final states
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
@@ -770,9 +788,9 @@ def options_of(
 def options_of_factors(
     inputs: GDNInputs, operand: torch.dtype, warps: int, registers: int
 ) -> dict[str, object]:
-    """Compile-time arguments and launch options of the first launch.
+    """Compile-time arguments and launch options of the first launch only.
 
-    registers: most registers per thread; 0: no limit
+    operand: dtype of operands.  registers: most registers per thread; 0: no limit
     """
     normalised = bool(inputs.use_qk_l2norm)
     options: dict[str, object] = dict(
@@ -787,7 +805,7 @@ def options_of_factors(
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
-    """Alignment in bytes, up to 16, of all rows of these tensors.
+    """Alignment in bytes, up to 16, of the rows of these tensors (B, T, heads, columns).
 
     Triton itself detects it only for strides that are multiples of 16 elements.
     """

@@ -3,22 +3,23 @@ fp32.
 
 recurrent      one launch, with the state in registers.  A call with a few tokens moves little more
                than the states.  T tokens take T dependent steps on any GPU, but the inputs of
-               several tokens are loaded together.  Any T works; from a few dozen tokens on, the
-               chunked kernels are faster
+               several tokens are loaded together.  Any T works; for long T, the chunked kernels are
+               faster (`fused.py` has the limit)
 unfused_step   one token in three launches: the written value, the state, the output.  It moves two
-               states more.  If the call normalises q and k, two small launches do so.  The six
-               launches of `unfused` would be a slow baseline for one token, because they process
-               chunks
+               states more.  If the call normalises q and k, two small launches do so first.  The
+               six launches of `unfused` would be a slow baseline for one token, because they
+               process chunks
 
-    S   = exp(g_t) S
-    S   = S + k_t (beta_t (v_t - S^T k_t))^T
+    S     = exp(g_t) S
+    S     = S + k_t (beta_t (v_t - S^T k_t))^T
     out_t = S^T (scale q_t)
 
 Kimi Delta Attention is the same with g (B, T, HV, K): a decay for every row of S.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV)
       initial_state (sequences, HV, K, V), or, with state_indices (sequences), a pool (slots, HV, K,
-      V) | cu_seqlens (sequences + 1)
+      V) | cu_seqlens (sequences + 1); in place also accepted and write_indices
+      (`kernels/inputs.py`)
 Out:  out (B, T, HV, V), v's dtype
       final states (sequences, HV, K, V) fp32; or the states after every token (B * T, HV, K, V)
       fp32; or, in place, initial_state itself.  They have V before K in memory if a pool does
@@ -73,7 +74,8 @@ from ssdprof.kernels.tensors import strides_of, strides_of_each
 _STEP = "unfused_step"
 # tokens that are loaded together: with eight, the additional registers cost more than the loads
 MOST_TOKENS = 4
-# from this many heads of all sequences on, a call that writes every state has wider programs
+# From this many heads of all sequences on, a call that writes every state has wider programs.  On
+# an H100, 16 sequences of 32 heads were faster with them, and one was slower.
 MANY_HEADS = 512
 
 STAGES = {
@@ -91,17 +93,17 @@ def blocks_of(
     """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together.
     num_warps: warps per program.
 
-    For several tokens, a program has narrow slices and one warp, which sums over K without
-    barriers.  For one token, it has wider rows of the state.  On an H200 with K = V = 128, 64
-    sequences of four tokens take 79 us with slices of 16, and 128 to 138 us with slices of 32; 64
-    sequences of one token take 71 and 68 us.  A thread has at most 64 numbers of the state, because
-    more would spill.  The choice does not depend on the number of sequences, so that a sequence's
-    result does not depend on it either.
+    For several tokens, a program has narrow slices and, for K up to 128, one warp, which sums over
+    K without barriers.  For one token, and for packed sequences, it has wider rows of the state.
+    On an H200 with K = V = 128, 64 sequences of four tokens take 79 us with slices of 16, and 128
+    to 138 us with slices of 32; 64 sequences of one token take 71 and 68 us.  A thread has at
+    most 64 numbers of the state in registers, or 128 if `wide`.  Apart from `wide`, the choice does
+    not depend on the number of sequences, so that a sequence's result does not depend on it either.
 
     wide: for calls that write every state, in rows of 256 bytes instead of 64.  On an H100, 64
         sequences of eight tokens take 437 us instead of 497, but one sequence 21 us instead of 12.
-    stepping: if states are stored with a scale, a program needs a whole state; if they are rounded
-        after each token, tokens are loaded one by one, because roundings of four would spill.
+    stepping: if states are stored with one scale for a head, a program needs a whole state; if they
+        are rounded, tokens are loaded one by one, because roundings of four would spill.
     """
     # the host does not know packed lengths
     tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
@@ -160,7 +162,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
     state (K, V) in registers.
 
     FORMAT: in a simulation of stored states (`stored_states.py`), their format; the table of slots
-        then has a column for the initial state, too.  None: states are not rounded
+        then begins with a column for the initial state.  None: states are not rounded
     """
     (
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr,
@@ -192,7 +194,8 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
     o_states = _state_offsets(o_k, o_v, S.STATES_STRIDES)
 
     # stage setup.load: the state with which the sequence begins, and where its final state goes
-    row, m_final = sequence, m_state  # row of the final state among all, and mask
+    # row of the final state in `states`, which is a slot if that is a pool, and its mask
+    row, m_final = sequence, m_state
     if initial_state_ptr is None:
         # reads nothing, and gives zeros the layout of states that are loaded: so all sums over K
         # have one order
@@ -271,23 +274,24 @@ def recurrent_launch(
     """The launch of a call, for all inputs of one signature.
 
     blocks: see `blocks_of`.  in_place: see `gdn_recurrent`.
-    state_v_first: final states are (sequences, HV, V, K) in memory; they also are if the call reads
-        a pool with V before K.
+    state_v_first: new final states are (sequences, HV, V, K) in memory; they also are if the call
+        reads a pool with V before K.
+    stepping: how a simulation of stored states rounds them (`stored_states.py`)
     """
-    initial = strides_of(inputs.initial_state)
-    v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
+    initial_strides = strides_of(inputs.initial_state)
+    v_first = state_v_first or (inputs.state_indices is not None and initial_strides[-2] == 1)
     index = inputs.q.get_device()
     new_strides = state_strides(*inputs.states_shape[1:], v_first=v_first)
     slices = triton.cdiv(inputs.v.shape[3], blocks["block_v"])
     programs = inputs.sequences * inputs.v.shape[2] * slices
-    new_out = torch.empty(inputs.v.shape, device="meta")
-    states = initial if in_place else new_strides
+    new_out = torch.empty(inputs.v.shape, device="meta")  # for its strides
+    states_strides = initial_strides if in_place else new_strides
     if inputs.state_every:  # (B, T, HV, K, V)
-        states = (inputs.length * new_strides[0], *new_strides)
+        states_strides = (inputs.length * new_strides[0], *new_strides)
     launcher = Launcher(
         _gdn_recurrent_kernel,
         (
-            (*map(strides_of, (*inputs.kernel_tensors, new_out)), states),
+            (*map(strides_of, (*inputs.kernel_tensors, new_out)), states_strides),
             inputs.v.shape[1],
             inputs.scale_or_default,
             stepping.seed,
@@ -300,8 +304,8 @@ def recurrent_launch(
             BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
             BLOCK_V=blocks["block_v"],
             BLOCK_T=blocks["block_t"],
-            INITIAL_STRIDES=initial[-2:],
-            STATES_STRIDES=states[-2:],
+            INITIAL_STRIDES=initial_strides[-2:],
+            STATES_STRIDES=states_strides[-2:],
             PER_CHANNEL=inputs.g.ndim == 4,
             EVERY_STATE=bool(inputs.state_every),
             IN_PLACE=in_place,
@@ -347,20 +351,22 @@ def gdn_recurrent(
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and the call returns
         that tensor.  For a pool, `kernels/inputs.py` says which slots are read and written.
-    batch_invariant: the last bits of every state do not depend on whether the sequences have 512
-        heads together.
+    batch_invariant: matters only if inputs.state_every is 1.  Without it, a call in which all
+        sequences together have MANY_HEADS heads has other programs, whose results may differ in
+        the last bits.
 
-    Raises ValueError if in_place has no initial_state to write to, an expanded one, or
-    inputs.state_every, and UnsupportedError if the kernel cannot run.
+    Raises ValueError for inputs that do not fit together, and if in_place has no initial_state to
+    write to, an expanded one, or inputs.state_every; UnsupportedError if the kernel cannot run.
     """
     refuse_gradient("recurrent", vars(inputs).values())
-    wide = (
-        inputs.state_every == 1
-        and not batch_invariant
-        and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
-    )
+    wide = _is_wide(inputs) and not batch_invariant
     key = inputs.signature, in_place, wide
     return kept(_launches, key, _prepare, inputs, in_place, wide)(inputs)
+
+
+def _is_wide(inputs: GDNInputs) -> bool:
+    """Whether a call that is not batch invariant has the wide programs of `blocks_of`."""
+    return inputs.state_every == 1 and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
 
 
 def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
@@ -371,18 +377,16 @@ def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
 
 
 def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
+    """The launch of `gdn_recurrent`, which keeps it, after all checks."""
     inputs.check()
     refuse_unwritable(inputs, in_place=in_place)
     refuse_device("recurrent", inputs.q)
     return recurrent_launch(inputs, blocks_of(inputs, wide=wide), in_place=in_place)
 
 
-# --- a step in three launches
-
-
 @triton.jit
 def _slice_of_program(S: tl.constexpr):
-    """The program's sequence and head, its rows and columns of the state, and their masks.
+    """The program's sequence and head, its rows (K) and columns (V) of the state, and their masks.
 
     Grid of all kernels in this file: (sequences * HV * slices of V), slices fastest, then heads.
     """
@@ -391,6 +395,9 @@ def _slice_of_program(S: tl.constexpr):
     i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
     o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
     return i_b, i_h, o_k, o_v, o_k < S.KEY_DIM, o_v < S.VALUE_DIM
+
+
+# --- a step in three launches
 
 
 @triton.jit
@@ -454,19 +461,21 @@ def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
 
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
-    """One token of each sequence in three launches, without checks."""
+    """One token of each sequence in three launches, after two that normalise q and k if the call
+    asks for it.  Without checks.
+    """
     config = _step_config(inputs)
     batch, heads, key_dim, value_dim = inputs.states_shape
 
-    def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
-        """One of the three launches, on these tensors.  scale: the factor of q, for the kernel that
-        takes it.
+    def step(kernel: Any, *tensors: torch.Tensor | None, scalars: tuple[float, ...] = ()) -> None:
+        """One of the three launches, on these tensors.  scalars: the kernel's arguments after the
+        strides.
         """
         launch(
             kernel,
             batch * heads * triton.cdiv(value_dim, config["block_v"]),
             tensors,
-            (strides_of_each(*tensors), *scale),
+            (strides_of_each(*tensors), *scalars),
             VALUE_HEADS=heads,
             VALUES_PER_KEY=inputs.values_per_key,
             KEY_DIM=key_dim,
@@ -486,13 +495,13 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
         final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=k.device)
         step(_gdn_step_state_kernel, k, u, g, initial, final_states)
         out = torch.empty(v.shape, dtype=v.dtype, device=q.device)
-        step(_gdn_step_output_kernel, final_states, q, out, scale=(inputs.scale_or_default,))
+        step(_gdn_step_output_kernel, final_states, q, out, scalars=(inputs.scale_or_default,))
         return GDNOutput(out, final_states)
 
 
 def _step_config(inputs: GDNInputs) -> dict[str, int]:
-    """block_v: slice of V per program.  num_warps: so that a thread has at most 64 numbers of the
-    state.
+    """block_v: slice of V per program.  num_warps: warps per program, at least two, so that a
+    thread has at most 64 numbers of the state.
     """
     block_v = min(32, triton.next_power_of_2(inputs.v.shape[3]))
     numbers = triton.next_power_of_2(inputs.q.shape[3]) * block_v
@@ -503,12 +512,16 @@ def _step_config(inputs: GDNInputs) -> dict[str, int]:
 
 
 def _run_step(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+    """`Implementation.run` of `unfused_step`: in fp32 at every precision."""
     _refuse_all_but_steps(inputs)
     refuse_gradient(_STEP, vars(inputs).values())
     return three_stages(inputs)
 
 
 def _refuse_all_but_steps(inputs: GDNInputs) -> None:
+    """Raises UnsupportedError unless each sequence is a row of the batch and has one token, on a
+    device that the kernels run on.
+    """
     if inputs.q.shape[1] != 1 or inputs.cu_seqlens is not None:
         raise UnsupportedError(f"{_STEP}: one token of each sequence, side by side")
     refuse_device(_STEP, inputs.q)
@@ -519,26 +532,28 @@ def _plan_step(inputs: GDNInputs, precision: Precision) -> Plan:
     normalised.
     """
     _refuse_all_but_steps(inputs)
-    launches, normalised = 3, 0  # normalised: numbers in q and k
+    launches = 3
+    workspace_numbers = inputs.v.numel()
     if inputs.use_qk_l2norm:  # two launches normalise q and k first
         launches += 2
-        normalised = inputs.q.numel() + inputs.k.numel()
+        workspace_numbers += inputs.q.numel() + inputs.k.numel()
     reason = "what is written, the state and the output in a launch each; fp32 throughout"
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=launches,
         config=_step_config(inputs),
-        workspace_bytes=4 * (inputs.v.numel() + normalised),
+        workspace_bytes=4 * workspace_numbers,
         reason=reason + precision.as_exact,
     )
 
 
 def _plan(inputs: GDNInputs, precision: Precision) -> Plan:
+    """The plan of `gdn_recurrent` without options."""
     refuse_device("recurrent", inputs.q)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
-        config=blocks_of(inputs),
+        config=blocks_of(inputs, wide=_is_wide(inputs)),
         reason="one launch, token by token; fp32 throughout" + precision.as_exact,
     )
 

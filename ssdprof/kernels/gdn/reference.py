@@ -4,8 +4,8 @@
     S_t   = exp(g_t) S_{t-1} + k_t u_t^T
     out_t = S_t^T (scale q_t)
 
-A g_t above 0 counts as 0.  Both forms use only torch operations, run on CPU and GPU, and compute in
-a dtype that the caller chooses.
+A g_t above 0 counts as 0.  Queries and keys are normalised first if the call asks for it.  Both
+forms use only torch operations, run on CPU and GPU, and compute in a dtype that the caller chooses.
 
 Chunked form.  With d_ts = exp(g_{s+1} + ... + g_t), d_t the same from the chunk's start, and S the
 state that enters the chunk,
@@ -14,8 +14,8 @@ state that enters the chunk,
     u_t = beta_t (v_t - d_t S^T k_t - sum_{s<t} d_ts (k_t . k_s) u_s)
 
 so u solves a unit lower triangular system, (I + L) U = beta V - (beta d K) S with L_ts = beta_t
-d_ts (k_t . k_s).  Both right-hand sides are solved for all chunks at once, U = U0 - W S, and only S
-passes from chunk to chunk.
+d_ts (k_t . k_s) for s < t, else 0.  Both right-hand sides are solved for all chunks at once, U = U0
+- W S, and only S passes from chunk to chunk.
 Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 """
 
@@ -38,9 +38,10 @@ from ssdprof.kernels.oracle import (
     split_chunks,
 )
 
-# The operator's use of its decays: (q, k, g, beta) of chunks -> four tensors.  The scores q k^T and
-# L, with their decays; the decay since the chunk's start, and to its end, of a head or of each
-# channel.
+# How an operator applies its decays: (q, k, g, beta) of chunks -> the scores q k^T times their
+# decays, 0 above the diagonal; L; the decay from the chunk's start to each position; and the decay
+# from each position to the chunk's end.  The last two have one column for a decay of the whole
+# head, K columns for a decay of each channel.
 Decayed = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -48,7 +49,7 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     """The recurrence, position by position, for short inputs.  g has one number for a head, or one
     for each of its K channels.
 
-    Output and final states are in `dtype`.
+    Returns the output and the final states of all sequences in `dtype`.  Ignores `state_every`.
     """
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = initial_states(inputs, dtype)
@@ -69,7 +70,7 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
 
 
 def load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, v and beta of the span, in `dtype`.
+    """q, k, v and beta of the T positions of a span, in `dtype`.
 
     q and k (T, H, K), normalised if use_qk_l2norm; v (T, HV, V); beta (T, HV).
     """
@@ -82,7 +83,7 @@ def load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...
 
 
 def _load_heads(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, v, g and beta of each value head.
+    """q, k, v, g and beta of the T positions of a span, for each value head, in `dtype`.
 
     q, times the scale, and k: (T, HV, K); v: (T, HV, V); g, at most 0, and beta: (T, HV); KDA's g:
     (T, HV, K).
@@ -97,9 +98,10 @@ def _load_heads(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tens
 def delta_chunks(
     decayed: Decayed, inputs: GDNInputs, span: Span, dtype: torch.dtype, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The chunked form: output (T, HV, V), and the state (HV, K, V) after the span.
+    """The chunked form: output (T, HV, V) of the T positions of a span, and the state (HV, K, V)
+    after it, both in `dtype`.
 
-    state: (HV, K, V), before the span.
+    state: (HV, K, V), before the span, in `dtype`.  It is not changed.
     """
     # (c, HV, chunk, ...); padding has g = beta = 0: it neither decays nor adds
     q, k, v, g, beta = (
@@ -108,7 +110,7 @@ def delta_chunks(
     beta = beta[..., None]
     scores, L, since_start, to_end = decayed(q, k, g, beta)
     right_sides = torch.cat([beta * v, beta * since_start * k], -1)
-    # unitriangular: the solver takes ones for the diagonal of L
+    # unitriangular: the solver reads no diagonal, and takes it to be ones: I + L
     solutions = torch.linalg.solve_triangular(L, right_sides, upper=False, unitriangular=True)
     del right_sides  # as large as the inputs
     U0, W = solutions.split([v.shape[-1], k.shape[-1]], -1)
@@ -135,7 +137,8 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...
 
 
 _chunked = partial(delta_chunks, _decayed)
-# Memory for one block is about 10 * block * HV * (K + V + ORACLE_CHUNK) elements of the dtype.
+# A block of positions needs about 4 * block * HV * (K + V + ORACLE_CHUNK) elements of the dtype at
+# most, measured on a CPU; `operators/gdn_oracle.py` allows for 10.
 gdn_blocks = partial(blocks_of, _chunked)
 gdn_chunked = partial(chunked, _chunked)
 gdn_reference = register_oracle("gdn", _chunked)

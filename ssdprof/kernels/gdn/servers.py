@@ -4,10 +4,10 @@ The import of a server's package patches torch and transformers.  So only its mo
 are imported.
 
 vllm, sglang             prompts, in chunks.  A server normalises q and k, and computes gates and
-                         beta, in separate kernels.  Here the call normalises q and k, and receives
-                         gates and beta after their activations, except for vLLM's KDA.  A tensor
-                         that a kernel overwrites (v, the pool) is copied first, and the copy counts
-                         in the kernel's time
+                         beta, in separate kernels.  Here the call normalises q and k if the inputs
+                         ask for it, and receives gates and beta after their activations; vLLM's KDA
+                         receives them before.  A tensor that SGLang's kernels overwrite (KDA's v,
+                         the pool) is copied first, and the copy counts in the kernel's time
 vllm_step, sglang_step   a few tokens of each sequence, token by token, on a pool in place, as in
                          decoding and verification.  Gates and beta enter before their activations
 """
@@ -35,19 +35,23 @@ from ssdprof.kernels.pools import Bound, Slots, pool_kernel, with_slot_before
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 
+# operator -> the module with all of vLLM's kernels for it
 _VLLM = {
     "gdn": "vllm.third_party.flash_linear_attention.ops",
     "kda": "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
 }
-_SGLANG = "sglang.kernels.ops.attention"
-# operator -> the module of the chunked kernels, and their function
+_SGLANG = "sglang.kernels.ops.attention"  # the package of the modules below
+# operator -> the module of SGLang's chunked kernels, and their function
 _SGLANG_CHUNKS = {"gdn": ("fla.chunk", "chunk_gated_delta_rule"), "kda": ("fla.kda", "chunk_kda")}
+# operator -> SGLang's function for one token of each sequence
 _ONE_TOKEN = {
     "gdn": "fused_recurrent_gated_delta_rule_packed_decode",
     "kda": "fused_recurrent_kda_packed_decode",
 }
+# SGLang's module for several tokens of each sequence
 _SIGMOID_GATING = "linear.fused_sigmoid_gating_recurrent"
-_SOFTPLUS = (1.0, 20.0)  # torch's defaults: beta, and the threshold above which it is the identity
+# torch's defaults of softplus: its beta, and the threshold above which it is the identity
+_SOFTPLUS = (1.0, 20.0)
 
 
 def _options(inputs: GDNInputs) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
 
 
 def load_vllm(operator: str) -> Implementation:
-    """vLLM's chunked kernels.  KDA's takes gates before their activation."""
+    """vLLM's chunked kernels.  KDA's takes gates and beta before their activations."""
     module = import_kernels(_VLLM[operator])
 
     def bind_gdn(inputs: GDNInputs) -> Callable[..., Any]:
@@ -134,7 +138,10 @@ def load_sglang(operator: str) -> Implementation:
 def _chunked_kernel(
     operator: str, name: str, prepare: Callable[[GDNInputs], Prepared], *, raw_beta: bool = False
 ) -> Implementation:
-    """A server's kernel for prompts.  raw_beta: beta enters before its activation."""
+    """A server's kernel for prompts.
+
+    raw_beta: whether beta enters before its activation, so that it must be between 0 and 1.
+    """
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -159,6 +166,7 @@ def _chunked_kernel(
 class _Step:
     """The tensors of a call in the form in which a server passes them to a kernel for steps.
 
+    slots: as the kernel counts them
     mixed: (tokens, 2 H K + HV V), q, k and v of each token one after the other, as they leave the
         convolution
     gates: see `raw_gates`
@@ -193,7 +201,11 @@ class _Step:
         ]
 
     def bound(self, call: Callable[[_Step, torch.Tensor], Any]) -> Bound:
-        """The step bound to a kernel.  call: (step, pool) -> out in any shape."""
+        """The step bound to a kernel.
+
+        call: (step, pool) -> out, with its elements in the order of (B, T, HV, V).  It updates the
+            pool.
+        """
 
         def run(pool: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = call(self, pool)
@@ -222,7 +234,9 @@ class _Step:
 
 
 def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
-    """Call vLLM's GDN kernel for one token of each sequence, or for a verification; returns out."""
+    """Call vLLM's GDN kernel for one token of each sequence, or the one for several tokens, which
+    writes to a table of slots.  Returns out.
+    """
     if step.is_decode:
         return step.decode(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
     a, b, A_log, dt_bias = step.gates
@@ -254,9 +268,9 @@ def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
 
 
 def _table(slots: Slots) -> dict[str, torch.Tensor]:
-    """vLLM's arguments for a verification of several tokens: a table (sequences, columns) of slots.
+    """vLLM's arguments for several tokens: a table (sequences, tokens + 1) of slots.
 
-    The kernel writes the state after token t to the slot in column t.  It begins with the slot in
+    The kernel writes the state after token t to the slot in column t, and begins with the slot in
     column `num_accepted_tokens` - 1.  Here that is always the last column, which has the slots to
     read.
     """
@@ -265,17 +279,18 @@ def _table(slots: Slots) -> dict[str, torch.Tensor]:
     return {"ssm_state_indices": table, "num_accepted_tokens": accepted}
 
 
-def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) -> Any:
-    """Call SGLang's kernel for one token of each sequence, or for a verification, which does not
-    change the pool and writes all states to a buffer.  Returns out.
+def _sglang(one_token: Any, several_tokens: Any, step: _Step, pool: torch.Tensor) -> Any:
+    """Call SGLang's kernel for one token of each sequence, or the one for several tokens.  That one
+    writes the final states to the slots that were read, or, if the pool has a buffer
+    (`Slots.buffer`), the state after each token to the buffer instead.  Returns out.
 
-    one_token, verification: the modules of the two kernels.
+    one_token, several_tokens: the modules of the two kernels.
     """
     operator = step.inputs.operator
     a, b, A_log, dt_bias = step.gates
     if step.is_decode:
         return step.decode(getattr(one_token, _ONE_TOKEN[operator]), pool)
-    return verification.fused_sigmoid_gating_delta_rule_update(
+    return several_tokens.fused_sigmoid_gating_delta_rule_update(
         A_log,
         a.flatten(1),
         dt_bias,
@@ -291,8 +306,8 @@ def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) 
 
 
 def load_vllm_step(operator: str) -> Implementation:
-    """vLLM's kernels for steps on a pool.  They take slot 0 as padding, so that slots are counted
-    from 1.
+    """vLLM's kernels for steps on a pool.  They take slot 0 as padding.  So they get the pool with
+    one more slot before its first, and numbers of slots that are larger by one.
     """
     module = import_kernels(_VLLM[operator])
     is_kda = operator == "kda"
@@ -309,12 +324,12 @@ def load_vllm_step(operator: str) -> Implementation:
 
 
 def load_sglang_step(operator: str) -> Implementation:
-    """SGLang's kernels for steps on a pool: one for a token of each sequence, one for a
-    verification.
+    """SGLang's kernels for steps on a pool: one for one token of each sequence, one for several.
+    They do not write the states of a call in place to other slots than it reads.
     """
     one_token = import_kernels(f"{_SGLANG}.fla.fused_recurrent")
-    verification = import_kernels(f"{_SGLANG}.{_SIGMOID_GATING}")
-    call = partial(_sglang, one_token, verification)
+    several_tokens = import_kernels(f"{_SGLANG}.{_SIGMOID_GATING}")
+    call = partial(_sglang, one_token, several_tokens)
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         slots.refuse_tables("sglang_step")
@@ -332,7 +347,7 @@ def _step_kernel(
 ) -> Implementation:
     """A server's kernel for steps on a pool.
 
-    fixed_options: it always normalises q and k, and its scale is K ** -0.5.
+    fixed_options: whether it always normalises q and k, with the scale K ** -0.5.
     """
 
     @first_reason

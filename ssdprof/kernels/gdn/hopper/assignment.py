@@ -1,4 +1,4 @@
-"""Assignment of work to programs: one segment of a sequence and one value head, or whole sequences
+"""Assignment of work to programs: one segment of a sequence for one value head, or whole sequences
 one after the other.
 
 A segment that does not begin its sequence needs the state that enters it.  A first pass over the
@@ -8,7 +8,8 @@ negligible effect on the state at the segment's first chunk f:
     |effect of S_c on the state at f|  <=  2^(sum of the bounds of chunks c .. f - 1) |S_c|
 
 The transition of a token is exp(g) (I - beta k k^T), and its 2-norm is at most exp(g) max(1, |1 -
-beta |k|^2|).  The bound of a chunk is the sum of the logarithms of these norms (`prep_kernel.py`).
+beta |k|^2|).  The bound of a chunk is the sum of the binary logarithms of these numbers
+(`prep_kernel.py`).
 For a head that forgets slowly, earlier launches compute the state that enters a segment
 (`parts.py`), or the first pass covers all chunks before it.
 """
@@ -28,7 +29,7 @@ STAGES = {
     "segments": "ticket",
     "segment_at": "ticket",
     "sequence_at": "ticket",
-    "packed_slot": "ticket",
+    "packed_sequence": "ticket",
     "segment_of": "ticket",
     "bounds_of": "ticket",
     "first_segment_extra": "ticket",
@@ -42,7 +43,7 @@ class Sequence:
     """Where a sequence of tokens lies in the tensors (not Python's type of this name)."""
 
     index: gl.tensor  # among all sequences
-    begin: gl.tensor  # its first position in g and beta
+    begin: gl.tensor  # its first position in its row of g and beta
     length: gl.tensor  # positions
     tile: gl.tensor  # first TMA coordinate of its tiles
     # offset of the third TMA coordinate: TMA reads zeros beyond the sequence's end
@@ -71,8 +72,9 @@ class GDNSegment:
 
 @aggregate
 class Persistent:
-    """Whole sequences of equal length: every `programs`-th pair of a sequence and a head, heads
-    fastest.  Each pair is one segment without a first pass.
+    """The work of a program: whole sequences of equal length, from pair `program` on every
+    `programs`-th pair of a sequence and a head, heads fastest.  Each pair is one segment without a
+    first pass.
     """
 
     program: gl.tensor
@@ -100,7 +102,7 @@ class Persistent:
 
 @gluon.jit
 def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
-    """Sequence i.
+    """Sequence i.  seqlen: positions of a row of the batch.
 
     The slots of a packed sequence begin at begin // CHUNK + i, so that no two sequences share a
     slot.  `tensors.tiles` explains its TMA coordinates.
@@ -114,8 +116,10 @@ def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
 
 
 @gluon.jit
-def packed_slot(slot, sequences, cu_seqlens_ptr, cu_stride):
-    """The last sequence whose first slot is at or before `slot`."""
+def packed_sequence(slot, sequences, cu_seqlens_ptr, cu_stride):
+    """The packed sequence to which a slot belongs: the last one whose first slot is at or before
+    it.
+    """
     low, high = gl.to_tensor(0), gl.to_tensor(sequences)
     while high - low > 1:
         middle = (low + high) // 2
@@ -130,10 +134,10 @@ def segment_of(packing, sequences, bounds, K, truncation_log2, warmup_lengths_pt
     """The segment of a program, and whether it exists.  Heads vary fastest, then sequences, then
     segments of K chunks.
 
-    With FIRST_SEGMENT_EXTRA, segments have K chunks on average, and the first one is longer
+    With FIRST_SEGMENT_EXTRA, segments have K chunks at most on average, and the first one is longer
     (`first_segment_extra`).
 
-    packing: the last arguments of `sequence_at`
+    packing: the arguments of `sequence_at` after the first
     bounds: pointer to the bounds of all chunks (HV, slots), and the number of slots
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
     warmup_lengths_ptr: the lengths of first passes that `parts.py` has written, by row; None: each
@@ -177,10 +181,9 @@ def bounds_of(bounds, head, sequence):
 @gluon.jit
 def first_segment_extra(bounds_ptr, last, truncation_log2):
     """Chunks by which a head's first segment is longer than the others, because it has no first
-    pass.
+    pass: the cost of the last segment's first pass, in chunks of the second pass.
 
-    This is the cost of the last segment's first pass, in chunks of the second pass, if that segment
-    begins at chunk `last`.
+    bounds_ptr: see `bounds_of`.  last: about the first chunk of the last segment
     """
     return first_pass_of(bounds_ptr, last, truncation_log2) * FIRST_PASS_16THS // 16
 
@@ -188,7 +191,7 @@ def first_segment_extra(bounds_ptr, last, truncation_log2):
 @gluon.jit
 def boundary(index, count, extra, chunks):
     """The first chunk of segment `index` among `count` segments of a sequence of `chunks` chunks,
-    whose first one is longer by `extra`.  For index = count, the end of the sequence.
+    the first of which is longer by `extra` chunks.  For index = count, the end of the sequence.
     """
     return gl.where(index > 0, extra + index * (chunks - extra) // count, 0)
 
@@ -197,6 +200,8 @@ def boundary(index, count, extra, chunks):
 def first_pass_of(bounds_ptr, first, truncation_log2):
     """Chunks of the first pass of a segment that begins at chunk `first`: as many as it takes,
     backwards, until the sum of their bounds is at most truncation_log2; at most all before it.
+
+    bounds_ptr: see `bounds_of`
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_c = gl.arange(0, BLOCK, layout)

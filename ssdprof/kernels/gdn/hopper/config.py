@@ -20,7 +20,7 @@ from ssdprof.kernels.tensors import unreadable
 # in units of one chunk of the second pass.
 FIRST_PASS = 0.55  # time of a chunk of the first pass
 START = 3.0  # time to start and end a program
-REACH = 10  # chunks of a first pass with gates as models are initialised
+REACH = 10  # chunks of a first pass with gates drawn as models are initialised
 MOST_WAVES = 3  # most programs that run on an SM one after the other
 # a cut with more than one wave must take less than this share of the time of a cut with one,
 # because it has more first passes, whose lengths depend on the gates
@@ -28,22 +28,23 @@ WORTH_WAVES = 0.96
 # least chunks of a segment for `first_segment_extra`: computing the extra takes half a chunk's time
 WORTH_EXTRA = 8
 
-# Parts of segments of slow heads (`parts.py`).
-# Segments have parts if more chunks than this precede the last one, because the two launches more
-# take time whatever the gates.
+# Parts of segments, for slow heads (`parts.py`).
+# Segments have parts if more chunks than this precede the last segment, because the two additional
+# launches take time whatever the gates.
 WORTH_PARTS = 64
+LEAST_PART = 8  # least chunks of a part
 MOST_PARTS_OF_SEGMENT = 8
-MOST_PARTS = 2048  # of all rows: 256 MiB of matrices
+MOST_PARTS = 2048  # of all rows together, whose N and M take 256 MiB then
 # Microseconds on an H200:
 PART_CHUNK = 1.9  # a chunk of a part
 PART_START = 6.0  # to start and end a part
 PART_LAUNCHES = 5.0  # both launches
 PART_STEP = 1.9  # a part in `_combine_kernel`
-LEAST_PART = 8  # least chunks of a part
-LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # bounds of longest_first_pass, in chunks
-SHORT_SEGMENTS_FIRST_PASS = 64  # longest_first_pass where no segment is longer than it
-NEVER = 1 << 30  # chunks: more than any sequence has
-PACKED = "packed: a program for each sequence and head"
+# Limits of first passes, in chunks:
+LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # between these, longest_first_pass is 3/8 of a segment
+SHORT_SEGMENTS_FIRST_PASS = 64  # longest_first_pass if segments are not longer than that
+NEVER = 1 << 30  # least_first_pass: more chunks than any sequence has
+PACKED = "packed: a program for each sequence and head"  # reason for a pack that is not cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +56,16 @@ class GDNHopperConfig:
         program per segment
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins;
         -inf: none
-    first_segment_extra: the first segment of a sequence has no first pass.  It is longer than the
-        others by the cost of their first passes, which the device computes for each head;
-        `segment` is then the mean length
+    first_segment_extra: whether the first segment of a sequence, which has no first pass, is longer
+        than the others by the cost of the last segment's first pass, which the device computes for
+        each head; `segment` is then the largest mean length
     transition_parts: number of equal parts of a segment, for heads that forget slowly (`parts.py`);
         0: no parts, and first passes of any length
-    longest_first_pass: in chunks; a segment has parts if its first pass would be longer
-    least_first_pass: in chunks; if the last segment of a head has parts, all segments that begin
-        after more chunks than this have them, too
-    transition_programs: number of programs that compute the parts
+    longest_first_pass: in chunks; if the first pass of a segment would be longer, parts of the
+        segment before it take its place
+    least_first_pass: in chunks; if that is so for the last segment of a head, it also is for all
+        its segments that begin after more chunks than this
+    transition_programs: most programs that compute the parts
     reason: for reports
     """
 
@@ -79,7 +81,8 @@ class GDNHopperConfig:
 
     @classmethod
     def choose(cls, inputs: GDNInputs, sm_count: int, *, batch_invariant: bool) -> GDNHopperConfig:
-        """Choose by the length and number of sequences, the number of heads and the GPU.
+        """Choose by the length and number of sequences, the number of heads and the multiprocessors
+        of the GPU.  For a pack, the length is that of all sequences together.
 
         With `batch_invariant`, choose as for one sequence, so that a sequence's result is bitwise
         the same in any batch.  Packed sequences are then not cut, because the host does not know
@@ -91,18 +94,18 @@ class GDNHopperConfig:
             return cls(segment=nchunks, reason=PACKED)
         sequences = 1 if batch_invariant else inputs.sequences
         pairs = sequences * heads
-        segments = cut(nchunks, pairs, sm_count, candidates=_even_cuts, time=_estimated_time)
-        if segments.shares:
+        chosen_cut = cut(nchunks, pairs, sm_count, candidates=_even_cuts, time=_estimated_time)
+        if chosen_cut.shares:  # as many pairs as multiprocessors, or more
             if inputs.cu_seqlens is not None:
                 return cls(segment=nchunks, reason=PACKED)
             reason = f"whole sequences for {sm_count} programs"
             return cls(segment=nchunks, persistent_programs=sm_count, reason=reason)
-        programs = pairs * segments.count(nchunks)
+        programs = pairs * chosen_cut.count(nchunks)
         reason = (
-            f"least estimated time: {programs} programs of {segments.segment} chunks "
+            f"least estimated time: {programs} programs of {chosen_cut.segment} chunks "
             f"on {sm_count} SMs"
         )
-        config = cls(segment=segments.segment, reason=reason)
+        config = cls(segment=chosen_cut.segment, reason=reason)
         # the number of parts depends on the number of heads in the batch
         if not batch_invariant:
             config = _with_parts(config, inputs, nchunks, sm_count)
@@ -115,16 +118,18 @@ class GDNHopperConfig:
 
 
 def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
-    """Cuts into equal segments, with up to MOST_WAVES programs per SM."""
+    """Cuts into segments of equal length, except the last one of a sequence, with up to MOST_WAVES
+    programs per SM.  There are fewer pairs than SMs.
+    """
     for count in range(1, min(nchunks, MOST_WAVES * sm_count // pairs) + 1):
         yield Cut(segment=ceil_div(nchunks, count))
 
 
-def _estimated_time(segments: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
+def _estimated_time(candidate: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
     """The time of a cut in chunks of the second pass, if an SM starts a program as soon as its last
-    one ends.
+    one ends.  With more than one wave of programs it is increased, as WORTH_WAVES says.
     """
-    chunks = segments.segment
+    chunks = candidate.segment
     programs = pairs * ceil_div(nchunks, chunks)
     program_time = START + chunks + FIRST_PASS * min(REACH, nchunks - chunks)
     time = ceil_div(programs, sm_count) * program_time
@@ -134,12 +139,14 @@ def _estimated_time(segments: Cut, nchunks: int, pairs: int, sm_count: int) -> f
 def _with_parts(
     config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int
 ) -> GDNHopperConfig:
-    """For long sequences, divide segments into parts, and round the segment up to whole parts."""
+    """For long sequences, the configuration with parts of segments, and with the segment rounded up
+    to whole parts; for others, the configuration unchanged.
+    """
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
         return config
     most_parts = min(config.segment // LEAST_PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows)
-    boundaries = rows // (inputs.sequences * inputs.v.shape[2])
+    boundaries = rows // (inputs.sequences * inputs.v.shape[2])  # between segments of a sequence
 
     def time(parts: int, slow_rows: int) -> float:
         """Microseconds of both launches with so many parts per segment, if `slow_rows` of all rows
@@ -150,7 +157,9 @@ def _with_parts(
         return rounds * part_time + PART_LAUNCHES + boundaries * parts * PART_STEP
 
     def expected_time(parts: int) -> float:
-        """The sum for three calls whose heads are all slow, and one where a quarter of them is."""
+        """The time of three calls whose heads are all slow, and one in which a quarter of them is,
+        in microseconds.
+        """
         return 3 * time(parts, rows) + time(parts, ceil_div(rows, 4))
 
     powers_of_two = (1 << k for k in range(max(most_parts, 1).bit_length()))
@@ -174,8 +183,8 @@ def _with_parts(
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:
-    """The number of rows of `parts.py`: segments of all heads that do not begin their sequence.  An
-    upper bound for packed sequences.
+    """The number of rows of `parts.py`: segments of all heads and sequences that do not begin their
+    sequence.  An upper bound for packed sequences, of which each might have all positions.
     """
     segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
@@ -203,8 +212,8 @@ def unsupported_otherwise(inputs: GDNInputs) -> Reasons:
 
 @first_reason
 def untiled(inputs: GDNInputs, **tensors: torch.Tensor) -> Reasons:
-    """Why the Hopper kernels of GDN and of Kimi Delta Attention cannot read q and `tensors` in
-    tiles; empty if they can.
+    """Why the Hopper kernels of GDN and of Kimi Delta Attention cannot run here, or cannot read q
+    and `tensors` in tiles; empty if they can.
     """
     q = inputs.q
     positions = inputs.slot_count(CHUNK.value) * CHUNK.value  # with padding to whole chunks

@@ -12,8 +12,8 @@ In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V)
       from `prep_kernel.py`: inverse, decays, bounds, norms
       from `parts.py`: warmup_lengths, entering
 Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, any strides
-Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per
-      SM, which processes several whole sequences
+Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or at most one
+      program per SM, which processes several whole sequences
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 docs/gdn-mathematics.md, section 4, derives this form of the products, and docs/kernels.md has the
 reasons for it.
@@ -37,13 +37,13 @@ STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup"}
 
 @aggregate
 class GDNEnv:
-    """All that the roles share."""
+    """All that the roles of `_hopper_kernel`, or of `_parts_kernel`, share."""
 
     rings: Rings
     work: GDNSegment | Persistent | Parts
     initial_ptr: gl.tensor | gl.constexpr
     entering_ptr: gl.tensor | gl.constexpr
-    destinations: gl.tuple  # pointers to final states; or to N and M of parts
+    destinations: gl.tuple  # the pointer to final states; or those to N and M of parts
     decays_ptr: gl.tensor
     norms_ptr: gl.tensor | gl.constexpr
     scale: gl.tensor
@@ -53,24 +53,27 @@ class GDNEnv:
 
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments, so integers are
 # not specialised.
-@gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
+INTEGERS = ["seqlen", "sequences", "slots", "K"]
+
+
+@gluon.jit(do_not_specialize=INTEGERS)
 def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen,
     sequences, slots, K, S: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states of a segment, or of whole sequences if PERSISTENT: six
-    roles, which pass tiles through rings in shared memory (`rings.py`).
+    """Compute outputs and final states of a segment, or of whole sequences if PERSISTENT: five
+    roles, of which `states` has two lanes, pass tiles through rings in shared memory (`rings.py`).
 
-    descriptors: of q, k and v, of the inverses (A) and of the output.
-    truncation_log2: see `parts.reach_back`.  seqlen: positions of a sequence, unless packed.
-    sequences, slots: numbers of sequences, and of chunks of all sequences.  K: chunks of a segment
+    descriptors: of q, k and v, of the inverses (A) and of the output
+    truncation_log2: see `parts.reach_back`.  seqlen: positions of a row of the batch
+    sequences, slots: numbers of sequences, and of slots of chunks.  K: chunks of a segment
     """
     (
         initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr,
         bounds_ptr, norms_ptr,
     ) = tensors  # fmt: skip
-    # an SM has 512 registers for each thread of a group of 128: two groups are the lanes of
-    # `states`, one is `scores`, and one has the other roles
+    # An SM has 512 registers for each of 128 threads.  Four groups of 128 threads share them: two
+    # are the lanes of `states`, one is `scores`, and one has the other roles.
     STATES: gl.constexpr = S.STATE_REGISTERS
     OTHERS: gl.constexpr = S.OTHER_REGISTERS
     SCORES: gl.constexpr = 512 - 2 * STATES - OTHERS
@@ -116,16 +119,16 @@ def _hopper_kernel(
         )
 
 
-@gluon.jit(do_not_specialize=["rows", "limit", "least", "seqlen", "sequences", "slots", "K"])
+@gluon.jit(do_not_specialize=[*INTEGERS, "rows", "longest_first_pass", "least_first_pass"])
 def _parts_kernel(
     k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots,
-    K, rows, limit, least, S: gl.constexpr,
+    K, rows, longest_first_pass, least_first_pass, S: gl.constexpr,
 ):  # fmt: skip
     """Compute the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
     program computes several parts.
 
-    rows: number of rows, as `parts.py` defines them.  limit, least: see `first_passes`.  Others:
-    see `_hopper_kernel`
+    rows: number of rows, as `parts.py` defines them.  longest_first_pass, least_first_pass: see
+    `first_passes`.  Others: see `_hopper_kernel`
     """
     cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = (
         tensors
@@ -134,7 +137,7 @@ def _parts_kernel(
     begin_barriers(rings, False)
     work = parts_of(
         rows, (seqlen, cu_seqlens_ptr, cu_strides[0]), sequences, (bounds_ptr, slots), K,
-        (limit, least), truncation_log2, warmup_lengths_ptr, S,
+        (longest_first_pass, least_first_pass), truncation_log2, warmup_lengths_ptr, S,
     )  # fmt: skip
     if work.count > 0:
         env = GDNEnv(

@@ -9,7 +9,7 @@ rows of blocks, transposed, with fp16 operands and fp32 sums:
     D_i = (I + L_ii)^-1,  E_i the block row i of the identity
 
 fp16 has three more bits of precision than bf16, and entries of A are at most 2 for unit keys and
-beta up to 2.  Powers of L, which may be large, are never formed.
+beta from 0 to 2.  Powers of L, which may be large, are never formed.
 """
 
 from triton.experimental import gluon
@@ -75,7 +75,8 @@ class Scratch:
     lower: gl.shared_memory_descriptor  # (head, i, j) fp16: L
     # (head, column * BLOCKS + block, row) fp32: the diagonal blocks of L, transposed
     diagonal: gl.shared_memory_descriptor
-    # (head * CHUNK + block * BLOCK + column, row) fp16: the inverses D of these blocks, transposed
+    # (head * CHUNK + block * BLOCK + column, row) fp16: D, the inverses of I + these blocks,
+    # transposed
     inverted: gl.shared_memory_descriptor
 
 
@@ -120,8 +121,8 @@ def store_lower(product, blocks, beta, lower, diagonal):
 
 @gluon.jit
 def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
-    """The inverses D (head, block, column, row) of the diagonal blocks, by forward substitution:
-    column j of D is e_j minus, row by row, the contributions of the rows above.
+    """The inverses D (head, block, column, row) of I + the diagonal blocks of L, by forward
+    substitution: column j of D is e_j minus, row by row, the contributions of the rows above.
 
     diagonal: diagonal blocks of L, which `store_lower` of the same threads has stored.
     """
@@ -166,7 +167,9 @@ def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lo
 
 @gluon.jit
 def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
-    """Invert the diagonal blocks that `store_lower` has stored, into `inverted`."""
+    """Store the inverses of I + the diagonal blocks of L, which `store_lower` has stored in
+    `diagonal`, in `inverted`: both are fields of `Scratch`.
+    """
     inverses = inverse_of_blocks(diagonal, HEADS).to(gl.float16)
     inverted.store(inverses.reshape([HEADS * CHUNK, BLOCK]))
     role_barrier()  # all warps read the inverses that each of them has stored
@@ -174,8 +177,8 @@ def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
 
 @gluon.jit
 def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
-    """Join the four blocks of 16 columns of a head into one tile (row, column of 64), so that one
-    store suffices: each of four would wait for the one before it.
+    """Join the four blocks (row, column of 16) of a head into one tile (row, column of 64), so that
+    one store suffices: each of four stores would wait for the one before it.
 
     blocks: of all heads, heads fastest
     """

@@ -14,9 +14,9 @@ before that is the initial one or negligible.  Otherwise it is the state after t
 16 bits of its mantissa together.
 
 A row is a pair of a head and a segment that does not begin its sequence.  Heads vary fastest, then
-sequences, then segments, as programs of `hopper_kernel.py` do.  A row is slow if its state is
-computed from parts.  All programs find the same slow rows, and program p of n computes the parts p,
-p + n, p + 2n and so on of all slow rows together.
+sequences, then segments, as programs of `hopper_kernel.py` do.  A row is slow if the state that
+enters its segment is computed from parts.  All programs find the same slow rows, and program p of n
+computes the parts p, p + n, p + 2n and so on of all slow rows together.
 """
 
 import triton
@@ -56,7 +56,9 @@ from ssdprof.kernels.gdn.hopper.role_states import (
 )
 from ssdprof.kernels.hopper.ring import CHUNK
 
-LEAST_ROWS, MOST_ROWS = 128, 512  # of `first_passes`: at least one for each thread
+# rows of `first_passes`: at least one for each thread.  With more than MOST_ROWS, the rows of a
+# thread would read fewer than LOOKS / MOST_ROWS = 4 bounds at a time, and segments have no parts.
+LEAST_ROWS, MOST_ROWS = 128, 512
 LOOKS = gl.constexpr(2048)  # bounds that one iteration of `reach_back` reads, for all rows together
 FIELDS = gl.constexpr(11)  # numbers per part in the table of a program's parts
 by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
@@ -108,9 +110,10 @@ def reach_back(
     state never becomes negligible, or not within `limit` chunks.
 
     wanted: whether the result of the row is needed; else it is 0
-    bounds: pointers to the bounds of each row's first chunk
+    bounds: for each row, the pointer to the bound of its sequence's first chunk
+    limit: in chunks.  The search ends after the iteration that reaches it.
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
-    LOOK: chunks per row and iteration
+    LOOK: chunks per row and iteration.  layout: of (rows, LOOK)
     """
     o_c = gl.arange(0, LOOK, gl.SliceLayout(0, layout))
     # back: the result, -1 as long as it is unknown.  left: sum of the bounds of the chunks seen
@@ -134,14 +137,14 @@ def reach_back(
 def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S: gl.constexpr):
     """Chunks of each row's first pass; -1 if the row is slow, 0 if the segment does not exist.
 
-    A row is slow if its first pass would have more than `limit` chunks.  If the row of a sequence's
-    last segment is slow, so are its head's rows whose segments begin after more than `least`
-    chunks.
+    A row is slow if its first pass would have more than `longest_first_pass` chunks.  If the row of
+    a sequence's last segment is slow, so are its head's rows whose segments begin after more than
+    `least_first_pass` chunks.
 
-    rows, sequences: their numbers.  K: chunks of a segment.  limits: `limit` and `least`.
-    truncation_log2: as in `reach_back`.  packing, bounds: as in `segment_of`
+    rows, sequences: their numbers.  K: chunks of a segment.  limits: `longest_first_pass` and
+    `least_first_pass`.  truncation_log2: as in `reach_back`.  packing, bounds: as in `segment_of`
     """
-    limit, least = limits
+    longest_first_pass, least_first_pass = limits
     LOOK: gl.constexpr = LOOKS // S.ROWS
     # each thread has whole rows
     layout: gl.constexpr = gl.BlockedLayout([1, LOOK], [32, 1], [gl.num_warps(), 1], [1, 0])
@@ -152,13 +155,15 @@ def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S
     exists = (row < rows) & (first < length)
     bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
     # rows that are slow because that of the last segment is
-    late = exists & (first > least)
+    late = exists & (first > least_first_pass)
     last = gl.where(late, (length - 1) // K * K, 0)
-    at_last = reach_back(last, late, bounds_ptr, limit, truncation_log2, LOOK, layout)
-    slow = late & (at_last > limit)
+    at_last = reach_back(last, late, bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout)
+    slow = late & (at_last > longest_first_pass)
     # the other rows
-    back = reach_back(first, exists & (slow == 0), bounds_ptr, limit, truncation_log2, LOOK, layout)
-    return gl.where(exists, gl.where(slow | (back > limit), -1, back), 0)
+    back = reach_back(
+        first, exists & (slow == 0), bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout
+    )
+    return gl.where(exists, gl.where(slow | (back > longest_first_pass), -1, back), 0)
 
 
 @gluon.jit
@@ -171,7 +176,7 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.con
     previous: chunks of the first pass of the segment with the parts, -1 if that segment's row is
         slow, too
     sequence: the row's sequence
-    K: chunks of a segment
+    K: chunks of a segment, a multiple of PARTS
     pairs: sequences times heads
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -217,8 +222,9 @@ def parts_of(
     rows, packing, sequences, bounds, K, limits, truncation_log2, warmup_lengths_ptr,
     S: gl.constexpr,
 ):  # fmt: skip
-    """The program's parts, at most MOST.  Program 0 stores the lengths of first passes for the next
-    launches.  Arguments are those of `first_passes`.
+    """The program's parts, at most PARTS_OF_PROGRAM.  Program 0 stores the lengths of first passes
+    (rows) for the next launches at `warmup_lengths_ptr`.  Other arguments are those of
+    `first_passes`.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -231,7 +237,7 @@ def parts_of(
     slow_rows = gl.associative_scan(slow, 0, add)
     # every `programs`-th part of the slow rows
     table = gl.allocate_shared_memory(
-        gl.int32, [S.MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [S.PARTS_OF_PROGRAM * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     count = gl.maximum(gl.cdiv(gl.sum(slow, 0) * S.PARTS - program, programs), 0)
     pairs = sequences * S.HEADS
@@ -321,13 +327,13 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(moves_ptr, row, value, lane):
-    """Store ROWS rows of a matrix of 16-bit numbers, in stores of 16 bytes per thread.
+def store_rows(moves_ptr, matrix, value, first_row):
+    """Store ROWS rows of a matrix (DIM, DIM) of 16-bit numbers, in stores of 16 bytes per thread.
 
-    row: index of the matrix.  lane: first of the rows
+    matrix: its index among those at `moves_ptr`.  first_row: the first of the rows
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    gl.store(row_tile(moves_ptr, row, lane, layout), gl.convert_layout(value, layout))
+    gl.store(row_tile(moves_ptr, matrix, first_row, layout), gl.convert_layout(value, layout))
 
 
 @gluon.jit
@@ -335,7 +341,7 @@ def part_states(env, LANE: gl.constexpr):
     """Role of a lane: compute its rows of N and M of each part, and store N in fp32 and M as the
     sum of two bf16 numbers.
     """
-    parts_ptr, moves_ptr = env.destinations
+    parts_ptr, moves_ptr = env.destinations  # of N and of M
     rings, work = env.rings, env.work
     o_v, o_k = tile_indices(ROWS, DIM, by_k)
     # X of the first chunk; each chunk then computes that of the next one
@@ -345,21 +351,21 @@ def part_states(env, LANE: gl.constexpr):
     store_update(rings, gl.to_tensor(0), X, LANE)
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
-        # The minimum is always 0, but the compiler does not know it.  So it computes addresses here
-        # and keeps none in registers over the loop.
-        lane = LANE * ROWS + gl.minimum(segment.state_row, 0)  # the lane's first row
+        # The lane's first row.  The minimum is always 0, but the compiler does not know it.  So it
+        # computes addresses here and keeps none in registers over the loop.
+        first_row = LANE * ROWS + gl.minimum(segment.state_row, 0)
         # a zero state, and the identity
         N = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
-        M = gl.where((lane + o_v)[:, None] == o_k[None, :], 1.0, 0.0)
+        M = gl.where((first_row + o_v)[:, None] == o_k[None, :], 1.0, 0.0)
         role_barrier()  # before the loop, as in `role_states.py`
         entered = gl.convert_layout(N.to(rings.keys.tiles.dtype), i_operand)
         for j in range(segment.warmup):
             N, M, entered = pass_pair(rings, N, M, entered, n + j, LANE)
-        gl.store(row_tile(parts_ptr, segment.state_row, lane, by_k), N)
+        gl.store(row_tile(parts_ptr, segment.state_row, first_row, by_k), N)
         high = M.to(gl.bfloat16)
         low = (M - high.to(gl.float32)).to(gl.bfloat16)
-        store_rows(moves_ptr, 2 * segment.state_row, high, lane)
-        store_rows(moves_ptr, 2 * segment.state_row + 1, low, lane)
+        store_rows(moves_ptr, 2 * segment.state_row, high, first_row)
+        store_rows(moves_ptr, 2 * segment.state_row + 1, low, first_row)
 
 
 @gluon.jit
@@ -397,17 +403,18 @@ def _combine_kernel(
     boundaries, K, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
     DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The states that enter the segments of slow rows: BLOCK_V rows of V of a sequence and a head.
+    """The states that enter the segments of slow rows: BLOCK_V rows of V of a sequence and a head,
+    which are a pair.
 
-    From the sequence's start on, each part updates S <- M S + N, transposed as the parts are: S^T
-    <- S^T M^T + N^T.  S and M are sums of two bf16 numbers in the product.  The product of the two
-    smaller ones is left out: it is at most 2^-16 of the whole, less than a rounding of 16-bit
-    inputs.
+    Part by part, S <- M S + N, transposed as the parts are: S^T <- S^T M^T + N^T.  S and M are sums
+    of two bf16 numbers in the product.  The product of the two smaller ones is left out: it is at
+    most 2^-16 of the whole, less than a rounding of 16-bit inputs.
 
     In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
-    Grid: pairs * V / BLOCK_V.  Rows are ordered by boundary, and then by pair
+    Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` between segments; the segment behind one
+          has row boundary * pairs + pair.  K: chunks of a segment
     """
     # the program's pair and rows of V, and the boundaries of the pair's slow rows
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)

@@ -7,10 +7,11 @@ start, a chunk of 64 tokens has
     L_ij = beta_i e_i e_j k_i . k_j  for j < i,    A = (I + L)^-1,
     stored: e_i A_ij beta_j, transposed, rounded so that errors do not add up (`round_with_carry`)
 
-A is free of decays.  The other kernel multiplies by them: between tokens j < i of a chunk they are
-2^(G_i - G_j).
+A is free of decays.  The kernels that read it multiply by them: between tokens j < i of a chunk
+they are 2^(G_i - G_j).
 
-In:   k, q (b, l, h, K) through TMA | g, beta (b, l, hv) | cu_seqlens (sequences + 1)
+In:   k and, if the call normalises, q (b, l, h, K) through TMA | g, beta (b, l, hv)
+      cu_seqlens (sequences + 1)
 Out:  inverse (slots, hv, j, i), k's dtype
       decays (slots, hv, 64) fp32: G_i, not increasing
       bounds (hv, slots) fp32: log2 of an upper bound of the norm of the chunk's transition
@@ -42,7 +43,7 @@ from ssdprof.kernels._gluon import (
     role_barrier,
     tile_indices,
 )
-from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
+from ssdprof.kernels.gdn.hopper.assignment import packed_sequence, sequence_at
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
@@ -104,7 +105,8 @@ def diagonal_of(product):
 
 @gluon.jit
 def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
-    """g and beta (head, i) of a program's heads.  Three heads are padded with a row of zeros.
+    """g and beta (head, i) of a program's heads, in the layout `by_head`, zeros past the sequence's
+    end.  Three heads are padded with a row of zeros.
 
     first_head: the first of the program's AT_ONCE heads
     left: positions from the chunk's start to the sequence's end
@@ -124,7 +126,7 @@ def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
 
 @gluon.jit
 def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: gl.constexpr):
-    """Store the sums of g (head, i) since the chunk's start."""
+    """Store the sums since the chunk's start of g (head, i), which are log2 decays."""
     o_h, o_i = tile_indices(next_power_of_2(AT_ONCE), CHUNK, by_head)
     tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
     o_h, o_i = o_h[:, None], o_i[None, :]
@@ -136,7 +138,7 @@ def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE:
     """Store the bounds of a chunk's heads: the sum over positions of g, and of log2 of the norm of
     I - beta k k^T where that is above 1.
 
-    g, beta: (head, i) of AT_ONCE heads from `first_head` on.
+    g, beta: (head, i) of AT_ONCE heads from `first_head` on; g are log2 decays
     squares: |k_i|^2, of normalised keys if the call normalises them
     slot, slots: number of the chunk among the chunks of all sequences, and their number
     """
@@ -150,7 +152,8 @@ def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE:
 def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
     """Scratch memory with L of HEADS heads of a program, one or two, beginning with head FIRST.
 
-    KK: K K^T (i, j), with the norms' factors.  blocks: its diagonal blocks.  betas: (head, i)
+    KK: K K^T (i, j), with the norms' factors.  blocks: its diagonal blocks.  betas: (head, i) of
+    all heads of the program, in shared memory
     """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     scratch = allocate_scratch(HEADS)
@@ -193,10 +196,11 @@ def round_with_carry(row, overlap, factor, length, error, dtype: gl.constexpr):
     """Round a block of 16 columns (j, i) of the inverse, times `factor`, to `dtype`.  Returns the
     rounded block, and the rounding error that is carried to the next block, (j, i // 2 % 4).
 
-    X_j and W_ij are sums over i of B_ij k_i.  For equal keys, roundings of the entries of a row j
-    add up in them, while the entries themselves nearly cancel each other.  So the error of an entry
-    is added to the next entry of the same thread, in the proportion in which their keys overlap.
-    Only the errors of the last entries remain.  For keys that do not overlap, nothing is carried.
+    X_j is sum_i B_ij k_i times a decay, and W has products of q with parts of that sum.  For equal
+    keys, roundings of the entries B_ij of a row j of this block add up in them, while the entries
+    themselves nearly cancel each other.  So the error of an entry is added to the next entry of the
+    same thread, in the proportion in which their keys overlap.  Only the errors of the last entries
+    remain.  For keys that do not overlap, nothing is carried.
 
     overlap: of the block's columns (`overlaps_of`)
     factor, length: 1 / |k_i| and |k_i|; None if the call does not normalise keys
@@ -243,7 +247,8 @@ def inverses_of(
     square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
     invert_blocks(scratch.diagonal, scratch.inverted, HEADS)
     # Block rows, heads fastest: of A, as operands of the next ones, and of the result.  errors: of
-    # each head before the first block, then of each block
+    # each head before the first block, then after each block; so errors[len(scaled)] is that of the
+    # same head after the block before
     rows, scaled = (), ()
     errors = (0.0,) * HEADS
     for i in gl.static_range(BLOCKS):
@@ -273,7 +278,8 @@ def _prep_kernel(
     S: gl.constexpr,
 ):  # fmt: skip
     """Compute the inverses of one chunk of AT_ONCE value heads of a key head, their decays and
-    bounds, and the norms of the chunk's keys and queries.
+    bounds, and, with NORMALISE, the norms of the chunk's keys and queries.  Several programs of a
+    key head store the same norms.
     """
     g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
     HEADS: gl.constexpr = S.HEADS
@@ -282,18 +288,18 @@ def _prep_kernel(
     NORMALISE: gl.constexpr = S.NORMALISE
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ROWS: gl.constexpr = next_power_of_2(AT_ONCE)
-    PAIR: gl.constexpr = min(AT_ONCE, 2)
+    PADDED_HEADS: gl.constexpr = next_power_of_2(AT_ONCE)  # rows of `load_gates`
+    PAIR: gl.constexpr = min(AT_ONCE, 2)  # heads that are inverted at the same time
     PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # programs per slot
     GROUP: gl.constexpr = HEADS // KEY_HEADS
     # the program's heads and chunk
     first_head, slot = gl.program_id(0) % PROGRAMS * AT_ONCE, gl.program_id(0) // PROGRAMS
     key_head = first_head // GROUP
     if cu_seqlens_ptr is None:
-        i = slot // gl.cdiv(seqlen, CHUNK)
+        index = slot // gl.cdiv(seqlen, CHUNK)
     else:
-        i = packed_slot(slot, sequences, cu_seqlens_ptr, cu_strides[0])
-    sequence = sequence_at(i, seqlen, cu_seqlens_ptr, cu_strides[0])
+        index = packed_sequence(slot, sequences, cu_seqlens_ptr, cu_strides[0])
+    sequence = sequence_at(index, seqlen, cu_seqlens_ptr, cu_strides[0])
     t = (slot - sequence.slot) * CHUNK
     if t < sequence.length:
         batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
@@ -309,8 +315,8 @@ def _prep_kernel(
         k, full = begin_load(k_desc, where)
         if NORMALISE:
             q, q_full = begin_load(q_desc, where)
-        all_betas = gl.allocate_shared_memory(gl.float32, [ROWS * CHUNK], vector)
-        betas = reinterpret(all_betas, gl.float32, [ROWS, CHUNK], vector)
+        all_betas = gl.allocate_shared_memory(gl.float32, [PADDED_HEADS * CHUNK], vector)
+        betas = reinterpret(all_betas, gl.float32, [PADDED_HEADS, CHUNK], vector)
         squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         lengths = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
@@ -321,7 +327,7 @@ def _prep_kernel(
         g = log2_decays(g)
         store_decays(g, first_head, slot, decays_ptr, AT_ONCE, HEADS)
         beta = beta.to(gl.float32)
-        all_betas.store(beta.reshape([ROWS * CHUNK]))
+        all_betas.store(beta.reshape([PADDED_HEADS * CHUNK]))
         KK = warpgroup_mma_wait(0, deps=[begun])
         # |k_i|^2; if the call normalises, 1 / |k_i| and |k_i|, and 1 / |q_i| from Q Q^T
         square = diagonal_of(KK)

@@ -1,14 +1,14 @@
 """Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.  The
 roles that fill and empty them:
 
-    states      2 x 4     holds half of the transposed state (a lane); computes outputs
-                role_states.py
-    scores      4 warps   computes X and W of a chunk from its inverse                role_scores.py
-    gates       2 warps   computes vectors of decays                                  role_gates.py
-    loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_copies.py
-    stores      1 warp    stores the output of a chunk through TMA                    role_copies.py
+    states   2 x 4 warps  two lanes, each with half of the transposed state; computes outputs
+                                                                                      role_states.py
+    scores   4 warps      computes X and W of a chunk from its inverse                role_scores.py
+    gates    2 warps      computes vectors of decays                                  role_gates.py
+    loads    1 warp       loads q, k, v and the inverse of a chunk through TMA        role_copies.py
+    stores   1 warp       stores the output of a chunk through TMA                    role_copies.py
 
-TMA is the Tensor Memory Accelerator.
+TMA is the Tensor Memory Accelerator.  `parts.py` uses some of the rings, with roles of its own.
 """
 
 from triton.experimental import gluon
@@ -35,7 +35,7 @@ STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 @aggregate
 class Rings:
-    """The rings of a program.
+    """The rings of a program, with the shapes of their tiles; i and j are positions of a chunk.
 
     The uses of `queries`, `weights` and `outputs` are numbered by the program's chunks of the
     second pass, those of the other rings by its chunks of both passes.
@@ -77,11 +77,11 @@ def allocate(dtype: gl.constexpr, DEPTH: gl.constexpr):
 
 @gluon.jit
 def begin_barriers(rings, SECOND_PASS: gl.constexpr):
-    """Initialise the barriers with their arrival counts, of `full` and of `empty`.  In `states`
-    every thread arrives, in other roles one thread.
+    """Initialise the barriers with their arrival counts, of `full` and of `empty`.  In `states` and
+    `part_states` every thread arrives, in other roles one thread.
 
-    SECOND_PASS: of `hopper_kernel.py`; otherwise of `parts.py`, where the lanes also compute the
-        updates, and there are no outputs
+    SECOND_PASS: whether the program is one of `_hopper_kernel`; otherwise it is one of
+        `_parts_kernel`, in which the lanes also compute the updates, and there are no outputs
 
     Only barriers that the roles use are initialised.  Triton may place the arguments of the roles
     in the memory of an idle barrier, and PTX forbids another use of that memory before

@@ -10,7 +10,8 @@ from ssdprof.kernels._gluon import async_load, async_store
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.hopper.ring import CHUNK
 
-# for `ssdprof stalls` (stalls/attribute.py): function -> its stage
+# for `ssdprof stalls` (stalls/attribute.py): function -> its stage.  The stage of stores is that of
+# the output.
 STAGES = {
     "load_tile": "loads",
     "load_keys": "loads",
@@ -31,10 +32,11 @@ WAITS = {
 
 @gluon.jit
 def load_tile(ring, n, desc, head, segment, chunk):
-    """Load a tile (CHUNK, DIM) of a chunk of the segment's sequence into slot n of a ring.  TMA
+    """Load a tile (CHUNK, DIM) of a chunk of the segment's sequence for use n of a ring.  TMA
     writes zeros beyond the sequence's end.
 
-    head: of the tensor of `desc`
+    head: index in the tensor of `desc`, which has key heads or value heads.  chunk: index in the
+    sequence
     """
     ring.wait_empty(n)
     mbarrier.expect(ring.full_at(n), 2 * CHUNK * DIM)  # bytes
@@ -44,7 +46,10 @@ def load_tile(ring, n, desc, head, segment, chunk):
 
 @gluon.jit
 def load_keys(env, segment, chunk, n, k_desc, A_desc):
-    """Load k and the inverse of a chunk of the segment's sequence, which is the program's n-th."""
+    """Load k and the inverse of a chunk of the segment's sequence, which is the program's n-th.
+
+    chunk: index in the sequence
+    """
     rings = env.rings
     load_tile(rings.keys, n, k_desc, segment.head // env.S.GROUP, segment, chunk)
     rings.inverses.wait_empty(n)
@@ -80,8 +85,10 @@ def loads(env):
 
 @gluon.jit
 def store_chunk(env, n, out_desc, segment, chunk):
-    """Store the output of a chunk of the segment, the program's n-th output: start the store, wait
-    until TMA has read the ring slot, and release the slot.
+    """Store the output of a chunk of the segment's sequence, the program's n-th output: start the
+    store, wait until TMA has read the ring slot, and release the slot.
+
+    chunk: index in the sequence
     """
     rings = env.rings
     rings.outputs.wait_full(n)
@@ -96,7 +103,8 @@ def stores(env):
     """Role: store the outputs of all segments of the program.  TMA writes nothing beyond a
     sequence's end.
     """
+    _, _, _, _, out_desc = env.descs
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
         for i in range(segment.nchunks):
-            store_chunk(env, n + i, env.descs[4], segment, segment.first + i)
+            store_chunk(env, n + i, out_desc, segment, segment.first + i)

@@ -11,7 +11,7 @@ from ssdprof.kernels.gdn.hopper.rings import COLUMN, DECAY, FROM_STATE, ROW, TO_
 from ssdprof.kernels.hopper.ring import CHUNK
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-150.0)  # 2^LEAST rounds to 0 in fp32
+LEAST = gl.constexpr(-150.0)  # least log2 of a decay: 2^LEAST rounds to 0 in fp32
 
 STAGES = {
     "log2_decays": "gate_cumsum",
@@ -24,8 +24,10 @@ WAITS = {"keys": "ahead"}
 
 
 @gluon.jit
-def less(a, b):
-    """Minimum of a and b; NaN if b is NaN.  `gl.minimum` would ignore a NaN."""
+def minimum(a, b):
+    """Minimum of a and b; NaN if b is NaN.  `gl.minimum` would ignore a NaN.  A NaN of a is ignored
+    here, too: in `sums`, where a is NaN, the later sum b is NaN as well.
+    """
     return gl.where(b > a, a, b)
 
 
@@ -41,15 +43,15 @@ def sums(g, AXIS: gl.constexpr):
     """Cumulative sums of g <= 0 along AXIS, made non-increasing, because the rounding of a parallel
     scan could make a sum rise.
     """
-    return gl.associative_scan(gl.associative_scan(g, AXIS, add), AXIS, less)
+    return gl.associative_scan(gl.associative_scan(g, AXIS, add), AXIS, minimum)
 
 
 @gluon.jit
 def store_decays(rings, n, G, G_end, to_output, layout: gl.constexpr):
     """Store all vectors of decays of the program's n-th chunk except FROM_STATE.
 
-    G: log2 decays since the chunk's start (CHUNK).  G_end: that of the whole chunk.
-    to_output: scale / |q_i|
+    G: log2 decays since the chunk's start (CHUNK), in `layout`.  G_end: that of the whole chunk.
+    to_output: scale / |q_i| (CHUNK), or the scale as a scalar if q is not normalised
     """
     rings.vector(n, TO_OUTPUT).store(gl.exp2(G) * to_output)
     rings.vector(n, ROW).store(G + gl.log2(gl.to_tensor(to_output)))
@@ -66,7 +68,7 @@ def chunk_gates(env, segment, j, n):
     rings = env.rings
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     o_i = gl.arange(0, CHUNK, layout)
-    # sums of g, and the reciprocals of the norms of k and q
+    # sums of g; the tensor `norms` holds the reciprocals of the norms of k and q
     slot = (segment.sequence.slot + segment.first - segment.warmup + j).to(gl.int64)
     row = env.decays_ptr + (slot * env.S.HEADS + segment.head) * CHUNK
     G, G_end = gl.load(row + o_i), gl.load(row + CHUNK - 1)

@@ -7,9 +7,10 @@ start,
     X_j  = 2^(G_end - G_j) (B^T K)_j                        (j, K)
     W_ij = scale / |q_i| 2^(G_i - G_j) (tril(Q K^T) B)_ij   (i, j), lower triangular
 
-so that decays multiply products whose operands have none.  X is computed first, because the state
-waits for it.  Before Q K^T is rounded to fp16, its rows are multiplied by scale / |q_i|, because
-the products of long or short q may be outside fp16's range.
+so that decays multiply products whose operands have none.  |q_i| is 1 if the call does not
+normalise q.  X is computed first, because the state waits for it.  Before Q K^T is rounded to fp16,
+its rows are multiplied by scale / |q_i|, because the products of long or short q may be outside
+fp16's range.
 
 Shared memory: `rings.py`.
 """
@@ -26,10 +27,11 @@ from ssdprof.kernels._gluon import begin_product, masked, product_layout, tile_i
 from ssdprof.kernels.gdn.hopper.rings import COLUMN, DIM, ROW, TO_END
 from ssdprof.kernels.hopper.ring import CHUNK
 
-# log2 of a further factor of Q K^T in fp16, which W does not keep: with a scale of 128^-1/2, scores
-# are then about |k_j|
+# log2 of a further factor of the rows of Q K^T in fp16, which W does not keep.  With a scale of
+# 128^-1/2 the whole factor is 1.4 / |q_i|, so that the scores of a key are at most 1.4 |k_j| if the
+# call normalises q.
 UP = gl.constexpr(4.0)
-PARTS = gl.constexpr(2)  # X is computed in this many blocks of columns, to limit registers
+BLOCKS = gl.constexpr(2)  # X is computed in this many blocks of columns, to limit registers
 
 STAGES = {"update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor"}
 WAITS = {
@@ -44,7 +46,7 @@ WAITS = {
 @gluon.jit
 def update_of(rings, n):
     """Compute X (j, K) of the program's n-th chunk, and store it in the ring `updates`."""
-    WIDTH: gl.constexpr = DIM // PARTS
+    WIDTH: gl.constexpr = DIM // BLOCKS
     layout: gl.constexpr = product_layout(WIDTH, 4)
     rings.keys.wait_full(n)  # for k from `loads` and all vectors from `gates`
     rings.inverses.wait_full(n)
@@ -53,10 +55,10 @@ def update_of(rings, n):
     begun = begin_product(inverse, k.slice(0, WIDTH, dim=1), layout)
     to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, layout))
     rings.updates.wait_empty(n)
-    for p in gl.static_range(PARTS):
+    for p in gl.static_range(BLOCKS):
         part = warpgroup_mma_wait(0, deps=[begun])
         X.slice(p * WIDTH, WIDTH, dim=1).store((part * to_end[:, None]).to(X.dtype))
-        if p + 1 < PARTS:
+        if p + 1 < BLOCKS:
             begun = begin_product(inverse, k.slice((p + 1) * WIDTH, WIDTH, dim=1), layout)
     fence_async_shared()  # makes the stores visible to the asynchronous products that read X
     mbarrier.arrive(rings.updates.full_at(n), count=1)

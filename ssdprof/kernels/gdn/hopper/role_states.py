@@ -5,8 +5,10 @@ from registers.  From the state S that enters a chunk, its keys K, and X and W o
 the role computes
 
     Y  = V - 2^G (K S) / |k|      the values minus those that the state already returns
-    S' = 2^G_end S + X^T Y
+    S' = 2^G_end S + X^T Y        the state after the chunk
     O  = scale 2^G / |q| (Q S) + W Y
+
+with log2 decays G since the chunk's start.  |k| and |q| are 1 if the call does not normalise.
 
 From one state to the next, two products depend on each other: K S and X^T Y.  Two lanes, each of
 four warps, have this role for half of the rows of V.  They take turns in issuing products, so that
@@ -34,7 +36,7 @@ from ssdprof.kernels._gluon import (
 from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
 
 STAGES = {
-    "unknown_values": "chunk_state.residual",
+    "residual": "chunk_state.residual",
     "pass_chunk": "warm_up",
     "scan_chunk": "chunk_output",
     "scan_segment": "setup",
@@ -48,11 +50,11 @@ WAITS = {
     "weights": "waiting.weights",
     "outputs": "chunk_output",
 }
-# STATE_STRIDES holds the four strides of initial states, then those of final states
+# where the four strides of initial states, and those of final states, begin in STATE_STRIDES
 INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)
 ROWS = gl.constexpr(64)  # rows of V of a lane
-# layouts of results, of the state (V, K) and of outputs (V, i), and of left operands in registers
-# with the same results: one by columns of K, one by columns of i
+# Layouts in registers: of a state (V, K) and of a tile (V, i), which are results of products; and
+# of left operands of the products that give a state, and of those that give such a tile.
 by_k = gl.constexpr(product_layout(128, 4))
 by_i = gl.constexpr(product_layout(64, 4))
 k_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(128, 4), 2))
@@ -67,24 +69,25 @@ def own_rows(tile, LANE: gl.constexpr):
 
 @gluon.jit
 def take_turn(rings, TURN: gl.constexpr, LANE: gl.constexpr):
-    """Wait until the other lane has issued the products of its turn before this one.
+    """Wait until the other lane has issued the products of the turn before this one.  Turns of lane
+    0 and of lane 1 alternate.
 
-    TURN: 0 or 1, the turn of a chunk.  Because a chunk has two turns, the phase of the barrier is
-    the same in every chunk.
+    TURN: 0 or 1, the lane's turn in a chunk.  Because a chunk has two turns, the phase of the
+    barrier is the same in every chunk.
     """
     mbarrier.wait(rings.turns.index(LANE), (TURN + 1 - LANE) % 2)
 
 
 @gluon.jit
 def end_turn(rings, LANE: gl.constexpr):
-    """Let the other lane issue its products."""
+    """Let the other lane issue the products of its next turn."""
     arrive(rings.turns.index(1 - LANE))
 
 
 @gluon.jit
-def unknown_values(rings, state, n, LANE: gl.constexpr):
-    """Y (V, i) of the program's n-th chunk and the state (V, K) that enters it, both as operands,
-    and the chunk's decay.
+def residual(rings, state, n, LANE: gl.constexpr):
+    """The lane's rows of Y (V, i) of the program's n-th chunk, and of the state (V, K) that enters
+    it, both as operands, and the chunk's decay.
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
     rings.keys.wait_full(n)  # for k from `loads` and all vectors from `gates`
@@ -105,8 +108,8 @@ def unknown_values(rings, state, n, LANE: gl.constexpr):
 
 @gluon.jit
 def pass_chunk(rings, state, n, LANE: gl.constexpr):
-    """The state after the program's n-th chunk, one of the first pass."""
-    Y, _, decay = unknown_values(rings, state, n, LANE)
+    """The lane's rows of the state after the program's n-th chunk, one of the first pass."""
+    Y, _, decay = residual(rings, state, n, LANE)
     rings.updates.wait_full(n)
     take_turn(rings, 1, LANE)
     begun = warpgroup_mma(
@@ -125,11 +128,11 @@ def pass_chunk(rings, state, n, LANE: gl.constexpr):
 
 @gluon.jit
 def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
-    """The state after the program's n-th chunk, the m-th of the second pass.  Leaves the chunk's
-    output in the ring `outputs`.
+    """The lane's rows of the state after the program's n-th chunk, the m-th of the second pass.
+    Leaves its rows of the chunk's output in the ring `outputs`.
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
-    Y, entered, decay = unknown_values(rings, state, n, LANE)
+    Y, entered, decay = residual(rings, state, n, LANE)
     rings.updates.wait_full(n)
     rings.queries.wait_full(m)
     # the state after the chunk, and Q S
@@ -141,7 +144,7 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
     end_turn(rings, LANE)
     QS = warpgroup_mma_wait(0, deps=[QS])
     # the output, O
-    # `unknown_values` has waited for the vectors of the chunk
+    # `residual` has waited for the vectors of the chunk
     to_output = rings.vector(n, TO_OUTPUT).load(gl.SliceLayout(0, by_i))
     rings.weights.wait_full(m)
     out_begun = warpgroup_mma(
@@ -162,10 +165,10 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
 
 
 @gluon.jit
-def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
+def state_tile(ptr, segment, first_row, WHICH: gl.constexpr, S: gl.constexpr):
     """Pointers (ROWS, K) to a state of the segment's sequence and head among (sequences, HV, K, V).
 
-    lane: first row of V.  WHICH: INITIAL or FINAL
+    first_row: first row of V.  WHICH: INITIAL or FINAL
     """
     o_v, o_k = tile_indices(ROWS, DIM, by_k)
     STRIDES: gl.constexpr = S.STATE_STRIDES
@@ -173,24 +176,25 @@ def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
         segment.sequence.index.to(gl.int64) * STRIDES[WHICH]
         + segment.head.to(gl.int64) * STRIDES[WHICH + 1]
     )
-    rows = ptr + of_head + (lane + o_v).to(gl.int64) * STRIDES[WHICH + 3]
+    rows = ptr + of_head + (first_row + o_v).to(gl.int64) * STRIDES[WHICH + 3]
     return rows[:, None] + (o_k.to(gl.int64) * STRIDES[WHICH + 2])[None, :]
 
 
 @gluon.jit
-def row_tile(ptr, row, lane, layout: gl.constexpr):
-    """Pointers (ROWS, K) to the matrix of a row among (rows, V, K).  lane: first row of V"""
+def row_tile(ptr, row, first_row, layout: gl.constexpr):
+    """Pointers (ROWS, K) to the matrix of a row among (rows, V, K).  first_row: first row of V"""
     o_v, o_k = tile_indices(ROWS, DIM, layout)
-    return ptr + row.to(gl.int64) * (DIM * DIM) + ((lane + o_v) * DIM)[:, None] + o_k[None, :]
+    return ptr + row.to(gl.int64) * (DIM * DIM) + ((first_row + o_v) * DIM)[:, None] + o_k[None, :]
 
 
 @gluon.jit
 def scan_segment(env, segment, n, LANE: gl.constexpr):
-    """Compute the outputs of a segment, and the final state if it ends its sequence.
+    """Compute the lane's rows of the outputs of a segment, and store those of the final state if it
+    ends its sequence.
 
     n: the program's chunks before this segment
     """
-    # the state where the first pass begins: zero, a state from `parts.py`, or the initial state
+    # the state where the program begins: zero, a state from `parts.py`, or the initial state
     state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
     if env.entering_ptr is not None:  # noqa: SIM102
         if segment.state_row >= 0:
@@ -199,7 +203,7 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
         if segment.warmup == segment.first:  # the first pass begins at the sequence's start
             initial_tile = state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)
             state = gl.load(initial_tile).to(gl.float32)
-    role_barrier()  # as before the loops of `ssd/hopper/role_states.py`
+    role_barrier()  # without it, the loops may have one more barrier per chunk, as in SSD's kernel
     for j in range(segment.warmup):
         state = pass_chunk(env.rings, state, n + j, LANE)
     for m in range(n, n + segment.nchunks):
@@ -210,7 +214,7 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
 
 @gluon.jit
 def states(env, LANE: gl.constexpr):
-    """Role of a lane: compute the outputs and final states of all segments of the program."""
+    """Role of a lane: its rows of the outputs and final states of all segments of the program."""
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
         scan_segment(env, segment, n, LANE)

@@ -1,8 +1,9 @@
-"""The Hopper kernels for K and V other than 128: K up to 128, and V in slices of up to 128.
+"""The Hopper kernels for K and V other than 128: K of 65 to 128, V in equal slices of 65 to 128.
 
 The columns of a state do not depend on each other.  So each slice of a value head's V is treated as
 a value head, with the same q, k and gates.  TMA pads tiles with zeros to K = V = 128 when it reads,
-and skips the padding when it writes.  States are not copied through TMA, so this module pads them.
+and skips the padding when it writes.  States are not copied through TMA, so this module copies them
+to and from padded ones.
 """
 
 import torch
@@ -24,7 +25,10 @@ def slice_count(inputs: GDNInputs) -> int:
 
 
 def unsupported(inputs: GDNInputs) -> str:
-    """Why these kernels do not support `inputs`, or should not run them; empty if they should."""
+    """Why these kernels do not support `inputs`, or should not run them; empty if they should.
+
+    They should not run where at least half of each product would be padding (TOO_NARROW).
+    """
     key_dim = inputs.q.shape[3]
     value_dim = inputs.v.shape[3]
     count = slice_count(inputs)
@@ -32,14 +36,14 @@ def unsupported(inputs: GDNInputs) -> str:
     fits_v = value_dim % count == 0 and value_dim // count > TOO_NARROW
     if not (fits_k and fits_v):
         return f"K {key_dim} with V {value_dim}"
-    if count > 1 and inputs.v.stride(2) != value_dim:
+    if count > 1 and inputs.v.stride()[2:] != (value_dim, 1):
         return "value heads that do not lie side by side"
     return unsupported_otherwise(by_slice(inputs))
 
 
 def by_slice(inputs: GDNInputs) -> GDNInputs:
-    """`inputs` with one value head per slice, as views.  Gates and the initial state are still
-    those of whole heads.
+    """`inputs` with one value head per slice, as views: v (B, T, HV * slices, V of a slice).  Gates
+    and the initial state are still those of whole heads.
     """
     *tokens, heads, value_dim = inputs.v.shape
     count = slice_count(inputs)
@@ -48,8 +52,8 @@ def by_slice(inputs: GDNInputs) -> GDNInputs:
 
 
 def sliced(inputs: GDNInputs) -> GDNInputs:
-    """The shapes, strides and dtypes of the inputs that the kernels receive: v, gates and a padded
-    initial state (DIM, DIM) have one head per slice.
+    """Inputs with the shapes, strides and dtypes of those that the kernels receive: v, gates and an
+    initial state that is padded to (DIM, DIM) have one head per slice.
 
     Tensors that a call copies are on the meta device here.
     """
@@ -66,7 +70,10 @@ def sliced(inputs: GDNInputs) -> GDNInputs:
 
 
 def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
-    """Bytes of the workspace of a call: that of the kernels, and the copies of their inputs."""
+    """Bytes of the workspace of a call: that of the kernels, and the copies of their inputs.
+
+    config: for `by_slice(inputs)`
+    """
     slices = sliced(inputs)
     nbytes, _ = workspace(slices, config, padded=True)
     if slice_count(inputs) > 1:
@@ -105,28 +112,26 @@ def sliced_launch(
     pieces = _pieces(inputs)
     sequences, heads, count, _, slice_dim = pieces
     padded_shape = heads * count, DIM.value, DIM.value
-    states = state_strides(*shape[1:], v_first=state_v_first)
-    final = _strides_of_pieces(states, slice_dim)
+    final_strides = state_strides(*shape[1:], v_first=state_v_first)
+    final_pieces = _strides_of_pieces(final_strides, slice_dim)
 
     def padded_strides(*, v_first: bool) -> tuple[int, ...]:
         """Strides of the pieces among padded states (sequences, HV * slices, 128, 128)."""
         sequence, piece, key, value = state_strides(*padded_shape, v_first=v_first)
         return sequence, count * piece, piece, key, value
 
-    initial_padded = padded_strides(v_first=False)
-    final_padded = padded_strides(v_first=state_v_first)
+    padded_initial = padded_strides(v_first=False)
+    padded_final = padded_strides(v_first=state_v_first)
 
     def for_slices(gate: torch.Tensor) -> torch.Tensor:
-        """g or beta (B, T, HV) repeated for each slice: (B, T, HV, slices), contiguous, which the
-        kernels read as (B, T, HV * slices).
-        """
+        """g or beta, contiguous: (B, T, HV, slices), which kernels read as (B, T, HV * slices)."""
         return gate.as_strided((*gate.shape, count), (*gate.stride(), 0)).contiguous()
 
-    def pad(states: torch.Tensor) -> torch.Tensor:
+    def pad(initial: torch.Tensor) -> torch.Tensor:
         """A copy of initial states as (sequences, HV * slices, 128, 128), padded with zeros."""
-        padded = states.new_zeros(sequences, *padded_shape)
-        strides = _strides_of_pieces(states.stride(), slice_dim)
-        padded.as_strided(pieces, initial_padded).copy_(states.as_strided(pieces, strides))
+        padded = initial.new_zeros(sequences, *padded_shape)
+        strides = _strides_of_pieces(initial.stride(), slice_dim)
+        padded.as_strided(pieces, padded_initial).copy_(initial.as_strided(pieces, strides))
         return padded
 
     def call(call_inputs: GDNInputs) -> GDNOutput:
@@ -140,13 +145,15 @@ def sliced_launch(
             if call_inputs.initial_state is not None:
                 changed["initial_state"] = pad(call_inputs.initial_state)
             out = torch.empty_like(call_inputs.v, memory_format=torch.contiguous_format)
-            padded = begun[0]["padded"]
+            tensors, _ = begun
+            padded = tensors["padded"]
             assert padded is not None
             finish(begun, GDNInputs.unchecked(**changed), out, padded)
             final_states = torch.empty_strided(
-                shape, states, dtype=torch.float32, device=out.device
+                shape, final_strides, dtype=torch.float32, device=out.device
             )
-            final_states.as_strided(pieces, final).copy_(padded.strided(pieces, final_padded))
+            padded_pieces = padded.strided(pieces, padded_final)
+            final_states.as_strided(pieces, final_pieces).copy_(padded_pieces)
         return GDNOutput(out, final_states)
 
     return call

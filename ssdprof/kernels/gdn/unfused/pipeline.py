@@ -1,7 +1,8 @@
-"""GDN in six launches, one per stage of the algorithm: the baseline.
+"""GDN in six launches, one per stage of the algorithm: the baseline.  Further launches normalise q
+and k, and write the table of chunks of packed sequences.
 
 `gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  By
-default, dtypes are those of the unfused Triton kernels of flash-linear-attention (`config.py`).
+default, dtypes are those of the unfused Triton kernels of flash-linear-attention (`../config.py`).
 """
 
 import torch
@@ -33,8 +34,8 @@ def gdn_unfused(
     cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
 ) -> GDNOutput:
-    """The gated delta rule in six launches, forward only.  Arguments and result are those of
-    `GDNInputs`.
+    """The gated delta rule in six launches, forward only.  Arguments are those of `GDNInputs`, and
+    the result is that of `run`.
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
     ones.
@@ -55,7 +56,7 @@ def gdn_unfused(
 
 
 def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """Output in v's dtype, final states in fp32.
+    """Output in v's dtype, final states (sequences, HV, K, V) in fp32.
 
     Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient,
     and, outside Triton's interpreter, for tensors that are not on a GPU.
@@ -106,8 +107,10 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
     """The plan of the six stages of GDN, or of Kimi Delta Attention with its decay for each
     channel.
 
-    chosen: block sizes and launch options, by stage.  The workspace is the peak of memory: some
-    tensors live throughout, and others only between two stages.
+    chosen: block sizes and launch options, by stage.
+
+    The workspace is the peak of memory, without the small table of chunks of packed sequences: some
+    tensors live throughout, and others only from one stage to a later one.
     """
     batch, key_dim = inputs.q.shape[0], inputs.q.shape[3]
     heads, value_dim = inputs.v.shape[2:]
@@ -121,13 +124,14 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
     if inputs.use_qk_l2norm:
         launches += 2
         reasons.append("two to normalise q and k")
+    chunks = batch * inputs.chunk_count * heads  # of all heads
     # numbers in each tensor
-    chunks = batch * inputs.chunk_count * heads
     systems = chunks * size * size  # of L, and of A
     w = chunks * size * key_dim
     u = v_new = chunks * size * value_dim
     states = chunks * key_dim * value_dim
     cumulative_gates = chunks * size  # fp32
+    # in the operands' dtype: q and k after normalisation
     throughout = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
     if inputs.g.ndim == 4:
         w *= 2  # and k, decayed to the chunk's end
@@ -137,21 +141,21 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
     most_bytes = max(
         (4 + itemsize) * systems, itemsize * (systems + w + u), itemsize * (w + u + v_new + states)
     )
-    config = {"chunk_size": size}
+    settings = {"chunk_size": size}
     for stage, options in chosen.items():
-        config |= {f"{stage}.{name.lower()}": value for name, value in options.items()}
+        settings |= {f"{stage}.{name.lower()}": value for name, value in options.items()}
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=launches,
-        config=config,
+        config=settings,
         workspace_bytes=most_bytes + 4 * cumulative_gates + itemsize * throughout,
         reason=", and ".join(reasons),
     )
 
 
 def refuse_unsupported(inputs: GDNInputs) -> None:
-    """UnsupportedError for long chunks, inputs that require a gradient, and, outside the
-    interpreter, no GPU.
+    """Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, inputs that require a gradient, and,
+    outside of the interpreter, tensors that are not on a GPU.
     """
     if inputs.chunk_size > MAX_CHUNK_SIZE:
         raise UnsupportedError(

@@ -1,11 +1,12 @@
 """The normalisation of q and k and the six stages of unfused GDN, with a kernel and its launcher
 for each.
 
-Launchers run on the current device, with q and k as they enter products.  Block sizes and warps:
-`../config.py`.
+Launchers launch on the current device.  q and k of the stages' inputs are normalised already if the
+call asks for it.  Block sizes and warps: `../config.py`.
 
 In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of indices, m_ a mask, p_
-a tile of pointers, b_ a tile in registers.
+a tile of pointers, b_ a tile of numbers in registers.  `operands' dtype` is that of
+`config.operand_dtype`.
 
 Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section
 3.3; docs/gdn-mathematics.md, section 3.
@@ -35,8 +36,8 @@ from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
-# Least g of a position in log2 units: 2^-160 is zero in fp32.  A lower g, in particular -inf, would
-# cost differences of later sums their precision.
+# Least g of a position in log2 units; a lower g, in particular -inf, is raised to it, because it
+# would cost differences of later sums their precision.  2^-160 is zero in fp32.
 FORGOTTEN = tl.constexpr(-160.0)
 L2NORM_EPS = tl.constexpr(1e-6)  # added to the sum of squares
 
@@ -72,7 +73,8 @@ def _gdn_qk_l2norm_kernel(tensors, strides, length, heads, rows, S: tl.constexpr
 
 
 def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Normalises q or k, before the stages: y[t] = x[t] / sqrt(sum_k x[t, k]^2 + 1e-6).
+    """Normalises q or k, before the stages: y[k] = x[k] / sqrt(sum_j x[j]^2 + 1e-6) for each
+    position and head.
 
     In:   x (B, T, H, K)
     Out:  y (B, T, H, K), contiguous, in `dtype`
@@ -99,13 +101,16 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
 #
 # tokens: (row of the batch, first position, head), where the chunk begins in a tensor (B, T, heads,
 # columns).
-# chunk: (row of the batch, chunk, head), the index of the chunk in a tensor of an earlier stage,
-# (B, NT, HV, rows, columns).
+# chunk: (row of the batch, chunk, head), the index of the chunk in a tensor (B, NT, HV, rows,
+# columns) that a stage writes.
 
 
 @triton.jit
 def token_tile(ptr, strides, tokens, o_i, columns):
-    """Pointers (position, column) of a chunk in q, k, v or out."""
+    """Pointers (position, column) of a chunk in q, k, v or out.
+
+    o_i: positions, from that of `tokens` on.
+    """
     return ptr + ptr_offset(
         (tokens[0], tokens[1] + o_i[:, None], tokens[2], columns[None, :]), strides
     )
@@ -126,7 +131,7 @@ def load_beta(ptr, strides, tokens, o_i, m_i):
 
 @triton.jit
 def chunk_tile(ptr, strides, chunk, rows, columns):
-    """Pointers (row, column) of a chunk in what an earlier stage stored."""
+    """Pointers (row, column) of a chunk in a tensor that a stage writes."""
     return ptr + ptr_offset(chunk + (rows[:, None], columns[None, :]), strides)
 
 
@@ -153,17 +158,17 @@ def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     b_g = tl.clamp(b_g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
     # later stages subtract these sums, and their rounding becomes a relative error of the decay:
     # round them only once
-    b_sum = tl.cumsum(b_g.to(tl.float64), axis=1).to(tl.float32)
+    b_g_cumsum_log2 = tl.cumsum(b_g.to(tl.float64), axis=1).to(tl.float32)
     index = (i_b, i_c, o_h[:, None], o_i[None, :])
-    store_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, index, b_sum, m_h[:, None])
+    store_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, index, b_g_cumsum_log2, m_h[:, None])
 
 
 def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
     """Stage 1: the cumulative log decay, g_cumsum_log2[i] = sum_{j <= i} clamp(g[j] * log2(e),
     FORGOTTEN, 0).
 
-    Later stages take exp2 of differences many times per element.  Positions past the sequence's end
-    count as g = 0.
+    The logs are binary, because later stages take exp2 of differences many times per element.
+    Positions past the sequence's end count as g = 0.
 
     In:   g (B, T, HV)
     Out:  g_cumsum_log2 (B, NT, HV, C) fp32
@@ -197,23 +202,23 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
 
     # --- K K^T, once per key head
     k_strides = in_units(k_strides, S.UNIT)
-    kkt = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
+    b_kkt = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         mask = m_i[:, None] & (o_k < S.KEY_DIM)[None, :]
         b_k = load_tokens(k_ptr, k_strides, (i_b, start, i_h), o_i, o_k, mask, S.OPERAND)
-        kkt = tl.dot(b_k, tl.trans(b_k), kkt, input_precision=DOT_PRECISION)
+        b_kkt = tl.dot(b_k, tl.trans(b_k), b_kkt, input_precision=DOT_PRECISION)
 
     # --- L of each value head, without the blocks above the diagonal
-    m_below = o_i[:, None] > o_i[None, :]
+    m_lower = o_i[:, None] > o_i[None, :]
     m_block = (o_i // S.LEAF)[:, None] >= (o_i // S.LEAF)[None, :]
-    for value in tl.static_range(S.VALUES_PER_KEY):
-        i_hv = i_h * S.VALUES_PER_KEY + value
+    for i_value in tl.static_range(S.VALUES_PER_KEY):
+        i_hv = i_h * S.VALUES_PER_KEY + i_value
         b_beta = load_beta(beta_ptr, beta_strides, (i_b, start, i_hv), o_i, m_i)
-        b_g = load_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, (i_b, i_c, i_hv, o_i))
-        weight = decay_exp2(b_g[:, None] - b_g[None, :]) * b_beta[:, None]
+        b_g_cumsum_log2 = load_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, (i_b, i_c, i_hv, o_i))
+        b_weight = decay_exp2(b_g_cumsum_log2[:, None] - b_g_cumsum_log2[None, :]) * b_beta[:, None]
         p_L = chunk_tile(L_ptr, L_strides, (i_b, i_c, i_hv), o_i, o_i)
-        tl.store(p_L, tl.where(m_below, kkt * weight, 0.0), mask=m_block)
+        tl.store(p_L, tl.where(m_lower, b_kkt * b_weight, 0.0), mask=m_block)
 
 
 def scaled_dot_kkt(
@@ -221,7 +226,7 @@ def scaled_dot_kkt(
 ) -> torch.Tensor:
     """Stage 2: the triangular system of each chunk.
 
-        L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]
+        L[i, j] = beta[i] * exp2(g_cumsum_log2[i] - g_cumsum_log2[j]) * sum_k k[i, k] * k[j, k]
         for j < i, else 0
 
     Blocks of 16 x 16 above the diagonal are not written, and solve_tril does not read them.
@@ -263,6 +268,7 @@ def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
     """Merge inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 *
     s, 2 * s), by equation (13).
 
+    L_ptr, L_strides: the chunk's L, and its strides between rows and columns
     PRODUCTS: input precision of the products
     """
     PAIRS: tl.constexpr = A.shape[0] // 2
@@ -294,26 +300,26 @@ def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.const
     L_ptr += ptr_offset((i_b, i_c, i_h), L_strides[:3])
 
     # --- the inverses of all diagonal blocks of LEAF rows, [LEAVES, LEAF, LEAF], row by row (12):
-    # row i is e_i minus the product of row i of L with the rows above
+    # row i is e_i minus the product of row i of L with the rows of the inverse above it
     LEAVES: tl.constexpr = S.CHUNK_SIZE // S.LEAF
     o_n, o_r = tl.arange(0, LEAVES), tl.arange(0, S.LEAF)
-    identity = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0)
-    A = identity + tl.zeros((LEAVES, S.LEAF, S.LEAF), tl.float32)
+    b_identity = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0)
+    b_A = b_identity + tl.zeros((LEAVES, S.LEAF, S.LEAF), tl.float32)
     first = o_n[:, None] * S.LEAF  # first row of each block
     for i in tl.static_range(1, S.LEAF):
-        # [LEAVES, LEAF], zero from column i on
-        row = tl.load(L_ptr + ptr_offset((first + i, first + o_r[None, :]), L_strides[3:]))
-        known = tl.sum(row[:, :, None] * A, axis=1)
-        A = tl.where(o_r[None, :, None] == i, A - known[:, None, :], A)
+        # row i of L in each block, [LEAVES, LEAF], zero from column i on
+        b_row = tl.load(L_ptr + ptr_offset((first + i, first + o_r[None, :]), L_strides[3:]))
+        b_known = tl.sum(b_row[:, :, None] * b_A, axis=1)
+        b_A = tl.where(o_r[None, :, None] == i, b_A - b_known[:, None, :], b_A)
 
     # --- merges, until one block is left: [1, CHUNK_SIZE, CHUNK_SIZE]
     for _ in tl.static_range(S.MERGES):
-        A = _merge_pairs(A, L_ptr, L_strides[3:], S.PRODUCTS)
+        b_A = _merge_pairs(b_A, L_ptr, L_strides[3:], S.PRODUCTS)
 
     o_i = tl.arange(0, S.CHUNK_SIZE)
     tl.store(
         chunk_tile(A_ptr, A_strides, (i_b, i_c, i_h), o_i, o_i),
-        tl.reshape(A, (S.CHUNK_SIZE, S.CHUNK_SIZE)).to(A_ptr.dtype.element_ty),
+        tl.reshape(b_A, (S.CHUNK_SIZE, S.CHUNK_SIZE)).to(A_ptr.dtype.element_ty),
     )
 
 
@@ -370,8 +376,10 @@ def _gdn_recompute_w_u_kernel(
     m_i = o_i < count
     b_A = tl.load(chunk_tile(A_ptr, A_strides, chunk, o_i, o_i)).to(S.INTERMEDIATE)
     b_beta = load_beta(beta_ptr, beta_strides, tokens, o_i, m_i)
-    # not by `load_at`, of which ptxas makes other instructions here
-    b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
+    # not with `load_at`, for which ptxas generates other instructions here
+    b_g_cumsum_log2 = tl.load(
+        g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides)
+    )
 
     # --- u = A diag(beta) V, transposed
     b_A_u = (b_A * b_beta.to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
@@ -385,7 +393,7 @@ def _gdn_recompute_w_u_kernel(
         tl.store(p_u, tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None])
 
     # --- w = A diag(beta d) K
-    b_A_w = (b_A * (decay_exp2(b_g) * b_beta).to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
+    b_A_w = (b_A * (decay_exp2(b_g_cumsum_log2) * b_beta).to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
@@ -406,7 +414,7 @@ def recompute_w_u(
     """Stage 4: keys and values of each chunk after the inverse, which do not depend on the state.
 
         u[v, i] = sum_j A[i, j] * beta[j] * v[j, v]
-        w[i, k] = sum_j A[i, j] * beta[j] * exp(g_cumsum[j]) * k[j, k]
+        w[i, k] = sum_j A[i, j] * beta[j] * exp2(g_cumsum_log2[j]) * k[j, k]
 
     In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
           g_cumsum_log2 (B, NT, HV, C) fp32
@@ -443,6 +451,7 @@ def keys_and_values(
     shape that the kernel writes.
 
     decays: the cumulative log decay, of heads or of channels
+    options, constants: launch options and compile-time arguments of the kernel
     key_tensors: the number of tensors of w's shape, w among them
     """
     k = inputs.k
@@ -494,7 +503,7 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 @triton.jit
 def _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks):
     """(row of the batch, first chunk, chunk after the last one, first position, position after the
-    last one) of sequence i_s.
+    last one) of sequence i_s.  The positions are 0 for an empty packed sequence.
     """
     if bounds_ptr is None:
         return i_s, 0, nchunks, tl.zeros((), tl.int64), tl.cast(length, tl.int64)
@@ -510,8 +519,8 @@ def _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks):
 def _gdn_chunk_state_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
-    """One block of V of one head of `chunk_state`, chunk after chunk, with the state [BLOCK_V,
-    BLOCK_K] in registers.
+    """One block of V of one head of `chunk_state`, chunk after chunk, with the transposed state
+    [BLOCK_V, BLOCK_K] in registers.
 
     PER_CHANNEL: g_cumsum_log2 and k are (B, NT, HV, C, K), and k is decayed to the chunk's end
     """
@@ -535,7 +544,7 @@ def _gdn_chunk_state_kernel(
     m_vk = m_v[:, None] & m_k[None, :]
     i_b, first, stop, begin, end = _chunks_of_sequence(i_s, spans_ptr, bounds_ptr, length, nchunks)
 
-    # --- addresses in the first chunk; those in later chunks are multiples of a stride further
+    # --- addresses in the first chunk; those of a later chunk are its number times a stride further
     k_strides, w_strides = in_units(k_strides, S.UNIT), in_units(w_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
     chunk = (i_b, first, i_h)
@@ -547,47 +556,49 @@ def _gdn_chunk_state_kernel(
         p_k = token_tile(k_ptr, k_strides, (i_b, begin, i_h // values_per_key), o_i, o_k)
     p_g = g_cumsum_log2_ptr + ptr_offset(chunk, g_cumsum_log2_strides[:3])
     p_prev = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
-    p_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
+    p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
 
     # --- the state that enters the first chunk
-    state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
+    b_state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
     if initial_state_ptr is not None:
         initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)
-        state += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
+        b_state += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
 
     # --- loop over chunks: store the state that enters the chunk, and load the chunk's factors
-    for turn in range(stop - first):
-        step = tl.cast(turn, tl.int64)
-        state_operand = state.to(S.OPERAND)
-        _store(p_prev + step * prev_states_strides[1], state_operand, m_vk, ALL_K and ALL_V)
-        b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
-        b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
+    for index in range(stop - first):
+        i_chunk = tl.cast(index, tl.int64)  # number of the chunk in the sequence
+        b_state_operand = b_state.to(S.OPERAND)
+        _store(p_prev + i_chunk * prev_states_strides[1], b_state_operand, m_vk, ALL_K and ALL_V)
+        b_w = _load(p_w + i_chunk * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
+        b_u = _load(p_u + i_chunk * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
         if S.PER_CHANNEL:
-            b_k = _load(p_k + step * k_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
+            b_k = _load(p_k + i_chunk * k_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
             p_end = p_g + ptr_offset((S.CHUNK_SIZE - 1, o_k), g_cumsum_log2_strides[3:])
-            p_end += step * g_cumsum_log2_strides[1]
-            g_end = _load(p_end, m_k, ALL_K)[None, :]
+            p_end += i_chunk * g_cumsum_log2_strides[1]
+            b_g_end = _load(p_end, m_k, ALL_K)[None, :]
         else:
-            m_i = o_i < end - begin - step * S.CHUNK_SIZE
-            p_k_chunk = p_k + step * S.CHUNK_SIZE * k_strides[1]
+            m_i = o_i < end - begin - i_chunk * S.CHUNK_SIZE
+            p_k_chunk = p_k + i_chunk * S.CHUNK_SIZE * k_strides[1]
             b_k = _load(p_k_chunk, m_i[:, None] & m_k[None, :], False).to(S.OPERAND)
-            p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
-            b_g = tl.load(p_g_chunk + o_i)
-            g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
+            p_g_chunk = p_g + i_chunk * g_cumsum_log2_strides[1]
+            b_g_cumsum_log2 = tl.load(p_g_chunk + o_i)
+            b_g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
 
         # (15): the corrected values, [BLOCK_V, CHUNK_SIZE], and (16): the state after the chunk
-        v_new = b_u.to(tl.float32)
-        v_new -= tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
-        _store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND), m_v[:, None], ALL_V)
+        b_v_new = b_u.to(tl.float32)
+        b_v_new -= tl.dot(b_state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
+        _store(p_v_new + i_chunk * v_new_strides[1], b_v_new.to(S.OPERAND), m_v[:, None], ALL_V)
         if S.PER_CHANNEL:
-            decayed = v_new.to(S.OPERAND)
+            b_decayed = b_v_new.to(S.OPERAND)
         else:
-            to_end = decay_exp2(g_end - b_g).to(S.INTERMEDIATE)
-            decayed = (v_new.to(S.INTERMEDIATE) * to_end[None, :]).to(S.OPERAND)
-        state = tl.dot(decayed, b_k, state * decay_exp2(g_end), input_precision=DOT_PRECISION)
-        state = state.to(S.STATE).to(tl.float32)
+            b_to_end = decay_exp2(b_g_end - b_g_cumsum_log2).to(S.INTERMEDIATE)
+            b_decayed = (b_v_new.to(S.INTERMEDIATE) * b_to_end[None, :]).to(S.OPERAND)
+        b_state = tl.dot(
+            b_decayed, b_k, b_state * decay_exp2(b_g_end), input_precision=DOT_PRECISION
+        )
+        b_state = b_state.to(S.STATE).to(tl.float32)
     final_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides)
-    tl.store(final_states_ptr + final_offset, state, mask=m_vk)
+    tl.store(final_states_ptr + final_offset, b_state, mask=m_vk)
 
 
 def chunk_state(
@@ -604,11 +615,13 @@ def chunk_state(
     state.
 
         v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
-        S'[v, k]     = exp(g_end) * S[v, k] + sum_i exp(g_end - g_cumsum[i]) * v_new[v, i] * k[i, k]
+        S'[v, k]     = exp2(g_end) * S[v, k]
+                     + sum_i exp2(g_end - g_cumsum_log2[i]) * v_new[v, i] * k[i, k]
 
-    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This stage goes
-    from chunk to chunk; the others process all chunks at once.  With a decay for each channel,
-    g_cumsum_log2 and k are (B, NT, HV, C, K), and k is decayed to the chunk's end already.
+    S is the transposed state that enters the chunk, S' the one that leaves it, and g_end =
+    g_cumsum_log2[C - 1].  This stage goes from chunk to chunk; the others process all chunks at
+    once.  With a decay for each channel, g_cumsum_log2 and k are (B, NT, HV, C, K), and k is
+    decayed to the chunk's end already.  `options` are BLOCK_V and launch options.
 
     In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32 | initial_state (sequences, HV, K, V) or None
@@ -675,8 +688,8 @@ def _gdn_chunk_output_kernel(
     q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
     out_strides = in_units(out_strides, S.UNIT)
-    acc = tl.zeros((S.CHUNK_SIZE, S.BLOCK_V), dtype=tl.float32)
-    scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
+    b_out = tl.zeros((S.CHUNK_SIZE, S.BLOCK_V), dtype=tl.float32)
+    b_qk = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
@@ -685,21 +698,21 @@ def _gdn_chunk_output_kernel(
         b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, m_ik, S.OPERAND)
         p_S = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
         b_S = tl.load(p_S, mask=m_v[:, None] & m_k[None, :], other=0.0)  # [BLOCK_V, BLOCK_K]
-        acc = tl.dot(b_q, tl.trans(b_S), acc, input_precision=DOT_PRECISION)
-        scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=DOT_PRECISION)
+        b_out = tl.dot(b_q, tl.trans(b_S), b_out, input_precision=DOT_PRECISION)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=DOT_PRECISION)
 
     # --- (17): decays, and the product of the scores with the chunk's corrected values
-    b_g = load_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, (i_b, i_c, i_h, o_i))
+    b_g_cumsum_log2 = load_at(g_cumsum_log2_ptr, g_cumsum_log2_strides, (i_b, i_c, i_h, o_i))
     p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
     b_v_new = tl.load(p_v_new, mask=m_v[:, None], other=0.0)  # [BLOCK_V, CHUNK_SIZE]
-    acc *= decay_exp2(b_g).to(S.INTERMEDIATE).to(tl.float32)[:, None]
-    decay = decay_exp2(b_g[:, None] - b_g[None, :]).to(S.INTERMEDIATE)
-    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(S.INTERMEDIATE) * decay, 0.0)
+    b_out *= decay_exp2(b_g_cumsum_log2).to(S.INTERMEDIATE).to(tl.float32)[:, None]
+    b_decay = decay_exp2(b_g_cumsum_log2[:, None] - b_g_cumsum_log2[None, :]).to(S.INTERMEDIATE)
+    b_scores = tl.where(o_i[:, None] >= o_i[None, :], b_qk.to(S.INTERMEDIATE) * b_decay, 0.0)
     b_scores = b_scores.to(S.OPERAND)
-    acc = tl.dot(b_scores, tl.trans(b_v_new), acc, input_precision=DOT_PRECISION) * scale
+    b_out = tl.dot(b_scores, tl.trans(b_v_new), b_out, input_precision=DOT_PRECISION) * scale
     tl.store(
         token_tile(out_ptr, out_strides, (i_b, start, i_h), o_i, o_v),
-        acc.to(out_ptr.dtype.element_ty),
+        b_out.to(out_ptr.dtype.element_ty),
         mask=m_i[:, None] & m_v[None, :],
     )
 
@@ -716,8 +729,8 @@ def chunk_output(
     values.
 
         qk[i, j]  = sum_k q[i, k] * k[j, k]
-        out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k]
-                  + sum_{j <= i} exp(g_cumsum[i] - g_cumsum[j]) * qk[i, j] * v_new[v, j])
+        out[i, v] = scale * (exp2(g_cumsum_log2[i]) * sum_k q[i, k] * S[v, k]
+                  + sum_{j <= i} exp2(g_cumsum_log2[i] - g_cumsum_log2[j]) * qk[i, j] * v_new[v, j])
 
     In:   q, k (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32
@@ -750,8 +763,8 @@ def output_of_chunks(
     """Launch stage 6 of GDN or of Kimi Delta Attention.
 
     read: the tensors that the kernel reads
-    aligned: those whose strides, and the output's, the kernel takes as multiples of a unit
-        (`in_units`)
+    aligned: those that the kernel addresses, like the output, with strides `in_units`
+    options, constants: launch options and compile-time arguments of the kernel
     """
     heads, value_dim = inputs.v.shape[2:]
     out = torch.empty(inputs.v.shape, device=inputs.v.device, dtype=inputs.v.dtype)

@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels._gluon import aggregate, load_acquire, order_async, role_barrier
-from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
+from ssdprof.kernels.gdn.hopper.assignment import packed_sequence, sequence_at
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.kda.hopper.prep import (
     allocate_inputs,
@@ -85,7 +85,7 @@ class KDAEnv:
         if self.cu_seqlens_ptr is None:
             return slot // gl.cdiv(self.seqlen, CHUNK)
         else:
-            return packed_slot(slot, self.sequences, self.cu_seqlens_ptr, self.cu_stride)
+            return packed_sequence(slot, self.sequences, self.cu_seqlens_ptr, self.cu_stride)
 
     @gluon.jit
     def slots(self):
