@@ -18,7 +18,7 @@ import torch
 from triton import knobs
 
 from ssdprof.core.target import Clocks, Environment, Gpu
-from ssdprof.environment.child import started
+from ssdprof.environment.child import rank_count
 from ssdprof.errors import MissingCapabilityError
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
 
 def host_memory() -> int:
     """Bytes of main memory available to this process.  Processes of torchrun share the memory."""
-    return _available() // started()
+    return _available() // rank_count()
 
 
 def _available() -> int:
