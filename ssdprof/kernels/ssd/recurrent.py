@@ -252,7 +252,7 @@ def recurrent_launch(
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a launch, in the kernel's order.  new: out and final_states"""
-    return *inputs.kernel_tensors, *new
+    return *inputs.kernel_tensors, *inputs.pool_tensors, *new
 
 
 _launches: dict[Hashable, PreparedLaunch] = {}
