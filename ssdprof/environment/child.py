@@ -140,9 +140,9 @@ class Ended(NamedTuple):
         """The predicate of a sentence on a child that ended without `finish`: "ended early, with
         SIGSEGV".
         """
-        # `tell` has faulthandler end the process with exit code 1, only while a user's kernel runs
-        kernel_ran = bool(self.last("case"))
-        if kernel_ran and self.code == 1 and self.quiet_s >= _SILENT_S:
+        # faulthandler, which `tell` starts, ends the process with exit code 1, and only while a
+        # user's kernel runs: then the last "case" names it
+        if self.last("case") and self.code == 1 and self.quiet_s >= _SILENT_S:
             return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
         return f"ended early, with {how_ended(self.code)}"
 

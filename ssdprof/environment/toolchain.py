@@ -36,7 +36,7 @@ _INSTALLERS = {
     "zypper": "zypper install -y",
     "pacman": "pacman -Syu",
 }
-_PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+_PYTHON = f"python{sysconfig.get_python_version()}"  # such as "python3.12"
 _PYTHON_HEADERS = {  # package manager -> package with Python.h
     "apt-get": f"{_PYTHON}-dev",
     "dnf": f"{_PYTHON}-devel",

@@ -56,7 +56,8 @@ def prepared(
     shape = inputs.final_shape
 
     def call(call_inputs: SSDInputs) -> Output:
-        x, final = call_inputs.x, call_inputs.initial_states if in_place else None
+        x = call_inputs.x
+        final = call_inputs.initial_states if in_place else None
         with torch.cuda.device(index):  # no effect for -1, the CPU
             workspace = allocated(buffers, x.device)
             out = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)

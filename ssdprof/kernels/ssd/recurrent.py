@@ -377,14 +377,14 @@ def two_stages(inputs: SSDInputs) -> SSDOutput:
     programs, options = _settings(inputs)
     with torch.cuda.device(x.get_device()):  # no effect for -1, the CPU
         states = torch.empty(inputs.states_shape, dtype=torch.float32, device=x.device)
-        initial = inputs.initial_states
-        of_state = (x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, initial, states)
+        of_state = (x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, states)
         scalars = (strides_of_each(*of_state), *map(float, inputs.dt_limit))
         launch(_ssd_step_state_kernel, programs, of_state, scalars, **options)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         of_output = (states, inputs.C, x, inputs.D, inputs.z, out)
-        scalars = (strides_of_each(*of_output),)
-        launch(_ssd_step_output_kernel, programs, of_output, scalars, **options)
+        launch(
+            _ssd_step_output_kernel, programs, of_output, (strides_of_each(*of_output),), **options
+        )
     return SSDOutput(out, states)
 
 

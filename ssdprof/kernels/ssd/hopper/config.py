@@ -55,7 +55,8 @@ class SSDHopperConfig(Cut):
 
     ring, score_ring: slots of the rings of chunks and of scores
     unit_registers: registers per thread of the role `units`
-    other_registers: registers per thread of the roles `gates`, `loads` and `stores`
+    other_registers: registers per thread of the roles `gates`, `loads` and `stores`; `scores` gets
+        the rest
     reason: for reports
     """
 
@@ -154,7 +155,7 @@ def simulated_time(
     first_pass_chunk = (RECOMPUTED if segments.recompute else FIRST_PASS)[n_split]
     free_at = [0.0] * sm_count  # a heap: when each SM can start its next program
     published_at: list[list[float]] = [[] for _ in range(pairs)]  # by pair and segment
-    end, chunks_before = 0.0, 0  # chunks of earlier segments
+    end, chunks_before = 0.0, 0
     for index, length in enumerate(lengths):
         last = index == len(lengths) - 1
         most_first = length  # chunks of a first pass that does not stop early

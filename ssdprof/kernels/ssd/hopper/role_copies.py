@@ -21,14 +21,9 @@ STAGES = {
     "store_chunk": "chunk_scan.residual",
     "stores": "chunk_scan.residual",
 }
-# Stage of a wait at each barrier.  A role that waits for a free slot is ahead of the others.
-WAITS = {
-    "full": "waiting.chunk",
-    "continue_barrier": "waiting.gates",
-    "empty": "ahead",
-    "unwritten": "chunk_scan.residual",
-    "written": "ahead",
-}
+# Stage of a wait at each barrier.  In a wait "ahead", the role waits for a free slot, or for an
+# output to store, and delays no other role.
+WAITS = {"continue_barrier": "waiting.gates", "empty": "ahead", "written": "ahead"}
 
 
 @gluon.constexpr_function

@@ -47,14 +47,9 @@ STAGES = {
     "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk",
     "scores": "bmm_chunk",
 }  # fmt: skip
-# Stage of a wait at each barrier.  A role that waits for a free slot is ahead of the others.
-WAITS = {
-    "full": "waiting.chunk",
-    "continue_barrier": "waiting.gates",
-    "scored": "waiting.scores",
-    "empty": "ahead",
-    "unscored": "ahead",
-}
+# Stage of a wait at each barrier.  In a wait "ahead", the role waits for a free slot, and delays no
+# other role.
+WAITS = {"full": "waiting.chunk", "empty": "ahead", "unscored": "ahead"}
 
 
 @gluon.jit
@@ -180,12 +175,11 @@ def write_flag(first, seen, goes_on):
 
 
 @gluon.jit
-def announce_weights(first, chunk):
-    """Announce that the weights and decays of the turn whose first chunk is `chunk` are stored.
-
-    chunk: its number, in the order in which the first pass reads chunks
+def announce_weights(first, seen):
+    """Announce that the weights and decays of the turn that begins after `seen` chunks of the first
+    pass are stored.
     """
-    mbarrier.arrive(first.full.index(place_in(chunk, first.DEPTH)), count=1)
+    mbarrier.arrive(first.full.index(place_in(seen, first.DEPTH)), count=1)
 
 
 @gluon.jit

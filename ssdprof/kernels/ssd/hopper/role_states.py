@@ -77,15 +77,8 @@ STAGES = {
     "scan_segment": "setup",
     "units": "setup",
 }
-# Stage of a wait at each barrier.  A role that waits for a free slot is ahead of the others.
-WAITS = {
-    "full": "waiting.chunk",
-    "scored": "waiting.scores",
-    "unwritten": "chunk_scan.residual",
-    "empty": "ahead",
-    "unscored": "ahead",
-    "written": "ahead",
-}
+# Stage of a wait at each barrier.  The wait for a free slot of `out` belongs to the output's store.
+WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "unwritten": "chunk_scan.residual"}
 
 
 @gluon.jit
