@@ -202,7 +202,7 @@ def find_ncu() -> str | None:
     if there is none.
 
     The folders of CUDA's toolkit come before those of Nsight Compute by itself.  Among those of
-    either kind, the last name is taken, because it has the latest version.
+    either kind, the last name in alphabetical order is taken: in general the latest version.
     """
     on_path = shutil.which("ncu")
     if on_path is not None:

@@ -727,10 +727,11 @@ def portable_launch(
     """
     new_out = torch.empty(inputs.x.shape, device="meta")
     CB_shape = scores_shape(inputs, config)
+    # the launch before, the elements of its result, and its programs, one for each chunk and group
     scores, CB_count, CB_programs = None, 0, 0
     if CB_shape is not None:
         scores = scores_launcher(inputs, config.chunk, CB_shape)
-        CB_count, CB_programs = prod(CB_shape), prod(CB_shape[:3])  # one for each chunk and group
+        CB_count, CB_programs = prod(CB_shape), prod(CB_shape[:3])
 
     def tensors(
         call_inputs: SSDInputs,

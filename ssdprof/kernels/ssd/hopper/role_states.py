@@ -191,7 +191,7 @@ def publish(parts_ptr, flag_ptr, added, decay):
     gl.store(parts_ptr + row, part_of(added).to(parts_ptr.dtype.element_ty))
     role_barrier()  # all threads have stored their numbers before the flags are set
     flag = gl.cast(decay, gl.int32, bitcast=True) | SIGN
-    # as tensors with one element per lane, because of a scalar lane 0 would store for both
+    # tensors with one element per lane: if these were scalars, lane 0 would store for both
     zeros = gl.full([LANES], 0, gl.int32, of_lanes)
     gl.atomic_xchg(flag_ptr + zeros, flag + zeros, sem="release")
 
@@ -208,16 +208,16 @@ def wait_for_decay(flag_ptr, pred):
 
 
 @gluon.jit
-def slot_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
+def slot_of(segment, begin, lane, states_ptr, flags_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
     """(pointer to the lanes' parts in slot 0, pointer to the lane's flag in slot 0, offset of the
     segment's slot, in lanes).
 
     begin: index of the program's first lane among the ALL_LANES of a slot
-    states_ptr, sync_ptr: all parts (slot, lane, p, n), and their flags.  N: of one lane
+    states_ptr, flags_ptr: all parts (slot, lane, p, n), and their flags.  N: of one lane
     """
     return (
         states_ptr + (begin + first_of(lane)).to(gl.int64) * (SLICE * N),
-        sync_ptr + (begin + lane) * FLAG_STRIDE,
+        flags_ptr + (begin + lane) * FLAG_STRIDE,
         segment.slot.to(gl.int64) * ALL_LANES,
     )
 
@@ -445,6 +445,8 @@ def scan_segment(lane, env, segment, n):
     if PASSING == "recompute":
         state = added
     if PASSING == "look back" or PASSING == "carry":
+        # the lanes of a slot, and which of them is the program's first one: a segment's slot has
+        # the lanes of all units of the sequence, and a share's slot those of its program
         ALL_LANES: gl.constexpr = S.HEADS * S.SLICES * N_SPLIT if PASSING == "look back" else 2
         begin = segment.unit * N_SPLIT if PASSING == "look back" else gl.to_tensor(0)
         slot = slot_of(segment, begin, lane, env.states_ptr, env.flags_ptr, ALL_LANES, WIDTH)
