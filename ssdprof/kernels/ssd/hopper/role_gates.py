@@ -72,8 +72,8 @@ def log2_approx(v):
 
 @gluon.jit
 def softplus(v):
-    """log(1 + e^v) with a relative error below 5e-6.  For small e^v, where 1 + e^v would lose
-    digits, it is computed from the series.
+    """log(1 + e^v) with a relative error below 5e-6; 0 where e^v is below the least normal number,
+    2^-126.  For small e^v, where 1 + e^v would lose digits, it is computed from the series.
     """
     e = exp2_approx(v * LOG2_E)
     series = e * (
