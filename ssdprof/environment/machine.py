@@ -239,17 +239,17 @@ def _left_in_groups() -> Iterator[int]:
         if controllers not in ("", "memory"):  # empty in version 2
             continue
         top = _GROUPS / controllers
-        limit, used, cached = _V1 if controllers else _V2
+        limit_file, usage_file, cache_entries = _V1 if controllers else _V2
         # a container may see its own group as `top`, although `path` is the host's name of the
         # group: then only `top` exists
         innermost = top / path.lstrip("/")
         depth = len(innermost.parts) - len(top.parts)
         for group in (innermost, *innermost.parents[:depth]):
             try:
-                allowed = int((group / limit).read_text())
-                taken = int((group / used).read_text())
+                allowed = int((group / limit_file).read_text())
+                taken = int((group / usage_file).read_text())
                 sizes = _numbers(group / "memory.stat")
-                yield allowed - taken + sum(sizes.get(name, 0) for name in cached)
+                yield allowed - taken + sum(sizes.get(name, 0) for name in cache_entries)
             except (OSError, ValueError):  # no such folder, or the limit is "max"
                 continue
 
