@@ -1,8 +1,8 @@
 """Shared memory of `hopper_kernel.py`: ring buffers and mbarriers of all roles.
 
     units       8 warps   chunk_state, state_passing and chunk_scan, four warps per lane
-    scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass it
-                computes the gates
+    scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass
+                          chunk_cumsum: computes the weights of positions
     gates       2 warps   chunk_cumsum: computes dt and the decays of a chunk, for both lanes
     loads       1 warp    loads B, C and x of a chunk through TMA, the Tensor Memory Accelerator
     stores      1 warp    stores the outputs of a chunk through TMA

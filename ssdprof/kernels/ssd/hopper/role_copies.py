@@ -137,7 +137,7 @@ def loads(env):
 @gluon.jit
 def store_chunk(env, segment, i, n):
     """Store the output of chunk i of the segment, the program's n-th, up to the sequence's end: one
-    tile from each lane, which holds a unit, or half of the positions of one.
+    tile from each lane, with the output of its unit, or with half of the positions of the only one.
     """
     shared = env.shared
     OWN: gl.constexpr = shared.out.shape[1]  # positions of a chunk whose output one lane finishes
