@@ -88,7 +88,6 @@ LOADED = "7f00-7f01 r-xp 00000000 00:4d 12    /usr/local/nvidia/lib64/libcuda.so
 NO_HEADERS = "#!/bin/sh\ngrep -q dlfcn && exit 1\n"
 APT = "apt-get update && apt-get install -y"
 TOLD = "export TRITON_LIBCUDA_PATH="
-GCC = {"bin/gcc": None}
 CACHE = "export TRITON_CACHE_DIR=/tmp/triton"
 NO_DRIVER, LIBRARY, FAILS = (
     r"does not find libcuda\.so\.1",
@@ -100,13 +99,13 @@ NO_DRIVER, LIBRARY, FAILS = (
 @pytest.mark.parametrize(
     ("files", "variables", "name", "words", "command"),
     [
-        (GCC, {}, "C compiler", "there is no C compiler", f"{APT} gcc"),
+        ({"bin/gcc": None}, {}, "C compiler", "there is no C compiler", f"{APT} gcc"),
         (
-            GCC | {"bin/apt-get": None, "bin/dnf": ""},
+            {"include/Python.h": None, "bin/apt-get": None, "bin/pacman": ""},
             {},
-            "C compiler",
-            "no C compiler",
-            "dnf install -y gcc",
+            "Python headers",
+            "Python's headers are not installed",
+            "pacman -Syu python",
         ),
         ({}, {"CC": "icx"}, "C compiler", "CC=icx is not a program", "unset CC"),
         # Triton starts the program "" too

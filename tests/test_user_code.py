@@ -80,7 +80,7 @@ def test_a_sign_of_life_begins_the_watch_anew_and_the_end_of_the_call_ends_it(mo
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **_: watch.append(s))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: watch.append(0))
     monkeypatch.setattr(time, "monotonic", lambda: 5.0)
-    for name, value in dict(_parent=-1, _at_work=False, _alive_s=0.0, _SILENT_S=7.0).items():
+    for name, value in dict(_channel_fd=-1, _at_work=False, _alive_s=0.0, _SILENT_S=7.0).items():
         monkeypatch.setattr(child, name, value)
     child.tell("case 1")
     for _ in range(2):  # at most once a second
@@ -88,6 +88,7 @@ def test_a_sign_of_life_begins_the_watch_anew_and_the_end_of_the_call_ends_it(mo
     child.tell("case")
     child.tell("report 0 out")
     assert watch == [7, 7, 0, 0]
+    assert "stopped" not in child.Ended(["case 1", "case"], 1, 0, 9.0).ending
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

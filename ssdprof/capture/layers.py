@@ -28,7 +28,7 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.core.target import CallRef, LayerRef
 from ssdprof.core.words import size_words
-from ssdprof.environment.child import started
+from ssdprof.environment.child import rank_count
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.inputs import Inputs
@@ -99,7 +99,7 @@ def capture_layers(
     }
     on_disk = max(sizes.values()) > budget
     if on_disk:
-        budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
+        budget = shutil.disk_usage(tempfile.gettempdir()).free // rank_count()
     groups = list(_groups(prompt, wanted, sizes, budget))
     return sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
 

@@ -19,17 +19,21 @@ from typing import NamedTuple
 
 from ssdprof.errors import BadInputError, how_ended
 
-_LINGER_S = (
-    10  # for exit handlers of a finished process, which threads of a user's kernel may block
-)
-_SILENT_S = 600.0  # a user's kernel that runs for so long without a sign of life is stopped
+# Time for the exit handlers of a process that has finished.  Threads of a user's kernel may block
+# them; then SIGALRM ends the process.
+_LINGER_S = 10
+# A user's kernel that runs for so long without a sign of life is stopped.  A first call may compile
+# for minutes.
+_SILENT_S = 600.0
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-# in names of environment variables that are withheld from processes that run others' code
+# Matches names of environment variables that may hold secrets.  `measure/isolate.py` and
+# `stalls/ncu.py` withhold these variables from the processes that they start.  KEY must not touch
+# another letter: MONKEY and KEYBOARD do not match.
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
 
 
 def python(module: str) -> tuple[str, ...]:
-    """The command that runs a module of the same installation.  With -P, files in the current
+    """The command that runs a module with the same interpreter.  With -P, files in the current
     directory do not hide modules.
     """
     return (sys.executable, "-P", "-m", module)
@@ -45,8 +49,11 @@ def run(
 ) -> tuple[int | None, str]:
     """Run a command in a process group of its own.  Afterwards no process of the group is left.
 
-    Returns the exit code, or None if the command took longer than `timeout_s` seconds, and the
-    text of stdout and stderr together.
+    environ: all environment variables of the command.
+
+    Returns the exit code, negative for a signal, and the text of stdout and stderr together.  The
+    exit code is None if the command was stopped after `timeout_s` seconds.  Raises OSError if it
+    cannot be started.
     """
     code: int | None = None
     with (
@@ -73,11 +80,13 @@ def run(
         return code, output.read().decode(errors="replace")
 
 
-def started(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of processes that torchrun started, this one included; 1 without torchrun.
+def rank_count(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of ranks, which are the processes that torchrun started, this one included; 1
+    without torchrun.
 
-    Raises BadInputError for a WORLD_SIZE, RANK, LOCAL_RANK or MASTER_PORT that torchrun would not
-    set.
+    Raises BadInputError for a WORLD_SIZE that is no number of processes, and, if there are several,
+    for a RANK, LOCAL_RANK or MASTER_PORT that torchrun would not set.  If a variable is empty or
+    not set, WORLD_SIZE counts as 1, and the others as 0.
     """
     count = environment.get("WORLD_SIZE") or "1"
     if not re.fullmatch(r"[1-9][0-9]{0,8}", count):
@@ -97,9 +106,13 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
     return int(count)
 
 
-def sample_again(folder: Path, number: int) -> None:
-    """Run `jobs.sample` in a new process, number `number` of the report in `folder`, to which it
-    adds samples.
+def run_sampler(folder: Path, number: int) -> None:
+    """Run `jobs.sample` in a new process, which adds its samples to the report in `folder` as
+    process `number`.
+
+    A sampler that fails is no error here, so that its exit status is not read: the file of its
+    samples stays incomplete, and the report is partial.  Its stdout is dropped; its errors go to
+    stderr.
     """
     command = (*python("ssdprof.jobs.sample"), str(folder), str(number))
     subprocess.run(command, env=os.environ | search_path(), stdout=subprocess.DEVNULL)
@@ -114,7 +127,7 @@ class Ended(NamedTuple):
     lines: the lines that the child sent with `tell`.
     code: exit code, negative for a signal, as in `subprocess`.
     stop_signals: number of signals that asked the parent to stop.
-    quiet_s: seconds from the child's last line to its end.
+    quiet_s: seconds from the child's last line, or from its start if it sent none, to its end.
     """
 
     lines: list[str]
@@ -127,13 +140,16 @@ class Ended(NamedTuple):
         """The predicate of a sentence on a child that ended without `finish`: "ended early, with
         SIGSEGV".
         """
-        # 1 is the exit code of faulthandler, which `tell` starts
-        if self.code == 1 and self.quiet_s >= _SILENT_S:
+        # faulthandler, which `tell` starts, ends the process with exit code 1, and only while a
+        # user's kernel runs: then the last "case" names it
+        if self.last("case") and self.code == 1 and self.quiet_s >= _SILENT_S:
             return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
         return f"ended early, with {how_ended(self.code)}"
 
     def last(self, word: str) -> str | None:
-        """What follows `word` in the last line that begins with it; None if no line does."""
+        """What follows `word` in the last line whose first word it is, empty if nothing does; None
+        if there is no such line.
+        """
         for line in reversed(self.lines):
             first, _, text = line.partition(" ")
             if first == word:
@@ -141,29 +157,36 @@ class Ended(NamedTuple):
         return None
 
 
-_parent: int | None = None  # file descriptor for `tell`; None: this process is no child of `fork`
+# file descriptor to which `tell` writes; None: this process is no child of `fork`
+_channel_fd: int | None = None
 _at_work = False  # whether a user's kernel runs
 _alive_s = 0.0  # time of the last "alive", in seconds of time.monotonic
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when the process `parent` ends in any way."""
+    """Have Linux kill this process when its parent process ends in any way.  If that has happened
+    already, end this process with exit code 1.
+
+    parent: the process ID of the parent process.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def tell(line: str) -> None:
-    """Send the parent a line, whose first word says what kind it is.
+    """Send the parent a line, whose first word says what kind it is.  Only a child of `fork` does;
+    elsewhere this has no effect.
 
-    From "case CASE" to "case" a user's kernel runs.  If no line is sent for `_SILENT_S` meanwhile,
-    Python prints where the kernel hangs, and ends this process.
+    From the line "case CASE" to the line "case" a user's kernel runs.  If no line is sent for
+    `_SILENT_S` meanwhile, Python prints where the kernel hangs, and ends this process with exit
+    code 1.
     """
     global _at_work
-    if _parent is None:
+    if _channel_fd is None:
         return
     with suppress(OSError):  # a user's kernel may have closed the file
-        os.write(_parent, f"{line}\n".encode())
+        os.write(_channel_fd, f"{line}\n".encode())
     if line.startswith("case"):
         _at_work = line != "case"
     if _at_work:
@@ -173,20 +196,23 @@ def tell(line: str) -> None:
 
 
 def alive() -> None:
-    """Tell the parent that the user's kernel has not hung, at most once a second."""
+    """Tell the parent that the user's kernel does not hang, at most once a second.  Outside of a
+    child of `fork` this has no effect.
+    """
     global _alive_s
-    if _parent is not None and time.monotonic() > _alive_s + 1.0:
+    if _channel_fd is not None and time.monotonic() > _alive_s + 1.0:
         _alive_s = time.monotonic()
         tell("alive")
 
 
 def finish(code: int) -> None:
-    """End a child of `fork` with all of its threads.  Elsewhere this has no effect.
+    """End this process with all of its threads, if it is a child of `fork`.  Elsewhere this has no
+    effect.
 
-    The parent gets "exit CODE" only if stdout and stderr could be written; without it, the parent
-    reports the error.
+    The parent gets the line "exit CODE" only if stdout and stderr could be written; without the
+    line, the parent reports that the child ended early.
     """
-    if _parent is None:
+    if _channel_fd is None:
         return
     try:
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -202,13 +228,13 @@ def finish(code: int) -> None:
 
 
 def fork() -> Ended | None:
-    """Go on in a child process, which leads a session of its own.
+    """Go on in a child process, which leads a process group and a session of its own.
 
-    Returns None in the child.  In the parent it waits for the child and returns how that ended;
-    then no process of the child's session is left.  Must be called before there are threads, and
-    before a GPU is used.
+    Returns None in the child.  The parent waits until the child has ended, kills what is left of
+    the child's process group, and returns how the child ended.  Must be called before there are
+    threads, and before a GPU is used.
     """
-    global _parent
+    global _channel_fd
     stop_signals = 0
 
     def stop(*_: object) -> None:
@@ -227,7 +253,7 @@ def fork() -> Ended | None:
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sends SIGTERM after Ctrl-C
             end_with(parent)
-            _parent = os.dup(channel.fileno())
+            _channel_fd = os.dup(channel.fileno())
             return None
         signals = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, stop) for number in signals}

@@ -18,7 +18,7 @@ import torch
 from triton import knobs
 
 from ssdprof.core.target import Clocks, Environment, Gpu
-from ssdprof.environment.child import started
+from ssdprof.environment.child import rank_count
 from ssdprof.errors import MissingCapabilityError
 
 T = TypeVar("T")
@@ -34,8 +34,9 @@ _PACKAGES = (
     "flash-linear-attention",
     "flashinfer-python",
 )
-# Bits of NVML's reasons why a GPU is slower than it could be.  Two reasons are left out: a GPU
-# does not idle while it is timed, and the clocks themselves show a limit that the owner has set.
+# Bits of NVML's reasons why a GPU is slower than it could be.  Three reasons are left out: a GPU
+# does not idle while it is timed (0x01), and the clocks themselves show a limit that the owner
+# (0x02) or a display (0x100) has set.
 _THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -47,12 +48,12 @@ _THROTTLE_REASONS = {
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-# Of control groups in versions 1 and 2: the file with the limit, the file with the usage, and the
-# entries of memory.stat for page cache, which counts as usage although Linux frees it when memory
-# is needed.  A checkpoint that was just downloaded or read is in the page cache.
+# For control groups of version 1, then of version 2: the file with the limit, the file with the
+# usage, and the entries of memory.stat for page cache, which counts as usage although Linux frees
+# it when memory is needed.  A checkpoint that was just downloaded or read is in the page cache.
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 _V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
-TRANSFER_BYTES = 256 << 20  # for a measurement of transfer speed: 0.1 s from a fast disk
+TRANSFER_BYTES = 256 << 20  # of a measurement of transfer speed; a fast disk takes 0.1 s
 
 
 def collect() -> Environment:
@@ -60,7 +61,7 @@ def collect() -> Environment:
     user name, path or token.
     """
     versions = {name: installed_version(name) for name in _PACKAGES}
-    packages = {name: version for name, version in versions.items() if version is not None}
+    packages = {name: number for name, number in versions.items() if number is not None}
     if torch.cuda.is_available():
         # the ptxas that Triton runs: its own, or that of TRITON_PTXAS_PATH
         packages["ptxas"] = str(knobs.nvidia.ptxas.version)
@@ -129,14 +130,14 @@ def read_clocks() -> Clocks | None:
     """The present clocks, temperature and throttling of torch's current GPU.  None without a GPU,
     without NVML, or if the driver does not report them.
 
-    `Clocks` has the first and the last reading of a measurement; here both are the same.
+    `Clocks` has the first and the last reading of a measurement; here both are the same reading.
     """
     uuid = current_uuid()
     if uuid is None:
         return None
 
     def reading(nvml: ModuleType) -> Clocks:
-        """The answer to `ask_nvml`."""
+        """The question for `ask_nvml`."""
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         sm = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
         memory = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)
@@ -155,8 +156,10 @@ def read_clocks() -> Clocks | None:
 
 
 def current_uuid() -> str | None:
-    """The UUID of torch's current GPU, with which NVML finds the GPU although CUDA_VISIBLE_DEVICES
-    may hide or reorder others.  None without a GPU.
+    """The UUID of torch's current GPU; None without a GPU.
+
+    NVML finds the GPU by it, and not by torch's number, because CUDA_VISIBLE_DEVICES may hide or
+    reorder GPUs.
     """
     if not torch.cuda.is_available():
         return None
@@ -164,8 +167,8 @@ def current_uuid() -> str | None:
 
 
 def ask_nvml(question: Callable[[ModuleType], T]) -> T | None:
-    """The result of `question(pynvml)`; None if NVML cannot be loaded, the driver does not run, or
-    it does not support the question.
+    """The result of `question(pynvml)`; None if NVML cannot be loaded, or if the driver does not
+    run or does not support the question.
     """
     try:
         pynvml.nvmlInit()
@@ -183,10 +186,10 @@ def ask_nvml(question: Callable[[ModuleType], T]) -> T | None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still allocate on `device`.
+    """Bytes that this process can still allocate on `device`, a GPU or the CPU.
 
-    On a GPU, other processes may use memory, and `torch.cuda.set_per_process_memory_fraction` may
-    have set a limit.
+    On a GPU, this counts the memory that torch has cached.  Other processes may use memory, and
+    `torch.cuda.set_per_process_memory_fraction` may have set a limit.
     """
     if device.type != "cuda":
         return host_memory()
@@ -212,19 +215,20 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
 
 
 def host_memory() -> int:
-    """Bytes of main memory available to this process.  Processes of torchrun share the memory."""
-    return _available() // started()
+    """Bytes of main memory available to this process.  Ranks have equal shares of the memory."""
+    return _available() // rank_count()
 
 
 def _available() -> int:
-    """Bytes of main memory by Linux's estimate, or less if a control group limits it."""
-    linux_estimate = _numbers(_MEMINFO)["MemAvailable:"] * 1024  # from KiB
+    """Bytes of available main memory by Linux's estimate, or less if a control group limits it."""
+    linux_estimate = _numbers(_MEMINFO)["MemAvailable:"] * 1024  # the file has KiB
     return min((linux_estimate, *_left_in_groups()))
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes of main memory that the limit of each control group of this process leaves, for control
-    groups in both versions.
+    """Bytes of main memory that the limit of each control group of this process leaves, from the
+    innermost group outwards, for both versions of control groups.  Groups without a limit yield
+    nothing in version 2, and a number larger than any memory in version 1.
     """
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
@@ -235,22 +239,25 @@ def _left_in_groups() -> Iterator[int]:
         if controllers not in ("", "memory"):  # empty in version 2
             continue
         top = _GROUPS / controllers
-        limit, used, cached = _V1 if controllers else _V2
-        # a container sees its group as the root, so that this folder may not exist, but `top` does
+        limit_file, usage_file, cache_entries = _V1 if controllers else _V2
+        # a container may see its own group as `top`, although `path` is the host's name of the
+        # group: then only `top` exists
         innermost = top / path.lstrip("/")
         depth = len(innermost.parts) - len(top.parts)
         for group in (innermost, *innermost.parents[:depth]):
             try:
-                allowed = int((group / limit).read_text())
-                taken = int((group / used).read_text())
+                allowed = int((group / limit_file).read_text())
+                taken = int((group / usage_file).read_text())
                 sizes = _numbers(group / "memory.stat")
-                yield allowed - taken + sum(sizes.get(name, 0) for name in cached)
-            except (OSError, ValueError):  # no such group, or its limit is "max"
+                yield allowed - taken + sum(sizes.get(name, 0) for name in cache_entries)
+            except (OSError, ValueError):  # no such folder, or the limit is "max"
                 continue
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Name -> number, from a file with a name and a number in each line."""
+    """Name -> number, from a file with a name and a number in each line.  A colon after the name is
+    part of the name.
+    """
     rows = [line.split() for line in file.read_text().splitlines()]
     return {row[0]: int(row[1]) for row in rows}
 
@@ -259,9 +266,10 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def read_bytes_per_s(file: Path) -> float | None:
-    """Speed at which the beginning of a file is read, in bytes a second; None for an empty file.
+    """Speed at which the first `TRANSFER_BYTES` of a file are read, in bytes a second; None for an
+    empty file.
 
-    The file is first dropped from the system's page cache, if that is possible.
+    Linux is first asked to drop these bytes from the page cache, so that the disk is measured.
     """
     with file.open("rb", buffering=0) as opened:
         os.posix_fadvise(opened.fileno(), 0, TRANSFER_BYTES, os.POSIX_FADV_DONTNEED)
@@ -279,7 +287,7 @@ def copy_bytes_per_s(device: torch.device, most: int) -> float:
     """Speed of a copy from pageable main memory to a GPU, in bytes a second.  The first of two
     copies is a warm-up.
 
-    most: bytes for which the GPU has room.
+    most: bytes for which the GPU has room, at least 1.  No more than `TRANSFER_BYTES` are copied.
     """
     source = torch.zeros(min(TRANSFER_BYTES, most), dtype=torch.uint8)
     seconds = 0.0

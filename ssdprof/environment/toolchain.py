@@ -1,8 +1,8 @@
 """Checks the requirements of Triton, torch and profiles on a machine with a GPU, before the first
 kernel is compiled.
 
-Triton compiles a small C module for the launch of each kernel.  It calls a C compiler with Python's
-headers and links the driver's library.  A slim container has none of these.
+Triton compiles a small C module for the launch of each kernel.  It calls a C compiler, which reads
+Python's headers and links the driver's library.  A slim container may have none of the three.
 """
 
 import os
@@ -28,14 +28,22 @@ DRIVER_LIBRARY = "libcuda.so.1"
 _LDCONFIG = "/sbin/ldconfig"
 _MAPS = "/proc/self/maps"
 _NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
-# package manager -> command that installs packages; a slim image must update its list first
+# package manager -> command that installs packages.  A slim image has no list of packages: dnf and
+# zypper fetch it by themselves, apt-get and pacman must be told.
 _INSTALLERS = {
     "apt-get": "apt-get update && apt-get install -y",
     "dnf": "dnf install -y",
     "zypper": "zypper install -y",
-    "pacman": "pacman -S",
+    "pacman": "pacman -Syu",
 }
-_C_LIBRARY = {  # package manager -> package with the headers
+_PYTHON = f"python{sysconfig.get_python_version()}"  # such as "python3.12"
+_PYTHON_HEADERS = {  # package manager -> package with Python.h
+    "apt-get": f"{_PYTHON}-dev",
+    "dnf": f"{_PYTHON}-devel",
+    "zypper": f"{_PYTHON.replace('.', '')}-devel",
+    "pacman": "python",
+}
+_C_LIBRARY = {  # package manager -> package with the headers of the C library
     "apt-get": "libc6-dev",
     "dnf": "glibc-devel",
     "zypper": "glibc-devel",
@@ -58,12 +66,12 @@ class Check(Record):
 
 
 def _need(name: str, met_by: str, lacking: str, command: str) -> Check:
-    """The check of a requirement that `command` would meet.
+    """The check of a requirement.
 
-    met_by: the program or file that meets it; empty if it is not met.
-    lacking: a clause that says what is missing.
-
-    Package managers need root; `export` and `unset` do not.
+    met_by: the program, file or folder that meets it; empty if it is not met.
+    lacking: a clause that says what is missing, for a requirement that is not met.
+    command: the command after which it would be met.  The hint says if it needs root, as all
+        commands except `export` and `unset` do.
     """
     if met_by:
         return Check(name=name, status="ok", detail=met_by)
@@ -73,7 +81,9 @@ def _need(name: str, met_by: str, lacking: str, command: str) -> Check:
 
 
 def needs() -> Iterator[Check]:
-    """The checks of all requirements for compiling a kernel."""
+    """The checks of all requirements for compiling a kernel.  The headers of the C library are
+    checked only if there is a compiler, which finds them.
+    """
     compiler = _compiler()
     yield compiler
     if compiler.status == "ok":
@@ -84,10 +94,11 @@ def needs() -> Iterator[Check]:
 
 
 def require_gpu(what: str, hint: str) -> torch.device:
-    """The current GPU.  Raises MissingCapabilityError without one, in interpreter mode, or if
-    Triton cannot compile.
+    """The current GPU.  Raises MissingCapabilityError without one, in interpreter mode, if Triton
+    cannot compile, or if CUDA cannot start the GPU.
 
-    what: beginning of the message, such as "A bench needs".  hint: what to do without a GPU.
+    what: beginning of the message, such as "A bench needs".
+    hint: what to do in interpreter mode, or if `unusable_gpu` does not know why torch has no GPU.
     """
     if not torch.cuda.is_available() or INTERPRETED:
         reason = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
@@ -110,8 +121,8 @@ def require_toolchain() -> None:
 
 
 def unusable_gpu() -> str:
-    """The reason why torch uses no GPU although the driver has one, with a hint.  Empty if torch
-    uses a GPU, or there is none.
+    """The reason why torch uses no GPU although the driver has one, and what to do.  Empty if torch
+    uses a GPU, if the driver has none, or if there is no driver that answers.
     """
     if torch.cuda.is_available():
         return ""
@@ -140,8 +151,10 @@ def unusable_gpu() -> str:
 
 
 def _names_a_gpu(name: str, uuids: Sequence[str]) -> bool:
-    """Whether a name in CUDA_VISIBLE_DEVICES is that of a GPU: its number, the beginning of its
-    UUID, or a MIG device, which is not checked.
+    """Whether a name in CUDA_VISIBLE_DEVICES is that of a GPU: its number, or the beginning of its
+    UUID.  A name of a MIG device counts as one, and is not checked.
+
+    uuids: of all GPUs, in the order of their numbers.
     """
     if name.startswith("MIG-") or name in map(str, range(len(uuids))):
         return True
@@ -149,7 +162,9 @@ def _names_a_gpu(name: str, uuids: Sequence[str]) -> bool:
 
 
 def cuda_torch(begins: str = "Run") -> str:
-    """A sentence with the command that installs the build of torch for this machine's driver."""
+    """The command that installs the build of torch for this machine's driver, after `begins` and a
+    colon.
+    """
     command = (
         f"uv pip install --python {sys.executable} --torch-backend auto "
         "--reinstall-package torch torch"
@@ -183,8 +198,11 @@ def others_on_gpu(uuid: str) -> int | None:
 
 
 def find_ncu() -> str | None:
-    """The path of the program ncu: on PATH, otherwise the latest one in the folders of NVIDIA's
-    installers; None if there is none.
+    """The path of the program ncu: on PATH, otherwise in the folders of NVIDIA's installers; None
+    if there is none.
+
+    The folders of CUDA's toolkit come before those of Nsight Compute by itself.  Among those of
+    either kind, the last name in alphabetical order is taken: in general the latest version.
     """
     on_path = shutil.which("ncu")
     if on_path is not None:
@@ -217,7 +235,9 @@ def ncu_version(program: str) -> str:
 
 
 def _compiler() -> Check:
-    """The check for the C compiler that Triton would call."""
+    """The check for the C compiler that Triton would call: that of CC, even if CC is empty; without
+    CC gcc, or else clang.
+    """
     from_environment = os.environ.get("CC")
     if from_environment is not None:
         compiler = shutil.which(from_environment) or ""
@@ -250,10 +270,7 @@ def _headers() -> Check:
     """The check for Python.h where Triton looks for it."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    package = {"apt-get": f"python{version}-dev", "dnf": f"python{version}-devel"}.get(
-        _manager(), "python3-dev"
-    )
+    package = _PYTHON_HEADERS[_manager()]
     installed = str(header) if os.path.exists(header) else ""
     lacking = f"Python's headers are not installed ({header} is missing)"
     return _need("Python headers", installed, lacking, f"{_installer()} {package}")
@@ -266,12 +283,14 @@ def _driver_library() -> Check:
     from_environment = os.environ.get("TRITON_LIBCUDA_PATH")
     linked = _linked_folders()
     on_path = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    lacking = "the linker does not find"
     if from_environment:
         folders = [from_environment]
         lacking = f"TRITON_LIBCUDA_PATH={from_environment} does not hold"
+    elif linked is None:  # without ldconfig, Triton fails before it reads LD_LIBRARY_PATH
+        folders = []
     else:
-        folders = [] if linked is None else linked or on_path
-        lacking = "the linker does not find"
+        folders = linked or on_path
     lacking += f" {DRIVER_LIBRARY}, the library of NVIDIA's driver"
     elsewhere = _loaded_from() or _with_driver_library(on_path)
     if elsewhere:
@@ -302,8 +321,8 @@ def _loaded_from() -> str:
 
 
 def _linked_folders() -> list[str] | None:
-    """Folders with the driver's library in the linker's cache; None without ldconfig, which Triton
-    calls without a check.
+    """Folders with the driver's library in the linker's cache, empty if it has none; None if
+    ldconfig, which Triton calls without a check, is missing or fails.
     """
     try:
         answer = subprocess.run(
@@ -317,7 +336,9 @@ def _linked_folders() -> list[str] | None:
 
 
 def _cache() -> Check:
-    """The check for Triton's folder of compiled kernels, from which it also loads modules."""
+    """The check for the folder of Triton's compiled kernels and of the C modules that launch them:
+    it must be writable, and modules must load from it.
+    """
     # without a home directory this stays "~", as in Triton
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
@@ -340,7 +361,9 @@ def _cache() -> Check:
 
 
 def usable(folder: Path) -> Path | None:
-    """The folder, or its deepest parent that exists; None if this user may not write there."""
+    """The folder, or its deepest parent if it does not exist; None if that is no folder in which
+    this user may write.
+    """
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     is_writable = os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
     return existing if is_writable else None

@@ -55,7 +55,7 @@ from ssdprof.core.target import (
     split_prompt,
 )
 from ssdprof.core.words import placement_words, size_words
-from ssdprof.environment.child import started
+from ssdprof.environment.child import rank_count
 from ssdprof.environment.machine import copy_bytes_per_s, free_memory, host_memory, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message
 from ssdprof.files import why
@@ -112,7 +112,7 @@ class ChosenPlacement:
                 f"The temporary folder has room for {size_words(free)} only.",
                 "Make room there, or set TMPDIR to another folder.",
             )
-        needed = self.rewritten_bytes * started()
+        needed = self.rewritten_bytes * rank_count()
         if needed > free:
             raise MissingCapabilityError(
                 f"transformers would write {size_words(needed)} of converted weights to the "
@@ -401,7 +401,7 @@ class Chooser:
         if self.main == "cpu":
             return {}
         free = {int(self.main): limits.free_bytes()}
-        if started() > 1:
+        if rank_count() > 1:
             return free
         for index in range(torch.cuda.device_count()):
             if index != self.main:

@@ -29,7 +29,7 @@ from ssdprof.core.target import (
     Serving,
 )
 from ssdprof.core.words import words
-from ssdprof.environment.child import started
+from ssdprof.environment.child import rank_count
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_target
 from ssdprof.jobs import options as declared
@@ -417,7 +417,7 @@ def refuse_ranks(*what: str) -> None:
     what: the options, or the command, that several processes cannot share; without any, nothing is
     checked.
     """
-    count = started()
+    count = rank_count()
     if what and count > 1:
         raise BadInputError(
             f"{count} ranks cannot share {' and '.join(what)}.",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ssdprof.environment.child import started
+from ssdprof.environment.child import rank_count
 from ssdprof.errors import BadInputError, MissingCapabilityError
 
 T = TypeVar("T")
@@ -97,11 +97,11 @@ def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank is not the first one, and has so far done the same as the first one."""
-    # `started` refuses impossible values of torchrun's variables; each rank then reports the error
+    # `rank_count` refuses impossible values of torchrun's variables; each rank reports them later
     with suppress(BadInputError):
         return (
             not Ranks.divided
-            and started(environment) > 1
+            and rank_count(environment) > 1
             and int(environment.get("RANK", FIRST)) != FIRST
         )
     return False
@@ -115,7 +115,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     Raises BadInputError for processes on several machines, and if torchrun did not start this one;
     MissingCapabilityError if there are more processes than GPUs.
     """
-    count = started(environment)
+    count = rank_count(environment)
     if count == 1:
         return None
     if environment.get("LOCAL_WORLD_SIZE", str(count)) != str(count):

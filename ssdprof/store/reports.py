@@ -33,7 +33,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, ProcessLine, Report
 from ssdprof.core.target import LayerRef
 from ssdprof.core.words import plural
-from ssdprof.environment.child import sample_again, tell
+from ssdprof.environment.child import run_sampler, tell
 from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
@@ -378,7 +378,7 @@ def _sample_in_others(writer: Writer, watcher: Watcher) -> None:
     for number in range(header.ranks, header.process_count):
         if not _last(writer.folder, number).complete:
             with watcher.step(f"Process {number + 1} of {header.samplers}"):
-                sample_again(writer.folder, number)
+                run_sampler(writer.folder, number)
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def hopper(operator: str, _name: str, inputs, draw: random.Random):
 DRAWN: dict[str, Callable[[random.Random], Any]] = {"ssd": ssd_inputs, "gdn": gdn_inputs}
 FROZEN = {
     ("ssd", "unfused"): "25aacd5d480f591b", ("ssd", "fused"): "8361a89467bd8a43",
-    ("ssd", "portable"): "7b8996b7e0a8149a", ("ssd", "hopper"): "fbd67449c6741f37",
+    ("ssd", "portable"): "7b8996b7e0a8149a", ("ssd", "hopper"): "5316fca23e66160a",
     ("ssd", "recurrent"): "d534f25ac8ca1043", ("ssd", "unfused_step"): "9a81421c82281b7c",
     ("gdn", "unfused"): "45efeb3d529ef775", ("gdn", "fused"): "0babb6e9e63fda88",
     ("gdn", "portable"): "87e51a757b1ca4b2", ("gdn", "hopper"): "f7691f8876805251",

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.store.header import draft
-from ssdprof.store.ranks import Ranks, first_tells, follows, join, started
+from ssdprof.store.ranks import Ranks, first_tells, follows, join, rank_count
 from ssdprof.store.reports import Writer, load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -227,7 +227,7 @@ def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch):
 def test_a_process_alone_joins_nobody():
     assert join({}) is None
     assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
-    assert started({"WORLD_SIZE": ""}) == 1
+    assert rank_count({"WORLD_SIZE": ""}) == 1
     assert Ranks(0, 2, HashStore()).alive(1)  # one that has not joined lives
 
 

@@ -254,7 +254,7 @@ def test_a_folder_that_holds_a_report_is_not_used_again(file, document):
 
 def test_a_further_process_that_is_started_again_begins_anew(monkeypatch):
     """What it had sampled before it failed does not count."""
-    monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
+    monkeypatch.setattr("ssdprof.store.reports.run_sampler", lambda *_: None)
     folder = store("one", samplers=2)
     for process, names in (("first", ("unfused", "fused")), ("again", ("unfused",))):
         with suppress(ZeroDivisionError), opened(folder, Watcher(), sampler=1) as writer:
@@ -527,7 +527,7 @@ def test_a_folder_whose_lines_do_not_fit_together_is_damaged():
 
 
 def test_a_case_of_a_sampler_that_no_rank_has_is_damage(monkeypatch):
-    monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
+    monkeypatch.setattr("ssdprof.store.reports.run_sampler", lambda *_: None)
     folder = store("one", samplers=2)
     (folder / "cases.0.jsonl").rename(folder / "cases.1.jsonl")
     with pytest.raises(BadInputError, match="is damaged: no rank has the case "):

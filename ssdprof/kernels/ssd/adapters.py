@@ -38,27 +38,26 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-# modules of mamba_ssm: of the function, and of the kernels that tune themselves
+# modules of mamba_ssm: that of the function, and those of the kernels that tune themselves
 _MAMBA = "mamba_ssm.ops.triton.ssd_combined"
 _MAMBA_KERNELS = {
     f"mamba_ssm.ops.triton.{name}"
     for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 }
-# files of the published kernel in its checkout
+# the published kernel's folder in its checkout, and the names of its two files without ".py"
 _FOLDER = Path("mamba_ssm", "ops", "triton")
 _KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
-# the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium".
-# It always computes C B^T in tf32
+# the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium"
 _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
 def _positional(inputs: SSDInputs) -> tuple[torch.Tensor, ...]:
-    """The first arguments of every library's function, which they take by position."""
+    """The first arguments of each library's function, which are passed by position."""
     return inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C
 
 
 def _options(inputs: SSDInputs) -> dict[str, Any]:
-    """Arguments that have the same name in every library."""
+    """Arguments that have the same names in all libraries of this file."""
     return {
         "dt_bias": inputs.dt_bias,
         "initial_states": inputs.initial_states,
@@ -68,10 +67,10 @@ def _options(inputs: SSDInputs) -> dict[str, Any]:
 
 
 def _spans_far(spans: Iterable[int], kind: str) -> tuple[bool, str]:
-    """Whether a library that addresses with 32-bit offsets refuses a call, and why.
+    """Whether a library that addresses with 32-bit offsets must refuse a call, and why.
 
-    spans: elements from the first to the last of each tensor, or of a sequence of each; kind: which
-        of both
+    spans: for each tensor, its elements from the first to the last; or, if the library's offsets
+        begin at a sequence, those of one sequence.  kind: "tensor" or "sequence"
     """
     far = max(spans) > INT32_ELEMENTS
     return far, f"32-bit offsets, and a {kind} here spans more than 2^31 elements"
@@ -79,18 +78,19 @@ def _spans_far(spans: Iterable[int], kind: str) -> tuple[bool, str]:
 
 def load_mamba_ssm() -> Implementation:
     """The library's five kernels: `mamba_chunk_scan_combined` without the autograd function around
-    it.
+    it.  Raises ImportError without the library.
     """
     module: Any = import_module(_MAMBA)
     forward = module._mamba_chunk_scan_combined_fwd
+    # of the modules with kernels, those that the function's module has imported
     tunings = Tunings(import_module(name) for name in sys.modules.keys() & _MAMBA_KERNELS)
 
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-        # tune only twice, for short and for long calls: each time five kernels try dozens of
+        # tune only twice, for short and for long calls: each time, five kernels try dozens of
         # configurations
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
         arguments = _options(inputs) | {"D": inputs.D, "z": inputs.z}
-        # the default, and in older versions the only one, is C's dtype
+        # C's dtype is the default, and the only one in older versions, which lack the argument
         if precision.state_dtype != inputs.C.dtype:
             arguments["state_dtype"] = precision.state_dtype
         with torch.cuda.device(inputs.x.get_device()):
@@ -107,7 +107,7 @@ def load_mamba_ssm() -> Implementation:
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
-        """Calls that the library computes at another precision, or wrongly."""
+        """Calls that the library would compute at another precision, or wrongly."""
         wide = inputs.x.dtype == torch.float32
         reason = "fp32 inputs are multiplied in tf32, which is relaxed intermediates only"
         yield wide and precision.exact, reason
@@ -126,13 +126,15 @@ def load_mamba_ssm() -> Implementation:
 
 
 def uneven_chunks(inputs: SSDInputs) -> tuple[bool, str]:
-    """Whether a library that needs a power of two as chunk_size refuses a call, and why."""
+    """Whether a library that needs a power of two as chunk_size must refuse a call, and why."""
     uneven = inputs.chunk_size.bit_count() > 1
     return uneven, f"chunk_size must be a power of two, not {inputs.chunk_size}"
 
 
 def mamba_ssm_version() -> str:
-    """The library's version; if it has none, the name of its file with a hash of the content."""
+    """The library's version; if it has none, the name of the function's file with a hash of the
+    content.
+    """
     version = getattr(import_module("mamba_ssm"), "__version__", None)
     return str(version or content(Path(str(import_module(_MAMBA).__file__))))
 
@@ -149,7 +151,7 @@ def _takes_state_dtype(forward: Callable[..., Any]) -> bool:
 
 
 def load_model() -> Implementation:
-    """transformers' torch function."""
+    """transformers' torch function, which is not a kernel."""
     function = model_function("mamba2", "mamba2_chunk_scan", "")
 
     def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
@@ -170,13 +172,16 @@ def load_model() -> Implementation:
 
 
 def load_published(checkout: Path) -> Implementation:
-    """The published single-launch kernel.  Raises ImportError also if the checkout lacks it."""
+    """The published single-launch kernel.  Raises ImportError also if a file of it is not in the
+    checkout.
+    """
     softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
     # the kernel's file imports this module by the name of the installed library
     with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
         kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
     tunings = Tunings([kernel])
-    # the kernel's flags: if they were not zeroed, all tries but the first would skip two stages
+    # the argument with the kernel's flags: a tuner calls the kernel many times, and with flags that
+    # are not zeroed, all calls but the first would skip two stages
     tunings.zero_before_each_try("sync_atomic")
     launch = kernel._fused5_ssd
 
@@ -191,7 +196,7 @@ def load_published(checkout: Path) -> Implementation:
 
     def plan(inputs: SSDInputs, precision: Precision) -> Plan:
         setting = "high" if precision.exact else "medium"
-        # "high" has fp32 states, "medium" fp16 states
+        # as published, "high" has fp32 states and "medium" fp16 states
         is_published = precision.exact == (precision.state_dtype == torch.float32)
         states = "" if is_published else " with the states of the other one"
         return Plan(
@@ -202,7 +207,7 @@ def load_published(checkout: Path) -> Implementation:
             "zeroed, last state copied",
         )
 
-    return library_kernel("ssd", "published", _unpublished, call, plan)
+    return library_kernel("ssd", "published", _published_unsupported, call, plan)
 
 
 def published_version(checkout: Path) -> str:
@@ -237,10 +242,11 @@ def _found_as(name: str, module: ModuleType) -> Iterator[None]:
 
 
 @first_reason
-def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
+def _published_unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
     """The calls that the published kernel does not support."""
     yield precision.state_dtype not in (torch.float32, torch.float16), "fp32 and fp16 states only"
-    # the kernel then sums in 16 bit, for which Triton needs fp16
+    # except with exact intermediates and fp32 states, the kernel sums in 16 bit, for which Triton
+    # needs fp16
     sums_in_16_bit = precision != Precision()
     reason = "relaxed intermediates and fp16 states go with fp16 inputs"
     yield sums_in_16_bit and inputs.x.dtype != torch.float16, reason
@@ -254,6 +260,8 @@ def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
 
 
 def _switches(precision: Precision) -> dict[str, bool]:
-    """The published kernel's switches for a precision."""
+    """The published kernel's switches for a precision.  cb_comp_fp32 is on in both settings: C B^T
+    is then computed in tf32.
+    """
     states = {"states_in_fp32": precision.state_dtype == torch.float32, "cb_comp_fp32": True}
     return states | dict.fromkeys(_INTERMEDIATES, precision.exact)

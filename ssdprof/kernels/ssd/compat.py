@@ -32,15 +32,21 @@ def mamba_chunk_scan_combined(
     """out (b, l, h, p), or (out, final_states (b, h, p, n) fp32) if return_final_states.  Shapes as
     in `ssd_fused`.
 
-    A must be at most 0.  This is not checked; a positive value counts as 0, no decay.  state_dtype
-    None means fp32, which costs nothing here; mamba_ssm uses C's dtype.  chunk_size has no effect.
-    Raises UnsupportedError for seq_idx, cu_seqlens and return_varlen_states, which describe packed
-    sequences in mamba_ssm.  For these, call `ssd_fused(cu_seqlens=...)`, with one initial and one
-    final state per sequence.
+    A must be at most 0.  This is not checked; a positive value counts as 0, no decay.
+    state_dtype: None means fp32, which costs nothing here; mamba_ssm uses C's dtype.
+    chunk_size: has no effect on the result.
+
+    Raises what `ssd_fused` raises, and UnsupportedError for seq_idx, cu_seqlens and
+    return_varlen_states, which describe packed sequences in mamba_ssm.  For these, call
+    `ssd_fused(cu_seqlens=...)`, with one initial and one final state per sequence.
     """
-    refused = {"seq_idx": seq_idx is not None, "cu_seqlens": cu_seqlens is not None}
-    for name, is_set in (refused | {"return_varlen_states": return_varlen_states}).items():
-        if is_set:
+    arguments_for_packs = {
+        "seq_idx": seq_idx is not None,
+        "cu_seqlens": cu_seqlens is not None,
+        "return_varlen_states": return_varlen_states,
+    }
+    for name, is_given in arguments_for_packs.items():
+        if is_given:
             raise UnsupportedError(
                 f"fused: no {name}; for packed sequences call ssd_fused(..., cu_seqlens=...)"
             )

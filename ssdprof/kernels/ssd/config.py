@@ -1,10 +1,10 @@
 """The configuration of each SSD kernel: tables of rows by GPU, dtype and sizes, with reasons.  The
 first row that fits a call applies.
 
-Beyond these tables, a model of the time divides sequences into segments for the Hopper kernel
-(`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take precedence, if a
-program loads them (`registry.use_overrides`).  They depend only on the sizes on which the committed
-rule depends (`call_key`).
+Only the division of sequences into segments for the Hopper kernel is not in these tables: a model
+of the time chooses it (`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take
+precedence, if a program loads them (`registry.use_overrides`).  Each is for the calls of one
+`call_key`.
 
 On majors 9, 10 and 11 of compute capabilities (H100, H200, B200), matrix instructions read their
 operands from shared memory.  On majors 8 and 12 (A100, L4, RTX) and on later ones, operands pass
@@ -28,7 +28,8 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 
 FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
 HOPPER_CHUNK = 64  # positions per chunk of the Hopper kernel
-_MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions of a segment of the portable kernel
+# least and most positions of a segment of the portable kernel, unless the sequence is shorter
+_MIN_SEGMENT, _MAX_SEGMENT = 256, 2048
 
 ConfigRow = tuple[dict[str, Any], Any, str]  # limits of a call, its configuration, the reason
 ConfigTable = Sequence[ConfigRow]  # the last row fits every call
@@ -38,8 +39,9 @@ def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
     """A row of a table of configurations.
 
     take: the configuration of calls within the limits.  why: its reason
-    limits: `majors` of compute capabilities; `wide` (fp32 inputs), `exact`, `gate`; the largest
-        `headdim` and `dstate`
+    limits: `majors`, the majors of compute capabilities; `wide` (fp32 inputs), `exact` (exact
+        intermediates) and `gate` (with z), True or False; the largest `headdim` and `dstate`.  A
+        limit that is not given holds for all calls
     """
     return limits, take, why
 
@@ -54,9 +56,10 @@ def first_fit(
     major: int = 0,
     exact: bool = True,
 ) -> ConfigRow:
-    """The first row whose limits a call fits.
+    """The first row whose limits a call fits.  Properties that no row of the table limits may be
+    left out.
 
-    wide: fp32 inputs.  major: of the GPU's compute capability
+    wide, exact, gate: see `_row`.  major: of the GPU's compute capability
     """
     switches = dict(wide=wide, exact=exact, gate=gate)
     sizes = dict(headdim=headdim, dstate=dstate)
@@ -79,13 +82,14 @@ def whole_block(size: int) -> int:
 def call_key(
     inputs: SSDInputs, precision: Precision, kernel: str, *, batch_invariant: bool = False
 ) -> CallKey:
-    """The key of the calls of a kernel that share a tuned configuration: calls of layers of the
-    same sizes and dtypes, and
+    """The key of the calls of a kernel that share a tuned configuration.  They agree in the GPU's
+    name, the sizes of the layer, the dtype of x, whether there is z, and whether intermediates are
+    exact; and in this, by kernel:
 
-    hopper    with equally many chunks and sequences.  A batch-invariant call has the key of one
+    hopper    the numbers of chunks and of sequences.  A batch-invariant call has the key of one
               sequence.  Packed sequences keep the committed configuration and need no key.
-    portable  of any length and number of sequences, so that a sequence's result is the same in any
-              batch and in any pack.
+    portable  nothing else: length and number of sequences are not in the key, so that a sequence's
+              result is the same in any batch and in any pack.
     """
     sizes = inputs.sizes | {"gate": inputs.z is not None}
     if kernel == "hopper":
@@ -110,14 +114,14 @@ HOPPER: ConfigTable = (
         dstate=128,
         take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
         why=(
-            "three chunks of B, C and x fill shared memory; what states leave of the registers, "
-            "the scores need"
+            "three chunks of B, C and x fill shared memory; the scores need the registers that "
+            "the states leave"
         ),
     ),
     _row(
         take=dict(ring=2, score_ring=3, unit_registers=208, other_registers=24),
         why=(
-            "two chunks, and scores of three, fill shared memory; with fewer registers ptxas "
+            "two chunks, and the scores of three, fill shared memory; with fewer registers, ptxas "
             "serialises products"
         ),
     ),
@@ -131,18 +135,19 @@ HOPPER: ConfigTable = (
 class SSDPortableConfig:
     """The division of a call into programs, and tiles.
 
-    The choice depends on the shape of one sequence, dtype and GPU, never on the batch, so that a
-    sequence's result does not depend on other sequences.
+    The choice depends on the shape of one sequence, dtype, precision and GPU, never on the number
+    of sequences, so that a sequence's result does not depend on other sequences.
 
     chunk: positions per chunk, a power of two of at least 16
-    max_segments, min_chunks, max_chunks: a sequence has max_segments segments, unless these would
-        have fewer than min_chunks or more than max_chunks chunks.  More segments let more programs
-        work on one sequence; fewer segments spend less time on first passes
+    max_segments, min_chunks, max_chunks: the chunks of a segment are those of the sequence divided
+        by max_segments, rounded up, but at least min_chunks and at most max_chunks.  More segments
+        let more programs work on one sequence; fewer segments spend less time on first passes
     block_p: slice of P per program, a power of two of at least 16
     block_n: block of N per product, a power of two of at least 16
     p_rows: the state is held as (p, n); otherwise as (n, p)
     num_warps: warps per program
-    state_stages, scan_stages: chunks that the first and the second pass load at the same time
+    state_stages, scan_stages: stages of the loops of the first and of the second pass: the chunk
+        that is computed, and chunks whose loads have begun
     reason: for reports
     """
 
@@ -167,8 +172,10 @@ class SSDPortableConfig:
     ) -> SSDPortableConfig:
         """The first row of `PORTABLE` that fits, limited to the sizes of the call.
 
-        A state of 64 x 128 fp32 numbers fills half of the registers of 4 warps; scores and output
-        fill the other half.
+        capability: compute capability of the GPU
+
+        In 4 warps, a state of 64 x 128 fp32 numbers takes 64 of the 255 registers of each thread.
+        The scores and the output of a chunk of 64 positions take 64 more.
         """
         headdim = inputs.x.shape[3]
         dstate = inputs.B.shape[3]
@@ -195,7 +202,8 @@ class SSDPortableConfig:
 
     def fitted(self, inputs: SSDInputs) -> SSDPortableConfig:
         """This configuration with a shorter chunk if all sequences are shorter than one chunk.
-        Segments keep their lengths.
+        Segments keep their lengths in positions.  Packed sequences, whose lengths are on the
+        device, keep the chunk.
         """
         if inputs.cu_seqlens is not None or inputs.x.shape[1] >= self.chunk:
             return self
@@ -209,7 +217,7 @@ class SSDPortableConfig:
         )
 
     def programs_per_segment(self, inputs: SSDInputs) -> int:
-        """Programs per segment: slices of P of all heads."""
+        """Programs per segment: one for each slice of P of each head."""
         nheads, headdim = inputs.x.shape[2:]
         return int(nheads * triton.cdiv(headdim, self.block_p))
 
@@ -220,20 +228,22 @@ class SSDPortableConfig:
         )
 
     def handover(self, inputs: SSDInputs) -> bool:
-        """Whether a sequence may have more than one segment."""
+        """Whether a sequence may have more than one segment; of packed sequences, whether one as
+        long as all of them would.
+        """
         nchunks = triton.cdiv(inputs.x.shape[1], self.chunk)
         return bool(nchunks > self.segment_chunks(nchunks))
 
     def segment_count(self, inputs: SSDInputs) -> int:
-        """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the
-        device.
+        """The number of segments of all sequences; an upper bound for packed sequences, whose
+        lengths are on the device.
         """
         length = inputs.x.shape[1]
         if inputs.cu_seqlens is None:
             nchunks = triton.cdiv(length, self.chunk)
             return int(inputs.sequences * triton.cdiv(nchunks, self.segment_chunks(nchunks)))
-        # a sequence has at most 1 + length / (chunk * min_chunks) segments, and at most
-        # max_segments + length / (chunk * max_chunks)
+        # a sequence of L positions has at most 1 + L / (chunk * min_chunks) segments, and at most
+        # max_segments + L / (chunk * max_chunks)
         return min(
             inputs.sequences + length // (self.chunk * self.min_chunks),
             inputs.sequences * self.max_segments + length // (self.chunk * self.max_chunks),
@@ -241,7 +251,7 @@ class SSDPortableConfig:
 
 
 # reasons of several rows
-_SHORT = (
+_TWO_TF32 = (
     "two tf32 numbers for each operand fill the registers: short chunks, half of P, and N in "
     "blocks, each of which a tensor core sums by itself: it rounds towards zero whenever it adds "
     "products"
@@ -269,9 +279,12 @@ PORTABLE: ConfigTable = (
         why=_ONE_TF32,
     ),
     _row(
-        wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT
+        wide=True,
+        dstate=128,
+        take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
+        why=_TWO_TF32,
     ),
-    _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
+    _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_TWO_TF32),
     _row(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
@@ -310,10 +323,7 @@ PORTABLE: ConfigTable = (
 # Blocks are of heads (h), P, N, positions (q) and source positions (s) of a chunk.  `chunk_cumsum`
 # and `state_passing` are limited by the bandwidth of memory, and have one row each.
 
-_LARGE = (
-    "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, "
-    "two stages"
-)
+_LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles"
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
 CHUNK_STATE: ConfigTable = (
     _row(
@@ -353,7 +363,7 @@ _SCAN_NAMES = ("block_q", "block_p", "block_s", "block_n", "num_warps", "num_sta
 
 
 def _scan(*values: int) -> dict[str, int]:
-    """The configuration of a row of `CHUNK_SCAN`, in the order of `_SCAN_NAMES`."""
+    """The configuration of a row of `CHUNK_SCAN` from its values in the order of `_SCAN_NAMES`."""
     return dict(zip(_SCAN_NAMES, values, strict=True))
 
 
@@ -367,8 +377,8 @@ _SLICED = (
     "shared memory"
 )
 # The configurations for 16-bit inputs have blocks of 16 source positions, or a single stage.  With
-# blocks of 32 and more than one stage, Triton 3.6 to 3.8 overwrites registers of a product's
-# operand while the product may still read them (`tests/kernels/operand_races.py`).
+# blocks of 32 source positions and more than one stage, Triton 3.6 to 3.8 overwrites registers of a
+# product's operand while the product may still read them (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: ConfigTable = (
     _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
     _row(
@@ -381,11 +391,11 @@ CHUNK_SCAN: ConfigTable = (
     _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
 )
 UNFUSED: Mapping[str, ConfigTable] = {
-    # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
+    # heads are innermost in dt_raw: 16 of them, in 16 bit, fill a sector of 32 bytes
     "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,
-    # a thread has 4 fp32 numbers, one access of 16 bytes; each iteration depends on the one before
-    # it, so loads run 4 iterations ahead
+    # a thread has 4 fp32 numbers of the state, one access of 16 bytes; each iteration depends on
+    # the one before it, so states are loaded ahead, in four stages
     "state_passing": (
         _row(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),
     ),
@@ -403,7 +413,12 @@ def unfused_blocks(
     dstate: int = 0,
     gate: bool = False,
 ) -> dict[str, int]:
-    """The configuration of a stage in `UNFUSED`, with blocks limited to the sizes of the call."""
+    """The configuration of a stage in `UNFUSED`, with blocks of P, N and positions limited to the
+    sizes of the call.  `chunk_cumsum` and `state_passing`, which have no such blocks, need only the
+    stage.
+
+    dtype: of x.  chunk: positions per chunk.  gate: whether the call has z
+    """
     wide = dtype == torch.float32
     _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     limits = {

@@ -1,7 +1,8 @@
 """SSD in one launch: the public function, the torch operator and the choice between kernels.
 
-Decode steps, sequences of one position, run the recurrent kernel.  `ssd_fused(...)` takes tensors,
-for use without the rest of ssdprof; the registered implementation takes `SSDInputs`.
+Decode steps, which are sequences of one position, run the recurrent kernel unless they are packed.
+`ssd_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation
+takes `SSDInputs`.
 """
 
 from torch import Tensor
@@ -45,6 +46,8 @@ def ssd_fused(
         dt_t = clamp(softplus(dt_t + dt_bias), *dt_limit)
         h_t  = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
         out_t = (h_t C_t + D x_t) * silu(z_t)
+
+    Softplus is applied only with dt_softplus; dt_bias, D and z are optional.
 
     x, z: (b, l, h, p)    dt: (b, l, h)    A, dt_bias: (h)    B, C: (b, l, g, n)    D: (h) or (h, p)
     initial_states: (b, h, p, n), or (sequences, h, p, n) if packed
@@ -94,11 +97,12 @@ def ssd_fused(
 
 
 def _recurrent_unsupported(call: FusedCall) -> str:
-    """Why the recurrent kernel should not run a call: any but one position of each sequence.
+    """Why the recurrent kernel should not run a call; "" if it should: for one position of each
+    sequence, not packed.
 
-    For these, it is the fastest on an H200, whatever the number of sequences.  Packed sequences run
-    a chunked kernel, because the choice of the kernel affects the bits of a sequence's result, and
-    must not depend on the lengths of other sequences.
+    For one position it is the fastest on an H200, whatever the number of sequences.  Packed
+    sequences run a chunked kernel, because the choice of the kernel affects the bits of a
+    sequence's result, and must not depend on the lengths of other sequences.
     """
     is_step = call.inputs.cu_seqlens is None and call.inputs.x.shape[1] == 1
     return "" if is_step else "longer or packed sequences"
@@ -120,26 +124,29 @@ def hopper_cut(call: FusedCall) -> SSDHopperConfig:
 
 
 def portable_config(call: FusedCall) -> SSDPortableConfig:
-    """The tuned configuration of the portable kernel, or the committed one."""
+    """The tuned configuration of the portable kernel, or the committed one, for the sizes of the
+    call.
+    """
     tuned: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
     if tuned:
         return tuned.fitted(call.inputs)
-    # the interpreter has no limit of registers, and uses Hopper's configuration
-    chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
-    return SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
+    # the interpreter, which has no limit of registers, uses Hopper's configuration
+    gpu_capability = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
+    return SSDPortableConfig.choose(call.inputs, gpu_capability, call.precision)
 
 
 def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> Work:
-    """Launches, bytes of the workspace, and the reason of a plan.
+    """The number of launches, the bytes of the workspace, and the reason of a plan, which begins
+    with a phrase for each launch.
 
     scores_first: a launch of its own computes C B^T
     """
-    launches = ["one launch"]
+    phrases = ["one launch"]
     if scores_first:
-        launches.append("one for C B^T")
+        phrases.append("one for C B^T")
     if "sync" in buffers:
-        launches.append("one to zero the flags")
-    return len(launches), nbytes(buffers), "; ".join([", and ".join(launches), *reasons])
+        phrases.append("one to zero the flags")
+    return len(phrases), nbytes(buffers), "; ".join([", and ".join(phrases), *reasons])
 
 
 RECURRENT = Variant(
@@ -171,13 +178,13 @@ PORTABLE = Variant(
         portable.buffer_sizes(call.inputs, call.precision, config),
         config.reason,
         f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
-        scores_first=len(portable.scores_shape(call.inputs, config)) > 1,
+        scores_first=portable.scores_shape(call.inputs, config) is not None,
     ),
 )
 
 
 def _refuse(inputs: SSDInputs) -> None:
-    """UnsupportedError for inputs that no variant supports."""
+    """Raises UnsupportedError for inputs that no variant supports."""
     if inputs.B.shape[3] > MAX_DSTATE:
         raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {inputs.B.shape[3]}")
 

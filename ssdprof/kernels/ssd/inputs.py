@@ -1,4 +1,6 @@
-"""Inputs and outputs of the operator.  Inputs are checked once."""
+"""Inputs and outputs of the operator.  `SSDInputs(...)` checks its arguments; `SSDInputs.unchecked`
+leaves that to its caller.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,26 @@ class SSDInputs(Inputs):
     """Inputs of one SSD (Mamba-2) call, whose mathematics is in `reference.py`; any strides.
 
     x, z: (b, l, h, p)
-    dt: (b, l, h), raw
-    A: (h) fp32, <= 0
+    dt: (b, l, h), before bias, softplus and limit
+    A: (h), at most 0, which is not checked
     B, C: (b, l, g, n), h a multiple of g
     D: (h) or (h, p)
     dt_bias: (h)
-    chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk`,
+    chunk_size: positions per chunk by the model's configuration; kernels use `power_of_two_chunk`,
         or choose chunks of their own
-    initial_states: (b, h, p, n); one per sequence if packed
+    dt_softplus, dt_limit: whether softplus is applied to dt, and the limits (low, high) after it
+    initial_states: (b, h, p, n), or (sequences, h, p, n) if packed
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence
         i is x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
-    state_every: N: the call returns the states after every N positions and at the end,
-        (b * ceil(l / N), h, p, n); 0: only the final states
+    state_every: if it is N > 0, the call returns the states after every N positions and at the
+        end, (b * ceil(l / N), h, p, n); 0: only the final states
     state_indices: (sequences) int32 or int64: initial_states is a pool (slots, h, p, n), and
         sequence i begins with slot state_indices[i].  The host does not read the values; they must
         name slots
     write_indices, accepted: for a call that updates a pool in place (`kernels/inputs.py`)
 
-    x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
+    x, B, C and z share a dtype: fp32, fp16 or bf16.  Each other floating-point tensor may have any
+    of these, or fp64.
 
     Raises ValueError, naming the argument.
     """
@@ -102,8 +106,8 @@ class SSDInputs(Inputs):
 
     @property
     def kernel_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors in the order in which kernels take them; None for those that the call does
-        not have.
+        """The tensors, except those for a pool, in the order in which kernels take them; None for
+        those that the call does not have.
         """
         return (
             self.x,
@@ -116,10 +120,12 @@ class SSDInputs(Inputs):
             self.dt_bias,
             self.initial_states,
             self.cu_seqlens,
-            self.state_indices,
-            self.accepted,
-            self.write_indices,
         )
+
+    @property
+    def pool_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors for a pool, in the order in which the recurrent kernel takes them."""
+        return self.state_indices, self.accepted, self.write_indices
 
     @property
     def signature(self) -> Hashable:
@@ -128,7 +134,7 @@ class SSDInputs(Inputs):
         what Triton compiles.
         """
         return (
-            *map(tensor_signature, self.kernel_tensors),
+            *map(tensor_signature, (*self.kernel_tensors, *self.pool_tensors)),
             self.chunk_size,
             bool(self.dt_softplus),
             *map(float, self.dt_limit),
@@ -137,8 +143,8 @@ class SSDInputs(Inputs):
 
     @property
     def power_of_two_chunk(self) -> int:
-        """The largest power of two up to chunk_size, limited to 16 .. 256.  It affects only
-        rounding.
+        """The largest power of two up to chunk_size, limited to 16 .. 256.  It affects speed and
+        rounding only.
         """
         return min(256, max(16, 1 << (self.chunk_size.bit_length() - 1)))
 
@@ -150,7 +156,7 @@ class SSDInputs(Inputs):
 
     @property
     def states_shape(self) -> tuple[int, int, int, int]:
-        """The shape of initial states, (sequences, h, p, n)."""
+        """The shape of one state for each sequence, (sequences, h, p, n)."""
         return (self.sequences, self.x.shape[2], self.x.shape[3], self.B.shape[3])
 
     @property

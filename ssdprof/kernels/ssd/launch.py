@@ -8,7 +8,8 @@ from ssdprof.kernels.inputs import Output, PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
-Buffers = dict[str, tuple[int, torch.dtype]]  # elements and dtype of each part of a workspace
+# name -> number of elements, and dtype, of each part of a workspace
+Buffers = dict[str, tuple[int, torch.dtype]]
 
 
 def nbytes(buffers: Buffers) -> int:
@@ -19,9 +20,9 @@ def nbytes(buffers: Buffers) -> int:
 def allocated(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor]:
     """New tensors for the parts of a workspace, by name.
 
-    `sync`, with tickets and flags, is zeroed.  It comes first, so that the GPU zeroes it while the
-    host prepares the launch.  Torch aligns new tensors to far more than 16 bytes, so launches need
-    not check their alignment.
+    `sync`, with tickets and flags, is zeroed.  Callers put it first, so that the GPU zeroes it
+    while the host prepares the launch.  Torch aligns new tensors on a GPU to far more than 16
+    bytes, so that launches need not check their alignment.
     """
     tensors = {}
     for name, (count, dtype) in buffers.items():
@@ -42,21 +43,25 @@ def prepared(
 ) -> PreparedLaunch:
     """The prepared launch of a kernel, with new outputs and a new workspace at every call.
 
+    programs: number of programs of the launch
     inputs: any inputs of the signature
-    tensors: a function of inputs, out, final states and, by name, the buffers, which returns the
-        kernel's arguments
-    in_place: final states overwrite the initial ones
+    tensors: a function of the inputs, out, final states and, by name, the buffers, which returns
+        the tensors that the launcher takes
+    in_place: final states overwrite the initial ones, which there must be
     out_dtype: of out; None: x's
+
+    Without `in_place`, final states are fp32.
     """
     index = inputs.x.get_device()
     shape = inputs.final_shape
 
     def call(call_inputs: SSDInputs) -> Output:
-        x, final = call_inputs.x, call_inputs.initial_states
+        x = call_inputs.x
+        final = call_inputs.initial_states if in_place else None
         with torch.cuda.device(index):  # no effect for -1, the CPU
             workspace = allocated(buffers, x.device)
             out = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
-            if not in_place or final is None:
+            if final is None:
                 final = torch.empty(shape, dtype=torch.float32, device=x.device)
             launcher(programs, *tensors(call_inputs, out, final, **workspace))
         return Output(out, final)

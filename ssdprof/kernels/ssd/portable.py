@@ -1,10 +1,13 @@
 """SSD, all five stages in one launch, in plain Triton: for sm_80 and newer, and for the
 interpreter.
 
-    a_t   = sum_{s <= t in chunk} dt_s A log2(e)                             chunk_cumsum
-    h     = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T               chunk_state,
+    a_q   = sum_{s <= q} dt_s A log2(e)                                      chunk_cumsum
+    h     = 2^(a_end) h + sum_q 2^(a_end - a_q) dt_q x_q B_q^T               chunk_state,
                                                                              state_passing
-    out_t = 2^(a_t) h C_t + sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s    bmm_chunk, chunk_scan
+    out_q = 2^(a_q) h C_q + sum_{s <= q} (C_q B_s) 2^(a_q - a_s) dt_s x_s    bmm_chunk, chunk_scan
+
+for the positions q and s of a chunk, from the state h that enters it; then the skip D x_q, and the
+gate silu(z_q).
 
 A sequence is cut into segments, and a segment into chunks.  One program owns one segment of one
 slice of one head's P, and keeps the state in registers.  It reads its segment twice.  The first
@@ -24,17 +27,19 @@ Work: gates (h * p-slices, 2, b * l) fp32 plus one chunk: dt and a, written and 
       CB (b, chunks, g, q, s) fp32, if inputs are fp32 and not packed: C B^T of each chunk, by a
           launch before this one.  In this launch, every slice of every head would compute it again,
           and it would be a third of the products
-      states (sequences, h, p, n) state_dtype: the state that segments hand over; if fp32,
+      states (sequences, h, p, n) state_dtype: the state that segments hand over; if that is fp32,
           final_states itself
       sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of
           segments that have handed over their state
-Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound for
-      packed sequences.  The ticket, not the program id, selects the segment.  A program waits only
-      for lower tickets, whose programs have started, so that progress does not require two programs
-      to run at the same time.
+Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; for packed
+      sequences, segments before sequences, and an upper bound.  Where segments hand over states,
+      the ticket and not the program id selects the segment.  A program waits only for lower
+      tickets, whose programs have started, so that progress does not require two programs to run at
+      the same time.
 
 Shapes in functions: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n,
-p) | dt, a (q).  In names, o_ is a vector of indices and m_ a mask.
+p) | dt, a (q).  In names, o_ is a vector of indices and m_ a mask; `t` is the first position of a
+chunk, counted from the beginning of the sequence.
 
 N is cut into blocks, `step` elements apart in memory, and the state is a tuple of blocks.  The last
 block is zero past N, because B and C are read with a mask.  A sum over N is the sum of the blocks'
@@ -79,7 +84,8 @@ from ssdprof.kernels.tensors import offset_dtype, strides_of, strides_of_each, t
 
 FLAGS = tl.constexpr(32)  # index of the first flag in `sync`, whose first number is the ticket
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
-# log2 of a decay that is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+# a log2 below which a decay is zero in fp32, whose smallest number is 2^-149; the margin is for
+# rounding
 FORGOTTEN = tl.constexpr(-160.0)
 SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration of `find_segment`
 GATE_ROWS = tl.constexpr(8)  # chunks per iteration of `chunk_cumsum`
@@ -100,9 +106,9 @@ class TokenRows(NamedTuple):
     """The rows of a sequence in a tensor, one per position, for one head or group."""
 
     ptr: Any  # to the row of position 0
-    tile: Any  # offsets of a chunk's rows and columns (q, p) or (q, n)
-    stride: Any  # between positions
-    step: Any = 0  # between blocks of N
+    tile: Any  # offsets of a chunk's rows and columns, (q, p) or (q, n), from its first row
+    stride: Any  # between positions, in elements
+    step: Any = 0  # between blocks of N, in elements
 
 
 # --- the segment of a program
@@ -137,8 +143,8 @@ def find_segment(
 
     The sequence is -1 if the segment does not exist.
     """
-    # before: segments of all sequences in the blocks before.  The sums of the block that has the
-    # segment have one nonzero term; those of other blocks have none
+    # before: segments of all sequences in earlier blocks.  `has_rank` holds only for the sequence
+    # that has the segment, so that each sum over `has_rank` has at most one term
     sequence, segment, before = -1, 0, 0
     begin, length = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for block in range(0, sequences, SEQUENCE_BLOCK):
@@ -176,7 +182,9 @@ def zero_state(tile, S: tl.constexpr):
 
 @triton.jit
 def wait_for_state(flag_ptr, segment):
-    """Stage 3: wait until the preceding segment has handed over its state."""
+    """Stage 3: wait until the preceding segment has handed over its state: the flag counts the
+    segments that have.
+    """
     while tl.atomic_add(flag_ptr, 0, sem="acquire") < segment:
         pass
 
@@ -193,7 +201,10 @@ def state_mask(m_state, k: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def take_state(ptr, tile, step, m_state, S: tl.constexpr):
-    """Stage 3: load a state in fp32.  Bypasses L1, whose lines may be outdated."""
+    """Stage 3: load a state and convert it to fp32.  Bypasses L1, whose lines may be outdated.
+
+    tile: offsets of a block of N.  step: between blocks.  m_state: mask of P
+    """
     state = ()
     for k in tl.static_range((S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N):
         m = state_mask(m_state, k, S)
@@ -204,7 +215,10 @@ def take_state(ptr, tile, step, m_state, S: tl.constexpr):
 
 @triton.jit
 def take_initial_state(ptr, strides, index, p, n, m_state, S: tl.constexpr):
-    """Stage 3: load the caller's state, from `index` of a strided tensor on."""
+    """Stage 3: load the caller's state, which begins at `index` of a strided tensor.
+
+    index: (sequence, head, first p).  p, n: indices of a block of N, from there on
+    """
     tile = p * strides[2] + n * strides[3]
     step = ptr_offset((S.BLOCK_N,), strides[3:])
     return take_state(ptr + ptr_offset(index, strides), tile, step, m_state, S)
@@ -212,7 +226,7 @@ def take_initial_state(ptr, strides, index, p, n, m_state, S: tl.constexpr):
 
 @triton.jit
 def store_state(ptr, tile, m_state, state, S: tl.constexpr):
-    """Store a state, in stage 3 or at a sequence's end."""
+    """Store a state in contiguous memory, in stage 3 or at a sequence's end."""
     for k in tl.static_range(len(state)):
         m = state_mask(m_state, k, S)
         tl.store(ptr + k * S.BLOCK_N + tile, state[k].to(ptr.dtype.element_ty), mask=m)
@@ -246,8 +260,9 @@ def hand_over_state(
 def load_block(rows, t, k: tl.constexpr, m, S: tl.constexpr, AGAIN: tl.constexpr):
     """Load block k of B or C of the chunk at position t: (q, BLOCK_N).
 
-    m: mask of rows (q, 1), or None.  AGAIN: load the block even if the compiler could reuse an
-        earlier load, by another cache modifier
+    rows: `TokenRows` of B or C.  m: mask of positions (q, 1), or None.
+    AGAIN: load the block even if the compiler could reuse an earlier load, which has another cache
+        modifier
     """
     if (k + 1) * S.BLOCK_N > S.DSTATE:
         m_n = (tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N)[None, :]
@@ -268,12 +283,14 @@ def chunk_cumsum(
     The other stages need them in several layouts, and a load in the right layout is cheaper than an
     exchange between threads in every chunk.
 
-    dt_ptr, dt_stride: dt of the head at the sequence's position 0, before bias and softplus.
+    dt_ptr, dt_stride: pointer to the head's dt of the sequence's position 0, before bias and
+        softplus, and the distance between positions.
     dt_low, dt_high: limits of dt.  length: positions of the sequence.
-    gates: pointer to the result dt of the sequence's position 0, and the distance to a of the same
-        position
+    gates: pointer to the place of the resulting dt of the sequence's position 0, and the distance
+        from there to the place of a of the same position
 
-    Returns the number of chunks whose decay to the segment's end is not zero.
+    Returns how many chunks, from the last one backwards, have a decay to the segment's end that is
+    not zero.
     """
     o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, S.CHUNK)
     relevant = 0
@@ -305,14 +322,14 @@ def chunk_cumsum(
 
 @triton.jit
 def chunk_state(state, x, B_rows, gates, t, length, tail, S: tl.constexpr, ALIGNED: tl.constexpr):
-    """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
+    """Stage 2: 2^(a_end) state + sum_q 2^(a_end - a_q) dt_q x_q B_q^T, the state after the chunk.
 
-    x: (q, p).  B_rows: see `load_block`.  gates: see `chunk_cumsum`.
+    x: (q, p).  B_rows: `TokenRows` of B.  gates: see `chunk_cumsum`.
     t, length: first position of the chunk, and positions of the sequence.
-    ALIGNED: the chunk is inside the sequence.
+    ALIGNED: all positions of the chunk are inside the sequence.
     tail: None in the second pass.  In the first pass, log2 of the decay from the chunk's end to the
-        segment's end; the result is then state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T.  The
-        weighted x is rounded to x's dtype, which affects only later segments
+        segment's end; the result is then state + sum_q 2^(a_end - a_q + tail) dt_q x_q B_q^T.  In
+        the first pass, the weighted x is rounded to x's dtype, which affects only later segments
     """
     AGAIN: tl.constexpr = tail is None and len(state) > 1
     o_q = tl.arange(0, S.CHUNK)
@@ -336,9 +353,9 @@ def chunk_state(state, x, B_rows, gates, t, length, tail, S: tl.constexpr, ALIGN
         block = state[k]
         B = load_block(B_rows, t, k, m_q, S, AGAIN)
         if tail is None:
-            # also multiply the rounding error: a term of the state is then rounded once on its way
-            # to the output, as a term of the chunk is (docs/kernels.md).  This product comes first,
-            # because nothing waits for the other one
+            # also multiply the rounding error of the weighted x: a term of the state is then
+            # rounded once on its way to the output, as a term of the chunk is (docs/kernels.md).
+            # This product comes first; nothing in this chunk waits for the second one
             block *= decay
             if S.INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
                 block = add_outer_products(block, lost, B, S)
@@ -360,10 +377,13 @@ def segment_state(
     state, x_rows, m_p, B_rows, gates, first, count, relevant, length, S: tl.constexpr
 ):
     """Stage 2 for a segment, the first pass, from its end backwards.  Returns the state that the
-    segment adds to `state`, which is zero, and log2 of its decay.
+    segment adds to a zero state, and log2 of the segment's decay.
 
-    Reads only the last `relevant` chunks (`chunk_cumsum`).  If these are not all, the decay is
-    below FORGOTTEN, which counts as zero.  Another segment follows, so that all chunks are full.
+    state: zeros.  relevant: result of `chunk_cumsum`.  Others: see `scan_segment`
+
+    Reads only the last `relevant` chunks.  If these are not all, the returned log2 is at most
+    FORGOTTEN, which counts as a decay of zero.  Another segment follows, so that all chunks are
+    full.
     """
     tail = 0.0
     for i in tl.range(0, relevant, num_stages=S.STATE_STAGES):
@@ -378,11 +398,12 @@ def segment_state(
 
 @triton.jit
 def chunk_products(state, C_rows, B_rows, CB_ptr, gates, t, length, S: tl.constexpr):
-    """Stage 4, C B^T (q, s), and the first term of stage 5, 2^(a_t) h C_t (q, p).  Both are summed
+    """Stage 4, C B^T (q, s), and the first term of stage 5, 2^(a_q) h C_q (q, p).  Both are summed
     in one loop over blocks of N, so that C is read once.
 
-    state: the state that enters the chunk.  Others: see `chunk_state`.
-    CB_ptr: C B^T of the chunk, if an earlier launch has computed it, else None
+    state: the state h that enters the chunk.  C_rows, B_rows: `TokenRows`.
+    CB_ptr: C B^T of the chunk, if an earlier launch has computed it, else None.
+    Others: see `chunk_state`
     """
     o_q = tl.arange(0, S.CHUNK)
     m_q = ((o_q < length - t) | S.ALIGNED)[:, None]
@@ -407,8 +428,11 @@ def chunk_products(state, C_rows, B_rows, CB_ptr, gates, t, length, S: tl.conste
 
 @triton.jit
 def scan_current(out, CB, x_rows, m_p, gates, t, length, S: tl.constexpr):
-    """Stage 5: add the terms of the chunk's positions, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s
+    """Stage 5: add the terms of the chunk's positions, sum_{s <= q} (C_q B_s) 2^(a_q - a_s) dt_s
     x_s, to `out`.  Returns (out, x).
+
+    out, CB: of `chunk_products`.  x_rows: `TokenRows` of x.  m_p: mask of P (1, p).  Others: see
+        `chunk_state`
     """
     o_q = tl.arange(0, S.CHUNK)
     m_q = (o_q < length - t) | S.ALIGNED
@@ -419,8 +443,8 @@ def scan_current(out, CB, x_rows, m_p, gates, t, length, S: tl.constexpr):
     )
     dt = tl.load(gates[0] + t + o_q)
     a = tl.load(gates[0] + gates[1] + t + o_q)
-    # `decay_exp2` inlined by hand: a call takes 16 bytes more stack, packed with N = 256 (Triton
-    # 3.6, sm_90)
+    # `decay_exp2` inlined by hand: with a call, the kernel for packed sequences with N = 256 needs
+    # 16 bytes more of stack (Triton 3.6, sm_90)
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     scores = CB.to(S.INTERMEDIATE) * (decay * dt[None, :]).to(S.INTERMEDIATE)
     scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
@@ -432,7 +456,8 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
     """Stage 5: add the skip D x, multiply by the gate silu(z), and store the output.
 
     out, x: (q, p), the output so far in fp32, and x.  m_p: mask of P (1, p).
-    D: of `skip_weights`, or None.  z_rows: None without a gate
+    D: of `skip_weights`, or None.  z_rows, out_rows: `TokenRows` of z and of the output; z_rows is
+        None without a gate.  t, length: see `chunk_state`
     """
     m = ((tl.arange(0, S.CHUNK) < length - t) | S.ALIGNED)[:, None] & m_p
     if D is not None:
@@ -441,7 +466,8 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
         z = tl.load(
             z_rows.ptr + tl.cast(t, tl.int64) * z_rows.stride + z_rows.tile, mask=m, other=0.0
         ).to(tl.float32)
-        # z sigmoid(z): a division instead of the square of a root would take six more instructions
+        # z sigmoid(z), where sigmoid(z) = 1 / (1 + 2^(-z log2(e))) is the square of a reciprocal
+        # root: a division would take six more instructions
         root = tl.rsqrt(1.0 + tl.exp2(-z * LOG2_E))
         out *= z * (root * root)
     tl.store(
@@ -467,13 +493,20 @@ def scan_segment(
 ):  # fmt: skip
     """Stages 4, 5 and 2 of the chunks first .. first + count - 1, one after another, from the state
     that enters the segment.  Returns the state that leaves it.
+
+    x_rows, B_rows, C_rows, z_rows, out_rows: `TokenRows` of these tensors; z_rows is None without a
+        gate.
+    D: of `skip_weights`, or None.  gates: see `chunk_cumsum`.  m_p: mask of P (1, p).
+    CB_ptr: C B^T of the sequence's first chunk and the head's group, if an earlier launch has
+        computed it, else None.
+    length: positions of the sequence
     """
     for i_c in tl.range(first, first + count, num_stages=S.SCAN_STAGES):
         t = i_c * S.CHUNK
         CB_chunk = None
         if CB_ptr is not None:
-            step = S.HEADS // S.HEADS_PER_GROUP * (S.CHUNK * S.CHUNK)
-            CB_chunk = CB_ptr + tl.cast(i_c, tl.int64) * step
+            CB_step = S.HEADS // S.HEADS_PER_GROUP * (S.CHUNK * S.CHUNK)  # between chunks
+            CB_chunk = CB_ptr + tl.cast(i_c, tl.int64) * CB_step
         CB, out = chunk_products(state, C_rows, B_rows, CB_chunk, gates, t, length, S)
         out, x = scan_current(out, CB, x_rows, m_p, gates, t, length, S)
         state = chunk_state(state, x, B_rows, gates, t, length, None, S, S.ALIGNED)
@@ -503,7 +536,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     if cu_seqlens_ptr is None:
         sequence, segment = rank % sequences, rank // sequences
         begin, length = tl.zeros((), tl.int64), seqlen
-        # row of the batch, and index of the sequence's first position among those of all sequences
+        # row of the batch, and index of the sequence's first position among those of all rows
         i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
     else:
         sequence, segment, begin, length = find_segment(
@@ -534,7 +567,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     B_rows = TokenRows(B_ptr + ptr_offset(group_index, B_strides), B_tile, B_strides[1], B_step)
     C_rows = TokenRows(C_ptr + ptr_offset(group_index, C_strides), C_tile, C_strides[1], C_step)
     out_rows = TokenRows(out_ptr + ptr_offset(unit_index, out_strides), out_tile, out_strides[1])
-    positions = tl.cast(seqlen, tl.int64)  # of all sequences: the distance from dt to a in gates
+    positions = tl.cast(seqlen, tl.int64)  # of all rows: the distance from dt to a in gates
     if cu_seqlens_ptr is None:
         positions *= sequences
     gates = gates_ptr + (2 * positions * unit + position), positions
@@ -600,31 +633,30 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:
     """Elements and dtype of each buffer of a call, by name.
 
-    sync, states: flags, and the states that segments hand over, if sequences have several segments
-    gates: C B^T of all chunks, if an earlier launch computes it, then dt and the cumulative sums of
-        dt A of all positions
+    sync: ticket and flags, if sequences may have several segments
+    states: the states that segments hand over, unless they are fp32: then final_states has them
+    gates: C B^T of all chunks, if an earlier launch computes it; then dt and a (module's docstring)
+        of all positions of each unit, and one chunk more, because gates are read past the end
     """
     units = config.programs_per_segment(inputs)
+    CB_shape = scores_shape(inputs, config)
     buffers = Buffers()
     if config.handover(inputs):
         buffers["sync"] = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value, torch.int32
         if precision.state_dtype != torch.float32:
             buffers["states"] = prod(inputs.states_shape), precision.state_dtype
-    gates = (
-        prod(scores_shape(inputs, config))
-        + units * 2 * inputs.x.shape[0] * inputs.x.shape[1]
-        + config.chunk
-    )
-    return buffers | {"gates": (gates, torch.float32)}
+    gate_count = units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk
+    CB_count = prod(CB_shape) if CB_shape else 0
+    return buffers | {"gates": (CB_count + gate_count, torch.float32)}
 
 
-def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...]:
+def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...] | None:
     """The shape of C B^T of all chunks, (b, chunks, g, q, s), if a launch before the fused one
-    computes it; else (0,).
+    computes it; None if the fused one does.
     """
     batch, length, groups, _ = inputs.B.shape
     if inputs.x.dtype != torch.float32 or inputs.cu_seqlens is not None:
-        return (0,)
+        return None
     return (batch, triton.cdiv(length, config.chunk), groups, config.chunk, config.chunk)
 
 
@@ -633,11 +665,14 @@ def scores_launcher(inputs: SSDInputs, chunk: int, shape: tuple[int, ...]) -> La
     products are exact at every precision.
 
     chunk: positions per chunk.  shape: of the result (`scores_shape`)
+
+    BLOCK_N, num_warps and num_stages are those of `BMM_CHUNK` for fp32 inputs.
     """
     strides = strides_of_each(inputs.C, inputs.B, torch.empty(shape, device="meta"))
+    _, nchunks, ngroups, _, _ = shape
     return Launcher(
         _bmm_chunk_kernel,
-        (strides, inputs.length, shape[2], shape[1]),
+        (strides, inputs.length, ngroups, nchunks),
         dict(
             CHUNK_SIZE=chunk,
             BLOCK_Q=chunk,
@@ -653,12 +688,12 @@ def scores_launcher(inputs: SSDInputs, chunk: int, shape: tuple[int, ...]) -> La
 def launch_options(
     inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, out: torch.Tensor
 ) -> dict[str, object]:
-    """Compile-time arguments and launch options of the fused kernel."""
+    """Compile-time arguments and launch options of the fused kernel.  out: for its strides"""
     seqlen, nheads, headdim = inputs.x.shape[1:]
     dstate = inputs.B.shape[3]
     chunk = config.chunk
-    # With relaxed intermediates, products of fp32 inputs have one tf32 number for each operand.
-    # Their errors are smaller than those of 16-bit intermediates.
+    # With fp32 inputs, "relaxed" means one tf32 number for each operand of a product, and fp32
+    # intermediates.  The errors are smaller than those of 16-bit intermediates.
     wide = inputs.x.dtype == torch.float32
     intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
     tiles = (inputs.x, inputs.B, inputs.C, inputs.z, out)
@@ -691,8 +726,12 @@ def portable_launch(
     a launch before it computes C B^T.
     """
     new_out = torch.empty(inputs.x.shape, device="meta")
-    shape = scores_shape(inputs, config)
-    scores = scores_launcher(inputs, config.chunk, shape) if len(shape) > 1 else None
+    CB_shape = scores_shape(inputs, config)
+    # the launch before, the elements of its result, and its programs, one for each chunk and group
+    scores, CB_count, CB_programs = None, 0, 0
+    if CB_shape is not None:
+        scores = scores_launcher(inputs, config.chunk, CB_shape)
+        CB_count, CB_programs = prod(CB_shape), prod(CB_shape[:3])
 
     def tensors(
         call_inputs: SSDInputs,
@@ -707,10 +746,10 @@ def portable_launch(
         """
         CB = None
         if scores is not None:
-            CB, gates = gates[: prod(shape)], gates[prod(shape) :]
-            scores(prod(shape[:3]), call_inputs.C, call_inputs.B, None, CB)
+            CB, gates = gates[:CB_count], gates[CB_count:]
+            scores(CB_programs, call_inputs.C, call_inputs.B, None, CB)
         states = final if states is None else states
-        return *call_inputs.kernel_tensors[:10], out, final, gates, states, sync, CB
+        return *call_inputs.kernel_tensors, out, final, gates, states, sync, CB
 
     strides = (
         tile_strides(inputs.x),

@@ -7,15 +7,16 @@ recurrent            one launch.  A call with one position moves little more tha
 recurrent_in_place   `recurrent` in place, on a copy of the states that the call makes.  A bench
                      times it only by request
 unfused_step         one position in two launches: the first writes the state, the second reads it
-                     for the output.  It moves one state more.  The five launches of `unfused` would
-                     be a slow baseline for one token, because they process chunks
+                     for the output, so that one state more is moved.  It is the baseline for one
+                     token, for which the five launches of `unfused`, which process chunks, would be
+                     a slow one
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n), or, with state_indices (sequences), a pool (slots, h, p,
       n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype
-      final_states (sequences, h, p, n) fp32; or the states after every position (b * l, h, p, n)
-      fp32; or, in place, initial_states itself
+      final_states (sequences, h, p, n) fp32; or, with state_every = 1, the states after every
+      position (b * l, h, p, n) fp32; or, in place, initial_states itself
 Grid: (sequences * h * slices of p), slices fastest, then heads.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 """
@@ -75,21 +76,22 @@ STAGES = {
 
 
 def blocks_of(inputs: SSDInputs, *, whole_state: bool = False) -> dict[str, int]:
-    """block_p: slice of P per program, a power of two.  num_warps: warps per program.
+    """The configuration of all kernels of this file.  block_p: slice of P per program, a power of
+    two.  num_warps: warps per program.
 
-    whole_state: a program has all of P, because states are stored with a common scale; a thread
-        then has at most 64 numbers of the state
+    whole_state: a program has all of P (`Stepping.whole_state`); a thread then has at most 64
+        numbers of the state
     """
-    headdim = int(triton.next_power_of_2(inputs.x.shape[3]))
+    whole_p = int(triton.next_power_of_2(inputs.x.shape[3]))
     if whole_state:
-        numbers = headdim * int(triton.next_power_of_2(inputs.B.shape[3]))
-        return {"block_p": headdim, "num_warps": max(2, numbers // (64 * 32))}
-    return {"block_p": min(16, headdim), "num_warps": 2}
+        numbers = whole_p * int(triton.next_power_of_2(inputs.B.shape[3]))
+        return {"block_p": whole_p, "num_warps": max(2, numbers // (64 * 32))}
+    return {"block_p": min(16, whole_p), "num_warps": 2}
 
 
 def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dict[str, object]]:
-    """The number of programs of each kernel of this file, and its compile-time arguments and launch
-    options.
+    """The number of programs, which is the same for each kernel of this file, and the compile-time
+    arguments and launch options that all of them have.
     """
     heads, headdim = inputs.x.shape[2:]
     dstate = inputs.B.shape[3]
@@ -108,7 +110,9 @@ def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dic
 
 @triton.jit
 def _slice_of_program(S: tl.constexpr):
-    """The program's sequence and head, its rows and columns of the state, and their masks."""
+    """The program's sequence and head, its rows (p) and columns (n) of the state, and the masks of
+    these rows and columns.
+    """
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     unit = tl.program_id(0) % (S.HEADS * SLICES)
     sequence, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
@@ -116,11 +120,18 @@ def _slice_of_program(S: tl.constexpr):
     return sequence, i_h, o_p, o_n, o_p < S.HEADDIM, o_n < S.DSTATE
 
 
+# Compile-time arguments in S, besides sizes and DT_SOFTPLUS:
+#
+# EVERY_STATE: final_states gets the state after each position.
+# IN_PLACE: final_states is initial_states, a pool if there are `slots`, which are `state_indices`.
+#     `writes` are `write_indices`: a slot for each sequence, or a table with a column for each
+#     position.
+# FORMAT: states are rounded to it after every STEP positions (`stored_states.py`); None: they are
+#     not.  With it, the table has one column more, the first one, for the initial state.
 @triton.jit(do_not_specialize=["seqlen", "seed"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl.constexpr):
     """One slice of P of one head of one sequence of `ssd_recurrent`, position after position, with
-    the state (P, N) in registers.  With S.FORMAT, states are rounded to it (`stored_states.py`;
-    seed: stochastic rounding), and the first column of the table of slots is for initial states.
+    the state (p, n) in registers.  seed: of stochastic rounding
     """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
@@ -173,8 +184,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
             m_read = tl.where(slot >= 0, m_state, False)
     index = (slot, i_h, o_p[:, None], o_n[None, :])
     if initial_states_ptr is None:
-        # reads nothing, and gives zeros the layout of states that are loaded: so all sums over N
-        # have one order
+        # an empty load gives zeros the layout of states that are loaded, so that sums over N have
+        # one order with and without initial states
         m_read = tl.where(length < 0, m_state, False)
         state = load_at(final_states_ptr, final_states_strides, index, mask=m_read)
     else:
@@ -214,16 +225,16 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
             store_at(final_states_ptr, final_states_strides, row, state, mask=m_state)
         if S.FORMAT is not None:
             state = stored_after(state, t + 1, length, key, elements, 1, S)
-        if len(writes_strides) == 2:  # the table of slots has a column for each position
+        if len(writes_strides) == 2:  # a table with a column for each position
             new_slot = tl.load(writes_ptr + step * writes_strides[1])
-            # a simulation stores few states, and computes no addresses for others
+            # with FORMAT few states are stored, and no addresses are computed for others
             if S.FORMAT is None or new_slot >= 0:
                 row = (new_slot, i_h, o_p[:, None], o_n[None, :])
                 p_new = final_states_ptr + ptr_offset(row, final_states_strides)
                 stored = state.to(final_states_ptr.dtype.element_ty)
                 tl.store(p_new, stored, mask=tl.where(new_slot >= 0, m_state, False))
 
-    # stage setup.store: the final state, unless every state has been stored
+    # stage setup.store: the final state, unless states were stored after each position
     if not S.EVERY_STATE and len(writes_strides) != 2:
         row = (final_row, i_h, o_p[:, None], o_n[None, :])
         store_at(final_states_ptr, final_states_strides, row, state, mask=m_final)
@@ -232,7 +243,9 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
 def recurrent_launch(
     inputs: SSDInputs, *, in_place: bool = False, stepping: Stepping = NOT_STEPPING
 ) -> PreparedLaunch:
-    """The launch of a call, for all inputs of one signature.  in_place: see `ssd_recurrent`."""
+    """The launch of a call, for all inputs of one signature.  in_place: see `ssd_recurrent`.
+    stepping: how states are rounded; by default they are not.
+    """
     new_out = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new_out, final))
@@ -252,7 +265,7 @@ def recurrent_launch(
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a launch, in the kernel's order.  new: out and final_states"""
-    return *inputs.kernel_tensors, *new
+    return *inputs.kernel_tensors, *inputs.pool_tensors, *new
 
 
 _launches: dict[Hashable, PreparedLaunch] = {}
@@ -271,8 +284,9 @@ def ssd_recurrent(
         that tensor.  For a pool, `kernels/inputs.py` says which slots are read and written.
 
     Raises ValueError if in_place is given without initial_states to write to, with expanded ones,
-    or with inputs.state_every, and UnsupportedError for N above MAX_DSTATE, for inputs that require
-    a gradient, and, outside Triton's interpreter, for tensors not on a GPU.
+    or with inputs.state_every.  Raises UnsupportedError for N above MAX_DSTATE, for state_every
+    above 1, for inputs that require a gradient, for a GPU of compute capability below 8.0, and,
+    outside Triton's interpreter, for tensors not on a GPU.
     """
     refuse_gradient("recurrent", _tensors(inputs))
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
@@ -293,7 +307,7 @@ def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
 
 def _run_on_copy(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
     """`recurrent` in place, on a copy of the states, as `selective_state_update` of mamba_ssm is
-    timed.
+    timed.  Raises UnsupportedError for inputs without initial states.
     """
     if inputs.initial_states is None:
         raise UnsupportedError("recurrent_in_place: sequences begin with a state")
@@ -303,7 +317,7 @@ def _run_on_copy(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
 
 @triton.jit
 def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
-    """The state after the token, exp(dt A) state + dt x B^T."""
+    """The state after the token, exp(dt A) state + dt x B^T, of one slice of P of one head."""
     x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, initial_states_ptr, final_states_ptr = tensors
     (
         x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides,
@@ -332,7 +346,9 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
 
 @triton.jit
 def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
-    """The output, (state C + D x) * silu(z), from the state after the token."""
+    """The output, (state C + D x) * silu(z), from the state after the token, of one slice of P of
+    one head.
+    """
     states_ptr, C_ptr, x_ptr, D_ptr, z_ptr, out_ptr = tensors
     states_strides, C_strides, x_strides, D_strides, z_strides, out_strides = strides
     i_b, i_h, o_p, o_n, m_p, m_n = _slice_of_program(S)
@@ -356,17 +372,19 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
 
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
-    """One token of each sequence in two launches, without checks."""
+    """One token of each sequence in two launches, without checks.  Final states are fp32."""
     x = inputs.x
     programs, options = _settings(inputs)
     with torch.cuda.device(x.get_device()):  # no effect for -1, the CPU
         states = torch.empty(inputs.states_shape, dtype=torch.float32, device=x.device)
-        tensors = (x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, states)
-        scalars = (strides_of_each(*tensors), *map(float, inputs.dt_limit))
-        launch(_ssd_step_state_kernel, programs, tensors, scalars, **options)
+        of_state = (x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, states)
+        scalars = (strides_of_each(*of_state), *map(float, inputs.dt_limit))
+        launch(_ssd_step_state_kernel, programs, of_state, scalars, **options)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        read = (states, inputs.C, x, inputs.D, inputs.z, out)
-        launch(_ssd_step_output_kernel, programs, read, (strides_of_each(*read),), **options)
+        of_output = (states, inputs.C, x, inputs.D, inputs.z, out)
+        launch(
+            _ssd_step_output_kernel, programs, of_output, (strides_of_each(*of_output),), **options
+        )
     return SSDOutput(out, states)
 
 
@@ -380,7 +398,7 @@ def _run_step(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
 
 
 def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
-    """UnsupportedError for inputs that implementation `name` does not support."""
+    """Raises UnsupportedError for inputs that implementation `name` does not support."""
     dstate = inputs.B.shape[3]
     if name == _STEP and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
         raise UnsupportedError(f"{name}: one token of each sequence, side by side")
@@ -390,7 +408,7 @@ def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
 
 
 def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: Precision) -> Plan:
-    """The plan of implementation `name` of this file."""
+    """The plan of an implementation of this file.  name: as errors call it."""
     _refuse_unsupported(name, inputs)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",

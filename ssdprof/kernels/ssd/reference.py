@@ -28,14 +28,14 @@ from ssdprof.kernels.oracle import (
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-# The least A, for which the decay is 0 at every step with dt > 0.  In contrast to -inf, its product
-# with a step of 0 is 0, no decay, and not NaN.
+# The least A: lower ones, also -inf, are replaced by it.  Its decay is 0 in fp64 at every step with
+# dt above 1e-27.  In contrast to that of -inf, its product with dt = 0 is 0, no decay, and not NaN.
 _FORGETS = -1e30
 
 
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
     """The recurrence, position by position, for short inputs.  Output and final states are in
-    `dtype`.
+    `dtype`.  Returns only the final states, also for inputs with `state_every`.
     """
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     final_states = initial_states(inputs, dtype)
@@ -56,8 +56,8 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
 
 
 def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x (l, h, p), dt (l, h) after bias, softplus and limit, A (h), B and C (l, g, n) of the span,
-    in `dtype`.
+    """x (l, h, p), dt (l, h) after bias, softplus and limit, A (h) of at least _FORGETS, B and C
+    (l, g, n) of the span, in `dtype`.
     """
     x, dt, B, C = (
         span.of(tensor).to(dtype) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
@@ -87,7 +87,7 @@ def _chunked(
     """The chunked form: output (l, h, p), and the state (h, p, n) after the span.
 
     Heads are split into (g, r), with r heads per group.  Every product with B or C is then one
-    matrix product per chunk and group, and B and C are not repeated.
+    matrix product per chunk and group, and B and C are not repeated for each head.
 
     state: (h, p, n), before the span
     """
@@ -105,7 +105,7 @@ def _chunked(
     steps = dt * A.reshape(g, r, 1)  # log of the decay at each position
     log_decay = segment_sums(steps)  # (c, g, r, q, s)
 
-    # within a chunk: contributions of position s to position q
+    # contributions of positions s of a chunk to its positions q
     scores = (C @ B.mT)[:, :, None] * log_decay.exp() * dt[..., None, :]  # (c, g, r, q, s)
     out = scores @ x  # (c, g, r, q, p)
 
@@ -132,8 +132,9 @@ def _chunked(
     return _skip_and_gate(inputs, span, out), carried.permute(0, 2, 3, 1).reshape(h, p, n)
 
 
-# Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements
-# of the dtype.
+# The oracle block by block, joined to one output in a dtype of choice, and as the implementation
+# "reference" (`kernels/oracle.py`).  At its peak, `_chunked` holds about three times
+# block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) numbers of the dtype: x, scores and states.
 ssd_blocks = partial(blocks_of, _chunked)
 ssd_chunked = partial(chunked, _chunked)
 ssd_reference = register_oracle("ssd", _chunked)

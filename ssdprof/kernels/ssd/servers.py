@@ -2,14 +2,14 @@
 
 vllm, sglang             prompts, all sequences as one pack: five kernels, forks of those of
                          `mamba_ssm`.  What a server computes on the host, such as which chunk
-                         belongs to which sequence, is prepared before, and does not count in their
-                         time
+                         belongs to which sequence, is prepared before the call, and does not count
+                         in its time
 selective_state_update   `mamba_ssm`'s kernel for a token of each sequence, on a pool in place
 vllm_step, sglang_step   the servers' forks of `selective_state_update`, also for several tokens of
                          each sequence, as in the verification of drafted tokens
 
-The import of a server's package patches torch and transformers.  So only its modules with kernels
-are imported.
+The import of a server's whole package would patch torch and transformers.  So only its modules
+with kernels are imported.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,8 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _VLLM = "vllm.model_executor.layers.mamba.ops"
 _SGLANG = "sglang.kernels.ops.mamba.triton_ops"
-# modules whose kernels tune themselves
+_MAMBA_STEP = "selective_state_update"
+# modules of a server's package whose kernels tune themselves
 _TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 
 StepCall = Callable[[torch.Tensor], torch.Tensor]  # (pool) -> out
@@ -47,7 +48,11 @@ StepCall = Callable[[torch.Tensor], torch.Tensor]  # (pool) -> out
 
 
 def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
-    """vLLM's arguments about chunks: the first chunk of a sequence begins with the sequence."""
+    """vLLM's arguments about chunks: the first chunk of a sequence begins with the sequence.
+
+    Reads the bounds of sequences on the host.  vLLM has no empty sequences; here one would get the
+    final state of the sequence before it.
+    """
     bounds = bounds_of(inputs).int()
     starts: list[int] = []
     sequence_of_chunk: list[int] = []
@@ -69,7 +74,8 @@ def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
 
 def _common_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
     """SGLang's arguments about chunks: the pack is cut into chunks regardless of its sequences, and
-    a sequence that begins inside a chunk begins a part of the chunk.
+    a sequence that begins inside a chunk begins a part of the chunk.  Parts are listed only if
+    there are initial states; then the bounds of sequences are read on the host.
     """
     size = inputs.chunk_size
     bounds = bounds_of(inputs).int()
@@ -95,7 +101,7 @@ _PROMPTS = {
 
 
 def load_prompt(name: str) -> Implementation:
-    """A server's kernels for prompts.  Raises ImportError."""
+    """A server's kernels for prompts.  Raises ImportError if they cannot be imported."""
     package, function_name, chunk_arguments = _PROMPTS[name]
     function = getattr(import_kernels(f"{package}.ssd_combined"), function_name)
     tunings = Tunings(import_kernels(f"{package}.{tuned}") for tuned in _TUNED)
@@ -104,7 +110,8 @@ def load_prompt(name: str) -> Implementation:
 
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
-        tensors = inputs.tensors | {"out": torch.empty_like(inputs.x.contiguous())}
+        out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
+        tensors = inputs.tensors | {"out": out}
         arguments: dict[str, Any] = {}
         for key in ("x", "dt", "B", "C", "z", "out"):
             if key in tensors:
@@ -128,7 +135,7 @@ def load_prompt(name: str) -> Implementation:
                 state_dtype=precision.state_dtype,
                 **chunks_of(inputs),
             )
-        return SSDOutput(tensors["out"], states if is_vllm else returned)
+        return SSDOutput(out, states if is_vllm else returned)
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
@@ -149,18 +156,18 @@ def _step_arguments(
 ) -> dict[str, Any]:
     """The arguments that the kernels of all libraries for steps share.
 
-    tokens: a function of (b, l, ...) that returns the shape in which a kernel takes tokens
+    tokens: reshapes a tensor (b, l, ...) as the kernel takes tokens
     """
     heads, headdim, dstate = inputs.states_shape[1:]
-    zeros = torch.zeros(heads, device=inputs.device)
+    zeros = torch.zeros(heads, device=inputs.device)  # for D and dt_bias, if there are none
     tensors = inputs.tensors
     arguments: dict[str, Any] = {
         name: tokens(tensors[name]) for name in ("x", "B", "C", "z") if name in tensors
     }
     for name in ("D", "dt_bias"):
-        of_head = tensors.get(name, zeros)  # (heads), or (heads, headdim)
-        arguments[name] = of_head if of_head.ndim == 2 else of_head[:, None].expand(-1, headdim)
-    # expanded: strides of 0 tell the kernels that a head has one number
+        of_heads = tensors.get(name, zeros)  # (heads), or (heads, headdim)
+        arguments[name] = of_heads if of_heads.ndim == 2 else of_heads[:, None].expand(-1, headdim)
+    # dt and A are expanded, too: strides of 0 tell the kernels that a head has one number
     dt = tokens(inputs.dt)[..., None]
     return arguments | {
         "dt": dt.expand(*dt.shape[:-1], headdim),
@@ -170,8 +177,11 @@ def _step_arguments(
 
 
 def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
-    """vLLM's arguments about slots.  For several tokens, a verification, these are tables with a
-    column for each token: of slots to read and to write.
+    """vLLM's arguments about slots.
+
+    One token of each sequence that overwrites its slot needs a list of slots.  Other calls, such as
+    a verification of several tokens, have two tables with a column for each token: of slots to read
+    and of slots to write.
     """
     read = slots.read.int()
     if slots.overwrites and inputs.cu_seqlens is None and inputs.length == 1:
@@ -187,7 +197,7 @@ def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
 
 
 def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
-    """vLLM's kernel, bound to a call; tokens are (tokens, ...)."""
+    """vLLM's kernel, bound to a call.  It takes the tokens of all sequences as (tokens, ...)."""
     arguments = _step_arguments(inputs, lambda tensor: tensor.flatten(0, 1))
     arguments |= _tables(inputs, slots)
 
@@ -200,8 +210,9 @@ def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
 
 
 def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
-    """SGLang's kernel, bound to a call; tokens are (b, l, ...).  A verification does not change the
-    states of the pool, and writes all new states to a buffer.
+    """SGLang's kernel, bound to a call.  It takes tokens as (b, l, ...).  A verification does not
+    change the slots that it reads, and writes all new states to a buffer.  Raises UnsupportedError
+    if states go to other slots than those that were read.
     """
     slots.refuse_tables("sglang_step")
     arguments = _step_arguments(inputs, lambda tensor: tensor)
@@ -216,28 +227,32 @@ def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
 
 
 def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
-    """mamba_ssm's kernel, bound to a call with one token of each sequence; tokens are (b, ...)."""
+    """mamba_ssm's kernel, bound to a call with one token of each sequence.  It takes tokens as
+    (b, ...).  Raises UnsupportedError if states go to other slots than those that were read.
+    """
+    slots.refuse_tables(_MAMBA_STEP)
     arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])
-    slots.refuse_tables(_MAMBA)
+    arguments["state_batch_indices"] = slots.read.int()
 
     def run(pool: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = function(pool, **arguments, state_batch_indices=slots.read.int())
+        out: torch.Tensor = function(pool, **arguments)
         return out[:, None]
 
     return run
 
 
-_MAMBA = "selective_state_update"
 # name -> the module of the function, and how it is bound to a call
 _STEPS = {
-    _MAMBA: (f"mamba_ssm.ops.triton.{_MAMBA}", _bind_mamba_ssm),
+    _MAMBA_STEP: (f"mamba_ssm.ops.triton.{_MAMBA_STEP}", _bind_mamba_ssm),
     "vllm_step": (f"{_VLLM}.mamba_ssm", _bind_vllm),
     "sglang_step": (f"{_SGLANG}.mamba_ssm", _bind_sglang),
 }
 
 
 def load_step(name: str) -> Implementation:
-    """A kernel for the next token of each sequence, or for a few tokens.  Raises ImportError."""
+    """A kernel for the next token of each sequence, or for a few tokens.  Raises ImportError if it
+    cannot be imported.
+    """
     module, bind_function = _STEPS[name]
     function = import_kernels(module).selective_state_update
 
@@ -249,16 +264,18 @@ def load_step(name: str) -> Implementation:
         yield precision != Precision(), "exact intermediates and fp32 states only"
         yield inputs.dt_limit != (0.0, inf), "no dt_limit"
         packed = inputs.cu_seqlens is not None
-        yield name == _MAMBA and (packed or inputs.length > 1), "one token of each sequence"
+        yield name == _MAMBA_STEP and (packed or inputs.length > 1), "one token of each sequence"
         yield name == "sglang_step" and packed, "as many tokens of each sequence"
         yield too_long(inputs)
 
     reason = "each call begins with a copy of the states, in its time"
     plan = Plan(variant="triton", launches=2, reason=reason)
-    keeps_states = name != _MAMBA  # after each token
+    keeps_states = name != _MAMBA_STEP  # after each token
     return pool_kernel("ssd", name, unsupported, bind, plan, keeps=keeps_states)
 
 
 def load(name: str) -> Implementation:
-    """A server's kernel, or mamba_ssm's for a step, by its name.  Raises ImportError."""
+    """A server's kernel, or mamba_ssm's for a step, by its name.  Raises ImportError if it cannot
+    be imported.
+    """
     return load_prompt(name) if name in _PROMPTS else load_step(name)

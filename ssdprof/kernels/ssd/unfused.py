@@ -1,15 +1,19 @@
-"""SSD in five launches, one per stage of the algorithm, in their order: the baseline.
+"""SSD in five launches, one per stage of the algorithm, in the order of the stages: the baseline.
+Packed sequences need one more launch, for the table of chunks (`kernels/chunks.py`).
 
 `ssd_unfused(...)` takes tensors, as `ssd_fused` does; the registered implementation, `run`, takes
 `SSDInputs`.  By default, dtypes are those of the original unfused kernels of state-spaces/mamba.
-Launchers of a stage run on the current device, and `SSDInputs` has checked the shapes.  Block
-sizes: `config.py`, `UNFUSED`.
+The function of a stage launches its kernel on the current device, and relies on shapes that
+`SSDInputs` has checked.  Block sizes: `config.py`, `UNFUSED`.
 
 Inputs: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
-Stages: dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | CB (b, c, g, q, s)
+Stages: dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | prev_states likewise,
+        state_dtype | CB (b, c, g, q, s)
+
+dA_cumsum_log2 is the glossary's dA_cumsum times log2(e), so that decays are powers of 2.
 
 In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of indices, m_ a mask, b_
-a tile in registers.
+a tile or vector in registers.  Other single numbers have no prefix.
 
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 """
@@ -53,8 +57,8 @@ STAGES = {
 
 
 def _constants(blocks: Blocks) -> dict[str, int]:
-    """The arguments of a launch: blocks, whose names are in capitals in kernels, and launch
-    options.
+    """The compile-time arguments of a kernel, which are blocks with their names in capitals, and
+    the launch options, whose names stay.
     """
     return {
         name.upper() if name.startswith("block") else name: value for name, value in blocks.items()
@@ -63,7 +67,7 @@ def _constants(blocks: Blocks) -> dict[str, int]:
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)).  Returns x above 20, where both agree in fp32."""
+    """log(1 + exp(x)); above 20, where both agree in fp32, x."""
     e = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
     u = 1.0 + e
     # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding, which matters
@@ -103,8 +107,8 @@ def _chunk_cumsum_kernel(
     b_dt = tl.where(m, b_dt, 0.0)
 
     # --- cumulative log decay.  Later stages subtract these sums, so that their rounding becomes a
-    # relative error of the decay.  It is not visible with 16-bit inputs.  With fp32 inputs it is,
-    # so their sums are computed in fp64 and rounded once
+    # relative error of the decay.  It does not show in 16-bit outputs, but it does in fp32 ones.
+    # Therefore the sums of dt in fp32 are computed in fp64 and rounded once
     SUM_DTYPE: tl.constexpr = (
         tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
     )
@@ -122,11 +126,11 @@ def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
         dt[q] = clamp(softplus(dt_raw[q] + dt_bias), low, high), 0 past the end of the sequence
         dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
 
-    Logarithms have base 2, because later stages take exp2 of their differences many times per
-    element.
+    Softplus is applied only with dt_softplus.  Logarithms have base 2, because later stages take
+    exp2 of their differences many times per element.
 
-    In:   dt_raw (b, l, h) | A, dt_bias (h)
-    Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32
+    In:   dt_raw (b, l, h) | A (h) | dt_bias (h) or None
+    Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32.  Unused chunks of packed sequences are not written
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
     blocks = unfused_blocks("chunk_cumsum")
@@ -168,12 +172,12 @@ def _chunk_state_kernel(
     o_n = (i_tile % N_TILES) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
-    # --- sum over the chunk, [BLOCK_P, BLOCK_N].  `load_at` would load the same, but ptxas makes
-    # other instructions of it here
+    # --- sum over the chunk, [BLOCK_P, BLOCK_N].  `load_at` would load the same values, but ptxas
+    # makes other instructions of it here
     end = tl.load(
         dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
     )
-    acc = tl.zeros((S.BLOCK_P, S.BLOCK_N), dtype=tl.float32)
+    b_states = tl.zeros((S.BLOCK_P, S.BLOCK_N), dtype=tl.float32)
     for q in range(0, length, S.BLOCK_Q):
         o_q = q + tl.arange(0, S.BLOCK_Q)
         o_l = start + o_q
@@ -192,14 +196,14 @@ def _chunk_state_kernel(
         b_dA = tl.load(
             dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides)
         )
-        weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
+        b_weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
         # scale x, not B: the scaled operand then stays in registers
-        b_x = (b_x.to(S.INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
-        acc = tl.dot(b_x, b_B, acc, input_precision=DOT_PRECISION)
+        b_x = (b_x.to(S.INTERMEDIATE) * b_weight[None, :]).to(b_B.dtype)
+        b_states = tl.dot(b_x, b_B, b_states, input_precision=DOT_PRECISION)
 
     tl.store(
         states_ptr + ptr_offset((i_b, i_c, i_h, o_p[:, None], o_n[None, :]), states_strides),
-        acc,
+        b_states,
         mask=m_p[:, None] & m_n[None, :],
     )
 
@@ -209,7 +213,8 @@ def chunk_state(
 ) -> Tensor:
     """Stage 2: the state after each chunk, starting from a zero state.
 
-        states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
+        a            = dA_cumsum_log2
+        states[p, n] = sum_q 2^(a[-1] - a[q]) * dt[q] * x[q, p] * B[q, n]
 
     In:   x (b, l, h, p) | B (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
     Out:  states (b, c, h, p, n) fp32
@@ -262,17 +267,17 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
         stop = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
 
     # --- loop over chunks
-    state = tl.zeros((S.BLOCK,), dtype=tl.float32)
+    b_state = tl.zeros((S.BLOCK,), dtype=tl.float32)
     if initial_states_ptr is not None:
-        state += load_at(
+        b_state += load_at(
             initial_states_ptr, initial_states_strides, (i_s, i_h, o_p, o_n), mask=m
         ).to(tl.float32)
     for i_c in tl.range(first, stop, num_stages=S.NUM_STAGES):
         b_states = load_at(states_ptr, states_strides, (i_b, i_c, i_h, o_p, o_n), mask=m)
         end = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, S.CHUNK_SIZE - 1))
-        store_at(prev_states_ptr, prev_states_strides, (i_b, i_c, i_h, o_p, o_n), state, mask=m)
-        state = state * decay_exp2(end) + b_states
-    store_at(final_states_ptr, final_states_strides, (i_s, i_h, o_p, o_n), state, mask=m)
+        store_at(prev_states_ptr, prev_states_strides, (i_b, i_c, i_h, o_p, o_n), b_state, mask=m)
+        b_state = b_state * decay_exp2(end) + b_states
+    store_at(final_states_ptr, final_states_strides, (i_s, i_h, o_p, o_n), b_state, mask=m)
 
 
 def state_passing(
@@ -281,10 +286,10 @@ def state_passing(
     """Stage 3: the state that enters each chunk, and the final state.
 
         prev_states[0]   = initial_states, or 0
-        prev_states[c+1] = exp(dA_cumsum[c, -1]) * prev_states[c] + states[c]
+        prev_states[c+1] = 2^dA_cumsum_log2[c, -1] * prev_states[c] + states[c]
 
-    States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of
-    prev_states.
+    The final state is the one that would enter a chunk after the last.  States accumulate in fp32
+    registers.  Only the stored copies are rounded to the dtype of prev_states.
 
     In:   states (b, c, h, p, n) fp32 | dA_cumsum_log2 (b, h, c, q) fp32 | initial_states
           (sequences, h, p, n) or None
@@ -295,7 +300,7 @@ def state_passing(
     """
     blocks = unfused_blocks("state_passing")
     initial_states = inputs.initial_states
-    if INTERPRETED:  # it takes as long for a large block as for a small one
+    if INTERPRETED:  # the interpreter takes as long for a large block as for a small one
         blocks["block"] = 4096
     _, _, nheads, headdim, dstate = states.shape
     prev_states = torch.empty_like(states, dtype=precision.state_dtype)
@@ -336,7 +341,7 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     m_q, m_s = o_q < length, o_s < length
 
     # --- sum over N, [BLOCK_Q, BLOCK_S]
-    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_S), dtype=tl.float32)
+    b_CB = tl.zeros((S.BLOCK_Q, S.BLOCK_S), dtype=tl.float32)
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
@@ -353,9 +358,9 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
             (i_b, start + o_s[None, :], i_g, o_n[:, None]),
             mask=m_n[:, None] & m_s[None, :],
         )
-        acc = tl.dot(b_C, b_B, acc, input_precision=DOT_PRECISION)
+        b_CB = tl.dot(b_C, b_B, b_CB, input_precision=DOT_PRECISION)
 
-    store_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]), acc)
+    store_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]), b_CB)
 
 
 def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor:
@@ -363,11 +368,11 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor
 
         CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
 
-    Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does
-    not use them.
+    Tiles above the diagonal or past the chunk's last position are not written.  What chunk_scan
+    reads of them does not affect its output.
 
     In:   C, B (b, l, g, n)
-    Out:  CB (b, c, g, q, s), fp32 if the precision is exact and 16 bit if it is relaxed
+    Out:  CB (b, c, g, q, s), fp32 if intermediates are exact and 16 bit if they are relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
     ngroups, dstate = inputs.B.shape[2:]
@@ -425,7 +430,7 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
 
     # stage chunk_scan.previous: the contribution of the state that entered the chunk, decayed to
     # the block's first row
-    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
+    b_out = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
@@ -440,8 +445,8 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
             mask=m_n[:, None] & m_p[None, :],
             other=0.0,
         )  # [BLOCK_N, BLOCK_P]
-        acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
-    acc *= decay_exp2(dA_first)
+        b_out = tl.dot(b_C, b_state.to(b_C.dtype), b_out, input_precision=DOT_PRECISION)
+    b_out *= decay_exp2(dA_first)
 
     # stage chunk_scan.current: the contributions of the chunk's positions before the block, decayed
     # to its first row; then the decay of all contributions so far to each row
@@ -457,11 +462,11 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
             mask=m_p[None, :],
             other=0.0,
         )  # [BLOCK_S, BLOCK_P]
-        weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
-        acc = tl.dot(
-            (b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION
+        b_weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
+        b_out = tl.dot(
+            (b_CB * b_weight[None, :]).to(b_x.dtype), b_x, b_out, input_precision=DOT_PRECISION
         )
-    acc *= decay_exp2(b_dA_q - dA_first)[:, None]
+    b_out *= decay_exp2(b_dA_q - dA_first)[:, None]
 
     # stage chunk_scan.current: the contributions of the block's positions
     for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
@@ -477,10 +482,10 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
             mask=m_s[:, None] & m_p[None, :],
             other=0.0,
         )  # [BLOCK_S, BLOCK_P]
-        weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
+        b_weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
-        b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
-        acc = tl.dot(b_scores.to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
+        b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * b_weight, 0.0)
+        b_out = tl.dot(b_scores.to(b_x.dtype), b_x, b_out, input_precision=DOT_PRECISION)
 
     # stage chunk_scan.residual: skip and gate
     row_index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
@@ -492,13 +497,15 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
             )[None, :]
         else:
             b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
-        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
+        b_out += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
             tl.float32
         )
     if z_ptr is not None:
         b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
-        acc *= b_z * tl.sigmoid(b_z)
-    tl.store(out_ptr + ptr_offset(row_index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
+        b_out *= b_z * tl.sigmoid(b_z)
+    tl.store(
+        out_ptr + ptr_offset(row_index, out_strides), b_out.to(out_ptr.dtype.element_ty), mask=m
+    )
 
 
 def chunk_scan(
@@ -511,14 +518,16 @@ def chunk_scan(
 ) -> Tensor:
     """Stage 5: the output, from the state that enters the chunk and from the chunk's own positions.
 
-        a         = dA_cumsum
-        y[q, p]   = exp(a[q]) * sum_n C[q, n] * prev_states[p, n]
-                  + sum_{s <= q} CB[q, s] * exp(a[q] - a[s]) * dt[s] * x[s, p]
+        a         = dA_cumsum_log2
+        y[q, p]   = 2^a[q] * sum_n C[q, n] * prev_states[p, n]
+                  + sum_{s <= q} CB[q, s] * 2^(a[q] - a[s]) * dt[s] * x[s, p]
         out[q, p] = (y[q, p] + D * x[q, p]) * silu(z[q, p])
 
-    Let r be the first position of a program's block of q.  For every s before the block, exp(a[q] -
-    a[s]) = exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most
+    Let r be the first position of a program's block of q.  For every s before the block, 2^(a[q] -
+    a[s]) = 2^(a[q] - a[r]) * 2^(a[r] - a[s]): one factor per row and one per column, both at most
     1.  Only blocks on the diagonal need an exponential per element.
+
+    Intermediates have the dtype of CB.
 
     In:   x, z (b, l, h, p) | C (b, l, g, n) | D (h) or (h, p) | dt, dA_cumsum_log2 (b, h, c, q)
           fp32 | prev_states (b, c, h, p, n) | CB (b, c, g, q, s).  D and z may be None
@@ -529,7 +538,7 @@ def chunk_scan(
     x = inputs.x
     nheads, headdim = x.shape[2:]
     blocks = _blocks("chunk_scan", inputs)
-    if INTERPRETED:  # it takes as long for a large block as for a small one
+    if INTERPRETED:  # the interpreter takes as long for a large block as for a small one
         blocks["block_s"] = blocks["block_q"]
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
@@ -574,10 +583,12 @@ def ssd_unfused(
     chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.
     batch_invariant: has no effect, because every call is batch invariant.
 
+    precision: relaxed intermediates of fp32 inputs are bf16, in contrast to those of `ssd_fused`.
+
     In contrast to `ssd_fused`, it does not support torch.compile(fullgraph=True).
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
-    ones.
+    ones, also for P above MAX_HEADDIM.
     """
     inputs = SSDInputs(
         x=x,
@@ -598,7 +609,9 @@ def ssd_unfused(
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """Output in x's dtype, final states in fp32.  Raises what `_refuse_unsupported` raises."""
+    """Output in x's dtype, final states in fp32.  Raises UnsupportedError for inputs that
+    `_refuse_unsupported` refuses.
+    """
     _refuse_unsupported(inputs)
     with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
         return five_stages(inputs, precision)
@@ -622,16 +635,19 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
 
 
 def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
-    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
+    """The launches, configurations and workspace of a call.  Allocates and launches nothing.
+
+    Not counted are 16 bytes per chunk for the table of packed sequences, and the launches and
+    memory with which torch joins the states of `state_every`.
+    """
     _refuse_unsupported(inputs)
     batch, _, nheads, headdim = inputs.x.shape
     ngroups, dstate = inputs.B.shape[2:]
     nchunks = batch * inputs.chunk_count
     size = inputs.power_of_two_chunk
     dtype = inputs.x.dtype
-    # dt and dA_cumsum in fp32; the numbers in states, and in prev_states; CB
-    gate_bytes = 2 * 4 * nchunks * nheads * size
-    states = nchunks * nheads * headdim * dstate
+    gate_bytes = 2 * 4 * nchunks * nheads * size  # dt and dA_cumsum_log2, in fp32
+    state_numbers = nchunks * nheads * headdim * dstate  # of `states`, and of `prev_states`
     CB_bytes = nchunks * ngroups * size**2 * precision.intermediate_dtype(dtype).itemsize
     launches, reason = 5, "five stages, one launch each"
     if inputs.cu_seqlens is not None:
@@ -643,10 +659,10 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
         variant="interpreter" if INTERPRETED else "portable",
         launches=launches,
         config=config,
-        # CB takes the memory of states, which are fp32
+        # CB takes the memory of `states`, which is fp32
         workspace_bytes=gate_bytes
-        + precision.state_dtype.itemsize * states
-        + max(4 * states, CB_bytes),
+        + precision.state_dtype.itemsize * state_numbers
+        + max(4 * state_numbers, CB_bytes),
         reason=reason,
     )
 
@@ -663,8 +679,8 @@ def _blocks(stage: str, inputs: SSDInputs) -> dict[str, int]:
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
-    """UnsupportedError for larger sizes, for inputs that require a gradient and, outside Triton's
-    interpreter, for tensors that are not on a GPU.
+    """Raises UnsupportedError for P above MAX_HEADDIM or N above MAX_DSTATE, for inputs that
+    require a gradient and, outside Triton's interpreter, for tensors that are not on a GPU.
     """
     for name, value, limit in (
         ("headdim", inputs.x.shape[3], MAX_HEADDIM),
@@ -677,8 +693,8 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
 
 
 def _keeps(inputs: SSDInputs) -> bool:
-    """Whether the implementation can return the states at every `state_every` positions: if all of
-    them lie between chunks, they are among `prev_states`.
+    """Whether the implementation can return the states after every `state_every` positions: if all
+    of them lie between chunks, they are among `prev_states`.
     """
     return inputs.cu_seqlens is None and inputs.state_every % inputs.power_of_two_chunk == 0
 

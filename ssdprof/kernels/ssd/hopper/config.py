@@ -1,7 +1,8 @@
 """Which inputs the Hopper kernel supports, and how a call is divided into programs.
 
 Rings and registers come from a row of `../config.py`.  The cut of sequences into segments is the
-one with the least time in a simulation of the programs on the SMs.
+one with the least time in a simulation of the programs on the SMs; packed sequences, whose lengths
+the host does not know, have a rule instead.
 """
 
 from __future__ import annotations
@@ -27,48 +28,51 @@ from ssdprof.kernels.tensors import row_stride, unreadable
 
 # Times are in units of one chunk of the second pass (1.8 us on an H200), fitted to
 # benchmarks/results/hopper-segments-h200.json.  Quality of the fit: benchmarks/log/ssd.md#row-53.
-# Time of a chunk of the first pass, by `n_split`: FIRST_PASS if all programs begin with a first
-# pass, RECOMPUTED if only those do that recompute earlier chunks.
+# Time of a chunk of the first pass, by `n_split`: FIRST_PASS in cuts where each segment but the
+# last has one, RECOMPUTED in cuts with `recompute`, where each but the first has one.
 FIRST_PASS = {1: 0.45, 2: 0.34}
 RECOMPUTED = {1: 0.384, 2: 0.34}
 START = 3.0  # time to start and end a program
 PUBLISH = 1.1  # time until others see the state that a segment adds
 PART = 0.36  # time to sum the published state of one earlier segment
-CALL = 0.6  # time to launch, and to zero the flags
+CALL = 0.6  # time to launch, and to zero the flags; without flags, half of it
 # Chunks after which the first pass stops, for sixteen pairs of heads with decays as in models.  One
 # pair never stops.  It is the first, so that it counts in calls with few pairs.
 REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
-LONGEST_RECOMPUTED = 128  # most chunks of a sequence for `recompute`
+# most chunks of a sequence for `recompute`, up to which it pays (benchmarks/log/ssd.md#row-23)
+LONGEST_RECOMPUTED = 128
 UNFUSED_CHUNK = 4  # longest chunk of an unfused pipeline, in chunks of this kernel: 256 positions
-# heads for which `as_exact_as_unfused` compares errors: their memory in chunks, the inverse of the
-# log of their decay
+# heads for which `as_exact_as_unfused` compares errors: their memory m in chunks, with a decay of
+# e^(-1 / m) per chunk
 CHECKED_MEMORIES = (1, 2, 4, 8)
-AS_LARGE = 1.01  # two squared errors count as equal up to this factor, which no test can detect
+AS_LARGE = 1.01  # squared errors count as equal up to this factor, which no test could detect
+_FIRST_ROW = HOPPER[0][1]  # the configuration of the table's first row: the defaults below
 
 
 @dataclass(frozen=True, kw_only=True)
 class SSDHopperConfig(Cut):
-    """A cut into segments of chunks of 64 positions, and
+    """A cut into segments of chunks of 64 positions, with the rings and registers of the kernel.
 
     ring, score_ring: slots of the rings of chunks and of scores
     unit_registers: registers per thread of the role `units`
-    other_registers: registers per thread of the roles `gates`, `loads` and `stores`
+    other_registers: registers per thread of the roles `gates`, `loads` and `stores`; `scores` gets
+        the rest
     reason: for reports
     """
 
-    ring: int = HOPPER[0][1]["ring"]
-    score_ring: int = HOPPER[0][1]["score_ring"]
-    unit_registers: int = HOPPER[0][1]["unit_registers"]
-    other_registers: int = HOPPER[0][1]["other_registers"]
+    ring: int = _FIRST_ROW["ring"]
+    score_ring: int = _FIRST_ROW["score_ring"]
+    unit_registers: int = _FIRST_ROW["unit_registers"]
+    other_registers: int = _FIRST_ROW["other_registers"]
     reason: str = ""
 
     @classmethod
     def choose(cls, inputs: SSDInputs, sm_count: int, *, batch_invariant: bool) -> SSDHopperConfig:
-        """Choose by the length and number of sequences, the number of units and the GPU.
+        """Choose by the length and number of sequences, the number of units, N and the GPU.
 
-        With `batch_invariant`, choose as for one sequence: a sequence's result is then bitwise the
-        same in any batch, and a large batch of short sequences is slower.  Packed sequences are
-        always cut by one rule.
+        batch_invariant: choose as for one sequence.  A sequence's result is then bitwise the same
+            in any batch, and a large batch of short sequences is slower.  For packed sequences it
+            has no effect, because one rule cuts them, whatever their number.
         """
         if inputs.cu_seqlens is not None:
             segments = Cut(segment=packed_segment(program_count(inputs)))
@@ -93,7 +97,7 @@ def unit_count(inputs: SSDInputs) -> int:
 
 
 def n_split(dstate: int) -> int:
-    """1, or 2 if the two lanes of a program share N."""
+    """The parts into which N is divided: 1, or 2 if each lane of a program holds half of N."""
     return ceil_div(dstate, MAX_WIDTH.value)
 
 
@@ -103,15 +107,15 @@ def program_count(inputs: SSDInputs) -> int:
 
 
 def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
-    """Bytes of one program's shared memory, without its barriers: the fields that `rings.allocate`
-    and `lanes.allocate_exchange` give it.
+    """Bytes of one program's shared memory, without its barriers: those of the fields that
+    `rings.allocate` and `lanes.allocate_exchange` allocate.
 
     ring, score_ring: slots of the rings of chunks and of scores.
     """
     operand_bytes, number_bytes = 2, 4  # of an element of a tile, and of an fp32 or int32
     split = n_split(dstate)
     vector = number_bytes * 2 * CHUNK.value  # 64 numbers of each lane
-    decay = number_bytes * 2
+    decay = number_bytes * 2  # one number of each lane
     tiles = 2 // split * operand_bytes * CHUNK.value * SLICE.value  # a tile (64, 64) of each unit
 
     first_ring = ring * split  # slots of the first pass, which loads no C
@@ -133,8 +137,8 @@ def packed_segment(pairs: int) -> int:
     """Chunks per segment of packed sequences, whose lengths are on the device: the number of pairs
     of units, rounded up to a power of two between 8 and 64.
 
-    Fewer pairs leave more of the GPU for segments.  With fewer than 8 chunks per segment, a long
-    sequence would have too many published states to sum.
+    With fewer pairs, shorter segments are needed to fill the GPU.  With fewer than 8 chunks per
+    segment, a long sequence would have too many published states to sum.
     """
     return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
@@ -142,44 +146,45 @@ def packed_segment(pairs: int) -> int:
 def simulated_time(
     segments: Cut, nchunks: int, pairs: int, sm_count: int, *, n_split: int
 ) -> float:
-    """Time until the last program ends.  Each SM runs one program at a time, and programs start in
-    order: of all pairs' first segments, then of all second ones, and so on.
+    """Time until the last program ends, for sequences of `nchunks` chunks and `pairs` pairs of a
+    sequence and a program's units.  Each SM runs one program at a time, and programs start in
+    order: those of all pairs' first segments, then those of all second ones, and so on.
     """
     lengths = segments.lengths(nchunks)
     looks_back = len(lengths) > 1 and not segments.recompute
     first_pass_chunk = (RECOMPUTED if segments.recompute else FIRST_PASS)[n_split]
     free_at = [0.0] * sm_count  # a heap: when each SM can start its next program
     published_at: list[list[float]] = [[] for _ in range(pairs)]  # by pair and segment
-    end, before = 0.0, 0  # before: chunks of earlier segments
+    end, chunks_before = 0.0, 0
     for index, length in enumerate(lengths):
         last = index == len(lengths) - 1
-        # most chunks of the first pass, and the number of published states to sum, by pair
-        first_pass = length
+        most_first = length  # chunks of a first pass that does not stop early
         if segments.recompute:
-            first_pass = before
+            most_first = chunks_before
         elif last:
-            first_pass = 0
-        sums = [_states_to_sum(lengths[:index], reach) for reach in REACH[:pairs]]
+            most_first = 0
+        # the numbers of published states to sum, for pairs by their REACH
+        counts = [_states_to_sum(lengths[:index], reach) for reach in REACH[:pairs]]
         for pair in range(pairs):
-            time = free_at[0] + START + first_pass_chunk * min(first_pass, REACH[pair % len(REACH)])
+            time = free_at[0] + START + first_pass_chunk * min(most_first, REACH[pair % len(REACH)])
             if looks_back:
                 if not last:
                     time += PUBLISH
                     published_at[pair].append(time)
-                count = sums[pair % len(REACH)]
+                count = counts[pair % len(REACH)]
                 time = max([time, *published_at[pair][index - count : index]]) + PART * count
             time += length
             heapq.heapreplace(free_at, time)
             end = max(end, time)
-        before += length
+        chunks_before += length
     return end + (CALL if looks_back else CALL / 2)
 
 
 def _states_to_sum(lengths: list[int], reach: int) -> int:
-    """The number of earlier segments whose states a segment sums, from the nearest on, until the
-    remaining decay is zero.
+    """The number of earlier segments whose states a segment sums, from the nearest backwards, until
+    the decay of those that it has summed is zero.
 
-    lengths: chunks of the earlier segments.  reach: chunks until the decay is zero
+    lengths: chunks of the earlier segments, in order.  reach: chunks whose decay together is zero
     """
     count = 0
     for length in reversed(lengths):
@@ -192,7 +197,7 @@ def _states_to_sum(lengths: list[int], reach: int) -> int:
 
 def as_exact_as_unfused(segments: Cut, nchunks: int) -> bool:
     """Whether the error of no head, however fast it forgets, exceeds that of an unfused pipeline
-    with its longest chunks.
+    with its longest chunks.  Heads of `CHECKED_MEMORIES` and those that never forget stand for all.
     """
     fused = segments.lengths(nchunks)
     unfused = Cut(segment=UNFUSED_CHUNK).lengths(nchunks)
@@ -212,10 +217,10 @@ def rounded_twice(lengths: list[int]) -> int:
 
     lengths: chunks of each segment
     """
-    before, pairs = 0, 0
+    chunks_before, pairs = 0, 0
     for length in lengths:
-        pairs += length * before
-        before += length
+        pairs += length * chunks_before
+        chunks_before += length
     return pairs
 
 
@@ -223,28 +228,32 @@ def squared_error(lengths: list[int], memory: float) -> float:
     """Mean squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in
     units of the square of one rounding.
 
-    Counts the rounding of the output, one rounding per term, and a second one for terms from before
-    a segment, whose share of the output's energy is f: 2 + f (docs/kernels.md).
+    The rounding of the output counts 1, that of all its terms 1, and the second rounding of terms
+    from before the output's segment counts f, their share of the output's energy: 2 + f
+    (docs/kernels.md).
 
     lengths: chunks of each segment
     """
     decay = math.exp(-2 / memory)  # of the energy of a term, per chunk
 
     def energy(nchunks: int) -> float:
-        """The energy of the terms of `nchunks` chunks in the output of the last of these."""
+        """The energy of the terms of `nchunks` chunks in the output of the last of these chunks, in
+        units of a chunk's own terms.
+        """
         return (1 - decay**nchunks) / (1 - decay)
 
-    # before: the energy, in all outputs, of terms from before the output's segment
-    first, before = 0, 0.0
+    # summed over the outputs of all chunks: the energy of terms from before the output's segment
+    chunks_before, energy_before = 0, 0.0
     for length in lengths:
-        before += decay * energy(length) * energy(first)
-        first += length
-    # the energy of all terms is (first - decay * energy(first)) / (1 - decay)
-    return 2 + before * (1 - decay) / (first - decay * energy(first))
+        energy_before += decay * energy(length) * energy(chunks_before)
+        chunks_before += length
+    nchunks = chunks_before
+    # all terms: the sum of energy(1 .. nchunks), (nchunks - decay * energy(nchunks)) / (1 - decay)
+    return 2 + energy_before * (1 - decay) / (nchunks - decay * energy(nchunks))
 
 
 def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
-    """The candidate cuts that are as exact as `unfused`."""
+    """The candidate cuts that are as exact as `unfused`.  The sequence without a cut always is."""
     for segments in candidates(nchunks, sm_count / pairs):
         if as_exact_as_unfused(segments, nchunks):
             yield segments
@@ -261,21 +270,21 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
         if count <= min(nchunks, at_once + 1):
             yield Cut(segment=ceil_div(nchunks, count))
     # long segments that run at once, and then short ones
-    for share in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # of a sequence, in long segments
-        long = max(1, round(share * nchunks / at_once))
+    for part in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # of a sequence, in long segments
+        long = max(1, round(part * nchunks / at_once))
         left = nchunks - at_once * long
         if left > 0:
             for count in (1, 2, 4, 8):
                 yield Cut(long_count=at_once, long_segment=long, segment=ceil_div(left, count))
     # one long segment without a first pass, and short ones that recompute it
     if nchunks <= LONGEST_RECOMPUTED:
-        for first in range(ceil_div(nchunks, 2), 3 * nchunks // 4 + 1, ceil_div(nchunks, 64)):
-            left = nchunks - first
+        for long in range(ceil_div(nchunks, 2), 3 * nchunks // 4 + 1, ceil_div(nchunks, 64)):
+            left = nchunks - long
             if left > 0:
                 for count in (1, 2, 3):
                     yield Cut(
                         long_count=1,
-                        long_segment=first,
+                        long_segment=long,
                         segment=ceil_div(left, count),
                         recompute=True,
                     )
@@ -286,7 +295,11 @@ TIMES = {split: partial(simulated_time, n_split=split) for split in (1, 2)}
 
 
 def fastest_cut(nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> Cut:
-    """The cut with the least simulated time, of those that are as exact as `unfused`."""
+    """The cut with the least simulated time, of those that are as exact as `unfused`.
+
+    Similar lengths, of one of 16 classes per power of two, share a cut, which is simulated once.
+    Sequences are not cut if there are more pairs than SMs, which equal shares need.
+    """
     return cut(
         nchunks,
         pairs,
@@ -309,11 +322,13 @@ def unsupported(inputs: SSDInputs) -> Reasons:
     yield inputs.z is not None, "a gate z"
     supported_size = headdim >= SLICE.value and headdim % 16 == 0 and dstate in (64, 128, 256)
     yield not supported_size, f"headdim {headdim} with dstate {dstate}"
+    # both lanes of a program read the same B and C
     lanes = ceil_div(headdim, SLICE.value) * inputs.heads_per_group * n_split(dstate)
     yield lanes % 2 > 0, "an odd number of heads per group"
     yield x.shape[0] * x.shape[1] >= 2**31, "2^31 positions"
     reason = unreadable(x=x, B=B, C=C)
     yield reason != "", reason
+    # a descriptor reads the groups of a position as one row
     for name, tensor in (("B", B), ("C", C)):
         yield tensor.shape[2] > 1 and tensor.stride(2) != dstate, f"group stride of {name}"
     # the kernel's offsets of gates within a chunk are int32

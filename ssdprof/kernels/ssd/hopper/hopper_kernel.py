@@ -1,24 +1,26 @@
 """SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in
 registers.
 
-The algorithm is that of `portable.py`.  A first pass reads the segment backwards and computes the
-state that it adds.  The program publishes that state, and sums the states that earlier segments
-have published.  So no segment waits for more than the first passes of others.  A second pass reads
-the segment forwards and computes the output.  With more pairs of units than SMs there are no first
-passes: programs process equal shares of all sequences.
+The algorithm is that of `portable.py`, but for how states pass between segments.  A first pass
+reads the segment backwards and computes the state that it adds.  The program publishes that state,
+and sums the states that earlier segments have published.  So no segment waits for more than the
+first passes of others.  A second pass reads the segment forwards and computes the output.  With
+more pairs of units than SMs there are no first passes: programs process equal shares of all
+sequences.
 
 A program owns two units (heads, or slices of 64 of a head's P) that share B and C, or one unit if N
 is 256.  Its warps have roles (`rings.py`).  States and outputs are transposed, so that the state is
 a matrix operand directly from registers, and x, loaded once, serves all three products.
 docs/kernels.md has the reasons, and docs/ssd-mathematics.md the equations of segments.
 
-Assignment of work: with fewer pairs of units than SMs, sequences are cut into segments, one per
-program.  With more, there is one program per SM, and each processes an equal share of all chunks:
-several whole pairs and, because these do not divide evenly, the end of one sequence and the
+Assignment of work: with at most as many pairs of units as SMs, sequences are cut into segments, one
+per program.  With more, there is one program per SM, and each processes an equal share of all
+chunks: several whole pairs and, because these do not divide evenly, the end of one sequence and the
 beginning of another.  A program computes the beginning first and leaves its state for another
-program.  That program computes the rest last, a sequence later, so that it does not wait.  Example:
-seven pairs of eight chunks on four programs of 14 chunks each, with the pair of each chunk; pairs 0
-to 3 are whole:
+program.  That program computes the rest last, a sequence later, so that it hardly waits.
+
+Example: seven pairs of eight chunks on four programs of 14 chunks each.  The rows list the pair of
+each chunk in the order in which a program computes them; pairs 0 to 3 are whole:
 
     program 0   6 6 6 6 6 6 . 3 3 3 3 3 3 3 3
     program 1   5 5 5 5 . 2 2 2 2 2 2 2 2 . 6 6
@@ -27,10 +29,11 @@ to 3 are whole:
 
 Programs at about the same position of their sequences own neighbouring pairs, which share B and C.
 Tiles that one of them has loaded are then in L2 when the others need them.  So pairs are assigned
-by the programs' ranks.
+by the programs' ranks: programs with shorter beginnings, which reach their whole pairs earlier,
+have lower ranks.
 
-Assignment: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part, for matrix
-products.
+This assignment is Stream-K with a data-parallel part, which Osama et al. 2023 (arXiv:2301.03598)
+describe for matrix products.
 
 In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
@@ -88,25 +91,25 @@ class SSDSegment:
     row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros past the sequence's end
     first_chunk: gl.tensor
     nchunks: gl.tensor
-    unit: gl.tensor  # the first unit, if there are two
+    unit: gl.tensor  # the program's first unit, if it has two
     last: gl.tensor  # whether the segment ends its sequence
-    # whether there is a first pass; False if the kernel has none
-    has_warmup: gl.tensor | gl.constexpr
-    # the chunk at which the first pass ends, which runs backwards and may stop before it
-    warmup_first: gl.tensor
-    warmup_chunks: gl.tensor  # most chunks of the first pass
+    # whether the segment has a first pass; the constant False if no segment of the launch has one
+    has_first_pass: gl.tensor | gl.constexpr
+    # the chunk at which the first pass ends.  It runs backwards, and may stop earlier
+    first_pass_end: gl.tensor
+    first_pass_chunks: gl.tensor  # most chunks of the first pass
     # slot in which the segment leaves its state, or the state that it adds, for later segments
     slot: gl.tensor
     slot_step: gl.tensor  # distance between the slots of neighbouring segments of a sequence
 
-    # methods: the program has one segment, which is this one (`_gluon.py`)
+    # methods of a program's work: the program has one segment, which is this one (`_gluon.py`)
     segments, segment_at, chunks = segments, segment_at, chunks
 
 
 @aggregate
 class StreamK:
     """The work of a program that owns an equal share: the beginning of a pair, then whole pairs,
-    then the rest of a pair that another program began.
+    then the rest of a pair that another program began.  `share_of` computes it.
     """
 
     program: gl.tensor
@@ -125,7 +128,9 @@ class StreamK:
 
     @gluon.jit
     def segments(self):
-        """The number of segments: one for a beginning or a rest, unless it has no chunks."""
+        """The number of segments: the whole pairs, and one each for the beginning and for the rest,
+        unless that has no chunks.
+        """
         return gl.minimum(self.begun_chunks, 1) + self.wholes + gl.minimum(self.ended_chunks, 1)
 
     @gluon.jit
@@ -150,7 +155,7 @@ class StreamK:
             nchunks,
             pair % self.PAIRS * self.UNITS,  # unit
             k >= 0,  # last
-            False,  # has_warmup; the next two are not used
+            False,  # has_first_pass; the next two are not used
             first,
             nchunks,
             self.program,  # slot
@@ -160,7 +165,7 @@ class StreamK:
 
     @gluon.jit
     def chunks(self):
-        """Chunks of all segments."""
+        """The number of chunks of all segments."""
         return self.begun_chunks + self.wholes * self.nchunks + self.ended_chunks
 
 
@@ -169,8 +174,8 @@ def extent_of(index, first, most, length, S: gl.constexpr):
     """(chunks of a segment, whether it ends its sequence, whether it has a first pass, the chunk at
     which the first pass ends, the most chunks of the first pass).
 
-    index: of the segment in its sequence.  first: its first chunk.  most: its chunks, if the
-        sequence is long enough.  length: positions of the sequence
+    index: of the segment in its sequence.  first: its first chunk.  most: its number of chunks, if
+        the sequence is long enough.  length: positions of the sequence
     """
     nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
     last = (first + nchunks) * CHUNK >= length
@@ -184,15 +189,15 @@ def extent_of(index, first, most, length, S: gl.constexpr):
 
 @gluon.jit
 def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: gl.constexpr):
-    """The segment of a ticket.  Units vary fastest, then sequences, then segments: LONG_COUNT of
-    K_LONG chunks per sequence, and then of K chunks.
+    """The segment of a ticket, in a batch.  Units vary fastest, then sequences, then segments.  A
+    sequence has LONG_COUNT segments of K_LONG chunks, and then segments of K chunks.
     """
     rank = ticket // S.PAIRS
     sequence, index = rank % sequences, rank // sequences
     is_long = index < LONG_COUNT
     first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
     most = gl.where(is_long, K_LONG, K)
-    nchunks, last, has_warmup, warmup_first, warmup_chunks = extent_of(
+    nchunks, last, has_first_pass, first_pass_end, first_pass_chunks = extent_of(
         index, first, most, seqlen, S
     )
     return SSDSegment(
@@ -206,9 +211,9 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
         nchunks,
         ticket % S.PAIRS * S.UNITS,  # unit
         last,
-        has_warmup,
-        warmup_first,
-        warmup_chunks,
+        has_first_pass,
+        first_pass_end,
+        first_pass_chunks,
         rank,  # slot
         gl.to_tensor(sequences),  # slot_step
     )
@@ -216,7 +221,9 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
 
 @gluon.jit
 def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
-    """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
+    """The `rank`-th segment of packed sequences: (its sequence, its index there, the sequence's
+    first position and length, whether the segment exists).
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     sequence = 0  # number of sequences that end before the segment
     segments_before = 0  # segments of those sequences
@@ -255,21 +262,23 @@ def packed_segment_of(
         rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K
     )
     first = index * K
-    nchunks, last, has_warmup, warmup_first, warmup_chunks = extent_of(index, first, K, length, S)
+    nchunks, last, has_first_pass, first_pass_end, first_pass_chunks = extent_of(
+        index, first, K, length, S
+    )
     segment = SSDSegment(
         sequence,
         index,
         length,
         begin.to(gl.int64) * dt_strides[1],  # dt_begin
-        begin + length,  # tile, and next row: `tensors.tiles` explains them
-        seqlen - length,
+        begin + length,  # tile; `tensors.tiles` explains it and the row
+        seqlen - length,  # row
         first,
         nchunks,
         ticket % S.PAIRS * S.UNITS,  # unit
         last,
-        has_warmup,
-        warmup_first,
-        warmup_chunks,
+        has_first_pass,
+        first_pass_end,
+        first_pass_chunks,
         rank - sequence,  # slot; the last segment of each sequence needs none
         gl.to_tensor(1),  # slot_step
     )
@@ -278,26 +287,27 @@ def packed_segment_of(
 
 @gluon.jit
 def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
-    """The share of a program in the pairs of all sequences, units fastest.  Requires at least one
-    pair per program.
+    """The share of a program in the pairs of all sequences.  Pairs are numbered with units fastest.
+    Requires at least one pair per program.
 
-    `extra` pairs remain if every program owns equally many whole pairs.  Program p begins the
-    fractional part of (p + 1) * extra / programs of a pair, and takes over the rest of the pair of
-    which program p - 1 began a part, so that all shares are equal.
+    `extra` pairs remain if every program owns equally many whole pairs.  Program p begins a pair,
+    of which it computes the fractional part of (p + 1) * extra / programs.  It takes over the rest
+    of the pair that program p - 1 began.  So all shares are equal, up to rounding to chunks.
     """
     programs, pairs, nchunks = gl.num_programs(0), sequences * S.PAIRS, gl.cdiv(seqlen, CHUNK)
     extra = pairs % programs
     # what this program begins, and what program p - 1 began, in units of 1 / programs of a pair
     begun, taken = (program + 1) * extra % programs, program * extra % programs
-    # `divisor`, the greatest common divisor, is the number of programs that begin equal parts;
-    # `same` is how many of those precede this program
+    # `divisor`, the greatest common divisor, is the number of programs that begin equally large
+    # parts; `same` is how many of these precede this program
     divisor, left = programs, extra
     while left > 0:
         divisor, left = left, divisor % left
     same = program * divisor // programs
     wholes = pairs // programs - 1 + (begun <= extra).to(gl.int32)
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
-    split = pairs - programs  # the first of the pairs that are divided
+    # from this pair on, pairs are begun by the program of their rank, if its beginning has chunks
+    split = pairs - programs
     return StreamK(
         program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
         split + begun + same, nchunks * begun // programs, split + taken + same, rest, S.PAIRS,
@@ -307,7 +317,7 @@ def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
 
 @aggregate
 class SSDEnv:
-    """All that the roles share."""
+    """The arguments that all roles share."""
 
     shared: Shared
     work: SSDSegment | StreamK
@@ -316,13 +326,13 @@ class SSDEnv:
     dt_bias_ptr: gl.tensor | gl.constexpr
     strides: gl.tuple  # of dt, A, dt_bias, D, cu_seqlens
     dt_limit: gl.tuple
-    descs: gl.tuple  # of x, B, C, out
+    descs: gl.tuple  # TMA descriptors of x, B, C, out
     D_ptr: gl.tensor | gl.constexpr
     initial_ptr: gl.tensor | gl.constexpr
     states_ptr: gl.tensor
     final_ptr: gl.tensor
     flags_ptr: gl.tensor
-    exchange: gl.shared_memory_descriptor | gl.tuple
+    exchange: gl.shared_memory_descriptor | gl.tuple  # `allocate_exchange`; (): N is not split
     S: gl.constexpr  # compile-time arguments
 
 
@@ -337,7 +347,7 @@ def _fused_hopper_kernel(
     which pass tiles through rings in shared memory (`rings.py`).
 
     strides: of dt, A, dt_bias, D, cu_seqlens
-    dt_limit: least and largest dt.  seqlen: positions of a sequence, unless packed.
+    dt_limit: least and largest dt.  seqlen: positions of a sequence; if packed, of all of them.
     K, LONG_COUNT, K_LONG: see `segment_of`
     """
     (
@@ -371,8 +381,8 @@ def _fused_hopper_kernel(
             (x_desc, B_desc, C_desc, out_desc), D_ptr, initial_ptr, states_ptr, final_ptr,
             sync_ptr + FLAGS, exchange, S,
         )  # fmt: skip
-        # an SM has 512 registers for each thread of a group of 128: two groups have the role
-        # `units`, one is `scores`, and one has the other roles
+        # an SM has 512 registers for each thread of a group of 128.  Four groups share them: two
+        # have the role `units`, one has `scores`, and one has the other roles
         OTHERS: gl.constexpr = S.OTHER_REGISTERS
         gl.warp_specialize(
             [(units, (env,)), (scores, (env,)), (gates, (env,)), (loads, (env,)), (stores, (env,))],

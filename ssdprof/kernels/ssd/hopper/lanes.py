@@ -1,10 +1,11 @@
 """The two lanes of the role `units`, which has eight warps, four for each lane.
 
-Tensors of the role hold the rows of both lanes, lane 0 first.  Triton takes `lane_number` for a
-uniform scalar, but its value differs between the lanes.  So a load from an address that depends on
-it reads the data of this lane's rows, a product reads the operand for these rows, and a lane
-continues when the mbarrier of this lane completes.  Therefore no condition around a barrier of all
-threads, or around an operation that Triton compiles to one, may depend on the lane number.
+Tensors of the role hold the rows of both lanes, lane 0 first.  Triton takes the result of
+`lane_number` for a uniform scalar, but its value differs between the lanes.  So a load from an
+address that depends on it reads the data of this lane's rows, a product reads the operand for these
+rows, and a lane continues when the mbarrier of this lane completes.  On the other hand, no
+condition around a barrier of all threads, or around an operation that Triton compiles to one, may
+depend on the lane number.
 
 With one role per lane, the same code would be compiled twice.  Compiling would take half as long
 again, and the kernel would not be faster.
@@ -25,7 +26,8 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels._gluon import product_layout, reinterpret, role_barrier
 from ssdprof.kernels.ssd.hopper.rings import SLICE
 
-LANES = gl.constexpr(2)  # lanes per role; tests without a GPU set 1 and run each lane by itself
+# lanes per role; tests without a GPU set it to 1, and run each lane by itself
+LANES = gl.constexpr(2)
 # most of N in one lane: a state of 64 x 128 fills a third of the lane's registers
 MAX_WIDTH = gl.constexpr(128)
 # layout (lane): one number, which all threads of a lane have
@@ -46,7 +48,7 @@ FRAGMENTS = (
     [0, 16],
 )
 half_layout = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
-# the same for both halves, (half, p, half of q): the half is the last basis
+# the same for the buffers of both halves, (half, p, half of q): the half is the last basis
 IN_FIRST_HALF = [[0, *basis] for basis in FRAGMENTS]
 halves_layout = gl.constexpr(gl.SharedLinearLayout([*IN_FIRST_HALF, [1, 0, 0]]))
 
@@ -70,13 +72,13 @@ def lane_number():
 
 @gluon.jit
 def first_of(lane):
-    """The lane whose rows come first in tensors: 0, or, with one lane per role, that lane."""
+    """The lane whose rows come first in tensors: 0, or, with one lane per role, this lane."""
     return gl.to_tensor(0) if LANES == 2 else lane
 
 
 @gluon.jit
 def unit_of(shared, lane):
-    """Index of the lane's unit among the program's units."""
+    """Index of the lane's unit among the program's units: 0 if there is only one."""
     return lane if shared.UNITS == 2 else 0
 
 
@@ -94,7 +96,9 @@ def lanes_layout(columns):
 
 @gluon.constexpr_function
 def apart(layout):
-    """The layout (lane, row, column) that corresponds to a linear layout (lane row, column)."""
+    """A linear layout (lane row, column) of two lanes as a layout (lane, row, column) of the same
+    elements.
+    """
     rows = layout.shape[0] // 2
 
     def split(bases):
@@ -111,7 +115,7 @@ def apart(layout):
 
 @gluon.jit
 def load_tiles(tile, layout: gl.constexpr):
-    """Load `tile` (row, column), which differs between the lanes, as (lane row, column)."""
+    """Load `tile` (row, column), which is another one in each lane, as (lane row, column)."""
     columns: gl.constexpr = tile.shape[1]
     rows: gl.constexpr = LANES * SLICE
     lanes: gl.constexpr = apart(gl.to_linear_layout(layout, [rows, columns]))
@@ -122,7 +126,7 @@ def load_tiles(tile, layout: gl.constexpr):
 
 @gluon.jit
 def load_transposed(shared, slot, lane, layout: gl.constexpr):
-    """Load x^T (lane p, q) of the lanes' units from a slot of the ring `x`."""
+    """Load x^T (lane p, q) of the lanes' units from slot `slot` of the ring `x`."""
     tile = shared.x.index(slot * shared.UNITS + unit_of(shared, lane))
     return load_tiles(tile.permute((1, 0)), layout)
 
@@ -154,8 +158,8 @@ def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
 
 @gluon.jit
 def halves_of(v, layout: gl.constexpr):
-    """Split v (half p, q) into the positions that half 0 and half 1 finish, each (half p, q /
-    2).
+    """Split v (half p, q) into its first and its second half of positions, which lane 0 and lane 1
+    finish, each (half p, q / 2).
     """
     P: gl.constexpr = v.shape[0]
     Q: gl.constexpr = v.shape[1]
@@ -183,9 +187,9 @@ def own_positions(x, half, layout: gl.constexpr):
 @gluon.jit
 def give_part(exchange, part, half, layout: gl.constexpr):
     """Return the partial sums for the positions that each half finishes, (half p, q / 2), and store
-    those for the other positions in `exchange`.
+    those for the other positions in `exchange`, for the other half.
 
-    part: the partial sums of each half of N for all positions, (half p, q)
+    part: the partial sums of each half of N for all positions, (half p, q).  half: this lane's
     """
     first, second = halves_of(part, layout)
     tiles = tiles_of(exchange, half, halves_layout)
@@ -222,7 +226,7 @@ def for_dtype(code, dtype):
 @gluon.jit
 def two_parts(v, dtype: gl.constexpr):
     """Each number of v in fp32 as a sum of two numbers of `dtype`: the nearest one in the low half
-    of a word, and the rest in the high half.
+    of a word of 32 bits, and the rest in the high half.  The words have the type fp32.
     """
     code: gl.constexpr = for_dtype(
         """{

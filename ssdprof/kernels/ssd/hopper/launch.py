@@ -16,7 +16,11 @@ from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, strid
 
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
-    """The number of programs with equal shares; 0 if there is one program per segment."""
+    """The number of programs with equal shares; 0 if there is one program per segment.
+
+    Shares are for sequences that are not cut.  Each program needs at least one pair, and with as
+    many pairs as programs, each pair is a segment of its own: hence `config.shares < pairs`.
+    """
     uncut = (
         inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
     )
@@ -39,6 +43,9 @@ def slot_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> Buffers:
     """Elements and dtype of each buffer of a call, by name: `sync`, with ticket and flags, and
     `states`, those that segments or shares pass on.  Empty if they pass on none.
+
+    `states` has places for every lane of every slot: a segment's slot has the lanes of all units of
+    the sequence, a share's slot those of its program.
     """
     dstate = inputs.B.shape[3]
     split = n_split(dstate)
@@ -75,7 +82,7 @@ def launch_options(
 ) -> dict[str, object]:
     """Compile-time arguments and launch options of the kernel.
 
-    UNITS: units per program.  PAIRS: programs per segment
+    SLICES: units per head.  UNITS: units per program.  PAIRS: programs per segment of a sequence
     """
     nheads, headdim = inputs.x.shape[2:]
     dstate = inputs.B.shape[3]
@@ -105,13 +112,13 @@ def hopper_launch(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
 ) -> PreparedLaunch:
     """A call of the Hopper kernel, for all inputs of the signature of `inputs`.  Requires that
-    `config.unsupported` returns "".
+    `unsupported` in config.py returns "" for them.
     """
     packed = inputs.cu_seqlens is not None
     D = inputs.D
     seqlen, nheads, headdim = inputs.x.shape[1:]
     split = n_split(inputs.B.shape[3])
-    row = nheads * headdim
+    row = nheads * headdim  # elements of a position of the output, which is contiguous
     x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
     # a tile of the output has the positions of a chunk that one lane finishes
     out_tiles = _units(inputs, (seqlen * row, row, headdim), CHUNK.value // split)
@@ -127,12 +134,14 @@ def hopper_launch(
         sync: torch.Tensor | None = None,
         states: torch.Tensor | None = None,
     ) -> tuple[object, ...]:
-        """The kernel's descriptors and tensors in its order."""
+        """The kernel's descriptors and tensors in its order.  A call without buffers has `final` in
+        their places, whose pointer the kernel does not use then.
+        """
         x, B, C = call_inputs.x, call_inputs.B, call_inputs.C
         descriptors = x_tiles(x), B_tiles(B), C_tiles(C), out_tiles(out)
         gates = call_inputs.dt, call_inputs.A, call_inputs.dt_bias
-        # the kernel does not use pointers to buffers that a call does not have
-        states, sync = (final if buffer is None else buffer for buffer in (states, sync))
+        if states is None or sync is None:  # a call has both or none
+            states = sync = final
         entering = call_inputs.initial_states, call_inputs.cu_seqlens
         return *descriptors, *gates, call_inputs.D, *entering, final, states, sync
 
@@ -160,8 +169,10 @@ def hopper_launch(
 
 
 def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:
-    """Descriptors of tiles (positions, SLICE) of one head.  Past a head's P, as past a sequence's
-    end, TMA reads zeros and writes nothing.
+    """Descriptors of tiles (positions, SLICE) of one head of x, or of the output.  Past a head's P,
+    as past a sequence's end, TMA reads zeros and writes nothing.
+
+    strides: between sequences, positions and heads
     """
     nheads, headdim = inputs.x.shape[2:]
     block = (1, positions, SLICE.value)
@@ -178,7 +189,7 @@ def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Described:
     """Descriptors of tiles of B or C: a chunk of one group with all of N, or half of it, in blocks
     of COLUMNS columns, as they lie in shared memory.
 
-    split: of `n_split`
+    split: result of `n_split`.  packed: whether sequences are packed
     """
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value

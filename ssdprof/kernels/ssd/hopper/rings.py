@@ -1,8 +1,8 @@
 """Shared memory of `hopper_kernel.py`: ring buffers and mbarriers of all roles.
 
     units       8 warps   chunk_state, state_passing and chunk_scan, four warps per lane
-    scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass it
-                computes the gates
+    scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass
+                          chunk_cumsum: computes the weights of positions
     gates       2 warps   chunk_cumsum: computes dt and the decays of a chunk, for both lanes
     loads       1 warp    loads B, C and x of a chunk through TMA, the Tensor Memory Accelerator
     stores      1 warp    stores the outputs of a chunk through TMA
@@ -18,9 +18,11 @@ the flags that continue the first pass.
 
 The first pass has separate rings and barriers, because other roles take part in it.  Each of its
 turns processes one chunk, or two if N is 256.  A wait distinguishes only two phases, so a role that
-skipped one round of a ring would mistake the previous round for it.  Chunk i of the second pass
-uses the barriers of i % DEPTH.  The slots of its rows and x depend on where the first pass ended
-(`places_of`), so that the first chunks of the second pass are copied while the first pass ends.
+skipped one round of a ring would mistake the previous round for it.
+
+The program's n-th chunk of the second pass uses the barriers of n % DEPTH.  The slots of its rows
+and x depend on where the first pass ended (`places_of`), so that the first chunks of the second
+pass are copied while the first pass ends.
 
 STAGES maps functions to stages.  Inside a function, a line `# stage ...` names the stage that
 follows, for readers and for `ssdprof stalls` (docs/reading-stalls.md).
@@ -36,12 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ssdprof.kernels._gluon import aggregate, place_in, reinterpret
 from ssdprof.kernels.hopper.ring import CHUNK, barriers, begin_pairs
 
-SLICE = gl.constexpr(64)  # slice of P: rows of one matrix instruction
+SLICE = gl.constexpr(64)  # size of a slice of P, a unit: the rows of one matrix instruction
 # 16-bit columns of a block that TMA writes to shared memory; wider tiles have several
 COLUMNS = gl.constexpr(64)
 THREADS = gl.constexpr(128)  # threads per lane
 FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector
-# the four vectors of a chunk in `gates`, by their index
+# indices of the four vectors of a chunk in `gates`, which `Shared` describes
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 STAGES = {"allocate": "setup", "begin_barriers": "setup"}
@@ -55,7 +57,7 @@ class FirstPass:
 
     weights: gl.shared_memory_descriptor  # (weight_places, 2 q): weights of a chunk, `two_parts`
     decay: gl.shared_memory_descriptor  # (weight_places, 2): decay of all chunks read so far
-    # (word_places, 1) int32: a word per turn, whether another turn follows this one
+    # (word_places, 1) int32: a word for each turn, not zero if another turn follows it
     continue_flag: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # mbarriers, per slot of the chunk ring
     empty: gl.shared_memory_descriptor  # mbarriers, per slot of the chunk ring
@@ -92,8 +94,9 @@ class Shared:
 
 @gluon.constexpr_function
 def weight_places(depth, turn):
-    """Slots for weights of the first pass, if its chunk ring has `depth` slots and a turn `turn`
-    chunks.
+    """The number of slots for weights of the first pass.
+
+    depth: slots of its chunk ring.  turn: chunks of a turn
 
     The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.
     With this number of slots they do not overwrite unread weights.
@@ -103,21 +106,24 @@ def weight_places(depth, turn):
 
 @gluon.constexpr_function
 def word_places(depth, turn):
-    """Slots for the flags that continue the first pass: two more than the chunk ring has turns, so
-    that no unread flag is overwritten.
+    """The number of slots for the flags that continue the first pass: two more than the turns for
+    which the chunk ring has room, so that no unread flag is overwritten.
+
+    depth, turn: see `weight_places`
     """
     return depth // turn + 2
 
 
 @gluon.jit
 def allocate(dtype: gl.constexpr, S: gl.constexpr):
-    """Allocate all rings, for tiles of `dtype`.  The barriers are not initialised yet."""
+    """Allocate all rings, with tiles of `dtype`.  The barriers are not initialised yet."""
     N_SPLIT: gl.constexpr = S.N_SPLIT
     DEPTH: gl.constexpr = S.DEPTH
     SCORE_DEPTH: gl.constexpr = S.SCORE_DEPTH
     UNITS: gl.constexpr = 2 // N_SPLIT
     WIDTH: gl.constexpr = S.DSTATE // N_SPLIT  # of N per lane
-    # the first pass loads no C: with two halves, twice as many chunks fit
+    # if N is split, the first pass, which loads no C, also uses the slots of C: room for twice as
+    # many chunks
     FIRST_DEPTH: gl.constexpr = DEPTH * N_SPLIT
     WEIGHTS: gl.constexpr = weight_places(FIRST_DEPTH, N_SPLIT)
     WORDS: gl.constexpr = word_places(FIRST_DEPTH, N_SPLIT)
@@ -159,8 +165,8 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def begin_barriers(shared, FIRST_PASS: gl.constexpr):
-    """Initialise the barriers with their arrival counts: in `units` all THREADS of a lane arrive,
-    in other roles one thread.
+    """Initialise the barriers with their arrival counts: of the role `units`, all THREADS of a lane
+    arrive, of other roles one thread.
 
     FIRST_PASS: whether the kernel has one.  Otherwise the memory of its barriers has another use
     """
@@ -180,26 +186,28 @@ def begin_barriers(shared, FIRST_PASS: gl.constexpr):
 
 @gluon.jit
 def rows_of(shared, slot, half):
-    """B or C (q, n) of a chunk in a slot of `rows`, or the given half of n."""
+    """B or C (q, n) of a chunk in a slot of `rows`: all of n, with half 0, or, if N is split, the
+    given half of n.
+    """
     return shared.rows.index(slot * shared.N_SPLIT + half)
 
 
 @gluon.jit
-def places_of(shared, seen, i):
-    """(slot of B, slot of C, slot of x) of chunk i of the second pass, after a first pass of `seen`
-    chunks.
+def places_of(shared, seen, n):
+    """(slot of B, slot of C, slot of x) of the program's n-th chunk of the second pass, after a
+    first pass of `seen` chunks.
 
     C lies beyond the slots of the first pass.  If N is split, the first pass uses all slots, and C
     lies in the slot after B.
     """
-    x = place_in(seen + place_in(i, shared.DEPTH), shared.first.DEPTH)
-    B = place_in(seen + i * shared.N_SPLIT, shared.first.DEPTH)
+    x = place_in(seen + place_in(n, shared.DEPTH), shared.first.DEPTH)
+    B = place_in(seen + n * shared.N_SPLIT, shared.first.DEPTH)
     return B, B + (shared.DEPTH if shared.N_SPLIT == 1 else 1), x
 
 
 @gluon.jit
 def lane_of(vectors, row, lane):
-    """The lane's half of vector `row` of a ring."""
+    """The numbers of one lane in vector `row` of a ring of vectors."""
     halves = reinterpret(
         vectors, vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout
     )

@@ -1,5 +1,7 @@
 """Roles `loads`, which loads B, C and x of each chunk through TMA, and `stores`, which stores the
 chunk's output.  Shared memory: `rings.py`.
+
+`t` is the position of a chunk in its sequence, `segment.row + t` its third TMA coordinate.
 """
 
 from triton.experimental import gluon
@@ -19,25 +21,23 @@ STAGES = {
     "store_chunk": "chunk_scan.residual",
     "stores": "chunk_scan.residual",
 }
-# Stage of a wait at each barrier.  A role that waits for a free slot is ahead of the others.
-WAITS = {
-    "full": "waiting.chunk",
-    "continue_barrier": "waiting.gates",
-    "empty": "ahead",
-    "unwritten": "chunk_scan.residual",
-    "written": "ahead",
-}
+# Stage of a wait at each barrier.  In a wait "ahead", the role waits for a free slot, or for an
+# output to store, and delays no other role.
+WAITS = {"continue_barrier": "waiting.gates", "empty": "ahead", "written": "ahead"}
 
 
 @gluon.constexpr_function
 def bytes_of(shared, rows):
-    """Bytes of a chunk's x and B, and of C if `rows` is 2: 16-bit numbers."""
+    """Bytes of a chunk's tiles, of 16-bit numbers: x and B if `rows` is 1, and C if it is 2."""
     return 2 * CHUNK * (shared.UNITS * SLICE + rows * shared.N_SPLIT * shared.rows.shape[2])
 
 
 @gluon.jit
 def load_x(env, segment, slot, t, full):
-    """Load x (q, p) of the chunk at position t for all units into a slot.  full: its barrier"""
+    """Load x (q, p) of the chunk at position t for all units into a slot.
+
+    full: the slot's barrier
+    """
     shared = env.shared
     for k in gl.static_range(shared.UNITS):
         unit = segment.unit + k
@@ -51,7 +51,8 @@ def load_rows(shared, segment, slot, t, desc, first_block, full):
     """Load B or C of the chunk at position t into a slot: a tile (q, n), or one for each half of N,
     each as consecutive blocks of COLUMNS columns.
 
-    first_block: the group's first block of columns in the tensor.  full: the slot's barrier
+    desc: descriptor of B or of C.  first_block: the group's first block of columns in the tensor.
+    full: the slot's barrier
     """
     BLOCKS: gl.constexpr = shared.rows.shape[2] // COLUMNS
     for k in gl.static_range(shared.N_SPLIT):
@@ -64,16 +65,16 @@ def load_rows(shared, segment, slot, t, desc, first_block, full):
 def load_first(env, segment, seen, chunk: gl.constexpr, first_block):
     """Load B and x of a chunk of the turn after `seen` chunks of the first pass.
 
-    chunk: its index in the turn
+    chunk: its index in the turn.  first_block: see `load_rows`
     """
     shared = env.shared
     first = shared.first
     slot = place_in(seen + chunk, first.DEPTH)
     full = first.full.index(slot)
-    # c counts from the chunk at which the first pass ends.  A chunk before it must be zero, so read
-    # past the sequence's end, where TMA returns zeros
-    c = segment.warmup_chunks - 1 - seen - chunk
-    t = gl.where(c >= 0, (segment.warmup_first + c) * CHUNK, segment.length)
+    # c counts chunks from the one at which the first pass ends.  A chunk before that one must be
+    # zero: it is read past the sequence's end, where TMA returns zeros
+    c = segment.first_pass_chunks - 1 - seen - chunk
+    t = gl.where(c >= 0, (segment.first_pass_end + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + chunk, first.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
     load_rows(shared, segment, slot, t, env.descs[1], first_block, full)
@@ -82,21 +83,23 @@ def load_first(env, segment, seen, chunk: gl.constexpr, first_block):
 
 @gluon.jit
 def load_chunk(env, segment, seen, i, n, first_block):
-    """Load B, C and x of chunk i of the segment's second pass, the program's n-th.  seen: chunks of
-    the first pass
+    """Load B, C and x of chunk i of the segment's second pass, the program's n-th.
+
+    seen: chunks of the first pass.  first_block: see `load_rows`
     """
     shared = env.shared
     first = shared.first
     slot = place_in(n, shared.DEPTH)
     full = shared.full.index(slot)
     t = (segment.first_chunk + i) * CHUNK
-    # wait until `units` has read the last chunk of the first pass that used these slots, if one did
+    # `before` is the last chunk of the first pass that used these slots; negative: none did.  Wait
+    # until `units` has read it
     before = seen - first.DEPTH + (n + 1) * shared.N_SPLIT - 1
     was_used = (n < shared.DEPTH) & (before >= 0)
     before = gl.maximum(before, 0)
     place = place_in(before, first.DEPTH)
     mbarrier.wait(first.empty.index(place), phase(before, first.DEPTH), pred=was_used)
-    # wait until the program's chunk that used these barriers before has been read
+    # wait until the chunk of the second pass that used these barriers before has been read
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
     B, C, x = places_of(shared, seen, n)
@@ -107,8 +110,8 @@ def load_chunk(env, segment, seen, i, n, first_block):
 
 @gluon.jit
 def loads(env):
-    """Role: load x, B and C of every chunk.  The first pass ends when `scores` says that earlier
-    states have decayed.
+    """Role: load x, B and C of every chunk.  After each turn of the first pass, `scores` says
+    whether another one follows: none does if all chunks are read, or if earlier ones have decayed.
     """
     first = env.shared.first
     for k in range(env.work.segments()):
@@ -116,8 +119,8 @@ def loads(env):
         group = segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP
         first_block = group * (env.S.DSTATE // COLUMNS)
         seen = 0  # chunks of the first pass
-        if segment.has_warmup:
-            goes_on = segment.warmup_chunks > 0
+        if segment.has_first_pass:
+            goes_on = segment.first_pass_chunks > 0
             while goes_on:
                 for chunk in gl.static_range(first.TURN):
                     load_first(env, segment, seen, chunk, first_block)
@@ -134,10 +137,10 @@ def loads(env):
 @gluon.jit
 def store_chunk(env, segment, i, n):
     """Store the output of chunk i of the segment, the program's n-th, up to the sequence's end: one
-    tile from each lane.
+    tile from each lane, with the output of its unit, or with half of the positions of the only one.
     """
     shared = env.shared
-    OWN: gl.constexpr = shared.out.shape[1]  # positions of a chunk that one lane finishes
+    OWN: gl.constexpr = shared.out.shape[1]  # positions of a chunk whose output one lane finishes
     t = (segment.first_chunk + i) * CHUNK
     for lane in gl.static_range(2):
         unit = segment.unit + lane // shared.N_SPLIT

@@ -1,9 +1,10 @@
 """Roles `gates`, which computes dt and the decays of each chunk, and `scores`, which computes C B^T
 of each chunk times the decays of each unit.
 
-In the first pass, `scores` computes the weights of positions instead, because it is idle then.
+In the first pass, `scores` computes the weights of positions instead, because there are no scores
+to compute.
 
-Shared memory: `rings.py`.
+Shared memory: `rings.py`.  A column is a chunk of a lane.
 """
 
 from triton.experimental import gluon
@@ -30,9 +31,10 @@ from ssdprof.kernels.ssd.hopper.rings import ENTERING, KEY, ROW, WEIGHT, lane_of
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# log2 of a decay that is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+# a log2 below which a decay is zero in fp32, whose smallest number is 2^-149; the margin is for
+# rounding
 FORGOTTEN = gl.constexpr(-160.0)
-# Layout (q, column) of the first pass: one warp per lane and chunk, two chunks at once
+# layout (q, column) of the first pass: one warp for each of the four columns of two chunks
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
 STAGES = {
@@ -45,20 +47,15 @@ STAGES = {
     "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk",
     "scores": "bmm_chunk",
 }  # fmt: skip
-# Stage of a wait at each barrier.  A role that waits for a free slot is ahead of the others.
-WAITS = {
-    "full": "waiting.chunk",
-    "continue_barrier": "waiting.gates",
-    "scored": "waiting.scores",
-    "empty": "ahead",
-    "unscored": "ahead",
-}
+# Stage of a wait at each barrier.  In a wait "ahead", the role waits for a free slot, and delays no
+# other role.
+WAITS = {"full": "waiting.chunk", "empty": "ahead", "unscored": "ahead"}
 
 
 @gluon.jit
 def exp2_approx(v):
-    """The instruction that `gl.exp2` compiles to, without linking CUDA's libdevice, which takes
-    long.
+    """2^v by the instruction to which `gl.exp2` compiles.  `gl.exp2` would link CUDA's libdevice,
+    which takes long.
     """
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
@@ -67,7 +64,7 @@ def exp2_approx(v):
 
 @gluon.jit
 def log2_approx(v):
-    """log2 as one instruction, as `exp2_approx`."""
+    """log2 of v by one instruction, for the same reason as `exp2_approx`."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -75,8 +72,8 @@ def log2_approx(v):
 
 @gluon.jit
 def softplus(v):
-    """log(1 + e^v) with a relative error below 3e-6.  For small e^v, where 1 + e^v would round, it
-    is computed from the series.
+    """log(1 + e^v) with a relative error below 5e-6; 0 where e^v is below the least normal number,
+    2^-126.  For small e^v, where 1 + e^v would lose digits, it is computed from the series.
     """
     e = exp2_approx(v * LOG2_E)
     series = e * (
@@ -115,11 +112,10 @@ def number_of(bits, dtype: gl.constexpr):
 
 @gluon.jit
 def chunk_cumsum(env, raw, dt_bias, A, valid):
-    """dt (q, column), a (q, column) and a_end (column) of chunks, where a column is a chunk of a
-    lane.  NaN stays NaN.
+    """dt (q, column), a (q, column) and a_end (column) of chunks.  NaN stays NaN.
 
-    raw: dt before bias, softplus and limit (q, column).  dt_bias, A: (column), A in log2 units.
-    valid: whether the position exists; dt is 0 where it does not
+    raw: dt before bias, softplus and limit (q, column).  dt_bias, A: (column), A times log2(e).
+    valid: whether the position exists, (q, column) or (q, 1); dt is 0 where it does not
     """
     v = raw + dt_bias[None, :]
     if env.S.DT_SOFTPLUS:
@@ -134,8 +130,8 @@ def chunk_cumsum(env, raw, dt_bias, A, valid):
 
 @gluon.jit
 def decay_exp2(log2_decay):
-    """2^log2_decay, clamped to 1, because the rounding of a difference of sums may exceed it.  NaN
-    stays NaN.
+    """2^log2_decay, at most 1: the exponent is a rounded difference of sums, which may be slightly
+    above 0.  NaN stays NaN.
     """
     return exp2_approx(gl.where(log2_decay > 0.0, 0.0, log2_decay))
 
@@ -151,7 +147,7 @@ def rates_of(env, segment, CHUNKS: gl.constexpr, layout: gl.constexpr):
     """(A log2(e), dt_bias, pointer to the sequence's dt, offsets in dt, stride of dt between
     positions).
 
-    A log2(e) and dt_bias are (column), offsets are (q, column), from the first position of a chunk.
+    A log2(e) and dt_bias are (column); offsets are (q, column), from a chunk's first position.
     Columns are both lanes of the chunk and, if CHUNKS is 2, both lanes of the chunk before it.
     """
     dt_strides, A_strides, dt_bias_strides, _, _ = env.strides
@@ -179,9 +175,11 @@ def write_flag(first, seen, goes_on):
 
 
 @gluon.jit
-def announce_weights(first, chunk):
-    """Announce that the weights and decays of the turn that begins with `chunk` are stored."""
-    mbarrier.arrive(first.full.index(place_in(chunk, first.DEPTH)), count=1)
+def announce_weights(first, seen):
+    """Announce that the weights and decays of the turn that begins after `seen` chunks of the first
+    pass are stored.
+    """
+    mbarrier.arrive(first.full.index(place_in(seen, first.DEPTH)), count=1)
 
 
 @gluon.jit
@@ -193,8 +191,8 @@ def pairs_of(vectors):
 
 @gluon.jit
 def of_each_lane(v):
-    """The four numbers of v, whose columns are (chunk, lane): a pair of scalars, of the first and
-    the second chunk, for lane 0, and one for lane 1.
+    """The four numbers of v (column), whose columns are (chunk, lane), as two pairs of scalars:
+    first those of lane 0, of the first and of the second chunk, then those of lane 1.
     """
     four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     two: gl.constexpr = gl.SliceLayout(
@@ -210,8 +208,10 @@ def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     column), and a_end (column).
 
     seen: chunks read before them.  decay_0, decay_1: log2 of each lane's decay of all chunks after
-        c.  Returns them with these two chunks included, the number of chunks read so far, and
-        whether more follow.
+        c
+
+    Returns decay_0 and decay_1 with these two chunks included, the number of chunks to read so far,
+    and whether more follow.
     """
     first = shared.first
     o_c = gl.arange(0, 4, gl.SliceLayout(0, by_column))
@@ -223,11 +223,11 @@ def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     decay = gl.where(is_c, after_c, gl.where(o_c == 2, middle_0, middle_1))
     weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
     decay_0, decay_1 = middle_0 + ends_0[1], middle_1 + ends_1[1]
-    # whether chunk c - 1 has to be read, and whether chunk c - 2 has
+    # more: whether chunk c - 1 has to be read.  goes_on: whether chunk c - 2 has to be
     more = (c > 0) & (gl.maximum(middle_0, middle_1) > FORGOTTEN)
     goes_on = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
     write_flag(first, seen, more if first.TURN == 1 else goes_on)
-    # wait until the chunk ring has room for the turn: the weights' slots are then free, too
+    # wait until the chunk ring has room for the turn: then the slots of its weights are free, too
     last = seen + first.TURN - 1
     mbarrier.wait(first.empty.index(place_in(last, first.DEPTH)), phase(last, first.DEPTH) ^ 1)
     pair = place_in(seen // 2, first.weights.shape[0] // 2)
@@ -237,13 +237,14 @@ def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     if first.TURN == 1:
         if more:
             write_flag(first, seen + 1, goes_on)
-            # no wait is needed: `units` has waited at this barrier before it released the slot of
-            # `seen`
+            # no wait is needed: before `units` released the slot of `seen`, it waited for the
+            # earlier use of this barrier
             announce_weights(first, seen + 1)
         seen += 1 + more.to(gl.int32)
     else:
         seen += 2
-    # do not run further ahead of the copies: with more copies in flight all are slower
+    # wait for the copy of an earlier chunk, so as not to run further ahead of the copies: with more
+    # copies in flight, all are slower
     before = gl.maximum(seen - 2, 0)
     mbarrier.wait(first.full.index(place_in(before, first.DEPTH)), phase(before, first.DEPTH))
     return decay_0, decay_1, seen, goes_on
@@ -251,8 +252,8 @@ def store_two_weights(shared, seen, c, decay_0, decay_1, dt, a, a_end):
 
 @gluon.jit
 def first_pass_gates(env, segment):
-    """Compute the weights of the chunks of the first pass, from its end backwards.  Returns the
-    number of chunks.
+    """Compute the weights of the chunks of the first pass, from the last chunk backwards.  Returns
+    the number of chunks that the first pass reads.
 
     Different warps process two chunks at once, because each chunk's chain of dependent instructions
     takes long.  With two chunks per turn, the second chunk of the last turn may lie before the
@@ -260,13 +261,13 @@ def first_pass_gates(env, segment):
     """
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 2, by_column)
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
-    # (q, column): the chunk of a number, counted from c backwards
+    # (q, column): how many chunks before c the column's chunk is, 0 or 1
     column = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :]
     back = column // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
     # c: the later one of two chunks.  dt of the next two chunks is loaded one iteration ahead
-    c = segment.warmup_chunks - 1
+    c = segment.first_pass_chunks - 1
     step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
-    p = dt_ptr + (segment.warmup_first + c) * step
+    p = dt_ptr + (segment.first_pass_end + c) * step
     bits = load_bits(p + tile, back <= c)
     decay_0, decay_1 = 0.0, 0.0
     seen = 0
@@ -285,7 +286,9 @@ def first_pass_gates(env, segment):
 
 @gluon.jit
 def put_gates(shared, n, dt, a, a_end):
-    """Store all vectors of the program's n-th chunk, from dt and a (q, lane) and a_end (lane)."""
+    """Store all vectors of the program's n-th chunk, and its decays, from dt and a (q, lane) and
+    a_end (lane).
+    """
     slot = place_in(n, shared.DEPTH)
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     # each vector is computed at its store: if this role took more registers, the loops of `units`
@@ -343,8 +346,8 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def bmm_chunk(shared, seen, n):
-    """Start C B^T (q, s) of the program's n-th chunk asynchronously.  seen: chunks of the first
-    pass
+    """Start C B^T (q, s) of the program's n-th chunk asynchronously, and return the product, for
+    which the caller waits.  seen: chunks of the first pass
     """
     B, C, _ = places_of(shared, seen, n)
     CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
@@ -392,12 +395,12 @@ def decayed_scores(env, seen, n, causal):
 @gluon.jit
 def scores(env):
     """Role: compute the decayed scores of every chunk, and before them the weights of the first
-    pass.
+    pass, which only a program with a single segment has.
     """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     segment, _ = env.work.segment_at(0)
     seen = 0
-    if segment.has_warmup:
+    if segment.has_first_pass:
         seen = first_pass_gates(env, segment)
     o_q, o_s = tile_indices(CHUNK, CHUNK, layout)
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)

@@ -1,4 +1,4 @@
-"""Role `units`: holds the states of both lanes in registers and computes their outputs.
+"""Role `units`: keeps the states of both lanes in registers and computes their outputs.
 
 States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand
 directly from registers.  `lanes.py` explains how one role serves both lanes.
@@ -9,8 +9,8 @@ until the part is stored, and then holds the segment's decay.  The state that en
 the sum over earlier segments j of part_j times the decays of j + 1 .. k - 1, plus the initial state
 times all decays.  Parts are always summed from the nearest to the farthest.  The sum stops where
 the product of the decays is zero, so that non-finite parts before that point have no effect.  A
-program with a share of all sequences (`hopper_kernel.py`) publishes the state itself, in fp32, with
-a decay of zero, so that the sum stops there.
+program with a share of all sequences (`hopper_kernel.py`) publishes no part, but the state itself,
+in fp32 and with a decay of zero, so that the sum stops there.
 """
 
 from triton.experimental import gluon
@@ -60,8 +60,8 @@ from ssdprof.kernels.ssd.hopper.rings import (
     rows_of,
 )
 
-# the sign bit of a flag, which marks it as set; the other bits are those of a decay, which is not
-# negative
+# the sign bit of a flag, which is set where the flag is; the other bits are those of a decay, which
+# is not negative
 SIGN = gl.constexpr(-(1 << 31))
 
 STAGES = {
@@ -77,14 +77,8 @@ STAGES = {
     "scan_segment": "setup",
     "units": "setup",
 }
-WAITS = {
-    "full": "waiting.chunk",
-    "scored": "waiting.scores",
-    "unwritten": "chunk_scan.residual",
-    "empty": "ahead",
-    "unscored": "ahead",
-    "written": "ahead",
-}
+# Stage of a wait at each barrier.  The wait for a free slot of `out` belongs to the output's store.
+WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "unwritten": "chunk_scan.residual"}
 
 
 @gluon.jit
@@ -92,14 +86,14 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     """Add to `state` the contribution of one turn of the first pass, which processes one chunk, or
     two if N is split (`rings.py`).
 
-    x, weight: of the turn's first chunk, already loaded.  The barrier `full` of that chunk was
-        waited for.
+    x, weight: of the turn's first chunk, for whose barrier `full` the caller has waited.
     seen: chunks that earlier turns of the first pass read.
     lane: the lane of this thread, 0 or 1 (`lanes.py`).
     RELAXED: multiply x by the first 16-bit part of each weight only, not by both (`weighted`).
 
-    Returns the state, x and weight of the next turn's first chunk, the decay of all chunks read so
-    far, this turn included, and whether there is a next turn.
+    Returns the state; x and weight of the next turn's first chunk, which mean nothing after the
+    last turn; the decay of all chunks read so far, this turn included; and whether there is a next
+    turn.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
@@ -137,8 +131,10 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
 
 @gluon.jit
 def segment_state(shared, state, lane, RELAXED: gl.constexpr):
-    """The first pass: (the state that the segment adds to `state`, which is zero, the segment's
-    decay, the number of chunks read).  Runs from the segment's end backwards.
+    """The first pass, from the last chunk backwards: (the state that its chunks add to a zero
+    state, their decay, the number of chunks read).
+
+    state: zeros.  lane, RELAXED: see `add_turn`
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     first = shared.first
@@ -156,8 +152,8 @@ def segment_state(shared, state, lane, RELAXED: gl.constexpr):
 
 @gluon.constexpr_function
 def in_fours(part):
-    """Layout of a row of `part` numbers per lane: each thread has four consecutive numbers, and a
-    warp 128.
+    """Layout of a row of `part` numbers per lane: each thread has groups of four consecutive
+    numbers, and a warp 128 consecutive ones at a time.
     """
     groups_log2 = (part // 512).bit_length() - 1  # of four numbers of a thread
     registers = [[1], [2]] + [[512 << k] for k in range(groups_log2)]
@@ -170,7 +166,8 @@ def in_fours(part):
 @gluon.jit
 def part_of(states):
     """States (lane p, n) as a row of numbers, in an order in which they need not move between
-    threads: each thread has four consecutive numbers, which one access stores (`in_fours`).
+    threads: each thread has groups of four consecutive numbers, each of which one access stores
+    (`in_fours`).
     """
     N: gl.constexpr = states.shape[1]
     # p is split into (warp, half of its 16 rows, row), n into (block of 8 columns, thread, column)
@@ -180,23 +177,23 @@ def part_of(states):
 
 @gluon.jit
 def state_of(parts, N: gl.constexpr, layout: gl.constexpr):
-    """The inverse of `part_of`: a row as states (lane p, n)."""
+    """The inverse of `part_of`: a row of numbers as states (lane p, n).  N: of one lane"""
     fragments = parts.reshape([LANES, N // 8, 4, 8, 4, 2, 2]).permute((0, 2, 5, 3, 1, 4, 6))
     return gl.convert_layout(fragments.reshape([LANES * SLICE, N]), layout)
 
 
 @gluon.jit
 def publish(parts_ptr, flag_ptr, added, decay):
-    """Store the state that a segment adds, and set the flag with the segment's decay, for each
-    lane.
+    """Store the state that a segment adds, (lane p, n), and set the flag with the segment's decay,
+    for each lane.
     """
     row = gl.arange(0, LANES * SLICE * added.shape[1], in_fours(SLICE * added.shape[1]))
     gl.store(parts_ptr + row, part_of(added).to(parts_ptr.dtype.element_ty))
     role_barrier()  # all threads have stored their numbers before the flags are set
     flag = gl.cast(decay, gl.int32, bitcast=True) | SIGN
-    # one element per lane, otherwise lane 0 would store for both
-    none = gl.full([LANES], 0, gl.int32, of_lanes)
-    gl.atomic_xchg(flag_ptr + none, flag + none, sem="release")
+    # tensors with one element per lane: if these were scalars, lane 0 would store for both
+    zeros = gl.full([LANES], 0, gl.int32, of_lanes)
+    gl.atomic_xchg(flag_ptr + zeros, flag + zeros, sem="release")
 
 
 @gluon.jit
@@ -211,16 +208,16 @@ def wait_for_decay(flag_ptr, pred):
 
 
 @gluon.jit
-def slot_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
+def slot_of(segment, begin, lane, states_ptr, flags_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
     """(pointer to the lanes' parts in slot 0, pointer to the lane's flag in slot 0, offset of the
     segment's slot, in lanes).
 
     begin: index of the program's first lane among the ALL_LANES of a slot
-    states_ptr, sync_ptr: all parts (slot, lane, p, n), and their flags
+    states_ptr, flags_ptr: all parts (slot, lane, p, n), and their flags.  N: of one lane
     """
     return (
         states_ptr + (begin + first_of(lane)).to(gl.int64) * (SLICE * N),
-        sync_ptr + (begin + lane) * FLAG_STRIDE,
+        flags_ptr + (begin + lane) * FLAG_STRIDE,
         segment.slot.to(gl.int64) * ALL_LANES,
     )
 
@@ -230,7 +227,7 @@ def publish_segment(segment, slot, added, decay):
     """Publish the segment's parts (lane p, n), or its states, and its decay.  The last segment of a
     sequence publishes nothing.
 
-    slot: of `slot_of`
+    slot: result of `slot_of`.  added: the parts or states
     """
     parts_ptr, flags_ptr, offset = slot
     if not segment.last:
@@ -240,22 +237,24 @@ def publish_segment(segment, slot, added, decay):
 
 @gluon.jit
 def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """The decayed sum (lane p, n) of the parts of all earlier segments, and the decay of these
-    segments together.
+    """The sum (lane p, n) of the parts of earlier segments, each decayed to the end of the
+    preceding segment, and the decay of all these segments together.
+
+    slot: result of `slot_of`.  N: of one lane.  layout: of the sum
     """
     PART: gl.constexpr = SLICE * N
     parts_ptr, flags_ptr, offset = slot
     row = gl.arange(0, LANES * PART, in_fours(PART))
     sum_of_parts = gl.full([LANES * PART], 0.0, gl.float32, in_fours(PART))
-    # in assembly, because LLVM would turn gl.fma into one operation on vectors of all numbers of a
-    # thread, and take long
+    # in assembly, because LLVM would turn gl.fma into one operation on a vector of all numbers of a
+    # thread, and take long to compile it
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * ALL_LANES
     previous = offset - step  # offset of the preceding segment's slot
     left = segment.index
     passed = 1.0  # the decay of all segments whose parts have been summed
     goes_on = left > 0
-    # the flag was set with release order after its part was stored, and is read with acquire order
+    # a flag is set with release order after its part is stored, and is read with acquire order
     decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, goes_on)
     while goes_on:
         part = gl.load(parts_ptr + previous * PART + row, cache_modifier=".cg")
@@ -273,7 +272,7 @@ def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: 
 
 @gluon.jit
 def add_residual(out, x, D):
-    """out + D x in fp32.
+    """out + D x in fp32, (lane p, q).  D: (lane p, 1)
 
     In assembly, because the compiler would otherwise keep x as fp32 from its first use on, and
     spill.  In fp16, x is negated before and after the conversion, because ptxas would otherwise
@@ -308,27 +307,28 @@ def add_residual(out, x, D):
 
 @gluon.jit
 def own_rows(tile, ROWS: gl.constexpr, half):
-    """The ROWS rows of a tile, or numbers of a vector, that one half finishes; all of them if N is
-    not split.
+    """The ROWS rows of a tile, or numbers of a vector, that a half of N finishes: the half-th group
+    of ROWS.  If N is not split, ROWS are all of them, and half is 0.
     """
     return reinterpret(tile, tile.dtype, grouped(tile.shape, ROWS), tile.layout).index(half)
 
 
 @gluon.jit
 def hand_out(shared, lane):
-    """Pass the output of a chunk to `stores`."""
+    """Pass this lane's output of a chunk to `stores`."""
     fence_async_shared()  # makes the output visible to TMA
     arrive(shared.written.index(lane))
 
 
 @gluon.jit
 def scan_chunk(env, state, D, i, n, seen, lane):
-    """Compute the output of chunk i of the segment, the program's n-th, and the state after it.
+    """Compute and store the output of chunk i of the segment, the program's n-th, and return the
+    state after it.  The output is passed to `stores` by the next chunk, or after the last one.
 
     out_q = 2^a_q C_q . state + sum_{s <= q} scores_qs x_s + D x_q; each half of N has a partial sum
     of the first term.
 
-    seen: chunks that the first pass read
+    D: (lane p), or None.  seen: chunks that the first pass read
     lane: the lane of this thread, 0 or 1
     """
     shared = env.shared
@@ -440,11 +440,13 @@ def scan_segment(lane, env, segment, n):
     # stage state_passing.load: the state that enters the segment
     seen = 0
     added, decay = state, 1.0
-    if segment.has_warmup:
+    if segment.has_first_pass:
         added, decay, seen = segment_state(shared, state, lane, S.RELAXED)
     if PASSING == "recompute":
         state = added
     if PASSING == "look back" or PASSING == "carry":
+        # the lanes of a slot, and which of them is the program's first one: a segment's slot has
+        # the lanes of all units of the sequence, and a share's slot those of its program
         ALL_LANES: gl.constexpr = S.HEADS * S.SLICES * N_SPLIT if PASSING == "look back" else 2
         begin = segment.unit * N_SPLIT if PASSING == "look back" else gl.to_tensor(0)
         slot = slot_of(segment, begin, lane, env.states_ptr, env.flags_ptr, ALL_LANES, WIDTH)
