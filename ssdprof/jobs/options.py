@@ -28,7 +28,7 @@ from typing import (
 
 import typer
 
-from ssdprof.errors import BadInputError, unreadable
+from ssdprof.errors import BadInputError, explain_option, unreadable
 from ssdprof.files import regular
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def parsed(kind: type[Kind], line: list[str]) -> Kind:
         command = _single_command(kind, lambda **values: kind(**values))
         options: Kind = command.main(line, standalone_mode=False)
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # click's UsageError
-        raise BadInputError(error.format_message().replace("Value error, ", "")) from None
+        explain_option(error)
+        raise BadInputError(error.format_message()) from None
     return options
 
 

@@ -475,9 +475,24 @@ GOOD = dump(cases.report(layers=(0,)))
         ("[" * 100_000, "is not valid JSON"),
         ('{"schema_version": 2}', "is not a document of ssdprof"),
         (GOOD.replace('"version": 4', '"version": 99'), "has version 99; this ssdprof reads 4"),
-        (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind: "),
-        (GOOD.replace('"target"', '"subjekt"'), "target: Field required"),
-        (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),
+        (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind is 'sweep', not 'run', "),
+        (GOOD.replace('"target"', '"subjekt"'), "target is missing"),
+        (GOOD.replace('"elements": 1000', '"elements": 0.5', 1), "elements is 0.5, not an integer"),
+        (GOOD.replace('"nonfinite": 0', '"nonfinite": "x"', 1), "nonfinite is 'x', not an integer"),
+        (GOOD.replace('"kind": "layer"', '"kind": "x"', 1), "task.kind is 'x', not one of 'layer'"),
+        (GOOD.replace('"kind": "layer",', "", 1), "task.kind is missing"),
+        (
+            GOOD.replace("2026-01-02T", "2026-01-02 ", 1),
+            "created is '2026-01-02 .*': a time is ISO",
+        ),
+        (
+            GOOD.replace('"num_warps": 4', '"num_warps": []'),
+            "num_warps is a list .* an integer or ",
+        ),
+        (
+            GOOD.replace('"precision": "exact, fp32 states"', '"precision": "x"', 1),
+            "precision is 'x', not of the form ",
+        ),
         (GOOD.replace("0.004", "0.004, 0.1", 1), "another number of slices"),
     ],
 )
@@ -497,7 +512,7 @@ LINE = json.dumps({"case": case().model_dump(mode="json", exclude_defaults=True)
     [
         ("{", "line 2: not JSON"),
         ('{"cell": {}}', "line 2 is neither a case nor a process"),
-        ('{"case": {}}', r"line 2: task: Field required"),
+        ('{"case": {}}', "line 2: task is missing"),
         (
             LINE.replace('"rms_ratio": 0.002', '"rms_ratio": -1', 1),
             r"line 2: accuracy\.0\.vs_oracle\.rms_ratio",
