@@ -83,6 +83,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
     ),
     (lambda left: -left[1], (), "row 0 of call 3 begins with a state that no earlier call left."),
     (one_head, (), "row 1 of call 3 begins with a state that no earlier call left."),
+    (lambda left: left[1] * torch.nan, (), "row 0 of call 3 begins with a state that no earlier"),
 ]
 
 
