@@ -228,7 +228,8 @@ def _settings(report: Report) -> Iterator[Fact]:
     by_version = grouped(not_bundled, lambda case: (case.kind, case.implementation, case.version))
     for (kind, name, version), of_version in by_version.items():
         precisions_of_version = "; ".join(dict.fromkeys(case.precision for case in of_version))
-        yield _KINDS[kind], f"{name}, {version}, at {precisions_of_version}"
+        which = ", ".join(filter(None, dict.fromkeys((name, version))))
+        yield _KINDS[kind], f"{which}, at {precisions_of_version}"
     for seqlen, of_length in grouped(report.of_answers, lambda case: case.seqlen).items():
         answers = of_length[0].task
         assert isinstance(answers, Answers)
