@@ -368,7 +368,7 @@ class TimingOptions:
     first_call_s: float = option(
         180,
         "SECONDS",
-        "Longest first call of your own kernel, in a bench of any, compilation included.",
+        "Longest first call of your own kernel, and in a bench of any kernel, with compilation.",
         "--first-call",
         min=1,
     )
@@ -463,7 +463,7 @@ class RecordOptions:
     """Run a program, such as a server, and store the calls of SSD, GDN and KDA operators in it, for
     'ssdprof run DIR'.
 
-    The program runs as without; the exit code is its own.
+    The program runs as without ssdprof; the exit code is its own.
     """
 
     program: list[str] = field(

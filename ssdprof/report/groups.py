@@ -302,6 +302,12 @@ class Pooled(NamedTuple):
     rms_ratio: float
     parts: tuple[Deviation, ...]
 
+    @property
+    def largest_value(self) -> float | None:
+        """The largest magnitude of the other tensor in any call; None in old records."""
+        known = [part.scale_max_abs for part in self.parts if part.scale_max_abs is not None]
+        return max(known, default=None)
+
     def match_pct(self, tolerance: float, *, of_rms: bool = False) -> float | None:
         """The percentage of elements, of all calls, within the tolerance.
 
@@ -374,4 +380,11 @@ def layer_words(cases: Iterable[Case]) -> str:
     indices = {layer_of(case) for case in all_cases if case.layer}
     if not indices:
         return "; ".join(dict.fromkeys(case.case_key for case in all_cases))
-    return f"{'layer' if len(indices) == 1 else 'layers'} {fmt.indices(indices)}"
+    return numbered_layers(indices)
+
+
+def numbered_layers(indices: Iterable[int]) -> str:
+    """Layers with their indices: "layer 9", "layers 9, 18"."""
+    distinct_indices = set(indices)
+    noun = "layer" if len(distinct_indices) == 1 else "layers"
+    return f"{noun} {fmt.indices(distinct_indices)}"

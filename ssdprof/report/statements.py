@@ -384,7 +384,8 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
         names = dict.fromkeys(series.implementation for series in usable)
         verb = "is" if len(names) == 1 else "are"
         precisions = fmt.words(dict.fromkeys(series.precision for series in usable))
-        at_precisions = f" at {precisions}" if faulty else ""
+        is_any_precision = not faulty and len(usable) == len(group.series(*names))
+        at_precisions = "" if is_any_precision else f" at {precisions}"
         reason = "on this GPU nothing was timed" if gpu else "without a GPU there is no speed"
         words = f"{fmt.words(names)} {verb} accurate enough{at_precisions} for {where}; {reason}"
         return VerdictLine(words)
@@ -500,8 +501,9 @@ def weaknesses(report: Report) -> list[str]:
     If a server recorded such inputs, the recording is more likely at fault than the kernels or the
     server.
     """
-    is_recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
-    start = "Suspect the recording before the kernels and the server: in" if is_recorded else "In"
+    start = "In"
+    if report.is_recorded:
+        start = "Suspect the recording before the kernels and the server: in"
     doubts = [
         f"{start} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
     ]
@@ -627,8 +629,10 @@ def _equal_precisions(report: Report, timed: bool) -> Iterator[str]:
             f"{name} computes {asked} as {computed}{where}: its outputs are the same{equal_times}."
         )
         if any(not computed.endswith(precision.split(", ")[1]) for precision in precisions):
-            line += "  Their rows differ where each is compared with the baseline at its own state "
-            line += "dtype."
+            line += (
+                "  Their rows may differ, because each is compared with the baseline at its own "
+            )
+            line += "state dtype."
         yield line
 
 
@@ -643,7 +647,9 @@ def _computed_precision(case: Case) -> str:
 def _calls_words(report: Report, cases: Sequence[Case]) -> str:
     """The calls of the cases: " in layers 0-1 at 8 tokens", or the inputs of a bench's cases."""
     words = []
-    for equal in grouped(cases, lambda case: case.calls if case.layer else case.case_key).values():
+    ordered = sorted(cases, key=lambda case: -case.seqlen)
+    by_calls = grouped(ordered, lambda case: case.calls if case.layer else case.case_key)
+    for equal in by_calls.values():
         where = f" {Group(report, equal).where}" if equal[0].layer else ""
         words.append(f"{layer_words(equal)}{where}")
     return f" in {shortened(words, _MOST_BROKEN)}"

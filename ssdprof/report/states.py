@@ -247,12 +247,12 @@ def _advice(size: str, formats: Mapping[str, Sequence[HeadStates]]) -> VerdictLi
     pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
     lossy = [name for name, layers in formats.items() if any(layer.lost for layer in layers)]
     lossless = [name for name in formats if name not in lossy]
-    words = [f"no format keeps every head of {size}"]
+    words = [f"no format keeps every head for {size}"]
     if lossless:
         best = min(lossless, key=lambda name: (pools[name], errors[name]))
         out_error = fmt.small(max(layer.out_errors[-1] for layer in formats[best]))
         words = [
-            f"keep states in {best} or better, which keeps every head of {size}, at "
+            f"keep states in {best} or better, which keeps every head for {size}, at "
             f"an output error of {out_error}"
         ]
         trend = _trend(_power(formats[best]))

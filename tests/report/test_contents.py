@@ -365,7 +365,7 @@ def slower_fla(case: Case) -> Case:
         ),
         (
             with_answers(),
-            "fused is accurate enough for layer 3 at 131,072 tokens; "
+            "fused is accurate enough at exact, fp32 states for layer 3 at 131,072 tokens; "
             "without a GPU there is no speed.",
         ),
         (report(change=changed(failed)), "fused did not pass; keep unfused."),
@@ -509,7 +509,8 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
         [
             "fused computes exact, fp16 states; relaxed, fp32 states; relaxed, fp16 states as "
             "exact with fp32 states: its outputs are the same, and its times differ by noise only. "
-            " Their rows differ where each is compared with the baseline at its own state dtype."
+            " Their rows may differ, because each is compared with the baseline at its own state "
+            "dtype."
         ],
     ),
     "equal precisions in short calls": (
