@@ -181,7 +181,7 @@ METRICS: dict[str, Metric] = {
         applies=_is_timed,
         gate="500",
         change="base+3%",
-        unit=" us",
+        unit=" µs",
         choices=("call", "device"),
         if_missing="not timed",
     ),

@@ -154,8 +154,8 @@ def test_gates_that_hold():
     ("gate", "names", "found"),
     [
         ("speedup:2.2", (EXACT_0, EXACT_9), "2x"),
-        ("time@device:500.5", (EXACT_9,), "545 us"),
-        ("time@call:521", (EXACT_9,), "565 us"),
+        ("time@device:500.5", (EXACT_9,), "545 µs"),
+        ("time@call:521", (EXACT_9,), "565 µs"),
         (
             "memory:1000",
             (
