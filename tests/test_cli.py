@@ -207,14 +207,6 @@ def test_wrong_usage_is_answered_before_torch_is_imported():
         assert answer in (f"{words},2", f"{words},4")
 
 
-@pytest.mark.parametrize("option", ["--batch=x", "--decode=-1", "--processes=99", "--first-call=y"])
-def test_a_wrong_number_is_refused_in_plain_words(option):
-    answer = ending(2, "run demo", option)
-    for word in option.split("="):
-        assert word in answer.err
-    assert "Input" not in answer.err  # pydantic's word
-
-
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command line with PROGRAM for `python -m ssdprof`."""
     return subprocess.run(

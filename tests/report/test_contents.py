@@ -514,24 +514,13 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
         ],
     ),
     "equal precisions in short calls": (
-        report(layers=(0, 9), seqlens=(512, 8), change=changed(short_as_exact)),
+        report(layers=(0, 9), seqlens=(512, 8), gpu=False, change=changed(short_as_exact)),
         [
             f"8 tokens are {ONE_CHUNK}",
-            "fused computes exact, fp16 states; relaxed, fp32 states; relaxed, fp16 states as "
-            "exact with fp32 states in layers 0, 9 at 8 tokens: its outputs are the same",
-        ],
-    ),
-    "equal precisions without times": (
-        report(gpu=False, change=changed(as_exact)),
-        [
             UNTIMED,
             "fused computes exact, fp16 states; relaxed, fp32 states; relaxed, fp16 states as "
-            "exact with fp32 states: its outputs are the same.",
+            "exact with fp32 states in layers 0, 9 at 8 tokens: its outputs are the same.",
         ],
-    ),
-    "one equal precision": (
-        report(change=changed(as_exact, precision=EXACT_FP16)),
-        ["fused computes exact, fp16 states as exact with"],
     ),
     "a baseline whose exact answer is not finite": (
         report(gpu=False, change=without_exact_answer),

@@ -5,7 +5,6 @@ import pytest
 from cases import PRECISIONS, failed, in_calls, report, timed
 
 from ssdprof.core.case import Case
-from ssdprof.core.target import CallRef
 from ssdprof.report.groups import Series, groups, places, pool, tokens_of
 
 
@@ -32,9 +31,6 @@ def test_the_calls_of_a_run_that_was_broken_off_are_counted():
         return group.extent
 
     assert extent() == "3 chunks in each of 2 layers"
-    call = CallRef(kind="packed", number=2, count=9, prompt_seqlen=8, sequences=1)
-    recorded = report(layers=(0,), change=lambda case: cases.with_task(case, call=call))
-    assert groups(recorded)[0].extent == "1 of 9 passes in layer 0"
     assert extent((9, 2), (9, 3)) == "4 chunks in 2 layers"
     assert extent((9, 1), (9, 2), (9, 3)) == "3 chunks in layer 0"
     assert places(groups(whole)) == "in chunks of 8 tokens of 24 tokens"
