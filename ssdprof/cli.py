@@ -29,6 +29,7 @@ from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
+    explain_option,
     failed_import,
     masked,
     printable,
@@ -68,8 +69,7 @@ class Commands(TyperGroup):
         except _USAGE_ERROR as error:
             if _ranks().first_tells():
                 ctx.exit(error.exit_code)
-            # pydantic adds these words, in typer 0.29
-            error.message = error.message.removeprefix("Value error, ")
+            explain_option(error)
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():

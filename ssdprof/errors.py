@@ -231,12 +231,89 @@ def library_message(error: BaseException) -> str:
     return whole_words(text, LONGEST_SENTENCE)
 
 
-def first_fault(error: Any) -> str:
-    """The first fault that pydantic's ValidationError names: "cases.0.status: Field required"."""
-    first = error.errors()[0]
-    fault = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
-    place = ".".join(map(str, first["loc"])) or "the document"
-    return f"{place}: {fault}"
+# The start of pydantic's name of a fault -> what was expected.  Of "int_parsing" it is "int".
+_KINDS = {
+    "bool": "true or false",
+    "dict": "a mapping",
+    "finite": "a finite number",
+    "float": "a number",
+    "int": "an integer",
+    "list": "a list",
+    "model": "a mapping",
+    "string": "a text",
+    "tuple": "a list",
+}
+# pydantic's name of a fault -> what was expected, with words of the fault
+_LIMITS = {
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "of the form {pattern}",
+    "too_long": "of length {max_length} or less",
+    "too_short": "of length {min_length} or more",
+    "union_tag_invalid": "one of {expected_tags}",
+}
+# The last part of a place, for a value that may have several types: it names one of them.
+_ONE_OF_TYPES = re.compile(r"int|str|bool|function-.*")
+_LONGEST_VALUE = 60  # characters
+
+
+def first_fault(error: Any, whole: str = "the document") -> str:
+    """The first fault that pydantic's ValidationError names, with its place, the value, and what
+    was expected: "cases.0.batch is 'x', not an integer", "cases.0.status is missing".
+
+    whole: names the whole value, in place of a place in it.
+    """
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    kind = fault["type"]
+    words = fault.get("ctx", {})
+    path = list(map(str, fault["loc"]))
+    expected = [_expected(fault)]
+    if path and _ONE_OF_TYPES.fullmatch(path[-1]):
+        expected = [_expected(other) for other in faults if other["loc"][:-1] == fault["loc"][:-1]]
+        path.pop()
+    if kind.startswith("union_tag"):
+        path.append(words["discriminator"].strip("'"))
+    place = ".".join(path) or whole
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{place} is missing"
+    if kind == "extra_forbidden":
+        return f"{place} is not a known key"
+    found = words["tag"] if kind == "union_tag_invalid" else fault["input"]
+    if kind != "value_error":
+        return f"{place} is {_shown(found)}, not {' or '.join(dict.fromkeys(expected))}"
+    if path and isinstance(found, str | int | float):
+        place += f" is {_shown(found)}"
+    return f"{place}: {words['error']}"
+
+
+def explain_option(error: Any) -> None:
+    """Replace pydantic's words in an error of Typer, whose newer versions have them, by ours."""
+    cause = error.__cause__
+    if type(cause).__name__ == "ValidationError":
+        error.message = first_fault(cause, "it").removeprefix("it: ")
+
+
+def _expected(fault: Any) -> str:
+    """What a fault of pydantic's ValidationError says was expected."""
+    limit = _LIMITS.get(fault["type"])
+    if limit:
+        return limit.format_map(fault["ctx"])
+    return _KINDS.get(fault["type"].partition("_")[0], "valid")
+
+
+def _shown(value: object) -> str:
+    """A value of a JSON or TOML document in a sentence."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return f"a list of length {len(value)}"
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return whole_words(printable(repr(value)), _LONGEST_VALUE)
 
 
 def whole_words(text: str, most: int) -> str:

@@ -97,7 +97,7 @@ def read_stored(
     try:
         return validate(document)
     except ValueError as error:
-        raise BadInputError(f"{file} is damaged at {library_message(error)}.", hint) from error
+        raise BadInputError(f"{file} is damaged: {library_message(error)}.", hint) from error
 
 
 def parse_json(text: str) -> Any:

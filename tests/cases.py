@@ -392,6 +392,11 @@ def in_calls(run: Report, count: int = 3) -> Report:
     return run.changed(cases=tuple(chunks), prompts=served, requested=tuple(map(requested, chunks)))
 
 
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table in a test, a row a line, with arrows between the cells."""
+    return [line.split(" => ") for line in table.splitlines()]
+
+
 # --- other kinds
 
 

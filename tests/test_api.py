@@ -83,12 +83,14 @@ def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path, file, begins):
         ({"json": True}, "run() has no option 'json'."),
         ({"dtypes": "both"}, "'both' is not one of 'exact', 'relaxed', 'all'."),
         ({"seq": 0}, "'0' is not a number of tokens."),
+        ({"batch": "x"}, "Invalid value for '--batch': "),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(given, words):
     with pytest.raises(BadInputError) as caught:
         ssdprof.run("demo", **given)
     assert words in caught.value.message
+    assert "Input" not in caught.value.message  # pydantic's word
 
 
 @pytest.mark.parametrize("name", ["run", "answers", "prefill", "bench"])

@@ -154,5 +154,10 @@ def _projection(size: int) -> torch.Tensor:
 
 
 def _is_close(sketch: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two sketches (heads, columns) are those of equal states, except for rounding."""
-    return bool(((sketch - other).norm(dim=-1) <= MOST_ROUNDING * other.norm(dim=-1)).all())
+    """Whether two sketches (heads, columns) are those of equal states, except for rounding.
+
+    States that are not finite count as equal: how they differ is not known.
+    """
+    is_close = (sketch - other).norm(dim=-1) <= MOST_ROUNDING * other.norm(dim=-1)
+    is_finite = sketch.isfinite().all(-1) | other.isfinite().all(-1)
+    return bool((is_close | ~is_finite).all())

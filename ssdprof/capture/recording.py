@@ -336,8 +336,13 @@ def _reading(path: Path, read: Callable[..., T], *arguments: object) -> T:
     except (SsdprofError, MemoryError):
         raise
     except Exception as error:  # any class is possible, because the files may hold anything
+        fault = library_message(error)
+        if isinstance(error, KeyError):
+            fault = f"there is no {error}"
+        elif isinstance(error, TypeError | AttributeError):
+            fault = f"a value has another type than expected ({fault})"
         raise BadInputError(
-            f"The recording's {path} cannot be used: {library_message(error)}.", _RECORD_HINT
+            f"The recording's {path} cannot be used: {fault}.", _RECORD_HINT
         ) from error
 
 

@@ -137,6 +137,11 @@ def accuracy(options: options.AccuracyOptions) -> None:
         gate for gate in settings.gates(options.config, ()) if gate.metric in _ACCURACY_METRICS
     ]
     folder, report = reports.load(options.run, "run")
+    if report.environment.gpu is None:
+        texts = options.gate or ()
+        of_options = settings.without_speed(
+            of_options, texts, "--gate", "the run's machine", terminal.say
+        )
     if options.impl is not None:
         names = parse_implementations("--impl", options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)

@@ -586,6 +586,11 @@ class Case(Record):
         return " ".join(filter(None, dict.fromkeys((self.implementation, self.variant))))
 
     @property
+    def variant_and_version(self) -> str:
+        """The variant and the version, once if they are equal, as those of a user's kernel are."""
+        return " ".join(filter(None, dict.fromkeys((self.variant, self.version))))
+
+    @property
     def prompt(self) -> str:
         """The size of the prompt that the call belongs to, in words.
 

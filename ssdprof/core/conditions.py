@@ -181,7 +181,7 @@ METRICS: dict[str, Metric] = {
         applies=_is_timed,
         gate="500",
         change="base+3%",
-        unit=" us",
+        unit=" µs",
         choices=("call", "device"),
         if_missing="not timed",
     ),
@@ -210,12 +210,14 @@ METRICS: dict[str, Metric] = {
         gate="1e9",
         change="base+5%",
         unit=" bytes",
+        if_missing="its memory was not measured",
     ),
     "launches": Metric(
         value=lambda case, _at, _speedup_of: case.kernel_count,
         applies=_is_call,
         gate="2",
         change="base+0",
+        if_missing="its launches were not recorded",
     ),
     KEPT_STEPS: Metric(
         value=_kept_steps,

@@ -148,8 +148,8 @@ class Outcome:
     compared: the number of cases that were compared or failed, without answers and without the
         cases of `others`.
     failed: the cases among them that did not pass.
-    outside: the cases of baselines that are outside their budget.  They fail nothing, because the
-        verdict is on the implementations that are compared with them.
+    outside: the cases of baselines that are finite and outside their budget.  They fail nothing,
+        because the verdict is on the implementations that are compared with them.
     refused: the requested cases that an implementation does not support, without those of `others`.
     missing: the number of requested cases that are neither in the report nor left out by name.
     broken: the verdicts on conditions that do not hold.
@@ -168,7 +168,7 @@ class Outcome:
         self.outside: list[Case] = []
         for case in report.cases:
             is_baseline = (case.case_key, case.implementation) in baselines
-            if is_baseline and case.outside_budget:
+            if is_baseline and case.outside_budget and case.result != "nonfinite":
                 self.outside.append(case)
             if not _counts(case, report):
                 continue

@@ -193,8 +193,8 @@ def compare(
     new_report = new[1]
     if base_report.kind != new_report.kind:
         raise BadInputError(
-            f"BASE is a {base_report.kind} and NEW is a {new_report.kind}.",
-            "Compare two runs, two benches, or two results of ssdprof prefill.",
+            f"BASE is of {base_report.kind}, and NEW of {new_report.kind}.",
+            "Compare two reports of one of these commands: run, bench, prefill, answers.",
         )
     in_base = {case.name: case for case in compared(base_report)}
     in_new = {case.name: case for case in compared(new_report)}

@@ -203,6 +203,11 @@ class Report(Record):
         return self.first.ceilings
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether a server recorded the calls, so that its model is not known."""
+        return any(prompt.kind == "recorded" for prompt in self.prompts)
+
+    @property
     def captured(self) -> tuple[LayerRef, ...]:
         layers = distinct(line.captured for line in self.processes)
         return tuple(sorted(layers, key=lambda layer: layer.index))

@@ -72,12 +72,14 @@ def find_and_bench(
 ) -> tuple[Path, Report]:
     """Run the requested kind of bench: times of the implementations, or errors of decoded states.
 
-    names, too_large: see `resolved`.  ranks: see `bench`.  Returns the report's folder and the
-    report.
+    names: of all implementations to compare.  too_large: cells that --max-tokens leaves out.
+    ranks: see `bench`.  Returns the report's folder and the report.
     """
+    for tokens in too_large:
+        watcher.say(f"{tokens} is left out: it has more than {asked.max_tokens} tokens.")
     if asked.decode_states:
         return decode_cells(asked, operators.get(asked.operator), watcher, ranks)
-    request = resolved(asked, names, too_large, watcher)
+    request = resolved(asked, names)
     if not request.no_tuned:
         use_saved(watcher.say)
     return bench(request, operators.get(request.operator), watcher, ranks)
@@ -170,13 +172,10 @@ def decode_cells(
     return load(writer.folder)
 
 
-def resolved(
-    asked: BenchOptions, names: Sequence[str], too_large: Iterable[Tokens], watcher: Watcher
-) -> BenchOptions:
+def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
     """The request with its implementations.
 
-    names: names of all implementations to compare.  too_large: cells that --max-tokens leaves out;
-    the watcher shows a sentence on each.
+    names: names of all implementations to compare.
 
     Raises BadInputError for an unknown name, MissingCapabilityError without a GPU and for an
     unavailable baseline.
@@ -200,8 +199,6 @@ def resolved(
     everyone = [*requested, required(baseline)]
     if asked.match_with:
         everyone.append(required(matched))
-    for tokens in too_large:
-        watcher.say(f"{tokens} is left out: it has more than {asked.max_tokens} tokens.")
     return replace(
         asked,
         compared=tuple({known.name: known for known in everyone}.values()),

@@ -28,7 +28,7 @@ from typing import (
 
 import typer
 
-from ssdprof.errors import BadInputError, unreadable
+from ssdprof.errors import BadInputError, explain_option, unreadable
 from ssdprof.files import regular
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def parsed(kind: type[Kind], line: list[str]) -> Kind:
         command = _single_command(kind, lambda **values: kind(**values))
         options: Kind = command.main(line, standalone_mode=False)
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # click's UsageError
-        raise BadInputError(error.format_message().replace("Value error, ", "")) from None
+        explain_option(error)
+        raise BadInputError(error.format_message()) from None
     return options
 
 
@@ -367,7 +368,7 @@ class TimingOptions:
     first_call_s: float = option(
         180,
         "SECONDS",
-        "Longest first call of your own kernel, in a bench of any, compilation included.",
+        "Longest first call of your own kernel, and in a bench of any kernel, with compilation.",
         "--first-call",
         min=1,
     )
@@ -462,7 +463,7 @@ class RecordOptions:
     """Run a program, such as a server, and store the calls of SSD, GDN and KDA operators in it, for
     'ssdprof run DIR'.
 
-    The program runs as without; the exit code is its own.
+    The program runs as without ssdprof; the exit code is its own.
     """
 
     program: list[str] = field(

@@ -1,4 +1,6 @@
-"""Describes the error of a wrong output: where it begins, and which rounding has such an error."""
+"""Describes the error of a wrong output: where it begins, and which rounding has such an error; or
+why the exact output is not finite.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ssdprof import operators
+from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, BudgetUse
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import joined, spans_of
@@ -27,10 +30,16 @@ COARSE = (torch.bfloat16, torch.float16)
 def diagnosed(
     inputs: Inputs, candidate: Candidate, accuracies: Sequence[Accuracy]
 ) -> tuple[Accuracy, ...]:
-    """The accuracies, with a remark on each tensor that does not pass and is finite."""
+    """The accuracies, with a remark on each tensor that does not pass and is finite, and on the
+    first tensor whose exact value is not finite.
+    """
     diagnosed: list[Accuracy] = []
+    exact_is_finite = True
     for accuracy in accuracies:
-        if accuracy.reason and not accuracy.vs_oracle.nonfinite:
+        if exact_is_finite and accuracy.floor.nonfinite:
+            exact_is_finite = False
+            accuracy = accuracy.changed(remark=_nonfinite_inputs(inputs))
+        elif accuracy.reason and not accuracy.vs_oracle.nonfinite:
             accuracy = accuracy.changed(remark=_remark(inputs, candidate, accuracy))
         diagnosed.append(accuracy)
     return tuple(diagnosed)
@@ -46,6 +55,41 @@ def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
     is_out = accuracy.tensor == "out"
     beginning = _beginning(inputs, candidate.output, is_out, exceeded[0])
     return "; ".join(filter(None, (beginning, _known_rounding(inputs, candidate, is_out))))
+
+
+# --- why the exact output is not finite
+
+
+def _nonfinite_inputs(inputs: Inputs) -> str:
+    """The inputs that hold NaN, or else infinity, and the first place: "k and v hold NaN, first at
+    position 3 of sequence 0".  If there are none, the answer overflows.
+    """
+    if inputs.state_indices is not None:  # other slots of the pool do not count
+        inputs = inputs.after(inputs.initial)
+    for word, is_faulty in (("NaN", torch.isnan), ("infinity", torch.isinf)):
+        faulty = {name: is_faulty(tensor) for name, tensor in inputs.tensors.items()}
+        faulty = {name: mask for name, mask in faulty.items() if bool(mask.any())}
+        if faulty:
+            verb = "holds" if len(faulty) == 1 else "hold"
+            return f"{fmt.words(faulty)} {verb} {word}{_first_place(inputs, faulty)}"
+    return "all inputs are finite, so the exact answer overflows"
+
+
+def _first_place(inputs: Inputs, faulty: dict[str, Tensor]) -> str:
+    """The first sequence with a faulty element, and where in it: ", first at position 3 of sequence
+    0".  Empty if no tensor with sequences is faulty.
+
+    faulty: name of an input -> whether each of its elements is faulty.
+    """
+    of_positions = operators.get(inputs.operator).binding.positional(inputs)
+    masks = [mask.flatten(2).any(-1) for name, mask in faulty.items() if name in of_positions]
+    for span in spans_of(inputs):
+        if inputs.STATES in faulty and bool(faulty[inputs.STATES][span.sequence].any()):
+            return f", first in the initial state of sequence {span.sequence}"
+        positions = [int(span.of(mask).byte().argmax()) for mask in masks if span.of(mask).any()]
+        if positions:
+            return f", first at position {min(positions)} of sequence {span.sequence}"
+    return ""
 
 
 # --- where an error begins

@@ -132,7 +132,7 @@ def _errors(series: Series) -> TableRow:
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
-        "largest\nvalue": fmt.small(oracle and oracle.largest.scale_max_abs),
+        "largest\nvalue": fmt.small(oracle and oracle.largest_value),
     }
 
 
@@ -344,7 +344,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
     """The model or operator, the GPU, and the names of the compared cases."""
     names = tuple(case.name for case in compared(report))
-    return report.target, gpu_name(report.environment), names
+    return report.target, gpu_name(report.environment, "no GPU"), names
 
 
 def _gated(report: Report) -> list[Case]:

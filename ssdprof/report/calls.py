@@ -229,7 +229,7 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
         **matches(pooled, 1e-3, 1e-2),
         "rms\nerror": fmt.small(pooled.rms_ratio),
         "largest\nerror": fmt.small(largest.max_abs),
-        "largest\nvalue": fmt.small(largest.scale_max_abs),
+        "largest\nvalue": fmt.small(pooled.largest_value),
         "its position": f"{', '.join(layer_and_call)} {position}".lstrip(),
     }
 
@@ -254,7 +254,7 @@ def match(pooled: Pooled | None, tolerance: float) -> str:
     """The share of elements within the tolerance; a dash where the tolerance is so large that the
     share says nothing.
     """
-    if pooled is None or (pooled.largest.scale_max_abs or 0.0) < _LEAST_VALUE * tolerance:
+    if pooled is None or (pooled.largest_value or 0.0) < _LEAST_VALUE * tolerance:
         return fmt.MISSING
     return fmt.percent(pooled.match_pct(tolerance))
 

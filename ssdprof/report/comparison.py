@@ -90,7 +90,7 @@ def _resources(case: Case) -> TableRow:
     configuration = " ".join(f"{launch.kernel} {launch.digest}" for launch in case.launches)
     digest = sha256(configuration.encode()).hexdigest()[:6]
     return {
-        "kernel": " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING,
+        "kernel": case.variant_and_version or fmt.MISSING,
         "configuration": digest if configuration else fmt.MISSING,
         "kernels": fmt.count(case.kernel_count),
         "extra memory": fmt.size_words(case.workspace_bytes),

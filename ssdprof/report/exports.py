@@ -128,7 +128,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "batch": case.batch,
         "dimensions": case.dims and str(case.dims),
         "implementation": case.implementation,
-        "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, case.version)))),
+        "kernel": case.variant_and_version,
         "intermediates": intermediates_of(case.precision),
         "states": states_of(case.precision),
         "chunk size": case.chunk_size,

@@ -9,7 +9,7 @@ from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
 from ssdprof.core.case import Answers, Case, DecodedStates, Generated, Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.target import CheckpointRef, Environment
-from ssdprof.report.groups import groups, layer_of
+from ssdprof.report.groups import groups, layer_of, numbered_layers
 from ssdprof.report.table import Table, facts
 
 Fact = tuple[str, str]  # name and value; facts with an empty value are not shown
@@ -56,7 +56,7 @@ def meanings(report: Report) -> tuple[Fact, ...]:
 def origin(report: Report) -> tuple[Fact, ...]:
     """The (label, value) pairs that are shown before all numbers."""
     values = {
-        "weights": weights(report.model) if report.model else "",
+        "weights": weights(report.model) if report.model and not report.is_recorded else "",
         "inputs": report.cast_words,
         "GPU": gpu_name(report.environment),
         "when": when(report.created),
@@ -141,7 +141,7 @@ def _target(report: Report) -> Iterator[Fact]:
     with_layer = (case for case in report.cases if case.layer)
     dimensions = grouped(with_layer, lambda case: str(case.dims))
     for dims, cases in dimensions.items():
-        layers = f" (layers {fmt.indices(map(layer_of, cases))})"
+        layers = f" ({numbered_layers(map(layer_of, cases))})"
         yield "dimensions", dims if len(dimensions) == 1 else f"{dims}{layers}"
     gates: dict[str, Sequence[int]] = {}
     for process in report.processes:
@@ -155,7 +155,7 @@ def _target(report: Report) -> Iterator[Fact]:
     yield from _prompts(report)
     yield "inputs", report.cast_words
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
-    if report.segment_length:
+    if report.segment_length and not report.is_recorded:
         yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
 
 
@@ -174,7 +174,9 @@ def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
             f"{len(captured)} of {len(model.layers)} {operators} layers replayed "
             f"({fmt.indices(captured)})"
         )
-        yield "layers", f"{replayed}; the model has {fmt.plural(model.layer_count, 'layer')}"
+        if not report.is_recorded:
+            replayed += f"; the model has {fmt.plural(model.layer_count, 'layer')}"
+        yield "layers", replayed
 
 
 def _prefill(report: Report) -> Iterator[Fact]:
@@ -228,12 +230,13 @@ def _settings(report: Report) -> Iterator[Fact]:
     by_version = grouped(not_bundled, lambda case: (case.kind, case.implementation, case.version))
     for (kind, name, version), of_version in by_version.items():
         precisions_of_version = "; ".join(dict.fromkeys(case.precision for case in of_version))
-        yield _KINDS[kind], f"{name}, {version}, at {precisions_of_version}"
+        which = ", ".join(filter(None, dict.fromkeys((name, version))))
+        yield _KINDS[kind], f"{which}, at {precisions_of_version}"
     for seqlen, of_length in grouped(report.of_answers, lambda case: case.seqlen).items():
         answers = of_length[0].task
         assert isinstance(answers, Answers)
         compared = f"{answers_words(of_length)} against {answers.reference}"
-        layers = f"layers {fmt.indices(answers.layers)}"
+        layers = numbered_layers(answers.layers)
         ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
         yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
     generated = (case.task for case in cases if isinstance(case.task, Generated))

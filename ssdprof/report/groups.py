@@ -172,7 +172,7 @@ class Group:
 
     call: one of the calls; None if the calls are whole prompts.
     are_steps: whether the calls are decode steps, which have their own baseline.
-    noun: the word for one of several calls of a layer: "chunk" or "step".
+    noun: the word for one of several calls of a layer: "chunk", "step" or "pass".
     calls: the number of calls in all layers.
     layers: the indices of the decoder layers.
     tokens: the size of the prompt: "131,072 tokens", "32 x 1,024 tokens".
@@ -192,7 +192,8 @@ class Group:
         self.seqlen = first.seqlen
         self.tokens = first.prompt
         self.are_steps = self.call is not None and self.call.kind == "decode"
-        self.noun = "step" if self.are_steps else "chunk"
+        kinds = {"decode": "step", "packed": "pass"}  # of a server, a forward pass
+        self.noun = kinds.get(self.call.kind, "chunk") if self.call else "call"
         self.calls = len({(case.layer, case.call) for case in cases})
         self.layers = tuple(sorted({layer_of(case) for case in cases}))
         # cases of the baseline itself name none
@@ -292,7 +293,7 @@ class Pooled(NamedTuple):
 
     largest: the deviation with the largest error of a single element.
     case: the case of `largest`.
-    rms_ratio: the relative RMS error of the worst call; infinite if an error is not finite.
+    rms_ratio: the relative RMS error of the worst call; infinite if an element is not finite.
     parts: the deviation in each call.
     """
 
@@ -300,6 +301,12 @@ class Pooled(NamedTuple):
     case: Case
     rms_ratio: float
     parts: tuple[Deviation, ...]
+
+    @property
+    def largest_value(self) -> float | None:
+        """The largest magnitude of the other tensor in any call; None in old records."""
+        known = [part.scale_max_abs for part in self.parts if part.scale_max_abs is not None]
+        return max(known, default=None)
 
     def match_pct(self, tolerance: float, *, of_rms: bool = False) -> float | None:
         """The percentage of elements, of all calls, within the tolerance.
@@ -331,7 +338,8 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
         return None
     case_of_largest, largest = max(known, key=lambda pair: pair[1].max_abs)
     parts = tuple(error for _, error in known)
-    rms = max(math.inf if part.rms_ratio is None else part.rms_ratio for part in parts)
+    ratios = [math.inf if part.nonfinite else part.rms_ratio for part in parts]
+    rms = max(math.inf if ratio is None else ratio for ratio in ratios)
     return Pooled(largest, case_of_largest, rms, parts)
 
 
@@ -372,4 +380,11 @@ def layer_words(cases: Iterable[Case]) -> str:
     indices = {layer_of(case) for case in all_cases if case.layer}
     if not indices:
         return "; ".join(dict.fromkeys(case.case_key for case in all_cases))
-    return f"{'layer' if len(indices) == 1 else 'layers'} {fmt.indices(indices)}"
+    return numbered_layers(indices)
+
+
+def numbered_layers(indices: Iterable[int]) -> str:
+    """Layers with their indices: "layer 9", "layers 9, 18"."""
+    distinct_indices = set(indices)
+    noun = "layer" if len(distinct_indices) == 1 else "layers"
+    return f"{noun} {fmt.indices(distinct_indices)}"

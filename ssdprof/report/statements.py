@@ -109,9 +109,9 @@ def shortcomings(outcome: Outcome) -> list[str]:
         lines.append(f"MISSING: {fmt.plural(outcome.missing, 'requested case')}.")
     failed_by_finite = grouped(outcome.failed, exact_answer_is_finite)
     if faults_of_inputs := failed_by_finite.get(False):
-        reason = "weights or activations hold NaN or infinity, or overflow the output's dtype"
         where = f"In {layer_words(faults_of_inputs)} the exact answer itself is not finite"
-        lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {reason}.")
+        reason = _nonfinite_reason(faults_of_inputs[0])
+        lines.append(f"FAILED: the model's inputs, not the kernels.  {where}{reason}.")
     if faults_of_kernels := failed_by_finite.get(True):
         lines.append(
             f"FAILED: {len(faults_of_kernels)} of {fmt.plural(outcome.compared, 'case')}: "
@@ -130,6 +130,13 @@ def shortcomings(outcome: Outcome) -> list[str]:
         cases = shortened([verdict.what for verdict in broken], _MOST_BROKEN)
         lines.append(f"GATE FAILED: {gate}: {cases}.")
     return lines
+
+
+def _nonfinite_reason(first: Case) -> str:
+    """Why the exact answer of the first such case is not finite, at the end of a sentence."""
+    remarks = [tensor.remark for tensor in first.accuracy if tensor.floor.nonfinite]
+    reason = next(filter(None, remarks), "")
+    return f".  It begins in {first.case_key}: {reason}" if reason else ""
 
 
 def _consequence(law: str) -> str:
@@ -377,7 +384,8 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
         names = dict.fromkeys(series.implementation for series in usable)
         verb = "is" if len(names) == 1 else "are"
         precisions = fmt.words(dict.fromkeys(series.precision for series in usable))
-        at_precisions = f" at {precisions}" if faulty else ""
+        is_any_precision = not faulty and len(usable) == len(group.series(*names))
+        at_precisions = "" if is_any_precision else f" at {precisions}"
         reason = "on this GPU nothing was timed" if gpu else "without a GPU there is no speed"
         words = f"{fmt.words(names)} {verb} accurate enough{at_precisions} for {where}; {reason}"
         return VerdictLine(words)
@@ -478,7 +486,7 @@ def caveats(report: Report) -> Iterator[str]:
         yield f"Speedups are over unfused, {OWN_BASELINE}."
     yield from _of_baselines(report)
     yield from _of_libraries(report)
-    yield from _equal_precisions(report.of_calls, timed)
+    yield from _equal_precisions(report, timed)
     for left_out in report.left_out:
         subject = left_out.case_key
         if left_out.implementations:
@@ -493,8 +501,9 @@ def weaknesses(report: Report) -> list[str]:
     If a server recorded such inputs, the recording is more likely at fault than the kernels or the
     server.
     """
-    is_recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
-    start = "Suspect the recording before the kernels and the server: in" if is_recorded else "In"
+    start = "In"
+    if report.is_recorded:
+        start = "Suspect the recording before the kernels and the server: in"
     doubts = [
         f"{start} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
     ]
@@ -594,26 +603,56 @@ def _of_libraries(report: Report) -> Iterator[str]:
         )
 
 
-def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
+def _equal_precisions(report: Report, timed: bool) -> Iterator[str]:
     """A caveat on each precision with which an implementation computes the same bits as with other
     precisions, according to the plans of its cases.
 
+    It names the calls for which this holds, unless it holds for all calls at the precision: short
+    calls may run another kernel than long ones.
+
     timed: whether any case has a time.
     """
-    # (implementation, precision) -> the precisions that give the same bits
-    same_bits: dict[tuple[str, str], set[PrecisionName]] = {}
-    for case in cases:
-        for part in case.plan.split("; "):
-            if part.startswith(_SAME_AS):
-                key = case.implementation, part.removeprefix(_SAME_AS)
-                same_bits.setdefault(key, set()).add(case.precision)
-    equal = "its outputs and its times are the same" if timed else "its outputs are the same"
-    for (name, other), precisions in same_bits.items():
-        computed = "; ".join(sorted(precisions, key=PRECISIONS.index))
-        yield (
-            f"{name} computes {computed} as {other}: {equal}.  Their rows differ where each is "
-            "compared with the baseline at its own state dtype."
+    planned = (case for case in report.of_calls if case.plan)
+    by_precision = grouped(planned, lambda case: (case.implementation, case.precision))
+    # (implementation, the precision that it computes, the calls) -> the precisions asked for
+    same_bits: dict[tuple[str, str, str], list[PrecisionName]] = {}
+    for (name, precision), cases in by_precision.items():
+        by_computed = grouped(cases, _computed_precision)
+        for computed, equal in by_computed.items():
+            if computed:
+                where = "" if len(by_computed) == 1 else _calls_words(report, equal)
+                same_bits.setdefault((name, computed, where), []).append(precision)
+    equal_times = ", and its times differ by noise only" if timed else ""
+    for (name, computed, where), precisions in same_bits.items():
+        asked = "; ".join(sorted(precisions, key=PRECISIONS.index))
+        line = (
+            f"{name} computes {asked} as {computed}{where}: its outputs are the same{equal_times}."
         )
+        if any(not computed.endswith(precision.split(", ")[1]) for precision in precisions):
+            line += (
+                "  Their rows may differ, because each is compared with the baseline at its own "
+            )
+            line += "state dtype."
+        yield line
+
+
+def _computed_precision(case: Case) -> str:
+    """The precision that a case computed in place of its own, according to its plan: "exact with
+    fp32 states".  Empty if it computed its own.
+    """
+    parts = (part for part in case.plan.split("; ") if part.startswith(_SAME_AS))
+    return next(parts, "").removeprefix(_SAME_AS)
+
+
+def _calls_words(report: Report, cases: Sequence[Case]) -> str:
+    """The calls of the cases: " in layers 0-1 at 8 tokens", or the inputs of a bench's cases."""
+    words = []
+    ordered = sorted(cases, key=lambda case: -case.seqlen)
+    by_calls = grouped(ordered, lambda case: case.calls if case.layer else case.case_key)
+    for equal in by_calls.values():
+        where = f" {Group(report, equal).where}" if equal[0].layer else ""
+        words.append(f"{layer_words(equal)}{where}")
+    return f" in {shortened(words, _MOST_BROKEN)}"
 
 
 # --- cases in words

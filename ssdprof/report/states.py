@@ -92,14 +92,16 @@ def overviews(report: Report) -> list[Table]:
     """A table for each size, with a row for each format over all layers."""
     tables = []
     for size, cases in by_size(report).items():
-        layer_count = len({case.case_key for case in cases})
+        layer_count = len({case.layer for case in cases if case.layer})
         rows = []
         for name, layers in by_format(cases).items():
             pool = _pool_bytes(layers)
             rows.append(
                 {"states": name, f"pool\nof {POOL_SEQUENCES}": fmt.size_words(pool), **_row(layers)}
             )
-        title = f"States, {size}, {fmt.plural(layer_count, 'layer')}"
+        title = f"States, {size}"
+        if layer_count:
+            title += f", {fmt.plural(layer_count, 'layer')}"
         tables.append(table(title, rows, ("states", "trend")))
     return tables
 
@@ -237,7 +239,7 @@ def advice(report: Report) -> VerdictLine | None:
     for cases in by_size(report).values():
         formats = by_format(cases)
         if formats:
-            return _advice(cases[0].size, formats)
+            return _advice(cases[0].prompt, formats)
     return None
 
 
@@ -247,12 +249,12 @@ def _advice(size: str, formats: Mapping[str, Sequence[HeadStates]]) -> VerdictLi
     pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
     lossy = [name for name, layers in formats.items() if any(layer.lost for layer in layers)]
     lossless = [name for name in formats if name not in lossy]
-    words = [f"no format keeps every head of {size}"]
+    words = [f"no format keeps every head for {size}"]
     if lossless:
         best = min(lossless, key=lambda name: (pools[name], errors[name]))
         out_error = fmt.small(max(layer.out_errors[-1] for layer in formats[best]))
         words = [
-            f"keep states in {best} or better, which keeps every head of {size}, at "
+            f"keep states in {best} or better, which keeps every head for {size}, at "
             f"an output error of {out_error}"
         ]
         trend = _trend(_power(formats[best]))

@@ -83,6 +83,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
     ),
     (lambda left: -left[1], (), "row 0 of call 3 begins with a state that no earlier call left."),
     (one_head, (), "row 1 of call 3 begins with a state that no earlier call left."),
+    (lambda left: left[1] * torch.nan, (), "row 0 of call 3 begins with a state that no earlier"),
 ]
 
 
@@ -128,8 +129,12 @@ def test_the_capture_and_its_run_name_the_suspicion():
     words = "row 0 (slot 5) of call 3 begins with the state that row 1 (slot 2) of call 2 left"
     answer = passing("capture", "--from", "safetensors", str(folder), "--out", "c")
     assert f"Suspect the recording: {words}" in answer.err
-    ran = passing("run", "c", "--dtypes", "exact", "--states", "fp32", "--impl", "unfused")
+    ran = passing(
+        "run", "c", "--dtypes", "exact", "--states", "fp32", "--impl", "unfused", "--full"
+    )
     assert words in ran.shown
+    assert "2 of 4 passes in layer 0" in ran.shown
+    assert "weights" not in ran.shown
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "kimi_linear"])

@@ -219,7 +219,7 @@ def repack(name: str, tensor: torch.Tensor):
     ("damage", "words"),
     [
         (lambda: edit(WORKLOADS, "}\n", "\n"), "cannot be used"),
-        (lambda: edit(WORKLOADS, PREFILL, "gdn"), "KeyError: 'gdn'"),
+        (lambda: edit(WORKLOADS, PREFILL, "gdn"), "there is no 'gdn'."),
         (lambda: edit(WORKLOADS, '"num_seqs": 3', '"num_seqs": 0'), "13 tokens of 0 sequences"),
         (lambda: edit(WORKLOADS, '"num_seqs": 3', '"num_seqs": 2'), "not (2, 2, 16, 16)"),
         (lambda: edit(WORKLOADS, '"value": 0.25', '"value": [1]'), "must be real number"),

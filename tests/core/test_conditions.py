@@ -18,6 +18,7 @@ from cases import (
     of_prefill,
     prefill,
     report,
+    rows,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,40 +73,44 @@ def test_any_other_text_is_refused_with_a_hint(text: str):
             assert found.text == text
 
 
-GATES = [
-    ("sped:1", "is of an unknown metric", "Did you mean speedup?"),
-    ("speedup", "cannot be read", "Write speedup:1.5."),
-    ("speedup:fast", "cannot be read", "speedup:1.5"),
-    ("speedup:1.5%", "does not fit speedup", "speedup:1.5"),
-    ("rms:base+3%", "compares with another report", "compare --fail-if"),
-    ("speedup:-1", "cannot be read", "speedup:1.5"),
-    ("match:99", "does not fit match", "Write match:99%."),
-    ("match:101%", "does not fit match", "Write match:99%."),
-    ("match@1e-4:99%", "has an unknown place", "match takes 0, 1e-3, 1e-2."),
-    ("rms@1e-3:1", "has an unknown place", "rms takes no @."),
-    ("time@gpu:3", "has an unknown place", "time takes call, device."),
-    ("rms:9e999", "does not fit rms", "rms:1.5"),
-]
-CHANGES = [
-    ("mtach:base-1", "is of an unknown metric", "Did you mean match?"),
-    ("time:3%", "cannot be read", "Write time:base+3%."),
-    ("time:base-3%", "does not fit time", "Write time:base+3%."),
-    ("speedup:base+3%", "does not fit speedup", "Write speedup:base-3%."),
-    ("speedup:1.5", "cannot be read", "Write speedup:base-3%."),
-    ("match:base+0.1", "does not fit match", "Write match:base-0.1."),
-    ("match:base-0.1%", "does not fit match", "Write match:base-0.1."),
-    ("match@1e-4:base-0.1", "has an unknown place", "match takes 0, 1e-3, 1e-2."),
-    ("rms@1e-3:base+1%", "has an unknown place", "rms takes no @."),
-    ("launches:base-1", "does not fit launches", "Write launches:base+0."),
-    ("kl:base+9e999", "does not fit kl", "Write kl:base+0.001."),
-    ("", "is of an unknown metric", "Choose from: speedup"),
-    ("match:-0.1", "cannot be read", "Write match:base-0.1."),
-]
+# a text => what is wrong with it => what to write
+GATES = """\
+sped:1 => is of an unknown metric => Did you mean speedup?
+speedup => cannot be read => Write speedup:1.5.
+speedup:fast => cannot be read => speedup:1.5
+speedup:1.5% => does not fit speedup => speedup:1.5
+rms:base+3% => compares with another report => compare --fail-if
+speedup:-1 => cannot be read => speedup:1.5
+match:99 => does not fit match => Write match:99%.
+match:101% => does not fit match => Write match:99%.
+match@1e-4:99% => has an unknown place => match takes 0, 1e-3, 1e-2.
+rms@1e-3:1 => has an unknown place => rms takes no @.
+time@gpu:3 => has an unknown place => time takes call, device.
+rms:9e999 => does not fit rms => rms:1.5
+"""
+CHANGES = """\
+mtach:base-1 => is of an unknown metric => Did you mean match?
+time:3% => cannot be read => Write time:base+3%.
+time:base-3% => does not fit time => Write time:base+3%.
+speedup:base+3% => does not fit speedup => Write speedup:base-3%.
+speedup:1.5 => cannot be read => Write speedup:base-3%.
+match:base+0.1 => does not fit match => Write match:base-0.1.
+match:base-0.1% => does not fit match => Write match:base-0.1.
+match@1e-4:base-0.1 => has an unknown place => match takes 0, 1e-3, 1e-2.
+rms@1e-3:base+1% => has an unknown place => rms takes no @.
+launches:base-1 => does not fit launches => Write launches:base+0.
+kl:base+9e999 => does not fit kl => Write kl:base+0.001.
+ => is of an unknown metric => Choose from: speedup
+match:-0.1 => cannot be read => Write match:base-0.1.
+"""
 
 
 @pytest.mark.parametrize(
     ("parse", "text", "complaint", "hint"),
-    [*((parse_gate, *gate) for gate in GATES), *((parse_change, *change) for change in CHANGES)],
+    [
+        *((parse_gate, *gate) for gate in rows(GATES)),
+        *((parse_change, *change) for change in rows(CHANGES)),
+    ],
 )
 def test_what_cannot_be_read_says_what_to_write(
     parse: Callable[[str], Condition | Change], text, complaint, hint
@@ -154,8 +159,8 @@ def test_gates_that_hold():
     ("gate", "names", "found"),
     [
         ("speedup:2.2", (EXACT_0, EXACT_9), "2x"),
-        ("time@device:500.5", (EXACT_9,), "545 us"),
-        ("time@call:521", (EXACT_9,), "565 us"),
+        ("time@device:500.5", (EXACT_9,), "545 µs"),
+        ("time@call:521", (EXACT_9,), "565 µs"),
         (
             "memory:1000",
             (

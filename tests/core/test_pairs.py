@@ -329,7 +329,7 @@ def test_where_nothing_was_compared_nothing_passed():
 
 
 def test_two_kinds_do_not_compare():
-    with pytest.raises(BadInputError, match=r"BASE is a run and NEW is a bench\."):
+    with pytest.raises(BadInputError, match=r"BASE is of run, and NEW of bench\."):
         compared(run(), bench())
 
 

@@ -66,26 +66,30 @@ def test_samples_are_read_back_as_they_were(us: list[list[float]]):
 
 
 @pytest.mark.parametrize(
-    ("made", "fields", "where"),
+    ("made", "fields", "fault"),
     [
-        (case(), {"surprise": 1}, "surprise"),
-        (case(), {"seqlen": 0}, "seqlen"),
-        (case(), {"status": "passed"}, "status"),
-        (deviation(), {"rms_ratio": math.nan}, "rms_ratio"),
-        (deviation(), {"max_abs": math.inf}, "max_abs"),
-        (deviation(), {"elements": 0}, "elements"),
-        (deviation(), {"matches": (100.1, 100.0, 100.0)}, "matches.0"),
-        (accuracy().budget[0], {"budget": 0.0}, "budget"),
-        (accuracy(), {"dtype": "int8"}, "dtype"),
-        (cases.band(), {"top1_pct": 101}, "top1_pct"),
-        (ProcessLine(), {"seconds": -1}, "seconds"),
-        (REPORTS["run"], {"smallest_difference": -0.01}, "smallest_difference"),
+        (case(), {"surprise": 1}, "surprise is not a known key"),
+        (case(), {"seqlen": 0}, "seqlen is 0, not above 0"),
+        (case(), {"status": "passed"}, "status is 'passed', not 'ran', 'refused', 'out"),
+        (deviation(), {"rms_ratio": math.nan}, "rms_ratio is nan, not a finite number"),
+        (deviation(), {"max_abs": math.inf}, "max_abs is inf, not a finite number"),
+        (deviation(), {"elements": 0}, "elements is 0, not above 0"),
+        (deviation(), {"matches": (100.1, 100.0, 100.0)}, "matches.0 is 100.1, not at most 100"),
+        (accuracy().budget[0], {"budget": 0.0}, "budget is 0.0, not above 0"),
+        (accuracy(), {"dtype": "int8"}, "dtype is 'int8', not 'fp64', "),
+        (cases.band(), {"top1_pct": 101}, "top1_pct is 101, not at most 100"),
+        (ProcessLine(), {"seconds": -1}, "seconds is -1, not at least 0"),
+        (
+            REPORTS["run"],
+            {"smallest_difference": -0.01},
+            "smallest_difference is -0.01, not at least 0",
+        ),
     ],
 )
-def test_a_number_out_of_range_and_an_unknown_field_are_refused(made, fields, where):
+def test_a_number_out_of_range_and_an_unknown_field_are_refused(made, fields, fault):
     with pytest.raises(ValidationError) as caught:
         made.changed(**fields)
-    assert first_fault(caught.value).startswith(f"{where}: ")
+    assert first_fault(caught.value).startswith(fault)
 
 
 @pytest.mark.parametrize("us", [((1.0,),), ((1.0,), ()), ((1.0,), (0.0,)), ((1.0,), (math.nan,))])
@@ -187,12 +191,6 @@ def test_every_text_is_harmless():
     assert Launch(kernel="a\x1b[2J", config={"b\x07": "\ud800", "c": 1}) == Launch(
         kernel="a\\x1b[2J", config={"b\\x07": "\\ud800", "c": 1}
     )
-
-
-def test_a_fault_names_its_place():
-    with pytest.raises(ValidationError) as caught:
-        Report.model_validate(7)
-    assert first_fault(caught.value) == "the document: Input should be a valid dictionary"
 
 
 # --- names

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import rows
 from command_line import DEMOS, ending, passing
 
 from ssdprof import operators
@@ -105,7 +106,11 @@ def test_memories_of_heads_are_those_of_their_mean_decay():
 
 def test_a_longer_step_rounds_less_often():
     """Between steps nothing is; the last one may be shorter."""
-    passing(f"bench ssd {SMALL} --decode-states bf16 --decode-step 20 --out a")
+    words = "--batch 1,2 --max-tokens 24 --decode-states bf16 --decode-step 20 --out a"
+    answer = passing("bench ssd", SMALL, words)
+    assert "2 x 24 is left out: it has more than 24 tokens." in answer.err
+    assert "States, 1 x 24, decoded by 20 " in answer.shown
+    assert "keeps every head for 24 tokens" in answer.shown
     ((case, task),) = states_of("a").values()
     assert case.where.endswith(", decoded by 20")
     assert task.marks == (20, 24)
@@ -147,32 +152,25 @@ def test_an_interrupted_run_goes_on_with_the_other_formats():
     assert states_of("a")["fp32"] == before["fp32"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (
-            "--decode-states fp32,int9",
-            2,
-            "There is no format 'int9' of states. hint: Did you mean int8?",
-        ),
-        ("--decode-states ''", 2, "There is no format '' of states."),
-        ("--decode-states nowhere:half", 2, "The module of nowhere:half cannot be imported"),
-        ("--decode-states int8:fixed=0", 2, "'int8:fixed=0' names no scale of states."),
-        ("--decode-step 4", 2, "--decode-step needs --decode-states."),
-        ("--decode-states fp32 --impl fused", 2, "--decode-states and --impl cannot be combined"),
-        ("--decode-states fp32 --gate rms:2", 2, "and --gate rms:2 cannot be combined"),
-        (
-            "--decode-states fp32 --gate kept-steps:99",
-            1,
-            "kept-steps:99: 2x4x4x1, bf16, decoded, 1 x 24, recurrent",
-        ),
-        ("--decode-states mine:short", 1, "mine:short must return a tensor (1, 2, 4, 4), not"),
-        ("--decode-states fp32,mine:broken", 1, "RuntimeError: boom (mine.py:"),
-    ],
-)
+# options => exit code => what is said
+WRONG = """\
+--decode-states fp32,int9 => 2 => There is no format 'int9' of states. hint: Did you mean int8?
+--decode-states '' => 2 => There is no format '' of states.
+--decode-states nowhere:half => 2 => The module of nowhere:half cannot be imported
+--decode-states int8:fixed=0 => 2 => 'int8:fixed=0' names no scale of states.
+--decode-step 4 => 2 => --decode-step needs --decode-states.
+--decode-states fp32 --impl fused => 2 => --decode-states and --impl cannot be combined
+--decode-states fp32 --gate rms:2 => 2 => and --gate rms:2 cannot be combined
+--decode-states fp32 --gate kept-steps:99 => 1 => kept-steps:99: 2x4x4x1, bf16, decoded
+--decode-states mine:short => 1 => mine:short must return a tensor (1, 2, 4, 4), not
+--decode-states fp32,mine:broken => 1 => RuntimeError: boom (mine.py:
+"""
+
+
+@pytest.mark.parametrize(("words", "code", "message"), rows(WRONG))
 def test_what_cannot_be_decoded_is_told(words, code, message):
     Path("mine.py").write_text(FORMATS)
-    answer = ending(code, f"bench ssd {SMALL} {words} --out a")
+    answer = ending(int(code), f"bench ssd {SMALL} {words} --out a")
     assert message in f"{answer.err} {answer.shown}"
 
 

@@ -494,8 +494,8 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monk
     ("before", "after", "why"),
     [
         ("{", "", "is not valid JSON: "),
-        ('"segment": 4', '"segment": 0', "is damaged at "),
-        ('"long_count": 0', '"long_count": 1', "is damaged at "),
+        ('"segment": 4', '"segment": 0', "is damaged: segment is 0, not "),
+        ('"long_count": 0', '"long_count": 1', "is damaged: "),
         ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )

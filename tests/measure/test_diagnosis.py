@@ -53,6 +53,21 @@ def test_the_sequence_whose_state_is_wrong():
     )
 
 
+def test_why_the_exact_answer_is_not_finite():
+    """It overflows fp16 with this scale."""
+    inputs = generated("gdn", "1/2x16x16", 20, sequences=2, dtype="fp16")
+    inputs = replace(inputs, scale=1e9, initial_state=torch.ones(2, 2, 16, 16))
+
+    def remark() -> str:
+        return remarks(inputs, oracle_output(inputs))[0]
+
+    assert remark() == "all inputs are finite, so the exact answer overflows"
+    inputs.k[1, 6] = inputs.v[1, 7] = torch.nan
+    assert remark() == "k and v hold NaN, first at position 6 of sequence 1"
+    inputs.initial_state[1] = torch.nan
+    assert remark().endswith("hold NaN, first in the initial state of sequence 1")
+
+
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize(
     ("precision", "words"),

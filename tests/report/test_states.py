@@ -87,7 +87,7 @@ def test_heads_are_grouped_by_how_long_they_remember():
     [
         (
             (decoded("fp32", steady(1e-7)), decoded("bf16", *[growing(2e-3)] * 3, steady(2e-3))),
-            "keep states in fp32 or better, which keeps every head of 4,096 tokens, at an output "
+            "keep states in fp32 or better, which keeps every head for 4,096 tokens, at an output "
             "error of 1.00e-7; bf16 loses 3 of 4 heads of layer 7 after 128 tokens.",
         ),
         (
@@ -96,17 +96,17 @@ def test_heads_are_grouped_by_how_long_they_remember():
                 decoded("bf16", growing(2e-3, 0.2)),
                 decoded("fp16", growing(2e-4, 0.2)),
             ),
-            "keep states in fp16 or better, which keeps every head of 4,096 tokens, at an output "
+            "keep states in fp16 or better, which keeps every head for 4,096 tokens, at an output "
             "error of 1.06e-3; its error still grows, so try a longer --seq.",
         ),
         (
             (decoded("int8", growing(1e-2)), decoded("fp16", overflowing)),
-            "no format keeps every head of 4,096 tokens; int8 loses 1 of 1 head of layer 7 after "
+            "no format keeps every head for 4,096 tokens; int8 loses 1 of 1 head of layer 7 after "
             "128 tokens; fp16 loses 1 of 1 head of layer 7 after 128 tokens.",
         ),
         (
             (decoded("int8", wavering),),
-            "keep states in int8 or better, which keeps every head of 4,096 tokens, at an output "
+            "keep states in int8 or better, which keeps every head for 4,096 tokens, at an output "
             "error of 0.0137; its error may still grow, so try a longer --seq.",
         ),
     ],
