@@ -126,8 +126,8 @@ class Keeper:
             slots=() if call.slots is None else tuple(call.slots.tolist()),
             gap=call.number != last_number + 1,
         )
-        if faults := self._provenance.faults(captured):
-            return f"{call.name}: {faults[0].removesuffix('.')}"
+        if state_break := self._provenance.state_break(captured):
+            return f"{call.name}: {state_break.removesuffix('.')}"
         begin_s = time.monotonic()
         if begin_s < self._next_comparison_s:
             return ""
