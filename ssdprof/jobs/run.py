@@ -302,7 +302,8 @@ def capture_recording(
             for text in doubts(operator, captured.inputs):
                 warnings[f"Inputs that no model has: {text}"] = None
             if text := provenance.state_break(captured):
-                warnings[f"States between calls that do not fit: {text}"] = None
+                name = captured.layer.name
+                warnings[f"States between calls that do not fit: {name}, {text}"] = None
             advance(1)
     for text in warnings:
         watcher.say(text)

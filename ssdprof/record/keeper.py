@@ -158,8 +158,9 @@ class Keeper:
             "number": call.number,
             "why": fault,
         }
-        process = f"rank{rank()}-{os.getpid()}"
-        name = f"{process}_{self._stored_calls:06d}.safetensors"
+        number = rank()
+        process = "process" if number is None else f"rank{number}"
+        name = f"{process}-{os.getpid()}_{self._stored_calls:06d}.safetensors"
         _write(Path(self._settings.folder) / name, tensors, description)
         self._stored_calls += 1
         self._stored_bytes += call.nbytes

@@ -11,6 +11,7 @@ from ssdprof.core.base import (
     BETWEEN_CALLS,
     LONGEST_SEQLEN,
     PRECISIONS,
+    WHILE_RECORDED,
     PrecisionName,
     distinct,
     grouped,
@@ -494,14 +495,15 @@ def caveats(report: Report) -> Iterator[str]:
         if left_out.implementations:
             subject = f"{fmt.words(left_out.implementations)} of {subject}"
         yield f"{_capital(subject)} was left out: {left_out.reason}."
-    yield from report.remarks
+    yield from (text for text in report.remarks if not text.startswith(WHILE_RECORDED))
 
 
 def weaknesses(report: Report) -> list[str]:
-    """The caveats that weaken the verdict: states that do not fit, inputs that no model has, what a
-    server computed from them, and sequences of one chunk.
+    """The caveats that weaken the verdict: faults that were found while a server ran, states that
+    do not fit, inputs that no model has, what a server computed from them, and sequences of one
+    chunk.
     """
-    caveats = []
+    caveats = [text for text in report.remarks if text.startswith(WHILE_RECORDED)]
     if state_breaks := _state_breaks(report):
         others = shortened(state_breaks[1:], _MOST_BROKEN)
         caveats.append(
@@ -530,7 +532,7 @@ def _server_or_recording(report: Report) -> Iterator[str]:
     if not any(prompt.kind == "recorded" for prompt in report.prompts):
         return
     served = [case for case in report.cases if case.kind == "served"]
-    wrong = [case for case in served if case.failed]
+    wrong = [case for case in served if case.failed and exact_answer_is_finite(case)]
     if wrong:
         yield (
             f"In {layer_words(wrong)}, what the server computed differs from the fp64 oracle for "

@@ -126,7 +126,7 @@ def test_the_capture_and_its_run_name_the_suspicion():
     folder = recorded(Path("r"), lambda left: left[1].flip(0), SLOTS, bool)
     words = "row 0 (slot 5) of call 3 begins with the state that row 1 (slot 2) of call 2 left"
     answer = passing("capture", "--from", "safetensors", str(folder), "--out", "c")
-    assert f"States between calls that do not fit: {words}" in answer.err
+    assert f"States between calls that do not fit: recorded layer 0, {words}" in answer.err
     ran = passing("run c --dtypes exact --states fp32 --impl fused")
     assert "PASSED for the kernels, not for the states between calls: all" in ran.shown
     assert f"The states between calls do not fit: in layer 0, {words}" in ran.shown

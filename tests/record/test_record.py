@@ -29,6 +29,7 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.kernels import GDNInputs, KDAInputs
+from ssdprof.progress import LineWatcher
 from ssdprof.record import hook, recorder, settings
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
@@ -205,7 +206,6 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
     for name, tensor in before.items():
         recorded = call.inputs.tensors[name]
         assert torch.equal(recorded.reshape(tensor.shape), tensor), name
-    assert call.served
     assert torch.equal(call.served[0][0], out.flatten(0, 1))
     assert torch.equal(call.served[1], states)
 
@@ -408,10 +408,11 @@ def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Functio
     function(**arguments(), output_final_state=True, fault="transposed")
     assert stored() == 1
     line = capfd.readouterr().err
-    assert "ssdprof: a layer that is not known, rank 0: final_states, head " in line
+    layer = f"a layer that is not known, process {os.getpid()}"
+    assert f"ssdprof: {layer}: final_states, head " in line
     assert "the first wrong state is that of sequence 0 (6 tokens)" in line
     (call,) = open_recording(Path("calls"), "safetensors").layers()
-    assert call.remark.startswith("While it was recorded: a layer that is not known, rank 0: final")
+    assert call.remark.startswith(f"While it was recorded: {layer}: final")
 
 
 def test_a_function_that_has_changed_is_named(
@@ -470,14 +471,19 @@ def test_rows_of_padding_are_not_stored(state_every, states, where):
         final_states=final_states,
         slots=slots,
     ).packed()
-    assert call.final_states is not None
-    assert inputs.initial is not None
     assert call.slots.tolist() == [3, 0]
     assert call.inputs.tensors["cu_seqlens"].tolist() == [0, 2, 4]
     assert torch.equal(call.out, given["v"][:, [0, 1, 4, 5]])
     torch.testing.assert_close(call.final_states, final_states[states], equal_nan=True)
     assert where in call.first_nonfinite()
     assert torch.equal(call.inputs.tensors["initial_state"], inputs.initial[[0, 2]])
+
+
+def test_a_step_of_many_parts_has_few_lines(capsys):
+    with LineWatcher().step("Reading", 999) as advance:
+        for _ in range(999):
+            advance(1)
+    assert capsys.readouterr().err == "Reading\nReading: 999 of 999\n"
 
 
 # --- the program's own surroundings
