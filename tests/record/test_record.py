@@ -399,8 +399,7 @@ def test_gates_are_activated_for_calls_that_are_stored(
         function(**arguments(), output_final_state=True, use_beta_sigmoid_in_kernel=True)
     assert stored() == len(threads) == 2 * stops
     assert {*threads} <= {"ssdprof-record"}
-    ended = "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
-    assert ended is stops
+    assert ("ssdprof: Recording has ended: as many" in capfd.readouterr().err) is stops
 
 
 def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Function], capfd):
