@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Advance = Callable[[int], None]
+_MOST_LINES = 100  # of a step that is no inner one and has a line for each part
 _QUIET_S = 2.0  # the least time between two lines on the progress of an inner step
 
 
@@ -44,8 +45,8 @@ def _ignore(*_: object) -> None:
 class LineWatcher(Watcher):
     """Prints lines on stderr.
 
-    There is a line when a step begins, and when it advances.  An inner step has a line at most
-    every two seconds, so that a log does not become long.
+    There is a line when a step begins, and when it advances.  An inner step, and one of many parts,
+    has a line at most every two seconds, so that a log does not become long.
 
     levels: the number of levels of nested steps that have lines.
     """
@@ -68,8 +69,10 @@ class LineWatcher(Watcher):
         def advance(amount: int) -> None:
             nonlocal done, last_s
             done += amount
-            is_due = depth == 1 or time.monotonic() > last_s + _QUIET_S
-            if depth <= self._levels and total is not None and is_due:
+            if depth > self._levels or total is None:
+                return
+            has_line = depth == 1 and (total <= _MOST_LINES or done >= total)
+            if has_line or time.monotonic() > last_s + _QUIET_S:
                 self.say(f"{text}: {done:,} of {total:,} {unit}".rstrip())
                 last_s = time.monotonic()
 

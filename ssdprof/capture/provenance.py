@@ -58,9 +58,9 @@ class Provenance:
         self._taken_by: dict[_State, str] = {}
         self._with_gap: set[int] = set()  # indices of layers
 
-    def faults(self, captured: CapturedLayer) -> list[str]:
+    def state_break(self, captured: CapturedLayer) -> str:
         """Check the next call of a layer.  Returns a sentence on the first row that begins with a
-        wrong state, or nothing.
+        wrong state; empty if there is none.
         """
         inputs = captured.inputs
         slots, places = self._rows(captured)
@@ -71,7 +71,7 @@ class Provenance:
             self._with_gap.add(index)
             self._states.pop(index, None)
         if inputs.state_every:
-            return []
+            return ""
         earlier = self._states.setdefault(index, deque(maxlen=_REMEMBERED))
         written = {state.slot for state in earlier if state.slot is not None}
         faults = []
@@ -91,9 +91,9 @@ class Provenance:
         for slot, place, sketch in zip(slots, places, _sketches(final_states), strict=True):
             earlier.append(_State(place, slot, sketch))
         if len(faults) <= 1:
-            return faults
+            return "".join(faults)
         first, *others = faults
-        return [f"{first}  Wrong in this call, too: {plural(len(others), 'row')}."]
+        return f"{first}  Wrong in this call, too: {plural(len(others), 'row')}."
 
     def _rows(self, captured: CapturedLayer) -> tuple[Sequence[int | None], list[str]]:
         """The slot of each row of a call, and the row in words.  A slot is None if it is not known;

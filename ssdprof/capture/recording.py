@@ -34,7 +34,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
-from ssdprof.core.base import LONGEST_SEQLEN
+from ssdprof.core.base import LONGEST_SEQLEN, WHILE_RECORDED
 from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
@@ -153,7 +153,7 @@ class ServerCalls:
             rank=int(rank[1]) if rank else None,
         )
         inputs, served, slots = call.load()
-        remark = f"While it was recorded: {call.problem}." if call.problem else ""
+        remark = f"{WHILE_RECORDED}{call.problem}." if call.problem else ""
         if call.process and not served:
             remark = f"No output of {layer.name} was recorded in pass {number}."
         return CapturedLayer(
@@ -191,7 +191,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     layers = tuple(sorted(called, key=attrgetter("index")))
     ref = CheckpointRef(
         requested=str(folder),
-        source="local",
+        source="recorded",
         repo_id=name or folder.resolve().name or "recording",
         revision=None,
         model_type=f"recorded by {source}",

@@ -41,10 +41,9 @@ from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
 from ssdprof.jobs import documents, options
 from ssdprof.jobs.options import CaptureOptions, RecordOptions
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
-from ssdprof.jobs.record import CALLS
 from ssdprof.jobs.target import captures_of
 from ssdprof.operators.late import lazy
-from ssdprof.record.settings import SEEN
+from ssdprof.record.settings import CALLS
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.table import Document, TableRow, table
 from ssdprof.report.terminal import SplitTable, render
@@ -477,39 +476,35 @@ def schemas(name: str | None) -> None:
 # --- record
 
 
-def record(options: RecordOptions, code: int) -> None:
-    """Make a capture of the calls that a program stored, and end as the program ended.
+def record(options: RecordOptions, code: int, nothing_stored: str) -> None:
+    """Make a capture of the calls that a program stored, or print why it stored none, and end as
+    the program ended.
 
     code: its exit code; if negative, the number of the signal that ended it.
     """
-    try:
-        _capture_calls(options)
-    except SsdprofError as error:
-        terminal.say(f"{error.message}  {error.hint}  The calls stay in {options.out / CALLS}.")
+    if nothing_stored:
+        terminal.say(nothing_stored)
+    else:
+        try:
+            _capture_calls(options)
+        except SsdprofError as error:
+            terminal.say(f"{error.message}  {error.hint}  The calls stay in {options.out / CALLS}.")
     if code < 0:
         _end_by_signal(-code)
     raise typer.Exit(code)
 
 
 def _capture_calls(options: RecordOptions) -> None:
-    """Make a capture of the stored calls and delete them, or print why there are none."""
+    """Make a capture of the stored calls, and delete them."""
     calls = options.out / CALLS
     stored = len(list(calls.glob("*_*.safetensors")))
-    if stored:
-        os.umask(0o077)  # other users may be allowed to read the folder, but not the captures
-        capture_options = CaptureOptions(
-            model=str(calls), recorded="safetensors", out=options.out, force=options.force
-        )
-        name = options.out.resolve().name
-        run_job.capture_recording(capture_options, output.TerminalWatcher(), name=name)
-        terminal.say(f"{plural(stored, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
-    elif (calls / SEEN).exists():
-        terminal.say("No call was stored: none of those that were recorded went wrong.")
-    else:
-        terminal.say(
-            "No call was recorded: the program called no function that ssdprof knows, or a line "
-            "above says why."
-        )
+    os.umask(0o077)  # other users may be allowed to read the folder, but not the captures
+    capture_options = CaptureOptions(
+        model=str(calls), recorded="safetensors", out=options.out, force=options.force
+    )
+    name = options.out.resolve().name
+    run_job.capture_recording(capture_options, output.TerminalWatcher(), name=name)
+    terminal.say(f"{plural(stored, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
     shutil.rmtree(calls)
 
 

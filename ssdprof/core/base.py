@@ -159,6 +159,8 @@ def precisions_for(
 REPEATS: Final = "repeats bitwise"
 # The names of laws about a pool of states (measure/pools.py) begin with this.
 BETWEEN_CALLS: Final = "between calls: "
+# begins the remark on a fault that was found while a server ran
+WHILE_RECORDED: Final = "While it was recorded: "
 Holds = Literal["yes", "no", "not applicable"]
 Laws = Literal["quick", "default", "all"]  # which laws are tested
 

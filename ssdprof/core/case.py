@@ -52,12 +52,15 @@ class LayerCall(Record):
     """A captured call of a layer's operator.
 
     call: which of the layer's calls; None if the layer's only call is the whole prompt.
+    state_break: a sentence on the first row that begins with another state than zeros or the one
+        that an earlier call left for it; empty if all states fit, or nothing is known of them.
     """
 
     kind: Literal["layer"]
     layer: LayerRef
     call: CallRef | None = None
     dims: Dims
+    state_break: Text = ""
 
     @property
     def where(self) -> str:
@@ -525,6 +528,11 @@ class Case(Record):
     def call(self) -> CallRef | None:
         """Which of its layer's calls the case is; None if the call is a whole prompt."""
         return self.task.call if isinstance(self.task, LayerCall) else None
+
+    @property
+    def state_break(self) -> str:
+        """`LayerCall.state_break` of the captured call; empty without one."""
+        return self.inputs_of.state_break if isinstance(self.inputs_of, LayerCall) else ""
 
     @property
     def dims(self) -> Dims | None:

@@ -26,6 +26,7 @@ from ssdprof.errors import BadInputError, nearest
 
 SPEED_METRICS = ("speedup", "time")
 KEPT_STEPS = "kept-steps"
+STATE_BREAKS = "state-breaks"
 TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
 Measured = Estimate | float  # a value with an interval, or an exact one
 SpeedupOf = Callable[..., Estimate | None]  # `Report.speedup` of the report of a case
@@ -218,6 +219,12 @@ METRICS: dict[str, Metric] = {
         gate="2",
         change="base+0",
         if_missing="its launches were not recorded",
+    ),
+    STATE_BREAKS: Metric(
+        value=lambda case, _at, _speedup_of: float(bool(case.state_break)),
+        applies=lambda case: case.layer is not None,
+        gate="0",
+        change="base+0",
     ),
     KEPT_STEPS: Metric(
         value=_kept_steps,

@@ -240,6 +240,11 @@ class Report(Record):
         return {text: len(indices) for text, indices in layers.items()}
 
     @property
+    def state_breaks(self) -> dict[str, list[Case]]:
+        """Sentence of `LayerCall.state_break` -> the cases of the calls that it is about."""
+        return grouped(filter(_state_break, self.cases), _state_break)
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """The report's notes and those of its processes."""
         return tuple(distinct([self.notes, *(line.notes for line in self.processes)]))
@@ -353,7 +358,9 @@ class Report(Record):
             options["--decode-states"] = states_of(case.precision)
             options |= {"--impl": self.baseline, "--dtypes": "exact", "--states": "fp32"}
         else:
-            options["--impl"] = as_typed[0] if as_typed else case.implementation
+            # what a server computed cannot be named: it is compared in every run
+            name = self.baseline if case.kind == "served" else case.implementation
+            options["--impl"] = as_typed[0] if as_typed else name
             options["--dtypes"] = intermediates_of(case.precision)
             options["--states"] = states_of(case.precision)
         generated = case.inputs_of
@@ -434,6 +441,10 @@ class Report(Record):
             if not case_key.startswith("answers") and is_kept(precision, implementation)
         )
         return self.changed(cases=cases, requested=requested)
+
+
+def _state_break(case: Case) -> str:
+    return case.state_break
 
 
 def device_time(case: Case) -> float:

@@ -279,7 +279,7 @@ class CheckpointRef(Record):
     """The checkpoint of a report."""
 
     requested: Text  # what the user typed
-    source: Literal["hub", "local", "demo"]
+    source: Literal["hub", "local", "demo", "recorded"]
     repo_id: Text  # hub id, folder name, or the name of a demo
     revision: Text | None  # commit hash on the hub
     model_type: Text

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ssdprof.operators.generate import Cell, Tokens
 
 Kind = TypeVar("Kind")
+_LARGEST = 1_000_000_000  # seconds or other units, of options that are no whole numbers
 COMPARED = ("unfused", "fused")  # implementations compared by default; the first is the baseline
 # Types in annotations whose import takes long.  They annotate only `words` and `derived` fields,
 # whose types Typer does not need.
@@ -85,6 +86,13 @@ def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in names if ":" in name or name in registered)
 
 
+def _finite(value: Any) -> Any:
+    """Refuse a number that is infinite, NaN or so large that no clock can wait as long."""
+    if isinstance(value, float) and not abs(value) < _LARGEST:
+        raise typer.BadParameter(f"{value:g} is not below {_LARGEST:,}; give a smaller number")
+    return value
+
+
 def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:
     """An annotation of a type, which declares an option.
 
@@ -92,7 +100,14 @@ def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more:
     field's name.  shown: the default as the help shows it; False: the help shows none.  more: other
     arguments of `typer.Option`.
     """
-    return typer.Option(*names, metavar=metavar or None, help=help, show_default=shown, **more)
+    return typer.Option(
+        *names,
+        metavar=metavar or None,
+        help=help,
+        show_default=shown,
+        callback=None if "parser" in more else _finite,
+        **more,
+    )
 
 
 def option(default: Any, metavar: str, help: str, *names: str, **more: Any) -> Any:
@@ -489,7 +504,7 @@ class RecordOptions:
     out: Path = field(
         metadata={"typer": info("DIR", "Folder of the captures.", "--out", parser=path)}
     )
-    force: bool = flag("--force", "Overwrite a complete capture in DIR.")
+    force: bool = flag("--force", "Overwrite a capture or an unfinished recording in DIR.")
 
 
 @options

@@ -9,17 +9,19 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from ssdprof import operators
 from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.core.words import plural
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_writable, unwritable
 from ssdprof.jobs.options import RecordOptions
 from ssdprof.record.places import PLACES
-from ssdprof.record.settings import GIGABYTE, RecordSettings
+from ssdprof.record.settings import CALLS, GIGABYTE, PASSED, RecordSettings, When
 
-CALLS = "calls"  # the folder in which the processes store calls, until a capture is made of them
 _PASSED_ON = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -33,25 +35,52 @@ _SENT_BY_KERNEL = 0x80
 _POLL_S = 0.05  # how often to look whether the program has ended
 
 
-def record(options: RecordOptions) -> tuple[RecordOptions, int]:
+def record(options: RecordOptions) -> tuple[RecordOptions, int, str]:
     """Run the program, whose processes store calls in the folder `CALLS` in `options.out`.
 
-    Returns the options, and the program's exit code; if a signal ended it, minus the signal's
-    number.
+    If they stored none, no folder stays that was not there before.
+
+    Returns the options; the program's exit code, or if a signal ended it, minus the signal's
+    number; and why nothing was stored, in a sentence that is empty if calls were.
 
     Raises BadInputError for a program that cannot be started, and MissingCapabilityError for a
     folder that cannot be written.
     """
+    out = options.out.absolute()
+    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
     settings = _prepared(options)
-    return options, _ended(options.program, settings.environment)
+    calls = out / CALLS
+    nothing_stored = ""
+    try:
+        code = _ended(options.program, settings.environment)
+    finally:
+        if not any(calls.glob("*_*.safetensors")):
+            nothing_stored = _why_nothing_stored(calls / PASSED, options.when)
+            shutil.rmtree(calls, ignore_errors=True)
+            with suppress(OSError):  # a folder in which the program wrote other files stays
+                for folder in new_folders:
+                    folder.rmdir()
+    return options, code, nothing_stored
+
+
+def _why_nothing_stored(passed: Path, when: When) -> str:
+    """A sentence.  passed: the file `PASSED`."""
+    count = passed.stat().st_size
+    if not count:
+        return (
+            "No call was recorded: the program called no function that ssdprof knows, or a line "
+            "above says why."
+        )
+    result = "whose outputs are finite" if when == "nonfinite" else "and found nothing wrong"
+    return f"No call was stored: ssdprof saw {plural(count, 'call')}, {result}."
 
 
 def _prepared(options: RecordOptions) -> RecordSettings:
     """The settings of the program's processes.  Creates the folder of their calls, which only this
     user can read.
 
-    Raises BadInputError for an unknown operator, and for a folder that holds a complete capture
-    unless --force is given.
+    Raises BadInputError for an unknown operator, and for a folder that holds a complete capture or
+    an unfinished recording unless --force is given.
     """
     wanted = tuple(word.strip() for word in options.operators.split(","))
     for name in wanted:
@@ -60,12 +89,18 @@ def _prepared(options: RecordOptions) -> RecordSettings:
         raise BadInputError(
             f"{options.out} holds a capture already.", "Name another folder, or give --force."
         )
-    check_writable(options.out)
     folder = options.out.absolute() / CALLS
+    if (folder / PASSED).exists() and not options.force:
+        raise BadInputError(
+            f"{options.out} holds an unfinished recording.", "Name another folder, or give --force."
+        )
+    check_writable(options.out)
     try:
         os.makedirs(options.out, mode=0o700, exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        if (folder / PASSED).exists():  # no folder of another program is removed
+            shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
+        (folder / PASSED).touch(mode=0o600)
     except OSError as error:
         raise unwritable(folder, error) from error
     return RecordSettings(

@@ -295,14 +295,15 @@ class Replay:
         writer = self._writer
         operator = operators.get(layer.operator)
         call, inputs = self._prepared(operator, captured)
+        state_break = self._provenance.state_break(captured) if self._provenance else ""
         if self._options.decode_states:
             dims = operator.oracle.dims(inputs)
-            task = LayerCall(kind="layer", layer=layer, dims=dims)
+            task = LayerCall(kind="layer", layer=layer, dims=dims, state_break=state_break)
             prompt_hash = self._hash_of(dims.seqlen, dims.batch)
             decode(operator, inputs, task, self._options, writer, self._watcher, prompt_hash)
             writer.note_gates(layer.index, partial(heads_by_memory, operator, inputs))
             return
-        entries = self._entries(operator, captured, call, inputs)
+        entries = self._entries(operator, captured, call, inputs, state_break)
         if self._options.sampler:
             for case in self._comparer.sample_again(entries, layer.name, writer.earlier):
                 writer.case(case)
@@ -337,14 +338,16 @@ class Replay:
         if lost:
             name = captured.layer.name
             self._writer.note(f"{name}, {call}: {lost}" if call else f"{name}: {lost}")
-        suspicions = list(doubts(operator, inputs))
-        if self._provenance:
-            suspicions += self._provenance.faults(captured)
-        self._writer.doubt(captured.layer.index, suspicions)
+        self._writer.doubt(captured.layer.index, doubts(operator, inputs))
         return call, inputs
 
     def _entries(
-        self, operator: Operator, captured: CapturedLayer, call: CallRef | None, inputs: Inputs
+        self,
+        operator: Operator,
+        captured: CapturedLayer,
+        call: CallRef | None,
+        inputs: Inputs,
+        state_break: str,
     ) -> list[Entry]:
         """An entry for each implementation and precision of the call, and for the output that a
         server recorded, if there is one.
@@ -364,7 +367,9 @@ class Replay:
             prompt_seqlen = call.prompt_seqlen
             prompt_batch = 1 if call.kind == "packed" else call.sequences
         fields = {
-            "task": LayerCall(kind="layer", layer=captured.layer, call=call, dims=dims),
+            "task": LayerCall(
+                kind="layer", layer=captured.layer, call=call, dims=dims, state_break=state_break
+            ),
             "batch": dims.batch,
             "seqlen": dims.seqlen,
             "inputs": self._hash_of(prompt_seqlen, prompt_batch),

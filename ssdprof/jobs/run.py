@@ -293,17 +293,20 @@ def capture_recording(
     )
     store = nullcontext() if options.dry_run else writer
     provenance = Provenance(rows_are_sequences=False)
-    suspicions: dict[str, None] = {}
+    warnings: dict[str, None] = {}
     with limits.memory_errors(), store as out, watcher.step("Reading calls", calls) as advance:
         for captured in recording.layers(options.layers):
             if out is not None:
                 out.add(captured)
             operator = operators.get(captured.layer.operator)
-            for text in (*doubts(operator, captured.inputs), *provenance.faults(captured)):
-                suspicions[text] = None
+            for text in doubts(operator, captured.inputs):
+                warnings[f"Inputs that no model has: {text}"] = None
+            if text := provenance.state_break(captured):
+                name = captured.layer.name
+                warnings[f"States between calls that do not fit: {name}, {text}"] = None
             advance(1)
-    for text in suspicions:
-        watcher.say(f"Suspect the recording: {text}")
+    for text in warnings:
+        watcher.say(text)
     return folder, writer.manifest
 
 

@@ -28,7 +28,7 @@ from ssdprof.core.target import (
     Prompt,
     Serving,
 )
-from ssdprof.core.words import words
+from ssdprof.core.words import plural, words
 from ssdprof.environment.child import rank_count
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_target
@@ -36,6 +36,7 @@ from ssdprof.jobs import options as declared
 from ssdprof.jobs import reading
 from ssdprof.operators.generate import Cell, Tokens, boundaries
 from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
+from ssdprof.record.settings import CALLS, PASSED
 from ssdprof.store.ranks import Ranks, follows, join
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, check_folder
 
@@ -273,6 +274,7 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     """
     folder = captures_of(request.model)
     if folder is None:
+        _refuse_unfinished(Path(request.model).expanduser() / CALLS)
         target = find(request, whole=request.answers)
         refuse_large(target.ref, target.sizes)
         return target
@@ -299,6 +301,20 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
             f"{folder} holds no layer: its capture was interrupted.", "Capture again."
         )
     return Stored(request=request, folder=folder, manifest=manifest, chosen=chosen)
+
+
+def _refuse_unfinished(calls: Path) -> None:
+    """BadInputError if `calls` is the folder of calls of an `ssdprof record` that has not ended, or
+    was killed.
+    """
+    if (calls / PASSED).exists():
+        count = len(list(calls.glob("*_*.safetensors")))
+        hint = "Record again, with --force."
+        if count:
+            hint = f"Make a capture of it: ssdprof capture --from safetensors {calls} --out DIR."
+        raise BadInputError(
+            f"{calls.parent} holds an unfinished recording of {plural(count, 'call')}.", hint
+        )
 
 
 def _model_options(request: declared.ServedModelOptions) -> set[str]:

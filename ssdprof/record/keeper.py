@@ -26,7 +26,7 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.core.target import CallRef, LayerRef
 from ssdprof.record.recorded_call import RecordedCall, rank
-from ssdprof.record.settings import SEEN, RecordSettings, note
+from ssdprof.record.settings import PASSED, RecordSettings, note
 
 _SHARE = 0.05  # of the time that comparisons may take
 _LONGEST_PAUSE_S = 60.0  # after a comparison, which may have compiled kernels
@@ -49,10 +49,11 @@ class Keeper:
         self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}  # last calls, on their device
         self._last_numbers: dict[tuple[str, str], int] = {}
         self.failed: set[tuple[str, str]] = set()  # layers that went wrong: no later call is wanted
-        self._has_seen_call = False
         self._stored_calls = self._stored_bytes = self._ring_bytes = 0
         self._provenance = Provenance(rows_are_sequences=False)
         self._next_comparison_s = time.monotonic()
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY
+        self._passed = os.open(Path(settings.folder) / PASSED, flags, 0o600)
 
     @property
     def is_full(self) -> bool:
@@ -62,9 +63,6 @@ class Keeper:
 
     def keep(self, call: RecordedCall) -> None:
         """Store the call if it is wanted, and the calls of its layer before it.  Raises OSError."""
-        if not self._has_seen_call:
-            (Path(self._settings.folder) / SEEN).touch(mode=0o600)
-            self._has_seen_call = True
         if self._settings.when == "always":
             self._store(call, fault="")
             return
@@ -81,6 +79,8 @@ class Keeper:
             note(f"{fault}.")
             for stored in ring:
                 self._store(stored, fault if stored is call else "")
+        else:
+            os.write(self._passed, b"\0")
         most_calls = 0 if fault else self._settings.keep
         while len(ring) > most_calls:
             self._ring_bytes -= ring.popleft().nbytes
@@ -90,8 +90,9 @@ class Keeper:
             self._ring_bytes -= oldest.popleft().nbytes
 
     def release(self) -> None:
-        """Free the calls in rings."""
+        """Free the calls in rings, when no call follows."""
         self._rings.clear()
+        os.close(self._passed)
 
     def _fault(self, call: RecordedCall) -> str:
         """What is wrong with a call, a sentence without its full stop.  Empty if no test failed."""
@@ -125,8 +126,8 @@ class Keeper:
             slots=() if call.slots is None else tuple(call.slots.tolist()),
             gap=call.number != last_number + 1,
         )
-        if faults := self._provenance.faults(captured):
-            return f"{call.name}: {faults[0].removesuffix('.')}"
+        if state_break := self._provenance.state_break(captured):
+            return f"{call.name}: {state_break.removesuffix('.')}"
         begin_s = time.monotonic()
         if begin_s < self._next_comparison_s:
             return ""
@@ -157,8 +158,9 @@ class Keeper:
             "number": call.number,
             "why": fault,
         }
-        process = f"rank{rank()}-{os.getpid()}"
-        name = f"{process}_{self._stored_calls:06d}.safetensors"
+        number = rank()
+        process = "process" if number is None else f"rank{number}"
+        name = f"{process}-{os.getpid()}_{self._stored_calls:06d}.safetensors"
         _write(Path(self._settings.folder) / name, tensors, description)
         self._stored_calls += 1
         self._stored_bytes += call.nbytes

@@ -55,9 +55,11 @@ class RecordedCall:
 
     @property
     def name(self) -> str:
-        """ "layer model.layers.3, rank 0"."""
+        """ "layer model.layers.3, rank 0", or with "process 4711" if the rank is not known."""
         layer = f"layer {self.layer}" if self.layer else "a layer that is not known"
-        return f"{layer}, rank {rank()}"
+        number = rank()
+        process = f"process {os.getpid()}" if number is None else f"rank {number}"
+        return f"{layer}, {process}"
 
     @property
     def layer_key(self) -> tuple[str, str]:
@@ -195,9 +197,10 @@ def _first_nonfinite(tensor: Tensor) -> tuple[int, int] | None:
     return row, head
 
 
-def rank() -> int:
-    """The rank of this process."""
+def rank() -> int | None:
+    """The rank of this process; None if it is not known."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
-    return int(os.environ.get("RANK") or 0)
+    number = os.environ.get("RANK")
+    return int(number) if number else None

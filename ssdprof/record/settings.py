@@ -18,7 +18,10 @@ from ssdprof.record.hook import VARIABLE
 
 When = Literal["always", "nonfinite", "wrong"]
 GIGABYTE = 1 << 30
-SEEN = ".seen"  # name of an empty file in the folder of calls: a process has seen a call
+CALLS = "calls"  # the folder in which the processes store calls, until a capture is made of them
+# name of a file that each folder of calls has, with a byte for each call that was seen and not
+# stored, because nothing was wrong with it
+PASSED = ".passed"
 _SHOWN: set[str] = set()  # notes that this process has printed
 
 

@@ -16,7 +16,12 @@ Fact = tuple[str, str]  # name and value; facts with an empty value are not show
 # words for the kinds of implementations that are not bundled, for the sources of checkpoints, and
 # for the kinds of prompts
 _KINDS = {"library": "another library", "own": "your kernel", "served": "what the server computed"}
-_SOURCES = {"hub": "from the hub", "local": "from a local folder", "demo": "trained, built in"}
+_SOURCES = {
+    "hub": "from the hub",
+    "local": "from a local folder",
+    "demo": "trained, built in",
+    "recorded": "the recorded server's",
+}
 _PROMPTS = {
     "default": "built-in text",
     "file": "text file",

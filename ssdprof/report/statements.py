@@ -11,13 +11,14 @@ from ssdprof.core.base import (
     BETWEEN_CALLS,
     LONGEST_SEQLEN,
     PRECISIONS,
+    WHILE_RECORDED,
     PrecisionName,
     distinct,
     grouped,
     intermediates_of,
 )
 from ssdprof.core.case import Answers, Case, Generated
-from ssdprof.core.conditions import METRICS
+from ssdprof.core.conditions import METRICS, STATE_BREAKS
 from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.pairs import unfinished
 from ssdprof.core.report import Report
@@ -67,6 +68,8 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     outcome = Outcome(report)
     lines = [VerdictLine(line, False) for line in errors(report)]
     lines += _passed(report, outcome)
+    if state_breaks := _state_breaks(report):
+        lines.append(VerdictLine(f"The states between calls do not fit: {state_breaks[0]}.", False))
     if outcome.passed and report.kind == "run":
         for_use = []
         for group in groups(report):
@@ -160,7 +163,8 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     is_single = outcome.compared == 1
     who = "the one case" if is_single else f"all {outcome.compared} cases"
     if outcome.passed:
-        who = f"PASSED: {who}"
+        limit = " for the kernels, not for the states between calls" if report.state_breaks else ""
+        who = f"PASSED{limit}: {who}"
     elif outcome.ended_early:
         who = f"So far {who}"
     elif outcome.refused or outcome.missing:
@@ -285,7 +289,12 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
         decision = states.advice(report)
     if decision is None:
         return ()
-    return (decision._replace(text=f"In short: {decision.text}."),)
+    text = decision.text
+    if state_breaks := _state_breaks(report):
+        row = state_breaks[0].partition(" begins ")[0]
+        text = f"explain first why the states between calls do not fit ({row}); {text}"
+    is_good = decision.good and not state_breaks
+    return (VerdictLine(f"In short: {text}.", is_good),)
 
 
 def _of_prefill(report: Report) -> VerdictLine | None:
@@ -352,11 +361,13 @@ def _decision(report: Report, group: Group) -> VerdictLine:
 
 
 def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, str, PrecisionName]]:
-    """(implementation, fault, precision) for each case that is not usable.
+    """(implementation, fault, precision) for each case that is not usable.  States that do not fit
+    are no fault of an implementation.
 
     The fault says that the case did not pass, or which limits it misses.
     """
-    broken = grouped(outcome.broken, lambda verdict: verdict.case)
+    of_kernels = [verdict for verdict in outcome.broken if STATE_BREAKS not in verdict.condition]
+    broken = grouped(of_kernels, lambda verdict: verdict.case)
     for case in report.cases:
         if case in outcome.faulty:
             yield case.implementation, "did not pass", case.precision
@@ -492,22 +503,61 @@ def caveats(report: Report) -> Iterator[str]:
         if left_out.implementations:
             subject = f"{fmt.words(left_out.implementations)} of {subject}"
         yield f"{_capital(subject)} was left out: {left_out.reason}."
-    yield from report.remarks
+    yield from (text for text in report.remarks if not text.startswith(WHILE_RECORDED))
 
 
 def weaknesses(report: Report) -> list[str]:
-    """The caveats that weaken the verdict: inputs that no model has, and sequences of one chunk.
-
-    If a server recorded such inputs, the recording is more likely at fault than the kernels or the
-    server.
+    """The caveats that weaken the verdict: faults that were found while a server ran, states that
+    do not fit, inputs that no model has, what a server computed from them, and sequences of one
+    chunk.
     """
-    start = "In"
-    if report.is_recorded:
-        start = "Suspect the recording before the kernels and the server: in"
-    doubts = [
-        f"{start} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
+    caveats = [text for text in report.remarks if text.startswith(WHILE_RECORDED)]
+    if state_breaks := _state_breaks(report):
+        others = shortened(state_breaks[1:], _MOST_BROKEN)
+        caveats.append(
+            "Cached prefixes, forks and calls that were not recorded may leave states that do not "
+            "fit; otherwise a sequence got wrong states" + (f".  Also {others}." if others else ".")
+        )
+    for text, layers in report.doubts.items():
+        caveats.append(f"In {fmt.plural(layers, 'layer')}, inputs that no model has: {text}")
+    return [*caveats, *_server_or_recording(report), *_single_chunks(report)]
+
+
+def _state_breaks(report: Report) -> list[str]:
+    """Rows that begin with wrong states, in words: "in layers 3, 9, row 1 of call 6 begins with a
+    state that no earlier call left".
+    """
+    return [
+        f"in {layer_words(cases)}, {text.removesuffix('.')}"
+        for text, cases in report.state_breaks.items()
     ]
-    return [*doubts, *_single_chunks(report)]
+
+
+def _server_or_recording(report: Report) -> Iterator[str]:
+    """A caveat that says what is known of a server whose output is wrong, or whose inputs no model
+    has: whether the server or its recording is at fault.
+    """
+    if not report.is_recorded:
+        return
+    served = [case for case in report.cases if case.kind == "served"]
+    wrong = [case for case in served if case.failed and exact_answer_is_finite(case)]
+    if wrong:
+        yield (
+            f"In {layer_words(wrong)}, what the server computed differs from the fp64 oracle for "
+            "the recorded inputs: its kernel is wrong, or the recording misreads the kernel's "
+            "arguments.  'ssdprof run DIR --impl fla', or vllm, sglang, flashinfer, calls a "
+            "library without the server: if it fails, too, its kernel is wrong."
+        )
+    elif report.doubts and served:
+        yield (
+            "What the server computed from these inputs is right: the server passes them, and the "
+            "recording reads them as its kernel does."
+        )
+    elif report.doubts:
+        yield (
+            "The server passes these inputs, or the recording misreads them.  Its output, which "
+            "would tell, was not recorded."
+        )
 
 
 def _single_chunks(report: Report) -> Iterator[str]:

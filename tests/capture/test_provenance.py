@@ -11,14 +11,17 @@ import tiny_models
 import torch
 from capture.exact import capture
 from capture.recordings import gdn_call, record
-from command_line import passing
+from command_line import latest, passing
 from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.capture.recording import open_recording
+from ssdprof.core.conditions import parse_gate
+from ssdprof.core.outcome import broken
 from ssdprof.core.target import Serving
+from ssdprof.report.statements import in_short
 
 SLOTS = (5, 2)  # of the two sequences, in every call
 
@@ -96,45 +99,46 @@ def test_a_recorded_call_with_a_wrong_state_is_suspected(plant: Plant, slots, wo
     folder = recorded(
         Path("r"), plant, slots, lambda name: outputs or name not in ("out", "final_states")
     )
-    provenance = Provenance(rows_are_sequences=False)
     calls = list(open_recording(folder, "safetensors").layers())
-    faults = [text for call in calls for text in provenance.faults(call)]
+    faults = faults_of(calls, Provenance(rows_are_sequences=False))
     assert len(faults) == (1 if words else 0), faults
     assert not words or faults[0].startswith(words)
     # after calls that are missing, any state may be there
-    provenance = Provenance(rows_are_sequences=False)
     calls[2] = replace(calls[2], gap=True)
-    assert not [text for call in calls for text in provenance.faults(call)]
+    assert not faults_of(calls, Provenance(rows_are_sequences=False))
 
 
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_verification_is_not_followed():
     """Which of its states the server keeps is not recorded."""
     folder = recorded(Path("r"), lambda left: -left[1], SLOTS, lambda _: True)
-    provenance = Provenance(rows_are_sequences=False)
-    for number, captured in enumerate(open_recording(folder, "safetensors").layers()):
-        if number == 1:
-            out, states = captured.served
-            served = out, states[:1].repeat(out.shape[1], 1, 1, 1)
-            captured = replace(
-                captured, inputs=replace(captured.inputs, state_every=1), served=served
-            )
-        assert not provenance.faults(captured)
+    calls = list(open_recording(folder, "safetensors").layers())
+    out, states = calls[1].served
+    inputs = replace(calls[1].inputs, state_every=1)
+    served = out, states[:1].repeat(out.shape[1], 1, 1, 1)
+    calls[1] = replace(calls[1], inputs=inputs, served=served)
+    assert not faults_of(calls, Provenance(rows_are_sequences=False))
 
 
 @pytest.mark.usefixtures("in_empty_folder")
 def test_the_capture_and_its_run_name_the_suspicion():
+    """Beside the verdict, which is on the kernels; one case of each other call keeps the gate."""
     torch.manual_seed(0)
     folder = recorded(Path("r"), lambda left: left[1].flip(0), SLOTS, bool)
     words = "row 0 (slot 5) of call 3 begins with the state that row 1 (slot 2) of call 2 left"
     answer = passing("capture", "--from", "safetensors", str(folder), "--out", "c")
-    assert f"Suspect the recording: {words}" in answer.err
-    ran = passing(
-        "run", "c", "--dtypes", "exact", "--states", "fp32", "--impl", "unfused", "--full"
-    )
-    assert words in ran.shown
+    assert f"States between calls that do not fit: recorded layer 0, {words}" in answer.err
+    ran = passing("run c --dtypes exact --states fp32 --impl fused --full")
+    assert "PASSED for the kernels, not for the states between calls: all" in ran.shown
+    assert f"The states between calls do not fit: in layer 0, {words}" in ran.shown
     assert "2 of 4 passes in layer 0" in ran.shown
     assert "weights" not in ran.shown
+    short = "In short: explain first why the states between calls do not fit"
+    assert f"{short} (in layer 0, row 0 (slot 5) of call 3); fused is" in ran.shown
+    report = latest("run").changed(conditions=[parse_gate("state-breaks:0")])
+    (verdict,) = broken(report)
+    assert "pass 3 of 4" in verdict.case
+    assert "misses" not in in_short(report)[0].text
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "kimi_linear"])
@@ -142,17 +146,16 @@ def test_the_capture_and_its_run_name_the_suspicion():
 def test_a_models_own_calls_pass_their_states_on(name, serving: Serving):
     """Row i is sequence i; the rows of one call are exchanged, which no call shows by itself."""
     captured, _ = capture(name, tiny_models.prompt(40, batch=2), serving)
-    assert not faults_of(captured)
+    assert not faults_of(captured, Provenance(rows_are_sequences=True))
     *_, last = (number for number, call in enumerate(captured) if call.layer.index == 0)
     states = operators.get(captured[0].layer.operator).inputs.STATES
     inputs = captured[last].inputs
     exchanged = replace(inputs, **{states: getattr(inputs, states).flip(0)})
     captured[last] = replace(captured[last], inputs=exchanged)
-    (fault,) = faults_of(captured)
+    (fault,) = faults_of(captured, Provenance(rows_are_sequences=True))
     assert "row 0 of " in fault
     assert "begins with the state that row 1 of" in fault
 
 
-def faults_of(captured: list[CapturedLayer]) -> list[str]:
-    provenance = Provenance(rows_are_sequences=True)
-    return [text for call in captured for text in provenance.faults(call)]
+def faults_of(captured: list[CapturedLayer], provenance: Provenance) -> list[str]:
+    return [*filter(None, map(provenance.state_break, captured))]

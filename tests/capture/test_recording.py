@@ -74,7 +74,6 @@ def ssd_call(length: int) -> dict[str, torch.Tensor]:
 
 def close(layer: CapturedLayer) -> bool:
     """Whether what was served is the operator of the inputs."""
-    assert layer.served
     exact = gdn_recurrence(layer.inputs)
     return all(
         float((actual - expected).norm() / expected.norm()) < 5e-3
@@ -97,7 +96,6 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     slots = torch.load(call(dump, 7) / "inputs.pt", weights_only=True)[
         "kwarg_state_indices"
     ].tolist()
-    assert layers[-1].served
     for sequence, slot in enumerate(slots):
         assert torch.equal(layers[-1].served[1][sequence], pool[slot].mT)
     stored_inputs = torch.load(call(dump, 3) / "inputs.pt", weights_only=True)
@@ -114,8 +112,6 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
             torch.equal(tensor, again.inputs.tensors[name])
             for name, tensor in layer.inputs.tensors.items()
         )
-        assert again.served
-        assert layer.served
         assert all(map(torch.equal, again.served, layer.served))
 
 
@@ -133,7 +129,6 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
 )
 def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]):
     *_, last = open_recording(dump, "flashinfer").layers()
-    assert last.served
     outputs = {"right": last.served, "wrong": plant(*last.served, last.inputs)}
     candidates = {
         name: Candidate(output=output, precision=Precision(), name=name)
@@ -283,7 +278,6 @@ def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], obj
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
     assert "docs/from-a-server.md" in answer.err
-    assert "internal" not in answer.err
 
 
 def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch):

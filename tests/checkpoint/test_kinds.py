@@ -689,7 +689,6 @@ def test_a_type_that_nobody_listed_works():
     spec = importlib.util.spec_from_file_location(
         "transformers.models.qwen3_5.modeling_made_up", file
     )
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
     spec.loader.exec_module(module)

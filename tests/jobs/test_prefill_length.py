@@ -272,7 +272,6 @@ def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup():
     logits_rms = of(
         cases(timed(length(contender("unfused"), contender("fused", zeros))[0]))["fused"]
     ).logits_rms
-    assert logits_rms
     assert logits_rms > 0.1
     broken = contender("unfused", raising(RuntimeError("no")))
     report = timed(length(broken, contender("fused"))[0])

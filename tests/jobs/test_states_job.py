@@ -65,7 +65,6 @@ def test_errors_of_heads_are_relative_and_infinite_where_nothing_is_exact():
 def test_the_exponent_of_growth_has_an_interval():
     steps = [4, 8, 16, 32]
     known = exponent(steps, [3 * step**0.5 for step in steps])
-    assert known
     assert known == pytest.approx((0.5, 0.5, 0.5))
     noisy = exponent(steps, [3 * step**0.5 * 1.1 ** (-1) ** step for step in (4, 8, 17, 32)])
     assert noisy.low < 0.5 < noisy.high
@@ -86,7 +85,6 @@ def test_a_format_that_loses_a_head_is_found_in_every_operator(operator):
         _, task = found[name]
         assert task.marks == (1, 2, 4, 8, 12)
         for error in (*sum(task.state_errors, ()), *sum(task.out_errors[1:], ())):
-            assert error is not None
             assert least <= error <= most
     assert found["mine:all"][1].state_errors == found["fp32"][1].state_errors
     _, losing = found["mine:loses_a_head"]

@@ -53,7 +53,6 @@ def test_the_convolution_is_the_formula(length, dtype: torch.dtype, stateful):
     assert out.is_contiguous()
     assert_close(out, convolved(x, weight, bias, initial, silu=True))
     before = torch.zeros(2, 130, 3, dtype=dtype) if initial is None else initial
-    assert final is not None
     assert torch.equal(final, torch.cat([before, x.transpose(1, 2)], dim=2)[:, :, -3:])
 
 
@@ -87,8 +86,6 @@ def test_two_pieces_with_the_state_between_are_one():
             x[:, cut:], weight, bias, initial_state=state, wants_final_state=True
         )
         assert torch.equal(torch.cat([first, second], dim=1), whole)
-        assert last is not None
-        assert end is not None
         assert torch.equal(last, end)
 
 

@@ -100,7 +100,6 @@ def test_a_real_launch_is_recorded():
     assert torch.equal(source, target)
     (record,) = launches
     assert (record.config["BLOCK"], record.config["DTYPE"], record.spills) == (128, "fp32", 0)
-    assert record.registers is not None
     assert record.registers > 0
 
 

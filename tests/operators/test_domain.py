@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from capture.exact import capture
 from capture.recordings import record
-from command_line import Answer
+from command_line import Answer, passing
 from generated_inputs import generated
 from kernel_cases import changed
 from torch import Tensor
@@ -18,7 +18,6 @@ from ssdprof import operators
 from ssdprof.core.target import Serving
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.operators import domain
-from ssdprof.store import reports
 
 LENGTH = 40
 
@@ -91,31 +90,34 @@ def test_what_no_model_passes_is_named(operator, name, change: Callable[[Tensor]
     assert doubt.startswith(words)
 
 
-@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize(
+    ("served", "wrong", "known"),
+    [
+        ("", "q g beta k", "Its output, which would tell, was not recorded."),
+        ("of others", "q g", "In layers 0-1, what the server computed differs from the"),
+        ("of these", "q", "What the server computed from these inputs is right: the server"),
+    ],
+)
 @pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
-def test_a_recording_is_suspected_before_kernels_and_server(served):
+def test_a_recording_with_wrong_inputs_says_what_is_known(served, wrong, known):
     """Four things are wrong, and the first screen shows three caveats of another kind."""
     right = drawn("gdn")
-    out, states = oracle_output(right)
-    output = {"out": out, "final_states": states.float()} if served else {}
-    wrong = {
+    changes = {
+        "q": torch.zeros_like(right.q),
         "g": right.g.exp(),
         "beta": right.beta + 3,
         "k": 1e3 * right.k,
-        "q": torch.zeros_like(right.q),
     }
-    record(Path("r"), "gdn", [right.tensors | wrong | output] * 2, processes=(7,))
-    answer = Answer("capture --from safetensors r --out c")
-    assert answer.code == 0
-    assert answer.err.count("Suspect the recording: ") == 4
-    words = "--impl fused --dtypes exact --states fp32 --out run"
-    answer = Answer("run c", words)
-    before = "Suspect the recording before the kernels and the server: in 2 layers,"
+    inputs = replace(right, **{name: changes[name] for name in wrong.split()})
+    out, states = oracle_output(inputs if served == "of these" else right)
+    output = {"out": out, "final_states": states.float()} if served else {}
+    record(Path("r"), "gdn", [inputs.tensors | output] * 2, processes=(7,))
+    answer = passing("capture --from safetensors r --out c")
+    assert answer.err.count("Inputs that no model has: ") == len(wrong.split())
+    answer = Answer("run c --impl fused --dtypes exact --states fp32")
     limits = answer.shown.partition("What limits this: ")[2]
-    assert limits.startswith(f"- {before}")
-    for what in ("q is 0", "g is above 0", "beta is below 0", "k is longer"):
-        assert f"{before} {what}" in limits
+    for name in wrong.split():
+        assert f"In 2 layers, inputs that no model has: {name} is" in limits
+    assert known in limits
     assert "In short: explain the inputs first, which no model has: " in limits
-    _, report = reports.load("run")
-    assert set(report.doubts.values()) == {2}
-    assert len(report.doubts) == 4
+    assert "--impl served" not in answer.shown  # nobody can give it

@@ -274,7 +274,6 @@ def test_flashinfer_refuses_a_state_that_no_slot_keeps():
         inputs, initial_state=pool, state_indices=torch.tensor([0, 1], dtype=torch.int32)
     )
     in_place = named("gdn", "flashinfer_mtp").in_place
-    assert in_place is not None
     kept = replace(call, write_indices=torch.tensor([[2, 3], [4, 5]], dtype=torch.int32))
     in_place(kept, Precision())
     dropped = replace(call, write_indices=torch.tensor([[2, -1], [4, 5]], dtype=torch.int32))

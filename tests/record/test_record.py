@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import ending
 from record import servers
 from targets import slow
 from torch.nn.functional import normalize
@@ -28,7 +29,8 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.kernels import GDNInputs, KDAInputs
-from ssdprof.record import hook, keeper, recorder, settings
+from ssdprof.progress import LineWatcher
+from ssdprof.record import hook, recorder, settings
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
@@ -178,18 +180,15 @@ def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Funct
     expected = original(**given, output_final_state=True)
     assert all(map(torch.equal, wrapped(**given, output_final_state=True), expected))
     assert stored() == 1
-    (call,) = open_recording(Path("calls"), "safetensors").layers()  # a batch of two, as a pack
-    assert call.inputs.sequences == 2
-    assert call.inputs.cu_seqlens is not None
-    assert call.served
-    assert torch.equal(call.served[0][0, 6:], expected[0][1])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
     chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch, device: str
 ):
-    """The function overwrites v, the server all else in its next statement."""
+    """The function overwrites v, the server all else in its next statement.  A batch of two is
+    recorded as a pack.
+    """
     function, blocked = chunked(), threading.Event()
     get = recorder._Queue.get
     monkeypatch.setattr(recorder._Queue, "get", lambda queue: blocked.wait() and get(queue))
@@ -207,7 +206,6 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
     for name, tensor in before.items():
         recorded = call.inputs.tensors[name]
         assert torch.equal(recorded.reshape(tensor.shape), tensor), name
-    assert call.served
     assert torch.equal(call.served[0][0], out.flatten(0, 1))
     assert torch.equal(call.served[1], states)
 
@@ -328,8 +326,8 @@ def test_the_oldest_calls_give_way_and_none_is_lost(
 def test_calls_that_cannot_be_recorded_are_left_alone(
     chunked: Callable[..., Function], capfd, monkeypatch
 ):
-    """With gradients, while a compiler traces, inside a CUDA graph, of other shapes, and without
-    memory for copies.
+    """With gradients, of other shapes, without memory for copies, inside a CUDA graph, and while a
+    compiler traces.
     """
 
     def full(*_):
@@ -339,29 +337,25 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
     out, _ = function(**given | {"v": given["v"].requires_grad_()}, output_final_state=True)
     assert out.requires_grad
     with torch.no_grad():
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            function(**given, output_final_state=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_initialized", lambda: True)
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            for _ in range(2):
-                function(**given, output_final_state=True)
         with pytest.raises(ValueError, match="g must have shape"):
             function(**given | {"g": given["g"][:, 1:]}, output_final_state=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(settings, "_SHOWN", set())
-            function(**given, output_final_state=True, fault="row")
-        with monkeypatch.context() as patch:
-            patch.setattr(recorder, "_copies", full)
+        monkeypatch.setattr(settings, "_SHOWN", set())
+        function(**given, output_final_state=True, fault="row")
+        monkeypatch.setattr(recorder, "_copies", full)
+        function(**given, output_final_state=True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for _ in range(2):
             function(**given, output_final_state=True)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        function(**given, output_final_state=True)
         assert stored() == 0
     lines = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
-    assert lines[0] == "Calls inside CUDA graphs cannot be recorded."
-    assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[1]
-    assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[2]
-    assert lines[3].startswith("2 calls inside CUDA graphs: not recorded")
-    assert lines[5].startswith("1 call for which its device had no memory: not recorded")
+    assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[0]
+    assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[1]
+    assert lines[2] == "Calls inside CUDA graphs cannot be recorded."
+    assert lines[4].startswith("1 call for which its device had no memory: not recorded")
+    assert lines[5].startswith("2 calls inside CUDA graphs: not recorded")
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
@@ -369,13 +363,8 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
 ):
     function, blocked = chunked(), threading.Event()
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
-    keep = keeper.Keeper.keep
-
-    def wait(*arguments, **options):
-        blocked.wait()
-        keep(*arguments, **options)
-
-    monkeypatch.setattr(keeper.Keeper, "keep", wait)
+    get = recorder._Queue.get
+    monkeypatch.setattr(recorder._Queue, "get", lambda queue: blocked.wait() and get(queue))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for _ in range(6):
         function(**arguments(), output_final_state=True)
@@ -388,7 +377,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     assert not list(Path("calls").glob("*.tmp"))
     ended, dropped = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
     assert re.match(r"Recording has ended: .*File too large.*  The program goes on.", ended)
-    assert re.match("[345] calls because the queue was full: not recorded", dropped)
+    assert re.match("5 calls because the queue was full: not recorded", dropped)
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -410,8 +399,7 @@ def test_gates_are_activated_for_calls_that_are_stored(
         function(**arguments(), output_final_state=True, use_beta_sigmoid_in_kernel=True)
     assert stored() == len(threads) == 2 * stops
     assert {*threads} <= {"ssdprof-record"}
-    ended = "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
-    assert ended is stops
+    assert ("ssdprof: Recording has ended: as many" in capfd.readouterr().err) is stops
 
 
 def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Function], capfd):
@@ -419,10 +407,10 @@ def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Functio
     function(**arguments(), output_final_state=True, fault="transposed")
     assert stored() == 1
     line = capfd.readouterr().err
-    assert "ssdprof: a layer that is not known, rank 0: final_states, head " in line
+    assert f"a layer that is not known, process {os.getpid()}: final_states, head " in line
     assert "the first wrong state is that of sequence 0 (6 tokens)" in line
     (call,) = open_recording(Path("calls"), "safetensors").layers()
-    assert call.remark.startswith("While it was recorded: a layer that is not known, rank 0: final")
+    assert call.remark.startswith("While it was recorded: a layer that is not known, process ")
 
 
 def test_a_function_that_has_changed_is_named(
@@ -481,14 +469,19 @@ def test_rows_of_padding_are_not_stored(state_every, states, where):
         final_states=final_states,
         slots=slots,
     ).packed()
-    assert call.final_states is not None
-    assert inputs.initial is not None
     assert call.slots.tolist() == [3, 0]
     assert call.inputs.tensors["cu_seqlens"].tolist() == [0, 2, 4]
     assert torch.equal(call.out, given["v"][:, [0, 1, 4, 5]])
     torch.testing.assert_close(call.final_states, final_states[states], equal_nan=True)
     assert where in call.first_nonfinite()
     assert torch.equal(call.inputs.tensors["initial_state"], inputs.initial[[0, 2]])
+
+
+def test_a_step_of_many_parts_has_few_lines(capsys):
+    with LineWatcher().step("Reading", 999) as advance:
+        for _ in range(999):
+            advance(1)
+    assert capsys.readouterr().err == "Reading\nReading: 999 of 999\n"
 
 
 # --- the program's own surroundings
@@ -541,9 +534,31 @@ def test_a_signal_while_the_program_starts_is_passed_on():
     assert python("-c", EARLY).stdout == "True\n"
 
 
-def test_a_program_that_cannot_start_is_refused(server: Path):
-    """One without operators is not."""
-    assert "the program called no function that ssdprof knows" in record("", "true").stderr
-    ran = record("", "no-such-server")
-    assert ran.returncode == 2
-    assert "no-such-server cannot be started" in ran.stderr
+@pytest.mark.parametrize(
+    ("options", "program", "code", "line"),
+    [
+        ("", ["true"], 0, "the program called no function that ssdprof knows"),
+        ("", ["no-such-server"], 2, "no-such-server cannot be started"),
+        ("--max-delay inf", ["true"], 2, "inf is not below 1,000,000,000"),
+        (
+            "--when nonfinite",
+            [sys.executable, "server.py", "none"],
+            7,
+            r"No call was stored: ssdprof saw [3-9] calls, whose outputs are finite\.",
+        ),
+    ],
+)
+def test_a_sentence_says_why_nothing_is_stored_and_no_folder_stays(
+    server: Path, options, program, code, line
+):
+    ran = record(f"{options} --out new/out", *program)
+    assert ran.returncode == code
+    assert re.search(line, ran.stderr)
+    assert not Path("new").exists()
+
+
+def test_an_unfinished_recording_is_refused(server: Path):
+    """Its command was killed."""
+    record("", "sh", "-c", "kill -9 $PPID")
+    assert "out holds an unfinished recording of 0 calls." in ending(2, "run out").err
+    assert "out holds an unfinished recording." in record("", "true").stderr
