@@ -195,7 +195,8 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), S.ALIGNMENT)
     g_ptr = tl.multiple_of(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides[:3]), S.ALIGNMENT)
     beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
-    head_slot = tl.program_id(0).to(tl.int64)  # index of the slot and head among the tensors between
+    # index of the slot and head in the tensors that this launch writes
+    head_slot = tl.program_id(0).to(tl.int64)
 
     # stage qk_l2norm: 1 / |q_i| and 1 / |k_i| (CHUNK), or 1
     k_factor = tl.full((S.CHUNK,), 1.0, tl.float32)

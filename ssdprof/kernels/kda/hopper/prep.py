@@ -4,8 +4,8 @@ The equations, and the tensors between the kernels, are in `../fused.py`.  q and
 K = 128, and a chunk has 64 positions.
 
 Decays.  A thread has 16 positions of two channels in registers.  With a_i = exp(g_i), a pair of a
-row i and an earlier column j decays by a_(j+1) ... a_i.  Every decay is a product of the a between
-the two positions, so that no output depends on later gates.
+row i and an earlier column j decays by a_(j+1) ... a_i.  No decay is computed from gates of later
+positions than i, so that no output depends on later gates.
 
 A pair inside a block of eight positions has the block's first position b as its anchor.  With
 a' = max(a, 2^-24), the operands of its product are multiplied by
@@ -13,8 +13,9 @@ a' = max(a, 2^-24), the operands of its product are multiplied by
     D_i = 2^84 a'_(b+1) ... a'_i      rows by D_i, columns by 1 / D_j
 
 D is between 2^-84 and 2^84 for any gates, which is in the range of bf16.  Only products with j
-before i are used; the others may overflow.  Other pairs are in two neighbouring blocks of h = 8, 16
-or 32 positions.  Each block has
+before i are used; the others may overflow.
+
+All other pairs are in two neighbouring blocks of h = 8, 16 or 32 positions.  Each block has
 
     P_i = a_b ... a_i          from the block's first position b
     S_i = a_(i+1) ... a_e      to the block's last position e
@@ -24,8 +25,8 @@ A row i in the second block and a column j in the first block decay by P_i S_j. 
 most 1.
 
 Scores.  One product computes scores of q with k and of k with k: its rows are eight of q and eight
-of k in turn, so that a thread has both scores of a pair.  The norms of q and k are factors of the
-scores; they are computed from products of q and k before the norm.
+of k in turn, so that a thread has both scores of a pair.  The products have q and k before the
+norm; 1 / |q_i| and 1 / |k_j| are factors of the scores.
 
 Work.  A program has four warps, so that two programs fit on a multiprocessor.  It processes half of
 the channels at a time; TMA has loaded both halves before.  Registers limit the kernel: a thread has
@@ -105,8 +106,8 @@ quadrant_layout = gl.constexpr(
 
 # other functions belong to the stage that calls them
 STAGES = {
-    "prepare_chunk": "setup", "norms": "qk_l2norm", "decayed_scores": "decayed_scores",
-    "products": "decayed_scores", "store_own_scores": "decayed_scores", "decays_of": "gate_cumsum",
+    "prepare_chunk": "setup", "norm_factors": "qk_l2norm", "decayed_scores": "decayed_scores",
+    "products": "decayed_scores", "store_P": "decayed_scores", "decays_of": "gate_cumsum",
     "of_doubled_blocks": "gate_cumsum", "between_blocks": "gate_cumsum",
     "store_system": "solve_tril", "inverse_of": "solve_tril", "store_factors": "state_factor",
     "load_betas": "loads", "allocate_inputs": "setup", "load_inputs": "loads",
@@ -128,8 +129,9 @@ def map_fp32(code: gl.constexpr, v):
 
 @gluon.jit
 def times(rows, decays, dtype: gl.constexpr):
-    """rows times decays (fp32), rounded as operands of products: to bf16, with an instruction for
-    two numbers, to fp16, or to fp32 numbers that tf32 can represent.
+    """rows times decays (fp32), rounded as operands of products: to bf16, to fp16, or for fp32 to
+    numbers that tf32 can represent.  For bf16 the decays are rounded too, before one instruction
+    multiplies two numbers.
     """
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -156,15 +158,15 @@ def decays_of(g):
 
 
 @gluon.jit
-def at_least(a):
+def clamped_decays(a):
     """a' = max(a, 2^-24); NaN stays NaN.  0x33800000 is 2^-24."""
     return map_fp32("{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}", a)
 
 
 @gluon.jit
-def spread(T, COPIES: gl.constexpr, layout: gl.constexpr):
-    """T (n, K) with each row 2^COPIES times, (n * 2^COPIES, K)."""
-    for _ in gl.static_range(COPIES):
+def spread(T, LOG2_COPIES: gl.constexpr, layout: gl.constexpr):
+    """T (n, K) with each row 2^LOG2_COPIES times, (n * 2^LOG2_COPIES, K), in `layout`."""
+    for _ in gl.static_range(LOG2_COPIES):
         T = gl.join(T, T).permute((0, 2, 1)).reshape([2 * T.shape[0], T.shape[1]])
     return gl.convert_layout(T, layout)
 
@@ -172,7 +174,7 @@ def spread(T, COPIES: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def of_doubled_blocks(P, S, T, level: gl.constexpr, layout: gl.constexpr):
     """P and S (i, K) and T (blocks, K) of blocks of 2^(level + 1) positions, from those of blocks
-    of 2^level positions.
+    of 2^level positions.  layout: that of P and S.
     """
     second = (gl.arange(0, P.shape[0], gl.SliceLayout(1, layout))[:, None] >> level & 1) == 1
     pairs = T.reshape([T.shape[0] // 2, 2, T.shape[1]])
@@ -200,9 +202,10 @@ def product_of(rows, columns, acc, layout: gl.constexpr):
 
 
 @gluon.jit
-def norms(q, k):
-    """1 / |q_i|, 1 / |k_i| and q_i . k_i, (block, i) each: from the diagonals of products of q and
-    k in shared memory, (half of K, i, K / 2).
+def norm_factors(q, k):
+    """1 / |q_i|, 1 / |k_i| and q_i . k_i, (block, i) each, from the diagonals of products.
+
+    q, k: before the norm, in shared memory, (half of K, i, K / 2).
     """
     i, j = block_indices(blocks_layout)
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
@@ -221,22 +224,24 @@ def norms(q, k):
 
 @gluon.jit
 def between_blocks(quarters):
-    """Decays (4, K) of each block of 16 positions, from the T (4, K) of these blocks in shared
-    memory.
+    """Decays (4, K) of the four blocks of a chunk, a row each, which have 16 positions here and 8
+    in `decays.py`.  quarters: the T (4, K) of these blocks in shared memory.
 
     Returns the decays between the block and the middle of the chunk: to it in the first half, since
     it in the second; the decays from the chunk's start to the block; the decays from the block to
-    the chunk's end; and the decays over the whole chunk.
+    the chunk's end; and the decays over the whole chunk (1, K).
     """
-    # T of the four blocks, each in all rows (4, K)
+    # the T of each block, (1, K)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, by_block))[:, None]
     t0, t1 = quarters.slice(0, 1).load(by_block), quarters.slice(1, 1).load(by_block)
     t2, t3 = quarters.slice(2, 1).load(by_block), quarters.slice(3, 1).load(by_block)
-    since_half = gl.where(o_b == 1, t0, gl.where(o_b == 3, t2, 1.0))
-    to_half = gl.where(o_b == 0, t1, gl.where(o_b == 2, t3, 1.0))
-    since_start = since_half * gl.where(o_b < 2, 1.0, t0 * t1)
-    to_end = to_half * gl.where(o_b < 2, t2 * t3, 1.0)
-    return gl.where(o_b < 2, to_half, since_half), since_start, to_end, t0 * t1 * (t2 * t3)
+    # from the start of the block's half of the chunk to the block, and from it to the half's end
+    since_half_start = gl.where(o_b == 1, t0, gl.where(o_b == 3, t2, 1.0))
+    to_half_end = gl.where(o_b == 0, t1, gl.where(o_b == 2, t3, 1.0))
+    since_start = since_half_start * gl.where(o_b < 2, 1.0, t0 * t1)
+    to_end = to_half_end * gl.where(o_b < 2, t2 * t3, 1.0)
+    between = gl.where(o_b < 2, to_half_end, since_half_start)
+    return between, since_start, to_end, t0 * t1 * (t2 * t3)
 
 
 @gluon.jit
@@ -250,14 +255,16 @@ def eights_of(tile):
 
 @gluon.jit
 def in_turn(q, k):
-    """Rows of q and k in turn, eight of each (2 i, K)."""
+    """The rows of q and k (i, HALF) in turn, eight of each: (2 i, HALF)."""
     both = gl.join(q, k).reshape([q.shape[0] // EIGHT, EIGHT, HALF, 2]).permute((0, 3, 1, 2))
     return both.reshape([2 * q.shape[0], HALF])
 
 
 @gluon.jit
 def sorted_pairs(tile, PAIRS: gl.constexpr):
-    """The first ones of pairs of blocks (rows, K) before all second ones."""
+    """The rows of a tile (rows, HALF), which is PAIRS pairs of blocks, in another order: the first
+    blocks of all pairs, then their second blocks.
+    """
     ROWS: gl.constexpr = tile.shape[0]
     tile = tile.reshape([PAIRS, 2, ROWS // (2 * PAIRS), HALF])
     return tile.permute((1, 0, 2, 3)).reshape([ROWS, HALF])
@@ -265,14 +272,14 @@ def sorted_pairs(tile, PAIRS: gl.constexpr):
 
 @gluon.jit
 def store_anchored(q, k, a, rows, columns):
-    """Store the operands of pairs inside blocks of 8 (D and 1 / D): those of the first blocks of
-    all 16, then those of the second blocks.
+    """Store the operands of pairs inside blocks of 8, which are multiplied by D and 1 / D: those of
+    the first block of 8 of each 16 positions, then those of the second blocks.
 
     rows (128, HALF): eight rows of q and eight of k in turn.  columns (64, HALF): k.
     """
     # D (i, HALF): products of a' inside each block of 8; the anchor's factor is ANCHOR
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
-    D = at_least(a)
+    D = clamped_decays(a)
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
     T = D
     for level in gl.static_range(3):
@@ -285,8 +292,9 @@ def store_anchored(q, k, a, rows, columns):
 
 @gluon.jit
 def store_between_eights(q, k, P, S, rows, columns):
-    """Store the operands of pairs between the blocks of 8 of each 16 (h = 8): P of the second
-    blocks in the first half of `rows`, S of the first blocks in the first half of `columns`.
+    """Store the operands of pairs between the two blocks of 8 of each 16 positions (h = 8): those
+    of the second blocks, times P, in the first half of `rows`, and those of the first blocks, times
+    S, in the first half of `columns`.
     """
     dtype: gl.constexpr = rows.dtype
     _, second_q = eights_of(q)
@@ -319,12 +327,14 @@ def store_between(q, k, decays, rows, columns, PAIRS: gl.constexpr):
 @gluon.jit
 def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     """Add the part of HALF channels to the scores.  Returns the scores, P and S of the whole chunk
-    (i, HALF), and its T (4, HALF), with equal rows.
+    (i, HALF), and its T (1, HALF).  The product of the last of the four scores is asynchronous: the
+    caller waits for it.
 
     q, k (i, HALF): before the norm.  a (i, HALF): decays.
-    scores: four tensors: inside blocks of 8, (block, q and k, j), the first blocks of all 16 before
-        the second ones; between the blocks of 8 of each 16, (block, q and k, j); between blocks of
-        16, (pair, q and k, j); between the halves of the chunk, (q and k, j).
+    scores: four tensors: inside blocks of 8, (block, q and k, j), the first block of each 16
+        positions before all second ones; between the two blocks of 8 of each 16 positions, (block,
+        q and k, j); between blocks of 16, (pair, q and k, j); between the halves of the chunk, (q
+        and k, j).
     rows (128, HALF), columns (64, HALF): shared memory for operands.  wide_rows, wide_columns: the
         same in a dtype with the range of bf16.
     quarters (4, HALF): shared memory for T of each block of 16.
@@ -383,22 +393,23 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
 
 @gluon.jit
 def of_blocks(vector, COUNT: gl.constexpr):
-    """A vector in shared memory as (COUNT blocks, i)."""
+    """A vector of fp32 numbers in shared memory as (COUNT blocks, i)."""
     return reinterpret(vector, gl.float32, [COUNT, vector.shape[0] // COUNT], plain)
 
 
 @gluon.jit
 def block_of(first, second, between):
     """Scores in blocks of 16, (block, i, j), from their blocks of 8: the first and the second one
-    on the diagonal, and the one below it.  Above the diagonal they are 0.
+    on the diagonal, and the one below it.  The block of 8 above the diagonal is 0.
     """
     first, second = (
         gl.convert_layout(first, eights_layout),
         gl.convert_layout(second, eights_layout),
     )
     between = gl.convert_layout(between, eights_layout)
-    above = gl.join(first, gl.full([BLOCKS, EIGHT, EIGHT], 0.0, gl.float32, eights_layout))
-    block = gl.join(above, gl.join(between, second)).permute((0, 4, 1, 3, 2))
+    upper = gl.join(first, gl.full([BLOCKS, EIGHT, EIGHT], 0.0, gl.float32, eights_layout))
+    # from (block, i, j, left or right, upper or lower)
+    block = gl.join(upper, gl.join(between, second)).permute((0, 4, 1, 3, 2))
     return gl.convert_layout(block.reshape([BLOCKS, BLOCK, BLOCK]), blocks_layout)
 
 
@@ -464,11 +475,11 @@ def scaled_halves(halves, i_factors, j_factors, layout: gl.constexpr):
 def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     """beta_j A_ij (j, i) with A = (I + L)^-1.
 
-    L is in shared memory: diagonal blocks (block, i, j) in `scratch`, (pair, i, j) between blocks,
-    and (i, j) between the halves.  The last barrier of `store_own_scores` orders its stores.
+    L is in shared memory: its diagonal blocks in `scratch` (`Scratch.diagonal`), (pair, i, j)
+    between blocks, and (i, j) between the halves.  The last barrier of `store_P` orders its stores.
 
-    Block row i of A follows from the rows before it: it is D_i (I - sum_j L_ij A_j), where D_i is
-    the inverse of the diagonal block.
+    Block row i of A follows from the rows before it: it is D_i (E_i - sum_{j < i} L_ij A_j), where
+    D_i is the inverse of the diagonal block, and E_i block row i of the identity.
     """
     layout: gl.constexpr = narrow(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -480,7 +491,7 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
-    rows, scaled_rows = (), ()
+    rows, scaled_rows = (), ()  # block rows of A, transposed, as operands; the same times beta_j
     for i in gl.static_range(BLOCKS):
         earlier = zero  # the sum over j of L_ij A_j, transposed
         for j in gl.static_range(i):
@@ -517,7 +528,7 @@ def square_of(blocks, pairs):
 
 
 @gluon.jit
-def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
+def allocate_inputs(dtype: gl.constexpr, gate_dtype: gl.constexpr):
     """Shared memory for q, k and g of a chunk, (half of K, i, K / 2) each, and two mbarriers: the
     first one completes when q and k are loaded, the second one when g is.
     """
@@ -529,7 +540,7 @@ def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
         allocate_tile(dtype, [2, CHUNK, HALF]),
         allocate_tile(dtype, [2, CHUNK, HALF]),
     )
-    return (q_tiles, k_tiles, allocate_tile(gates, [2, CHUNK, HALF])), full
+    return (q_tiles, k_tiles, allocate_tile(gate_dtype, [2, CHUNK, HALF])), full
 
 
 @gluon.jit
@@ -546,22 +557,24 @@ def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
 
 @gluon.jit
 def stored(v):
-    """Shared memory (CHUNK) with a number for each position, v (block, i)."""
+    """New shared memory (CHUNK) with the number of each position, v (block, i)."""
     memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout)
     memory.store(v.reshape([CHUNK]))
     return memory
 
 
 @gluon.jit
-def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
-    """The scores of a chunk in the form of `products`, and shared memory with its keys
-    decayed to the chunk's end, (half of K, j, K / 2).
+def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
+    """The scores of a chunk in the form of `products`, all of them complete, and shared memory with
+    its keys decayed to the chunk's end, (half of K, j, K / 2) in fp16.
 
-    Stores keys and queries in place of k and q in `tiles`, and through the descriptors `descs` from
-    `row` on in global memory; stores the decays over the whole chunk (K) at ends_ptr.
+    Stores keys and queries in place of k and q in `tiles`, and starts to store them through their
+    descriptors `descs` from `row` on in global memory.  Stores the decays over the whole chunk (K)
+    at ends_ptr.
 
-    q_norms, k_norms: 1 / |q_i| and 1 / |k_i| (CHUNK) in shared memory.
+    q_factors, k_factors: 1 / |q_i| and 1 / |k_i| (CHUNK) in shared memory.
     """
+    keys_desc, queries_desc = descs
     q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
     # shared memory for operands; fp16 does not have the range that blocks of 8 need
@@ -585,8 +598,9 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
         # stage gate_cumsum: keys, queries, and keys decayed to the chunk's end (i, HALF)
-        k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, thread_layout))[:, None]
-        q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, thread_layout)) * scale)[:, None]
+        k_row = k.to(gl.float32) * k_factors.load(gl.SliceLayout(1, thread_layout))[:, None]
+        q_scaled = q_factors.load(gl.SliceLayout(1, thread_layout)) * scale
+        q_row = q.to(gl.float32) * q_scaled[:, None]
         q_tiles.index(half).store((q_row * since_start).to(dtype))
         k_tiles.index(half).store((k_row * since_start).to(dtype))
         at_end.index(half).store((k_row * to_end).to(gl.float16))
@@ -598,92 +612,100 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
         # TMA reads what all warps have stored
         fence_async_shared()
         role_barrier()
-        async_store(descs[0], [row, half * HALF], k_tiles.index(half))
-        async_store(descs[1], [row, half * HALF], q_tiles.index(half))
+        async_store(keys_desc, [row, half * HALF], k_tiles.index(half))
+        async_store(queries_desc, [row, half * HALF], q_tiles.index(half))
     return scores, at_end
 
 
 @gluon.jit
-def store_system(of_k, beta_norms, k_norms, scratch):
-    """Store L in shared memory: its diagonal blocks in `scratch`.  Returns the memory of its parts
-    between blocks, (pair, i, j), and between the halves of the chunk, (i, j).
+def store_system(of_k, beta_factors, k_factors, scratch):
+    """Store L in shared memory: its diagonal blocks in `scratch`, and its other parts in new
+    memory.  Returns that memory: between blocks, (pair, i, j), and between the halves of the chunk,
+    (i, j).
 
-    of_k: scores of k with k (`parts_of`).  beta_norms, k_norms: beta / |k_i| and 1 / |k_i| (CHUNK).
+    of_k: scores of k with k (`parts_of`).  beta_factors, k_factors: beta_i / |k_i| and 1 / |k_i|
+        (CHUNK).
     """
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
     lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
-    L = scaled(of_k[0], beta_norms, k_norms, blocks_layout)
+    blocks, pairs, halves = of_k
+    L = scaled(blocks, beta_factors, k_factors, blocks_layout)
     scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
-    L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
+    L = scaled_pairs(pairs, beta_factors, k_factors).to(gl.float16)
     lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms, quadrant_layout).to(gl.float16))
+    L = scaled_halves(halves, beta_factors, k_factors, quadrant_layout).to(gl.float16)
+    lower_halves.store(L)
     return lower_pairs, lower_halves
 
 
 @gluon.jit
-def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
-    """Store P (i, j) in the shared memory `own_scores`.
+def store_P(of_q, diagonal, q_factors, k_factors, P_tile):
+    """Store P (i, j), without the scale, in the shared memory `P_tile`.
 
     of_q: scores of q with k (`parts_of`).  (CHUNK) each: q_i . k_i in `diagonal`, 1 / |q_i| in
-        `q_norms`, 1 / |k_i| in `k_norms`.
+        `q_factors`, 1 / |k_i| in `k_factors`.
     """
+    blocks, pairs, halves = of_q
     i, j = block_indices(blocks_layout)
     q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
-    P = scaled(gl.where(i == j, q_k, of_q[0]), q_norms, k_norms, blocks_layout)
+    P = scaled(gl.where(i == j, q_k, blocks), q_factors, k_factors, blocks_layout)
     P = gl.where(i >= j, P, 0.0).to(gl.float16)
-    P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
-    own_scores.store(square_of(P, P_pairs))
+    P_pairs = scaled_pairs(pairs, q_factors, k_factors).to(gl.float16)
+    P_tile.store(square_of(P, P_pairs))
     role_barrier()  # all warps have stored the whole matrix, of which the next store replaces zeros
-    own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
-        scaled_halves(of_q[2], q_norms, k_norms, quadrant_layout).to(gl.float16)
+    P_tile.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
+        scaled_halves(halves, q_factors, k_factors, quadrant_layout).to(gl.float16)
     )
     role_barrier()  # all warps have stored L and P, which later functions read
 
 
 @gluon.jit
-def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
-    """Store X = diag(beta) A^T k exp(G_end - G) in place of the queries in `tiles`, and W = scale P
-    A diag(beta) in place of the keys; both through `descs` from `row` on in global memory.
+def store_factors(inverse, at_end, P_tile, tiles, descs, row, scale):
+    """Store X = diag(beta) A^T at_end in place of the queries in `tiles`, and W = scale P A
+    diag(beta) in place of the keys; both through their descriptors `descs` from `row` on in global
+    memory.  At the end, all stores of the thread to global memory are complete.
 
-    inverse: beta_j A_ij (j, i).  at_end: keys decayed to the chunk's end.  own_scores: P.
+    inverse: beta_j A_ij (j, i).  at_end: keys decayed to the chunk's end, (half of K, j, K / 2).
+    P_tile: P (i, j).
     """
+    X_desc, W_desc = descs
     q_tiles, k_tiles, _ = tiles
     dtype: gl.constexpr = q_tiles.dtype
     # stage state_factor
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
     first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
-    other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
+    second_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
     # stage out_factor
-    W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
-    first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
+    W = warpgroup_mma(P_tile, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
+    first_X, second_X, W = warpgroup_mma_wait(0, deps=[first_X, second_X, W])
     # until TMA has read keys and queries, whose memory gets X and W
     tma.store_wait(0)
     role_barrier()
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
     q_tiles.index(0).store(first_X.to(dtype))
-    q_tiles.index(1).store(other_X.to(dtype))
+    q_tiles.index(1).store(second_X.to(dtype))
     k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
     # TMA reads what all warps have stored
     fence_async_shared()
     role_barrier()
-    async_store(descs[0], [row, 0], q_tiles.index(0))
-    async_store(descs[0], [row, HALF], q_tiles.index(1))
-    async_store(descs[1], [row, 0], k_tiles.index(0))
+    async_store(X_desc, [row, 0], q_tiles.index(0))
+    async_store(X_desc, [row, HALF], q_tiles.index(1))
+    async_store(W_desc, [row, 0], k_tiles.index(0))
     wait_until_written()
 
 
 @gluon.jit
 def load_inputs(env, inputs, full, sequence, t, head):
     """Start to load q, k and g of the chunk at position t through TMA, in halves of K."""
-    q_desc, k_desc, g_desc, _, _ = env.inputs
+    q_desc, k_desc, g_desc, _, _ = env.tensor_descs
     q_tiles, k_tiles, g_tiles = inputs
-    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)
+    mbarrier.expect(full.index(0), 4 * CHUNK * DIM)  # bytes of q and k
     for half in gl.static_range(2):
         where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.tile_row + t, half * HALF]
         async_load(q_desc, where, full.index(0), q_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
         async_load(k_desc, where, full.index(0), k_tiles.index(half).reshape([1, 1, CHUNK, HALF]))
-    mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)
+    mbarrier.expect(full.index(1), CHUNK * DIM * env.S.GATE_BYTES)  # bytes of g
     for half in gl.static_range(2):
         where = [sequence.tile, head, sequence.tile_row + t, half * HALF]
         g_tile = g_tiles.index(half).reshape([1, 1, CHUNK, HALF])
@@ -696,31 +718,33 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     in global memory.
 
     tiles, full: of `allocate_inputs`, which `load_inputs` has begun to fill.
-    place: number of the chunk and head, slot * HV + head.
+    place: that of the chunk and its head among those of all slots: slot * HV + head.
     """
     row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
+    keys_desc, queries_desc, X_desc, W_desc = env.factor_descs
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
     # stage qk_l2norm: when q and k are loaded
     mbarrier.wait(full.index(0), 0)
-    q_norm, k_norm, q_k = norms(tiles[0], tiles[1])
-    q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
-    beta_norms, betas = stored(k_norm * beta), stored(beta)
-    # stage decayed_scores: when g is loaded, and all warps have stored the norms
+    q_tiles, k_tiles, _ = tiles
+    q_factor, k_factor, q_k = norm_factors(q_tiles, k_tiles)
+    q_factors, k_factors, diagonal = stored(q_factor), stored(k_factor), stored(q_k)
+    beta_factors, betas = stored(k_factor * beta), stored(beta)
+    # stage decayed_scores: when g is loaded, and all warps have stored the vectors
     mbarrier.wait(full.index(1), 0)
     role_barrier()
     scores, at_end = decayed_scores(
-        tiles, q_norms, k_norms, env.factors[:2], ends_ptr, row, env.scale
+        tiles, q_factors, k_factors, (keys_desc, queries_desc), ends_ptr, row, env.scale
     )
     of_q, of_k = parts_of(scores)
     # stage solve_tril: L, P and the inverse
     scratch = allocate_scratch(1)
-    lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
-    own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])
-    store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
+    lower_pairs, lower_halves = store_system(of_k, beta_factors, k_factors, scratch)
+    P_tile = allocate_tile(gl.float16, [CHUNK, CHUNK])
+    store_P(of_q, diagonal, q_factors, k_factors, P_tile)
     inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
     inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
     # the asynchronous products of `store_factors` read what all warps have stored
     fence_async_shared()
     role_barrier()
     # stages state_factor and out_factor
-    store_factors(inverse, at_end, own_scores, tiles, env.factors[2:], row, env.scale)
+    store_factors(inverse, at_end, P_tile, tiles, (X_desc, W_desc), row, env.scale)
