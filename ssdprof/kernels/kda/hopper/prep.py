@@ -599,8 +599,9 @@ def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
         )
         # stage gate_cumsum: keys, queries, and keys decayed to the chunk's end (i, HALF)
         k_row = k.to(gl.float32) * k_factors.load(gl.SliceLayout(1, thread_layout))[:, None]
-        q_scaled = q_factors.load(gl.SliceLayout(1, thread_layout)) * scale
-        q_row = q.to(gl.float32) * q_scaled[:, None]
+        q_row = (
+            q.to(gl.float32) * (q_factors.load(gl.SliceLayout(1, thread_layout)) * scale)[:, None]
+        )
         q_tiles.index(half).store((q_row * since_start).to(dtype))
         k_tiles.index(half).store((k_row * since_start).to(dtype))
         at_end.index(half).store((k_row * to_end).to(gl.float16))
