@@ -118,8 +118,7 @@ def causal_conv1d(
     In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None
           initial_state (b, d, w - 1) or None, oldest first
     Out:  out (b, l, d), contiguous, in x's dtype
-          final_state (b, d, w - 1) in x's dtype: x at the last w - 1 positions, oldest first, of
-          which some may be positions before the sequence
+          final_state, as initial_state, in x's dtype: x at the last w - 1 positions
     Grid: (b * l-blocks * d-blocks).  A program computes a block of positions and channels.
     Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
 

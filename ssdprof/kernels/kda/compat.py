@@ -40,7 +40,6 @@ def chunk_kda(
 
     safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
     keyword chunk_size have no effect: every gate is safe, and the call can run in a CUDA graph.
-
     Raises UnsupportedError, which names the option, if use_gate_in_kernel, its keywords A_log and
     dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, return_intermediate_states or cp_context
     are set, and TypeError for unknown keywords.

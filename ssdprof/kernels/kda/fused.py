@@ -502,7 +502,7 @@ def configured_launch(
     return portable_launch(inputs, precision, config, state_v_first=state_v_first)
 
 
-PORTABLE: Variant = Variant(
+PORTABLE = Variant(
     name="portable",
     configure=partial(configured, KDAPortableConfig.choose, "portable"),
     prepare=lambda call, config: configured_launch(
@@ -510,14 +510,14 @@ PORTABLE: Variant = Variant(
     ),
     work=partial(portable_work, shapes_of=handed_on),
 )
-HOPPER: Variant = replace(
+HOPPER = replace(
     PORTABLE,
     name="hopper",
     unsupported=lambda call: hopper_unsupported(call.inputs),
     configure=partial(configured, KDAHopperConfig.choose, "hopper"),
     work=_hopper_work,
 )
-WHOLE_SEQUENCES: Variant = Variant(
+WHOLE_SEQUENCES = Variant(
     name="hopper, whole",
     unsupported=_whole_unsupported,
     configure=lambda _call: WHOLE_CONFIG,
@@ -526,7 +526,7 @@ WHOLE_SEQUENCES: Variant = Variant(
     ),
     work=_whole_work,
 )
-FUSED: Fused = Fused(
+FUSED = Fused(
     "fused", (RECURRENT, WHOLE_SEQUENCES, HOPPER, PORTABLE), rows=("q", "k", "g", "v")
 )
 _function = tensor_function(FUSED, KDAInputs)

@@ -210,8 +210,9 @@ def hopper_launch(
                 call_inputs.k,
                 call_inputs.g,
                 call_inputs.v,
+                *factors,
+                output.out,
             )
-            tiled += (*factors, output.out)
             descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = (
                 call_inputs.beta,
