@@ -110,9 +110,10 @@ def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
 
 @triton.jit
 def cumulative_log_decays(g):
-    """G (C, n) in fp32: the cumulative sums over positions of g (C, n), natural logs of decays of
-    any dtype, as binary logs clamped to [FORGOTTEN, 0].  NaN stays NaN.
+    """G (C, n) in fp32: the cumulative sums over positions of g, each g first converted to a binary
+    log and clamped to [FORGOTTEN, 0].  NaN stays NaN.
 
+    g (C, n): natural logs of decays, in any dtype.
     The sums are computed in fp64 and rounded once, because they are subtracted from each other.
     """
     g = tl.clamp(g.to(tl.float32) * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)

@@ -68,22 +68,25 @@ from ssdprof.kernels.gdn.hopper.role_gates import LOG2_E
 from ssdprof.kernels.hopper.ring import CHUNK, barriers
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, halves_of
 
-WARPS = gl.constexpr(4)
-EIGHT = gl.constexpr(8)
-ANCHOR = gl.constexpr(2.0**84)  # factor of D at the anchor
-plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # rows of shared memory
-vector_layout = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # a vector there
-# register layout of (i, K): a thread has 16 positions of two channels
+WARPS = gl.constexpr(4)  # of the first role of every program of KDA's Hopper kernels
+EIGHT = gl.constexpr(8)  # positions of the smallest blocks
+ANCHOR = gl.constexpr(2.0**84)  # D at the anchor
+# layouts of shared memory without swizzle: of rows, and of a vector
+plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+vector_layout = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# register layout of (i, HALF): a thread has 16 positions of two channels
 thread_layout = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
-# register layout of (block of 16 positions, K)
+# register layout of (block, HALF) with four blocks, or one
 by_block = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
-# register layouts of products: (i, j) and (i, K) with 64 columns; the same with 32 columns
+# register layouts of products of 64 rows: with 64 columns, (i, j) or (i, HALF), and with 32 columns
 square_layout = gl.constexpr(product_layout(64, 4))
 halves_layout = gl.constexpr(product_layout(32, 4))
-# (block of 16 positions, i, j), one block for each warp; (pair of these blocks, i, j)
+# register layouts of products in blocks of 16 positions, (block, i, j), one block for each warp, and
+# between these blocks, (pair, i, j)
 blocks_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 pairs_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8]))
-# scores of q alone, or of k alone, in blocks of 8: (block, i, j)
+# register layout of scores of q alone, or of k alone, in one block of 8 of each 16 positions,
+# (block, i, j)
 eights_layout = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1]],
@@ -93,7 +96,7 @@ eights_layout = gl.constexpr(
         [4, 8, 8],
     )
 )
-# scores of q alone, or of k alone, between the halves of the chunk: (i, j)
+# the same between the halves of the chunk, (i, j)
 quadrant_layout = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 8], [0, 16]],
@@ -224,14 +227,14 @@ def norm_factors(q, k):
 
 @gluon.jit
 def between_blocks(quarters):
-    """Decays (4, K) of the four blocks of a chunk, a row each, which have 16 positions here and 8
-    in `decays.py`.  quarters: the T (4, K) of these blocks in shared memory.
+    """Decays (4, HALF) of the four blocks of a chunk, a row each, which have 16 positions here and
+    8 in `decays.py`.  quarters: the T (4, HALF) of these blocks in shared memory.
 
     Returns the decays between the block and the middle of the chunk: to it in the first half, since
     it in the second; the decays from the chunk's start to the block; the decays from the block to
-    the chunk's end; and the decays over the whole chunk (1, K).
+    the chunk's end; and the decays over the whole chunk (1, HALF).
     """
-    # the T of each block, (1, K)
+    # the T of each block, (1, HALF)
     o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, by_block))[:, None]
     t0, t1 = quarters.slice(0, 1).load(by_block), quarters.slice(1, 1).load(by_block)
     t2, t3 = quarters.slice(2, 1).load(by_block), quarters.slice(3, 1).load(by_block)
