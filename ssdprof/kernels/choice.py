@@ -48,7 +48,7 @@ class Variant:
         runs it.
     configure: (call) -> the configuration: a mapping, or a dataclass with a field `reason`.
     prepare: (call, configuration) -> the launch, without the call's tensors.
-    work: (call, configuration) -> what the plan says of them.
+    work: (call, configuration) -> the launches, the workspace and the reason of the plan.
     """
 
     name: str

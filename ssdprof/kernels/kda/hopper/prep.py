@@ -81,8 +81,8 @@ by_block = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 # register layouts of products of 64 rows: with 64 columns, (i, j) or (i, HALF), and with 32 columns
 square_layout = gl.constexpr(product_layout(64, 4))
 halves_layout = gl.constexpr(product_layout(32, 4))
-# register layouts of products in blocks of 16 positions, (block, i, j), one block for each warp, and
-# between these blocks, (pair, i, j)
+# register layouts of products: in blocks of 16 positions, one for each warp, (block, i, j); between
+# these blocks, (pair, i, j)
 blocks_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 pairs_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8]))
 # register layout of scores of q alone, or of k alone, in one block of 8 of each 16 positions,
