@@ -9,7 +9,7 @@ Grid:  (sequences * HV), heads fastest
 Roles: `rings.py`.  Equations: `../fused.py`.  Oracle: `../reference.py`.
 
 Every role runs code of its own, and all of it goes through one instruction cache, which holds about
-33 KB.  This many FFMA instructions a cycle does a multiprocessor of an H200 issue from loops:
+33 KB.  Instructions a cycle that a multiprocessor of an H200 issues from loops of FFMA:
 
     1 loop of 28, 32, 40 KB                     3.89, 3.36, 1.64
     3 roles with loops of 11, 12, 14 KB each    3.80, 2.51, 1.89
