@@ -108,7 +108,8 @@ def stored_state(state, key, step, elements, ROW_AXIS: tl.constexpr, FORMAT: tl.
 
     key: result of `hashed_head`.  step: number of the step after which it is stored, from 0.
     elements: the number of each element of the tile in the state.  ROW_AXIS: axis of the tile along
-    which elements share a scale.  FORMAT: `StateFormat.constants`.
+    which elements share a scale.
+    FORMAT, here and below: (number, rounding, scale, fixed range), `StateFormat.constants`.
     """
     if FORMAT[0] == "fp32":
         return state

@@ -386,7 +386,9 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
-def handed_on(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig) -> FactorShapes:
+def factor_shapes(
+    inputs: KDAInputs, precision: Precision, config: KDAPortableConfig
+) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in the order of
     the kernels' arguments.
     """
@@ -404,9 +406,9 @@ def portable_launch(
     state_v_first: whether final states are (sequences, HV, V, K) in memory.
     """
     length, heads, value_dim = inputs.v.shape[1:]
-    handed = handed_on(inputs, precision, config)
+    factors = factor_shapes(inputs, precision, config)
     final_strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    (slots, *_, padded), operand = handed[0]
+    (slots, *_, padded), operand = factors[0]
     tiled = inputs.q, inputs.k, inputs.g, inputs.v
     common = options_of(inputs, operand, config.chunk, tiled, final_strides) | dict(PADDED=padded)
     prep = portable_prep(inputs, operand, config, common)
@@ -431,7 +433,7 @@ def portable_launch(
     )
     slices = triton.cdiv(value_dim, config.block_v)
     programs = slots * heads, inputs.sequences * slices * heads
-    return two_launches(inputs, handed, final_strides, (prep, scan), programs, ("v",))
+    return two_launches(inputs, factors, final_strides, (prep, scan), programs, ("v",))
 
 
 def portable_prep(
@@ -508,7 +510,7 @@ PORTABLE = Variant(
     prepare=lambda call, config: configured_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
-    work=partial(portable_work, shapes_of=handed_on),
+    work=partial(portable_work, shapes_of=factor_shapes),
 )
 HOPPER = replace(
     PORTABLE,
@@ -526,9 +528,7 @@ WHOLE_SEQUENCES = Variant(
     ),
     work=_whole_work,
 )
-FUSED = Fused(
-    "fused", (RECURRENT, WHOLE_SEQUENCES, HOPPER, PORTABLE), rows=("q", "k", "g", "v")
-)
+FUSED = Fused("fused", (RECURRENT, WHOLE_SEQUENCES, HOPPER, PORTABLE), rows=("q", "k", "g", "v"))
 _function = tensor_function(FUSED, KDAInputs)
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
