@@ -42,6 +42,7 @@ def aggregate(cls: type) -> type:
 
     @gluon.constexpr_function
     def __init__(self, *values, **by_name):
+        # not strict: fields after the positional ones are given by name, or have defaults
         fields = defaults | dict(zip(kinds, values, strict=False)) | by_name
         for name, value in fields.items():
             is_constant = kinds[name] is gl.constexpr

@@ -41,7 +41,7 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 SHORT = 8192
 _WARMUP_MS, _MEASURE_MS = 6, 25  # for each configuration; Triton's defaults are 25 and 100
 LONGEST_BY_TOKEN = 64  # longest sequence, in tokens, for token-by-token kernels
-INT32_ELEMENTS = 2**31  # number of elements that 32-bit offsets can address
+INT32_ELEMENTS = 2**31  # number of elements that signed 32-bit offsets can address
 # Packages whose `__init__.py` is not run (`import_kernels`), because their modules with kernels
 # need nothing of it.  A package comes before those inside it.
 _UNRUN = (

@@ -226,7 +226,8 @@ if INTERPRETED:
 
 
 def refuse_gradient(name: str, arguments: Iterable[object]) -> None:
-    """Raises UnsupportedError if a tensor among the arguments requires a gradient.
+    """Raises UnsupportedError if a tensor among the arguments requires a gradient, and torch would
+    compute it (outside of `torch.no_grad`).
 
     name: name of the implementation, for the message.
     """

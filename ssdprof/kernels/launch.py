@@ -372,7 +372,9 @@ def _leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_count(ptx: str) -> int:
-    """The number of parameters of the only kernel in a PTX module."""
+    """The number of parameters of the only kernel in a PTX module: those in the parentheses after
+    its name.
+    """
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
 
 

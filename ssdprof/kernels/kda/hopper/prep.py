@@ -498,9 +498,9 @@ def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
     for i in gl.static_range(BLOCKS):
         earlier = zero  # the sum over j of L_ij A_j, transposed
         for j in gl.static_range(i):
-            if i // 2 == j // 2:
+            if i // 2 == j // 2:  # both in one half of the chunk
                 L_ij = lower_pairs.slice(BLOCK * (i // 2), BLOCK)
-            else:
+            else:  # i in the second half, j in the first
                 L_ij = lower_halves.slice(BLOCK * (i - 2), BLOCK).slice(BLOCK * j, BLOCK, dim=1)
             earlier = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), earlier)
         identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
@@ -520,12 +520,14 @@ def square_of(blocks, pairs):
     i_b = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
     j_b = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
     zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
-    # each block in all four block columns, and each pair in all places of its size
+    # copies: each block in all four columns of its block row, and each pair in all columns of its
+    # two block rows
     blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
     pairs = gl.join(pairs, pairs)
     pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
     pairs = pairs.permute((0, 3, 1, 4, 5, 2)).reshape([CHUNK, CHUNK])
     blocks = gl.convert_layout(blocks.reshape([CHUNK, CHUNK]), square_layout)
+    # pairs stay in block (1, 0) and (3, 2), and on the diagonal, where blocks replace them
     pairs = masked(gl.convert_layout(pairs, square_layout), zeros - (i_b == (j_b | 1)).to(gl.int16))
     return gl.where(i_b == j_b, blocks, pairs)
 

@@ -60,7 +60,7 @@ STAGES = {
 
 @aggregate
 class ScoreTiles:
-    """Shared memory of the role alone."""
+    """Shared memory of one of the two roles, which no other role reads."""
 
     diagonal: gl.shared_memory_descriptor  # -L of blocks of 16 (block, i, j), fp16
     below: gl.shared_memory_descriptor  # L between the blocks (i, j), fp16
