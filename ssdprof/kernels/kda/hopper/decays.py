@@ -7,8 +7,7 @@ of k and q, and keys decayed to the chunk's end.
 
 Decays are those of `prep.py`, with one difference: a block of 8 has one reciprocal, that of its
 last D (`store_anchors`).  The last bits of any other 1 / D_j in fp32 therefore depend on gates of
-later positions of the block.  The rounding to bf16 hides this in all but about one of 100,000
-numbers.
+later positions of the block.  The rounding to bf16 hides this in almost all numbers.
 
 Channels do not depend on each other, so that the role goes over a chunk in a loop, one half of the
 channels after the other.  The loop has half of the code, which matters more than its latency
