@@ -2,8 +2,8 @@
 needs them.
 
 The role reads q, k and g of a chunk of 32 positions.  It stores operands of the scores (of pairs
-inside blocks of 8, h = 8 and h = 16), keys and queries, decayed since the chunk's start, in place
-of k and q, and keys decayed to the chunk's end.
+inside blocks of 8, and of h = 8 and 16), keys and queries, decayed since the chunk's start, in the
+place of k and q, and keys decayed to the chunk's end.
 
 Decays are those of `prep.py`, with one difference: a block of 8 has one reciprocal, that of its
 last D (`store_anchors`).  The last bits of any other 1 / D_j in fp32 therefore depend on gates of
@@ -159,7 +159,7 @@ def store_decayed(q, k, P, S, whole, rings, half, n):
     HALF).  whole: decays over the chunk (1, HALF).
     """
     # for the vectors, from `scores`
-    mbarrier.wait(rings.normed.index(place_in(n, 2)), phase(n, 2))
+    mbarrier.wait(rings.vectors_stored.index(place_in(n, 2)), phase(n, 2))
     rings.at_end.wait_empty(n)
     of_row: gl.constexpr = gl.SliceLayout(1, of_thread)
     k_row = k.to(gl.float32) * rings.vector(n, K_FACTOR).load(of_row)[:, None]

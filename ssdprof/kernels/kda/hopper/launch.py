@@ -112,15 +112,16 @@ def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.d
     """The bytes of the tensors that programs of `hopper_kernel.py` write for each other, and their
     places (`tensors.places`).
     """
-    chunks, dtype = inputs.slot_count(CHUNK.value) * inputs.v.shape[2], inputs.q.dtype
-    factor = (dtype, chunks, CHUNK.value, DIM.value)
+    # the slots of all heads
+    slots, dtype = inputs.slot_count(CHUNK.value) * inputs.v.shape[2], inputs.q.dtype
+    factor = (dtype, slots, CHUNK.value, DIM.value)
     nbytes, parts = places(
         {
             "keys": factor,
             "queries": factor,
             "X": factor,
-            "W": (dtype, chunks, CHUNK.value, CHUNK.value),
-            "ends": (torch.float32, chunks, DIM.value),
+            "W": (dtype, slots, CHUNK.value, CHUNK.value),
+            "ends": (torch.float32, slots, DIM.value),
         }
     )
     return nbytes, {name: part for name, part in parts.items() if part is not None}

@@ -26,7 +26,7 @@ from ssdprof.kernels.kda.hopper.prep import HALF, allocate_tile, vector_layout
 SIZE = gl.constexpr(32)  # positions of a chunk
 DIM = gl.constexpr(128)  # K and V
 THREADS = gl.constexpr(128)  # of the roles `states` and `decays`
-# numbers of the five vectors
+# indices of the five vectors
 K_FACTOR = gl.constexpr(0)  # 1 / |k_i|
 Q_FACTOR = gl.constexpr(1)  # 1 / |q_i|
 Q_SCALED = gl.constexpr(2)  # scale / |q_i|
@@ -70,7 +70,7 @@ class KDARings:
     ready: gl.shared_memory_descriptor  # mbarriers (n % 2, half): operands of chunk n are stored
     read: gl.shared_memory_descriptor  # mbarriers (half): operands may be replaced
     vectors: gl.tuple  # vector WHICH: (n % 2, i) of chunk n
-    normed: gl.shared_memory_descriptor  # mbarriers (n % 2): all vectors of chunk n are stored
+    vectors_stored: gl.shared_memory_descriptor  # mbarriers (n % 2): those of chunk n are
     at_end: Ring  # keys decayed to the chunk's end (i, K), fp16
     updates: Ring  # X (j, K); its barriers are those of X and W
     weights: gl.shared_memory_descriptor  # W (i, j)
@@ -134,7 +134,7 @@ def allocate(dtype: gl.constexpr, gate_dtype: gl.constexpr, S: gl.constexpr):
         ready=barriers(4),
         read=barriers(2),
         vectors=vectors,
-        normed=barriers(2),
+        vectors_stored=barriers(2),
         at_end=allocate_chunk_ring(gl.float16, 2),
         updates=allocate_chunk_ring(dtype, 2),
         weights=allocate_tile(dtype, [2, SIZE, SIZE]),
@@ -156,7 +156,7 @@ def begin_barriers(rings):
         mbarrier.init(rings.decayed.index(i), count=2 * THREADS)
         mbarrier.init(rings.written.index(i), count=THREADS)
     for i in gl.static_range(2):
-        mbarrier.init(rings.normed.index(i), count=1)
+        mbarrier.init(rings.vectors_stored.index(i), count=1)
         mbarrier.init(rings.read.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(rings.ready.index(i), count=THREADS)

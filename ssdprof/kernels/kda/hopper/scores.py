@@ -115,7 +115,7 @@ def store_vectors(env, beta, n):
     store_vector(rings, gl.rsqrt(diagonal_of(kk) + EPSILON), n, K_FACTOR)
     store_vector(rings, diagonal_of(qk), n, Q_DOT_K)
     rings.vector(n, BETA).store(beta)
-    mbarrier.arrive(rings.normed.index(place_in(n, 2)), count=1)
+    mbarrier.arrive(rings.vectors_stored.index(place_in(n, 2)), count=1)
 
 
 @gluon.jit
