@@ -287,7 +287,7 @@ def store_anchored(q, k, a, rows, columns):
     T = D
     for level in gl.static_range(3):
         D, _, T = of_doubled_blocks(D, D, T, level, thread_layout)
-    # (second block?, block of 16, q or k, i, HALF), and (second block?, block of 16, i, HALF)
+    # (first or second block of 8, block of 16, q or k, i, HALF); the same without q or k
     rows.store(sorted_pairs(in_turn(times(q, D, rows.dtype), times(k, D, rows.dtype)), BLOCKS))
     tile = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
     columns.store(sorted_pairs(tile, BLOCKS))
@@ -322,7 +322,7 @@ def store_between(q, k, decays, rows, columns, PAIRS: gl.constexpr):
     tile = times(k, decays, rows.dtype)
     both = in_turn(times(q, decays, rows.dtype), tile)
     role_barrier()  # all warps have read the operands before
-    # (second block?, pair, eight, q or k, i, HALF), and (second block?, pair, i, HALF)
+    # (first or second block, pair, eight, q or k, i, HALF); (first or second block, pair, i, HALF)
     rows.store(sorted_pairs(both, PAIRS))
     columns.store(sorted_pairs(tile, PAIRS))
 
@@ -417,12 +417,13 @@ def block_of(first, second, between):
 
 
 @gluon.jit
-def parts_of(scores):
-    """Separate the scores of q with k and of k with k.  Each of the two is (block, i, j) in blocks
-    of 16, (pair, i, j) between these blocks, and (i, j) between the halves of the chunk.
+def separated(scores):
+    """The scores of q with k, and those of k with k, of scores in the form of `products`.  Each of
+    the two is (block, i, j) in blocks of 16, (pair, i, j) between these blocks, and (i, j) between
+    the halves of the chunk.
     """
     eights, sixteens, pairs, halves = scores
-    # (block, i, j, second block?, q or k)
+    # (block, i, j, first or second block of 8, q or k)
     eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
     q_eights, k_eights = gl.split(eights)
     q_sixteens, k_sixteens = gl.split(
@@ -438,8 +439,8 @@ def parts_of(scores):
 
 @gluon.jit
 def arranged(eights, sixteens, pairs, halves):
-    """The scores of q alone, or of k alone, in the register layouts in which they are scaled: see
-    `parts_of`.
+    """The scores of q alone, or of k alone, in the form of `separated`, and in the register layouts
+    in which they are scaled.
     """
     first, second = gl.split(eights)
     return (
@@ -451,7 +452,9 @@ def arranged(eights, sixteens, pairs, halves):
 
 @gluon.jit
 def scaled(scores, i_factors, j_factors, layout: gl.constexpr):
-    """Scores (block, i, j) times factors of their rows and columns."""
+    """Scores (block, i, j) times factors of their rows and columns, which are vectors of the chunk
+    in shared memory.
+    """
     i = of_blocks(i_factors, scores.shape[0]).load(gl.SliceLayout(2, layout))
     j = of_blocks(j_factors, scores.shape[0]).load(gl.SliceLayout(1, layout))
     return scores * i[:, :, None] * j[:, None, :]
@@ -459,7 +462,7 @@ def scaled(scores, i_factors, j_factors, layout: gl.constexpr):
 
 @gluon.jit
 def scaled_pairs(pairs, i_factors, j_factors):
-    """Scores (pair, i, j) times factors of their rows and columns."""
+    """Scores (pair, i, j) times factors of their rows and columns: see `scaled`."""
     i = of_blocks(i_factors, 2).slice(BLOCK, BLOCK, dim=1).load(gl.SliceLayout(2, pairs_layout))
     j = of_blocks(j_factors, 2).slice(0, BLOCK, dim=1).load(gl.SliceLayout(1, pairs_layout))
     return pairs * i[:, :, None] * j[:, None, :]
@@ -467,7 +470,7 @@ def scaled_pairs(pairs, i_factors, j_factors):
 
 @gluon.jit
 def scaled_halves(halves, i_factors, j_factors, layout: gl.constexpr):
-    """Scores (i, j) between the halves times factors of their rows and columns."""
+    """Scores (i, j) between the halves times factors of their rows and columns: see `scaled`."""
     LENGTH: gl.constexpr = halves.shape[0]
     i = i_factors.slice(LENGTH, LENGTH).load(gl.SliceLayout(1, layout))
     j = j_factors.slice(0, LENGTH).load(gl.SliceLayout(0, layout))
@@ -629,7 +632,7 @@ def store_system(of_k, beta_factors, k_factors, scratch):
     memory.  Returns that memory: between blocks, (pair, i, j), and between the halves of the chunk,
     (i, j).
 
-    of_k: scores of k with k (`parts_of`).  beta_factors, k_factors: beta_i / |k_i| and 1 / |k_i|
+    of_k: scores of k with k (`separated`).  beta_factors, k_factors: beta_i / |k_i| and 1 / |k_i|
         (CHUNK).
     """
     lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
@@ -648,7 +651,7 @@ def store_system(of_k, beta_factors, k_factors, scratch):
 def store_P(of_q, diagonal, q_factors, k_factors, P_tile):
     """Store P (i, j), without the scale, in the shared memory `P_tile`.
 
-    of_q: scores of q with k (`parts_of`).  (CHUNK) each: q_i . k_i in `diagonal`, 1 / |q_i| in
+    of_q: scores of q with k (`separated`).  (CHUNK) each: q_i . k_i in `diagonal`, 1 / |q_i| in
         `q_factors`, 1 / |k_i| in `k_factors`.
     """
     blocks, pairs, halves = of_q
@@ -741,7 +744,7 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     scores, at_end = decayed_scores(
         tiles, q_factors, k_factors, (keys_desc, queries_desc), ends_ptr, row, env.scale
     )
-    of_q, of_k = parts_of(scores)
+    of_q, of_k = separated(scores)
     # stage solve_tril: L, P and the inverse
     scratch = allocate_scratch(1)
     lower_pairs, lower_halves = store_system(of_k, beta_factors, k_factors, scratch)
