@@ -287,7 +287,8 @@ def store_anchored(q, k, a, rows, columns):
     T = D
     for level in gl.static_range(3):
         D, _, T = of_doubled_blocks(D, D, T, level, thread_layout)
-    # (first or second block of 8, block of 16, q or k, i, HALF); the same without q or k
+    # rows: (first or second block of 8, block of 16, q or k, i, HALF); columns: the same without q
+    # or k
     rows.store(sorted_pairs(in_turn(times(q, D, rows.dtype), times(k, D, rows.dtype)), BLOCKS))
     tile = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
     columns.store(sorted_pairs(tile, BLOCKS))
@@ -317,12 +318,13 @@ def store_between(q, k, decays, rows, columns, PAIRS: gl.constexpr):
     """Store the operands of pairs between blocks of 16 or 32: those of the first block of each pair
     of blocks, then those of the second block.
 
-    decays (i, K): S in first blocks, P in second blocks.
+    decays (i, HALF): S in first blocks, P in second blocks.
     """
     tile = times(k, decays, rows.dtype)
     both = in_turn(times(q, decays, rows.dtype), tile)
     role_barrier()  # all warps have read the operands before
-    # (first or second block, pair, eight, q or k, i, HALF); (first or second block, pair, i, HALF)
+    # rows: (first or second block, pair, eight, q or k, i, HALF); columns: (first or second block,
+    # pair, i, HALF)
     rows.store(sorted_pairs(both, PAIRS))
     columns.store(sorted_pairs(tile, PAIRS))
 
