@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
     from ssdprof.kernels.ssd.unfused import ssd_unfused as ssd_unfused
 
-_HOME = {  # name -> the module that defines it
+_HOME = {  # public name -> the module of this package from which it is imported
     "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Output": "inputs",
     "Precision": "precision", "SSDInputs": "ssd.inputs", "SSDOutput": "ssd.inputs",
     "UnsupportedError": "registry",
@@ -45,13 +45,14 @@ _HOME = {  # name -> the module that defines it
     "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused",
 }  # fmt: skip
-_STEPS = ("recurrent", "unfused_step")
+_STEPS = ("recurrent", "unfused_step")  # for short sequences, token by token
+# operator -> the names of its bundled implementations, in the order in which reports have them
 _NAMES = {
     "ssd": ("reference", "unfused", "fused", *_STEPS, "recurrent_in_place"),
     "gdn": ("reference", "unfused", "fused", *_STEPS, "fused_portable"),
     "kda": ("reference", "unfused", "fused", *_STEPS),
 }
-_MODULES = (  # these register the implementations, together with the modules that they import
+_MODULES = (  # importing these, and what they import, registers all implementations of `_NAMES`
     "ssd.reference",
     "ssd.unfused",
     "ssd.fused",
@@ -67,8 +68,8 @@ __all__ = ["get", "names", *_HOME]
 
 
 def get(operator: str, name: str) -> Implementation:
-    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered
-    names.
+    """The implementation registered as `name`, after importing all bundled ones.  Raises KeyError,
+    whose message lists the registered names.
     """
     for module in _MODULES:
         import_module(f"{__name__}.{module}")
@@ -77,13 +78,14 @@ def get(operator: str, name: str) -> Implementation:
 
 def names(operator: str) -> list[str]:
     """Names of an operator's implementations: the bundled ones, of which the oracle is first, then
-    others in order of registration.  Imports no torch.
+    others in order of registration; none for an unknown operator.  Imports no torch.
     """
     bundled = _NAMES.get(operator, ())
     return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -35,13 +35,14 @@ def constants(value):
 
 def aggregate(cls: type) -> type:
     """Decorates a class as a Gluon aggregate, whose constructor takes the annotated fields in order
-    or by name.  Fields may have defaults.
+    or by name.  Fields may have defaults.  None and integers become compile-time constants.
     """
     kinds = cls.__annotations__
     defaults = {name: getattr(cls, name) for name in kinds if hasattr(cls, name)}
 
     @gluon.constexpr_function
     def __init__(self, *values, **by_name):
+        # not strict: fields after the positional ones are given by name, or have defaults
         fields = defaults | dict(zip(kinds, values, strict=False)) | by_name
         for name, value in fields.items():
             is_constant = kinds[name] is gl.constexpr
@@ -75,14 +76,16 @@ def chunks(self):
 
 @gluon.constexpr_function
 def product_layout(columns, warps):
-    """Register layout of a matrix product with `columns` columns and 16 rows per warp."""
+    """Register layout of the result of an asynchronous matrix product (`warpgroup_mma`) with 16
+    rows per warp, computed `columns` columns at a time.
+    """
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.jit
 def begin_product(a, b, layout: gl.constexpr):
-    """Start the matrix product a b (rows, columns) in fp32.  It is asynchronous: the caller waits
-    for it.
+    """Start the matrix product a b (rows, columns) with fp32 sums.  It is asynchronous: the caller
+    waits for it.
     """
     zero = gl.full([a.shape[0], b.shape[1]], 0.0, gl.float32, layout)
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
@@ -122,7 +125,7 @@ def phase(i, SIZE: gl.constexpr):
 
 @gluon.jit
 def scalar(buffer):
-    """The number in a buffer (1) of shared memory, as a scalar."""
+    """The only number of a buffer (1) in shared memory, as a scalar."""
     return gl.reduce(buffer.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0, add)
 
 
@@ -139,8 +142,8 @@ def arrive(barrier):
 
 @gluon.jit
 def masked(v, bits):
-    """v (16 bits) where all of `bits` are set, 0 where none is set.  An instruction masks two
-    numbers.
+    """The numbers v, of 16 bits, where all of `bits` (int16) are set, and 0 where none is.  An
+    instruction masks two numbers.
     """
     return gl.inline_asm_elementwise(
         "and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2

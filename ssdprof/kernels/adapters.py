@@ -36,11 +36,14 @@ from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
-SHORT = 8192  # tokens; the data of so many fits into the L2 cache of a large GPU
+# Tokens; the data of so many fits into the L2 cache of a large GPU.  Calls with more tokens are
+# tuned separately.
+SHORT = 8192
 _WARMUP_MS, _MEASURE_MS = 6, 25  # for each configuration; Triton's defaults are 25 and 100
 LONGEST_BY_TOKEN = 64  # longest sequence, in tokens, for token-by-token kernels
-INT32_ELEMENTS = 2**31  # number of elements that 32-bit offsets can address
-# packages that are not run: their modules with kernels need nothing of them.  Outermost first
+INT32_ELEMENTS = 2**31  # number of elements that signed 32-bit offsets can address
+# Packages whose `__init__.py` is not run (`import_kernels`), because their modules with kernels
+# need nothing of it.  A package comes before those inside it.
 _UNRUN = (
     "vllm",
     "vllm.model_executor",
@@ -59,15 +62,15 @@ T = TypeVar("T")
 
 def span(tensor: torch.Tensor) -> int:
     """The number of elements of memory from a tensor's first to its last element, including those
-    that strides skip.
+    that strides skip.  The tensor must not be empty.
     """
     sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
 
 
 def bounds_of(inputs: Inputs) -> torch.Tensor:
-    """(sequences + 1) integers: where each sequence begins, and the last one ends, if the sequences
-    are packed.
+    """(sequences + 1) integers: where each sequence begins among the positions of all sequences,
+    and where the last one ends.  The rows of a batch count as packed, one after the other.
     """
     if inputs.cu_seqlens is not None:
         return inputs.cu_seqlens
@@ -75,8 +78,8 @@ def bounds_of(inputs: Inputs) -> torch.Tensor:
 
 
 def too_long(inputs: Inputs) -> tuple[bool, str]:
-    """A reason in the sense of `registry.first_reason`: sequences, or packed sequences on average,
-    are too long for a token-by-token kernel.
+    """One of the pairs that `registry.first_reason` takes: whether sequences, or packed sequences
+    on average, are too long for a token-by-token kernel, and the reason.
     """
     sequences_in_row = 1 if inputs.cu_seqlens is None else inputs.sequences
     is_too_long = inputs.length > sequences_in_row * LONGEST_BY_TOKEN
@@ -90,7 +93,7 @@ def library_kernel(
     call: Callable[[Any, Precision], Any],
     plan: Callable[[Any, Precision], Plan] | Plan,
 ) -> Implementation:
-    """A library's kernel as an implementation.
+    """A library's kernel as an implementation, which the caller registers.
 
     unsupported: (inputs, precision) -> why the kernel does not support them; "" if it does.
     call: (inputs, precision) -> the output.
@@ -101,7 +104,9 @@ def library_kernel(
     def checked(
         function: Callable[[Any, Precision], Any], inputs: Inputs, precision: Precision
     ) -> Any:
-        """`function(inputs, precision)`, after the check."""
+        """`function(inputs, precision)`.  Raises UnsupportedError if the kernel does not support
+        them.
+        """
         reason = unsupported(inputs, precision)
         if reason:
             raise UnsupportedError(f"{name}: {reason}")
@@ -113,8 +118,8 @@ def library_kernel(
 
 
 def once(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """A function of inputs that is called once for each of them.  Its result is kept as long as the
-    inputs exist.
+    """`function`, called only once for each object of inputs.  Its result is kept as long as the
+    object exists, and must not refer to it.
     """
     results: dict[int, T] = {}  # id of the inputs -> result
 
@@ -127,7 +132,8 @@ def once(function: Callable[[Any], T]) -> Callable[[Any], T]:
     return get
 
 
-# () -> the output of a call; the values and the initial states as that call reads them
+# A prepared call: () -> its output; and the values and the initial states as it reads them.  It
+# does not refer to the inputs (`once`).
 Prepared = tuple[Callable[[], Output], tuple[torch.Tensor | None, ...]]
 
 
@@ -138,8 +144,8 @@ def prepared_kernel(
     prepare: Callable[[Any], Prepared],
     plan: Callable[[Any, Precision], Plan] | Plan,
 ) -> Implementation:
-    """A library's kernel as an implementation that prepares the arguments once for inputs, and
-    keeps them as long as the inputs exist.
+    """A library's kernel as an implementation that prepares the library's arguments once for each
+    object of inputs, and keeps them as long as the object exists.
 
     prepare: (inputs) -> the prepared call.  The other arguments are those of `library_kernel`.
     """
@@ -151,7 +157,7 @@ def prepared_kernel(
             return run()
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
-        """`Implementation.copies`: the tensors that the call reads in place of those in inputs."""
+        """`Implementation.copies`: the tensors that the call reads instead of those in inputs."""
         addresses = {tensor.data_ptr() for tensor in inputs.linear.values()}
         _, tensors_read = prepared(inputs)
         return [
@@ -184,7 +190,8 @@ def model_function(model_type: str, name: str, package: str) -> Callable[..., An
     """The function `name` in the modeling file of `model_type`, as transformers defines it in
     torch.  With a package, the function that models call if this package is installed.
 
-    All modeling files that have a function of this name have the same.  Raises ImportError.
+    All modeling files that have a function of this name have the same.  Raises ImportError if the
+    file does not wrap such a function, or if the package is not installed.
     """
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     function: Callable[..., Any] | None = getattr(module, name, None)
@@ -204,7 +211,7 @@ def content(file: Path) -> str:
 
 
 def package_version(package: str) -> str:
-    """The version of an installed package, or "unknown" for a checkout."""
+    """The version of a package, or "unknown" for one without metadata, such as a checkout."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -241,8 +248,8 @@ class Tunings:
             tuner.cache = choices
 
     def zero_before_each_try(self, argument: str) -> None:
-        """Have the tuners zero the argument before each measurement, for kernels that count in it
-        and skip work if it is not zero.
+        """Have the tuners zero the argument with this name before each launch that they measure,
+        for kernels that count in it and skip work if it is not zero.
         """
 
         def zero(
@@ -256,7 +263,9 @@ class Tunings:
 
 
 def _tuner(value: object) -> Autotuner | None:
-    """The autotuner of a kernel, which other wrappers may contain; None if there is none."""
+    """The autotuner that a kernel is, or that wrappers around it contain; None if `value` is
+    anything else.
+    """
     while value is not None and not isinstance(value, Autotuner | type | ModuleType):
         value = getattr(value, "fn", None)
     return value if isinstance(value, Autotuner) else None
@@ -280,17 +289,21 @@ def _compiled(
 ) -> list[triton.Config]:
     """Compile the configurations that `prune` leaves, in parallel, and return them.  The tuner
     calls this as its `early_config_prune`, before it measures.
+
+    arguments: those of the kernel by position, by name.  options: the others, with the launch's
+    grid and warmup=False.
     """
     if prune is not None:
         configs = prune(configs, arguments, **options)
+    pool = ThreadPoolExecutor(os.cpu_count())
 
     def compile_all() -> None:
+        compile_only = options | {"warmup": True}
         # an ignored error is raised again, and reported, when the tuner tries the configuration
         with triton.AsyncCompileMode(pool, ignore_errors=True):
             for config in configs:
-                kernel.run(**{**arguments, **options, **config.all_kwargs(), "warmup": True})
+                kernel.run(**arguments, **compile_only, **config.all_kwargs())
 
-    pool = ThreadPoolExecutor(os.cpu_count())
     try:
         copy_context().run(compile_all)  # the mode ends with the context, also after an exception
     finally:

@@ -25,7 +25,7 @@ I = TypeVar("I", bound=Inputs)
 class FusedCall:
     """A call of a fused implementation.
 
-    inputs: the operator's `Inputs`.
+    inputs: the operator's inputs, such as `GDNInputs`.
     batch_invariant: whether a sequence's result must not depend on the number of other sequences.
     state_v_first: for GDN and KDA, whether V precedes K in the memory of final states.
     """
@@ -48,7 +48,7 @@ class Variant:
         runs it.
     configure: (call) -> the configuration: a mapping, or a dataclass with a field `reason`.
     prepare: (call, configuration) -> the launch, without the call's tensors.
-    work: (call, configuration) -> what the plan says of them.
+    work: (call, configuration) -> the launches, the workspace and the reason of the plan.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Variant:
     work: Callable[[FusedCall, Any], Work]
 
     def plan(self, call: FusedCall) -> Plan:
-        """The plan for a call that this variant runs."""
+        """The plan for a call that this variant runs, with the configuration without its reason."""
         config = self.configure(call)
         settings = dict(config) if isinstance(config, Mapping) else asdict(config)
         settings.pop("reason", None)
@@ -93,19 +93,20 @@ class Fused:
         self.variants = variants
         self._rows = rows
         self._refuse = refuse
-        # signature of a call -> its launch; a call without one chooses kernel and configuration
+        # signature of a call -> its launch; a call without one chooses variant and configuration
         self.launches: dict[Hashable, PreparedLaunch] = {}
         when_overridden(self.launches.clear)
 
     def choose(self, call: FusedCall) -> Variant:
-        """The variant that runs the call, which depends on the GPU and on the shapes, strides,
-        alignment and dtypes of the tensors.
+        """The first variant that supports the call, which depends on the GPU, the precision and
+        options of the call, and the shapes, strides, alignment and dtypes of the tensors.
         """
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
     def variant_for(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
         """The variant that runs a call, the call as the variant gets it, and the names of tensors
-        that must be copied before.
+        that must be copied before.  Raises UnsupportedError if the inputs or their device have no
+        variant.
 
         In the returned call, tensors that must be copied have the shapes and strides of the copies,
         but arbitrary values.
@@ -113,6 +114,7 @@ class Fused:
         self._refuse(call.inputs)
         refuse_device(self.name, getattr(call.inputs, call.inputs.FIRST))
         variant = self.choose(call)
+        # copies are worth their time only if otherwise the last variant would run
         if variant is not self.variants[-1]:
             return variant, call, ()
         scattered = tuple(name for name in self._rows if is_scattered(getattr(call.inputs, name)))
@@ -131,11 +133,12 @@ class Fused:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> Output:
-        """Run a call: out in the inputs' dtype, final states in fp32.  Raises UnsupportedError for
-        inputs that no variant supports.
+        """Run a call: out in the dtype of the values, final states in fp32.  Raises ValueError for
+        inputs that do not fit together, and UnsupportedError for inputs that require a gradient or
+        that no variant supports.
 
-        A launch is prepared once for each signature of the inputs, because preparing it takes most
-        of a call's time on the host.
+        A launch is prepared once for each signature of the inputs, precision and options, because
+        preparing it takes most of a call's time on the host.
         """
         refuse_gradient(self.name, vars(inputs).values())
         signature = (
@@ -155,7 +158,9 @@ class Fused:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> PreparedLaunch:
-        """The launch of a call.  It chooses the variant and its configuration, and is not kept."""
+        """Check the inputs, choose the variant and its configuration, and prepare the launch, which
+        is not kept here.
+        """
         inputs.check()
         call = FusedCall(
             inputs=inputs,
@@ -165,9 +170,11 @@ class Fused:
         )
         variant, call, names = self.variant_for(call)
         launch = variant.prepare(call, variant.configure(call))
-        if not names:
-            return launch
-        return lambda inputs: launch(_replaced(inputs, names, contiguous_copy))
+
+        def launch_on_copies(call_inputs: Inputs) -> Output:
+            return launch(_replaced(call_inputs, names, contiguous_copy))
+
+        return launch_on_copies if names else launch
 
     def plan(
         self,
@@ -209,11 +216,14 @@ _SCHEMA_TYPES = {
     "float | None": "float?",
     "tuple[float, float]": "float[]",
 }
-_SCHEMA_OPTIONS = "str intermediates, ScalarType state_dtype, bool batch_invariant, bool v_first"
+# the arguments of the torch operator after the fields of the inputs
+_SCHEMA_OPTIONS = (
+    "str intermediates, ScalarType state_dtype, bool batch_invariant, bool state_v_first"
+)
 
 
 def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
-    """The fused implementation as a function of the fields of its inputs, by name.
+    """The fused implementation as a function of the fields of its inputs: `call` below.
 
     Also registers a torch operator, for example `ssdprof::ssd_fused`, which torch.compile sees in
     place of the function.  Its arguments are all fields of the inputs in order, then
@@ -222,12 +232,14 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
     kind: the type of the inputs.
     """
     name = f"{kind.operator}_{fused.name}"
+    # field -> its default, in the order of the schema; None for fields without one
     defaults = {
         field.name: None if field.default is MISSING else field.default for field in fields(kind)
     }
     arguments = [f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(kind)]
 
     def inputs_of(values: Sequence[Any]) -> Inputs:
+        """The inputs among the arguments of the torch operator, which has options after them."""
         return kind.unchecked(**dict(zip(defaults, values, strict=False)))
 
     @torch.library.custom_op(
@@ -236,6 +248,7 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         schema=f"({', '.join(arguments)}, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)",
     )
     def operator(*values: Any) -> tuple[Tensor, Tensor]:
+        """The torch operator.  Final states are (sequences, heads, K, V) also if state_v_first."""
         *_, intermediates, state_dtype, batch_invariant, state_v_first = values
         with torch.no_grad():
             return fused.run(
@@ -265,18 +278,21 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> Output:
-        """Run a call, through the torch operator inside of torch.compile.
+        """Run a call, through the torch operator inside of torch.compile.  Raises the errors of
+        `Fused.run`.
 
-        arguments: fields of the inputs by name.  state_v_first: whether V precedes K in the shapes
-            of initial and final states, and in the memory of final states.
+        arguments: fields of the inputs by name, among them the initial states, which may be None.
+        state_v_first: whether V precedes K in the shapes of initial and final states, and in the
+            memory of final states.
         """
         initial = arguments[kind.STATES]
         if state_v_first and initial is not None and initial.ndim == 4:
             arguments = arguments | {kind.STATES: initial.mT}
         if torch.compiler.is_compiling():
             refuse_gradient(fused.name, arguments.values())
+            values = defaults | arguments  # in the order of the schema, that of `defaults`
             out, final_states = getattr(torch.ops.ssdprof, name)(
-                *(defaults | arguments).values(),
+                *values.values(),
                 precision.intermediates,
                 precision.state_dtype,
                 batch_invariant,

@@ -3,7 +3,7 @@ table on the device for packed sequences.
 
 A chunk has at most `power_of_two_chunk` positions, and never crosses the boundary of two sequences.
 For packed sequences the host reads no lengths: ceil(l / chunk) + sequences chunks are always
-enough.  Unused chunks are empty and at the end of the table.
+enough.  Unused chunks are empty and at the end of the table.  An empty sequence has no chunk.
 
 Grid of the table's kernel: (sequences).  A program writes the spans of its sequence's chunks, and
 the last program also those of the unused chunks.
@@ -91,10 +91,12 @@ class Chunks:
     ) -> None:
         """Launch a stage's kernel.
 
-        Its arguments are the tensors that it reads, `spans`, the tensors that it writes, the
-        strides of all these tensors, the numbers of positions, heads and chunks, and the scalars.
+        Its arguments are the tensors that it reads, `spans`, the tensors that it writes; the
+        strides of the tensors that it reads and writes, without those of `spans`; the numbers of
+        positions, heads and chunks of a row of the batch; and the scalars.
 
         programs: number of programs for each chunk.
+        options: compile-time arguments and launch options.
         """
         launch(
             kernel,
@@ -110,6 +112,8 @@ class Chunks:
 def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
     """First position (int64) and length (int32) of chunk i_c in its row of the batch.  The length
     of an unused chunk is at most 0.
+
+    spans_ptr: `Chunks.spans`; None for a batch, whose rows have seqlen positions.
     """
     if spans_ptr is None:
         start = tl.cast(i_c, tl.int64) * CHUNK_SIZE
@@ -122,8 +126,8 @@ def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
 
 @triton.jit
 def own_chunk(unit, spans_ptr, seqlen, heads, nchunks, CHUNK_SIZE: tl.constexpr):
-    """The head, the row of the batch, the chunk, its first position and its length of a unit of
-    work, 0 to rows * chunks * heads - 1.
+    """The head, the row of the batch, the chunk, and the chunk's first position and length, for a
+    unit of work from 0 to rows * nchunks * heads - 1.  Heads vary fastest, then chunks.
     """
     i_h, i_bc = unit % heads, unit // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -137,7 +141,8 @@ def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.cons
     and its entry of `bounds`.
     """
     cu_seqlens_ptr, spans_ptr, bounds_ptr = tensors
-    # --- first: the number of chunks of earlier sequences, BLOCK sequences at a time
+    # --- first: the sequence's first chunk, which is the number of chunks of earlier sequences,
+    # BLOCK sequences at a time
     i_s = tl.program_id(0)
     first = tl.zeros((), tl.int64)
     for block_start in range(0, i_s, S.BLOCK):

@@ -31,7 +31,7 @@ from ssdprof.kernels.registry import UnsupportedError
 
 
 def has_gpu() -> bool:
-    """Whether torch has an NVIDIA GPU.
+    """Whether torch can use a GPU.
 
     `device_count` asks NVML if possible, and does not start the CUDA driver, which a process that
     is forked later could not use.
@@ -86,13 +86,19 @@ def skip_idle_work() -> None:
     patch_modules = interpreter._patch_lang
 
     def patch_lang(fn: Callable[..., object]) -> object:
-        """Replace the functions of Triton that `fn` calls, unless the launch has done so."""
+        """Replaces `interpreter._patch_lang`: replace the functions of Triton that `fn` calls,
+        unless the launch has done so.
+        """
+        # only during a launch, the interpreter has given tensors this method
         in_launch = hasattr(tl.tensor, "__index__")
         if in_launch and not any(tl.core.is_builtin(module.load) for module in _modules(fn)):
             return None
         return patch_modules(fn)
 
     def patch_builtin(pkg: ModuleType, *rest: object) -> None:
+        """Replaces `interpreter._patch_builtin`, which searches through all members of the module
+        each time.
+        """
         for name in _builtins(pkg):
             member = getattr(pkg, name)
             if tl.core.is_builtin(member):
@@ -106,17 +112,20 @@ def skip_idle_work() -> None:
     np_dtypes: dict[str, npt.DTypeLike] = {}
 
     def tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
+        """Replaces the constructor of `tl.tensor`, which computes the same fields, except for the
+        handle and the type, for every tensor of one dtype and shape.
+        """
         key = type.scalar.name, tuple(type.shape) if type.is_block() else ()
         if key not in tensors:
             init_tensor(self, handle, type)
-            tensors[key] = vars(self) | {"handle": None}
+            tensors[key] = vars(self) | {"handle": None}  # keeps no values
         vars(self).update(tensors[key], handle=handle, type=type)
 
     def block(
         self: tl.block_type, element_ty: tl.dtype, shape: Sequence[int | tl.constexpr]
     ) -> None:
         """Replaces the constructor of `tl.block_type`, which computes the same fields for every
-        tensor of one shape.
+        type of one dtype and shape.
         """
         key = element_ty.name, *(getattr(size, "value", size) for size in shape)
         if key not in blocks:
@@ -125,6 +134,7 @@ def skip_idle_work() -> None:
         vars(self).update(blocks[key])
 
     def known_np_dtype(kind: tl.dtype) -> npt.DTypeLike:
+        """Replaces `interpreter._get_np_dtype`."""
         name = kind.scalar.name
         if name not in np_dtypes:
             np_dtypes[name] = np_dtype(kind)
@@ -216,7 +226,8 @@ if INTERPRETED:
 
 
 def refuse_gradient(name: str, arguments: Iterable[object]) -> None:
-    """Raises UnsupportedError if a tensor among the arguments requires a gradient.
+    """Raises UnsupportedError if a tensor among the arguments requires a gradient, and torch would
+    compute it (outside of `torch.no_grad`).
 
     name: name of the implementation, for the message.
     """
@@ -235,7 +246,8 @@ def refuse_device(name: str, tensor: Tensor, *, oldest: tuple[int, int] = (8, 0)
     """
     if tensor.is_cuda:
         if capability(tensor) < oldest:
-            raise UnsupportedError(f"{name}: needs a GPU of compute capability 8.0 or newer")
+            lowest = ".".join(map(str, oldest))
+            raise UnsupportedError(f"{name}: needs a GPU of compute capability {lowest} or newer")
     elif not INTERPRETED:
         raise UnsupportedError(
             f"{name}: without TRITON_INTERPRET=1, tensors must be on the GPU, not on "

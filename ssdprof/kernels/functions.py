@@ -13,13 +13,13 @@ from ssdprof.kernels import device
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# Input precision of tl.dot for fp32 operands: each operand is the sum of two tf32 numbers, and
-# three products of these are added in fp32.  The result is close to fp32; plain tf32 keeps 3
-# digits.  16-bit operands are not affected.
+# Input precision of tl.dot for fp32 operands: each operand is split into the sum of two tf32
+# numbers, and three products of these are added in fp32.  The result is close to fp32; plain tf32
+# keeps 3 digits.  16-bit operands are not affected.
 DOT_PRECISION = tl.constexpr("tf32x3")
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-# between this number and 0, five terms of the series of expm1 have an error below 6e-9
+# between this number and 0, five terms of the series of expm1 have an absolute error below 6e-9
 SERIES_FROM = tl.constexpr(-0.125)
 INTERPRETED = tl.constexpr(device.INTERPRETED)
 
@@ -37,22 +37,28 @@ def ptr_offset(index, strides):
 
 @triton.jit
 def load_at(ptr, strides, index, mask=None):
-    """The elements at `index` of a tensor with `strides`; 0 outside the mask."""
+    """The elements at `index` of a tensor with `strides`; 0 where the mask is false.  Without a
+    mask, all elements must exist.
+    """
     p = ptr + ptr_offset(index, strides)
     return tl.load(p, mask=mask, other=None if mask is None else 0.0)
 
 
 @triton.jit
 def store_at(ptr, strides, index, value, mask=None):
-    """Store `value` at `index` of a tensor with `strides`, in the tensor's dtype."""
+    """Store `value` at `index` of a tensor with `strides`, rounded to the tensor's dtype, where the
+    mask is true; without a mask, everywhere.
+    """
     p = ptr + ptr_offset(index, strides)
     tl.store(p, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def slot_to_read(sequence, slots, slots_strides, accepted, accepted_strides):
-    """The slot of a pool with which a sequence begins (`Inputs.state_indices`, `accepted`); -1: it
-    begins with zeros.
+    """The slot of a pool with which a sequence begins; -1: it begins with zeros.
+
+    slots, slots_strides: `Inputs.state_indices`.  accepted, accepted_strides: `Inputs.accepted`, or
+    None, and then state_indices has one column only.
     """
     slots += tl.cast(sequence, tl.int64) * slots_strides[0]
     if accepted is not None:
@@ -79,15 +85,15 @@ def in_units(strides, UNIT: tl.constexpr):
 
 @triton.jit
 def decay_exp2(log2_decay):
-    """2 ** log2_decay, at most 1: the exponent is a rounded difference of cumulative sums, which
-    may be slightly above 0.  NaN stays NaN.
+    """2 ** log2_decay, but at most 1: the exponent is a difference of rounded cumulative sums,
+    which may be slightly above 0.  NaN stays NaN.
     """
     return tl.exp2(tl.minimum(log2_decay, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def decay_exp(log_decay):
-    """exp(log_decay), at most 1, for states that decay at every position.  NaN stays NaN.
+    """exp(log_decay), but at most 1, for states that decay at every position.  NaN stays NaN.
 
     A GPU's exp2 has a bias of about 2e-8, so that a state with decays close to 1 would have an
     error of 2e-5 after a thousand positions.  Decays close to 1 are therefore computed with a
@@ -100,8 +106,9 @@ def decay_exp(log_decay):
 
 @triton.jit
 def _added(total, product):
-    """total + product.  The compiler may fuse the product into the sum, but never the total,
-    because the assembly, which takes no instruction, hides how that was computed.
+    """total + product.  The compiler may fuse the multiplication of `product` into this sum, but
+    never that of `total`: the assembly, which becomes no instruction, hides how `total` was
+    computed.
     """
     total = tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
@@ -111,8 +118,8 @@ def _added(total, product):
 
 @triton.jit
 def sum_of_products(products, AXIS: tl.constexpr):
-    """The sum of a tile of products along AXIS, with the same bits in every kernel that gives the
-    tile the same layout.
+    """The sum of a tile of fp32 products along AXIS, with the same bits in every kernel that gives
+    the tile the same layout.
 
     With `tl.sum`, the compiler rounds one of a thread's first two products and fuses the other with
     their sum; which one depends on the order of the code around it.  Here it always rounds the
@@ -134,7 +141,9 @@ def sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_stride):
 
 @triton.jit
 def softplus(v):
-    """log(1 + exp(v)), without overflow, and with full precision where exp(v) is small."""
+    """log(1 + exp(v)) = max(v, 0) + log(1 + exp(-|v|)), without overflow, and with full precision
+    where exp(v) is small.  NaN stays NaN.
+    """
     e = tl.exp2(-tl.abs(v) * LOG2_E)
     u = 1.0 + e
     # u is rounded; the factor e / (u - 1) corrects log(u) for this rounding

@@ -15,8 +15,8 @@ INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def tensor_signature(tensor: Tensor | None) -> Hashable:
     """The properties of a tensor that determine which kernels support it and what Triton compiles
-    for it.  Equal for tensors that differ only in their values, and in their addresses by a
-    multiple of 16 bytes.
+    for it; None for None.  Equal for tensors that differ only in their values, and in their
+    addresses by a multiple of 16 bytes.
     """
     if tensor is None:
         return None
@@ -27,8 +27,8 @@ class Output(NamedTuple):
     """The result of a call.
 
     out: the output, in the shape and dtype of the values, x or v.
-    final_states: fp32 states, in the shape of the initial states; with `state_every` more rows
-        (`Inputs.final_shape`).
+    final_states: the states in the shape of the initial states; with `state_every` more rows
+        (`Inputs.final_shape`).  Implementations return them in fp32.
     """
 
     out: Tensor
@@ -88,7 +88,9 @@ class Inputs:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError, which names an argument that does not fit the others."""
+        """Raises ValueError, which names an argument that does not fit the others.  Each operator
+        defines it.
+        """
 
     @property
     def _first(self) -> Tensor:
@@ -104,8 +106,9 @@ class Inputs:
 
     @property
     def initial(self) -> Tensor | None:
-        """The initial state of each sequence; from a pool they are copied.  None stands for
-        zeros.
+        """The initial state of each sequence, in the shape `states_shape`; from a pool they are
+        copied.  None stands for zeros.  Not for a call in place whose state_indices have columns or
+        slots -1.
         """
         states: Tensor | None = getattr(self, self.STATES) if self.STATES else None
         if states is None or self.state_indices is None:
@@ -114,15 +117,15 @@ class Inputs:
 
     @property
     def linear(self) -> dict[str, Tensor]:
-        """The values and the initial states, if there are any, by name.  The operator is linear in
-        them: if all of them are multiplied by a number, so is the output.
+        """The values and the initial states, or the pool, if there are any, by name.  The operator
+        is linear in them: if all of them are multiplied by a number, so is the output.
         """
         tensors = self.tensors
         return {name: tensors[name] for name in (self.VALUES, self.STATES) if name in tensors}
 
     def after(self, states: Tensor | None) -> Self:
         """The inputs with other initial states, one for each sequence, and without a pool.  None
-        stands for zeros.
+        stands for zeros.  Raises ValueError if the states do not fit.
         """
         changes = {self.STATES: states}
         if self.state_indices is not None:
@@ -151,14 +154,14 @@ class Inputs:
         """Raises ValueError if `state_every`, the slots or cu_seqlens do not fit the tensors."""
         if self.state_every < 0 or (self.state_every > 1 and self.cu_seqlens is not None):
             raise ValueError(
-                f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}"
+                f"state_every must be 0 or 1, or more without cu_seqlens, not {self.state_every}"
             )
         slots = self.state_indices
         if slots is None and not (self.write_indices is None and self.accepted is None):
             raise ValueError("write_indices and accepted need state_indices")
         if slots is not None:
             pool = getattr(self, self.STATES)
-            if pool is None or not sum(pool.shape[:1]):
+            if pool is None or pool.ndim == 0 or len(pool) == 0:
                 raise ValueError(f"state_indices needs {self.STATES}, a pool of states")
             self._check_indices("state_indices", (1,) if self.accepted is None else (2,))
             self._check_indices("accepted", (1,))
@@ -175,14 +178,14 @@ class Inputs:
             raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
 
     def _check_indices(self, name: str, dims: tuple[int, ...]) -> None:
-        """Raises ValueError unless a tensor of indices is None, or has integers, a row for each
-        sequence, and one of the numbers of dimensions `dims`.
+        """Raises ValueError unless a tensor of indices is None, or has int32 or int64 numbers, a
+        row for each sequence, and one of the numbers of dimensions `dims`.
         """
         indices = getattr(self, name)
         if indices is None:
             return
-        integers = indices.dtype in (torch.int32, torch.int64)
-        if not integers or indices.ndim not in dims or len(indices) != self.sequences:
+        has_integers = indices.dtype in (torch.int32, torch.int64)
+        if not has_integers or indices.ndim not in dims or len(indices) != self.sequences:
             shapes = {1: f"({self.sequences},)", 2: f"({self.sequences}, columns)"}
             wanted = " or ".join(shapes[count] for count in dims)
             raise ValueError(
@@ -213,7 +216,9 @@ class Inputs:
 
     @property
     def form(self) -> Hashable:
-        """The properties of the inputs except the values and the memory of their tensors."""
+        """The properties of the inputs except the values and the memory of their tensors, as a
+        key.
+        """
         tensor_forms = (
             (name, tensor.shape, tensor.stride(), tensor.dtype)
             for name, tensor in self.tensors.items()
@@ -237,8 +242,8 @@ class Inputs:
 
     @property
     def slots_read(self) -> Tensor | None:
-        """The slot of the pool with which each sequence begins, (sequences); None without a
-        pool.
+        """The slot of the pool with which each sequence begins, (sequences), in which -1 stands for
+        zeros; None without a pool.
         """
         slots = self.state_indices
         if slots is None or self.accepted is None:
@@ -253,7 +258,7 @@ class Inputs:
     @property
     def final_shape(self) -> tuple[int, ...]:
         """The shape of the final states.  With `state_every` they have a row for each state,
-        sequence after sequence.
+        sequence after sequence; the last state of a sequence is its final one.
         """
         if not self.state_every:
             return self.states_shape
@@ -279,8 +284,8 @@ class Inputs:
     @property
     def chunk_count(self) -> int:
         """Chunks per row of the batch; an upper bound for packed sequences."""
-        whole = -(-self.length // self.power_of_two_chunk)
-        return whole if self.cu_seqlens is None else whole + self.sequences
+        if_one_sequence = -(-self.length // self.power_of_two_chunk)  # rounded up
+        return if_one_sequence if self.cu_seqlens is None else if_one_sequence + self.sequences
 
 
 # (inputs) -> the output: a prepared call for all inputs of one `signature`; keeps no tensors

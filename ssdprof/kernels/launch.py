@@ -2,9 +2,9 @@
 launcher.
 
 At every launch, Triton finds the compiled form by the type, alignment and value of every argument,
-encodes every descriptor again, and unpacks some eighty Python objects.  If these properties are
-known to be unchanged, only the first launch goes through Triton.  Later launches write the
-addresses of the tensors and call the CUDA driver.
+encodes every descriptor again, and unpacks some eighty Python objects.  If these types, alignments
+and values are known to be unchanged, only the first launch goes through Triton.  Later launches
+write the addresses of the tensors and call the CUDA driver.
 """
 
 import ctypes
@@ -50,7 +50,8 @@ class Launcher:
 
     The parameters of a kernel are its descriptors, then `tensors`, a tuple of its other tensors,
     then the scalars, then `S`, which has its compile-time arguments.  A kernel without the
-    parameters `tensors` and `S` has a parameter for every tensor and compile-time argument.
+    parameter `tensors` has a parameter for every tensor, and one without `S` for every compile-time
+    argument.
 
     The current device and the `argument_key` of each tensor must be the same in all launches.
     Settings of Triton that affect compilation, such as its debug mode, are those of the first
@@ -61,7 +62,7 @@ class Launcher:
         self, kernel: Any, scalars: tuple[object, ...], options: dict[str, object]
     ) -> None:
         """Put the arguments into the kernel's order.  Compiles nothing."""
-        names = _arguments(kernel.fn)
+        names = _parameter_names(kernel.fn)
         if "S" in names and "S" not in options:
             constants = {name: value for name, value in options.items() if name.isupper()}
             launch_options = {key: value for key, value in options.items() if key not in constants}
@@ -71,20 +72,23 @@ class Launcher:
         self.kernel = kernel
         self._scalars = scalars
         self._options = options
+        # all arguments after the tensors
         self._constants = (*scalars, *(options[name] for name in names if name in options))
         # number of descriptors; None for a kernel without the parameter `tensors`
-        self._descriptors = names.index("tensors") if "tensors" in names else None
+        self._descriptor_count = names.index("tensors") if "tensors" in names else None
         self._compiled: CompiledKernel | None = None
         self._direct: DirectLaunch | None = None
 
     def __call__(self, programs: int, *tensors: object) -> None:
         """Launch on the current device.  The first launch compiles.  Later launches are direct, or
         go through Triton if a direct launch is impossible.
+
+        tensors: the descriptors of the kernel, then its tensors, or None for those it does without.
         """
         if self._direct is not None and self._direct(programs, tensors):
             return
         grid = (programs, 1, 1)
-        count = self._descriptors
+        count = self._descriptor_count
         grouped = tensors if count is None else (*tensors[:count], tensors[count:])
         if self._compiled is not None:
             self._compiled[grid](*grouped, *self._constants)
@@ -99,8 +103,9 @@ class Launcher:
             self._direct = direct_launch(self._compiled, grouped, self._constants)
 
 
-MOST_KEPT = 4096  # launches in a dict of prepared launches; with more, all are dropped
-_kept: dict[Hashable, Launcher] = {}  # a call with new sizes adds a few launchers
+MOST_KEPT = 4096  # launches in a dict of prepared launches; before one more, all are dropped
+# launchers of `launch`, to which a call with new sizes adds a few
+_kept: dict[Hashable, Launcher] = {}
 
 
 def kept(
@@ -135,7 +140,7 @@ def launch(
     **options: object,
 ) -> None:
     """Launch `kernel[(programs,)](*tensors, *scalars, **options)` on the current device, on which
-    the tensors must be.
+    the tensors must be.  `Launcher` explains the kernel's parameters.
     """
     # the key has types too, because 0, 0.0 and False are equal, but different arguments
     key = (kernel.fn, *map(argument_key, tensors), scalars, *map(type, scalars), *options.items())
@@ -144,8 +149,8 @@ def launch(
 
 
 @cache
-def _arguments(function: Callable[..., object]) -> tuple[str, ...]:
-    """The names of a function's parameters."""
+def _parameter_names(function: Callable[..., object]) -> tuple[str, ...]:
+    """The names of a function's parameters, in order."""
     return tuple(signature(function).parameters)
 
 
@@ -186,7 +191,7 @@ _MOST_ENCODED = 2048  # descriptors that are kept for a kernel: several for each
 # which Triton sets if a kernel needs scratch memory
 _SCRATCH = 2
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap, in bytes
-_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 _PROMOTE_TO_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 # Triton's name of a scalar's type -> the type of the kernel's parameter
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
@@ -214,10 +219,13 @@ class DirectLaunch:
     """A compiled kernel and the memory of its parameters.  A call writes those parameters that
     depend on addresses.
 
-    tensors, constants: the arguments of the first launch, some of which are tuples.
+    tensors, constants: the arguments of the first launch, some of which are tuples.  Descriptors
+    come first, so that an argument among `tensors` has the same index as in a call.
 
     Raises ValueError or KeyError if the launch has options or arguments that this package does not
-    use, or if the kernel does not have the parameters that Triton 3.6 derives from the arguments.
+    use, if the kernel does not have the parameters that Triton 3.6 derives from the arguments, or
+    if the driver does not encode a descriptor.  With another version of Triton, what this reads may
+    be missing: then it raises AttributeError, IndexError, StopIteration or TypeError.
     """
 
     def __init__(
@@ -238,9 +246,10 @@ class DirectLaunch:
         self._threads = _WARP * metadata.num_warps
         self._shared_bytes = metadata.shared
         self._lock = Lock()
-        # index of an argument, and the memory for its address
+        # index of a tensor among those of a call, and the memory for its address
         self._pointers: list[tuple[int, ctypes.c_uint64]] = []
-        # indices of a parameter and of the argument, and Triton's choice of box and swizzle
+        # index of a descriptor's first parameter, and of the descriptor among the tensors of a
+        # call, and Triton's choice of box and swizzle
         self._descriptors: list[tuple[int, int, dict[str, Any]]] = []
         # index and address of a tensor -> address of its encoded descriptor, and the memory
         self._maps: dict[tuple[int, int], tuple[int, object]] = {}
@@ -264,12 +273,16 @@ class DirectLaunch:
         self._values += [ctypes.c_uint64()] * scratch
         addresses = map(ctypes.addressof, self._values)
         self._parameters = (ctypes.c_void_p * len(self._values))(*addresses)
+        # those of the first launch, to find out whether the driver encodes them
         for _, index, meta in self._descriptors:
             self._encoded(index, tensors[index], meta)
 
     def __call__(self, programs: int, tensors: Sequence[Any]) -> bool:
-        """Launch the kernel.  Returns False if nothing was launched; then the caller uses Triton's
-        launcher, which reports the error.
+        """Launch the kernel.  Returns False if nothing was launched, because Triton has a launch
+        hook, or because the driver refuses; then the caller uses Triton's launcher, which calls the
+        hook or reports the error.
+
+        tensors: in the order of the first launch, but not in tuples.
         """
         if _hooked():
             return False
@@ -292,15 +305,17 @@ class DirectLaunch:
 
     def _encoded(self, index: int, descriptor: Any, meta: dict[str, Any]) -> int:
         """The address of a descriptor's encoded form, a CUtensorMap.  One is kept for each argument
-        and address of a tensor.
+        and address of a tensor.  Raises ValueError if the driver does not encode it.
 
         index: of the argument.  meta: Triton's choice of box and swizzle.
         """
         base = descriptor.base
+        base_address = base.data_ptr()
         rank = len(descriptor.shape)
-        key = index, base.data_ptr()
+        key = index, base_address
         if key in self._maps:
-            return self._maps[key][0]
+            address, _ = self._maps[key]
+            return address
         if len(self._maps) >= _MOST_ENCODED:
             self._maps.clear()
         memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
@@ -312,7 +327,7 @@ class DirectLaunch:
             address,
             _MAP_DTYPES[base.dtype],
             rank,
-            key[1],
+            base_address,
             uint64s(*descriptor.shape[::-1]),
             uint64s(*outer_strides),
             uint32s(*meta["block_size"][::-1]),
@@ -344,7 +359,8 @@ def direct_launch(
 
 
 def _leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    """Each argument, with Triton's name of its type, in the order of the kernel's parameters.
+    """Pairs of Triton's name of an argument's type and the argument, in the order of the kernel's
+    parameters, without tuples.
 
     kinds: names of types, in tuples where arguments are tuples.
     """
@@ -356,7 +372,9 @@ def _leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_count(ptx: str) -> int:
-    """The number of parameters of the only kernel in a PTX module."""
+    """The number of parameters of the only kernel in a PTX module: those in the parentheses after
+    its name.
+    """
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
 
 

@@ -17,9 +17,8 @@ from ssdprof.kernels.tensors import strides_of_each
 
 MAX_CONV_WIDTH = 16  # positions of the convolution
 MAX_GROUP_SIZE = 32768  # channels of a group of the norm
-BLOCK_D = (
-    128  # channels per program of the convolution; 16-bit numbers of so many take two cache lines
-)
+# channels per program of the convolution; 16-bit numbers of so many take two cache lines
+BLOCK_D = 128
 
 
 @triton.jit
@@ -27,14 +26,14 @@ def _load_positions(
     x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr
 ):
     """x at positions o_s and channels o_d, [positions, channels] in x's dtype.  Before the sequence
-    it is the initial state, or 0.
+    it is the initial state, or 0; after it, and where the mask m is false, it is 0.
 
     initial_ptr: (b, d, WIDTH - 1), the positions before the sequence; None: zeros.
-    i_b: index of the sequence.  length: positions of the sequence.  m: mask of these elements.
+    i_b: index of the sequence.  length: positions of the sequence.
     """
     m_x = m & ((o_s >= 0) & (o_s < length))[:, None]
     b_x = load_at(x_ptr, x_strides, (i_b, o_s[:, None], o_d[None, :]), mask=m_x)
-    if initial_ptr is not None:
+    if initial_ptr is not None:  # at every position, one of both loads is 0
         offset = ptr_offset((i_b, o_d[None, :], (o_s + WIDTH - 1)[:, None]), initial_strides)
         b_x += tl.load(initial_ptr + offset, mask=m & (o_s < 0)[:, None], other=0.0).to(b_x.dtype)
     return b_x
@@ -77,7 +76,8 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
     m_out = (o_l < length)[:, None] & m_d[None, :]
     tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
 
-    # --- final state: x at the last WIDTH - 1 positions, by the program with the last positions
+    # --- final state: x at the last WIDTH - 1 positions, of which the first may be in the initial
+    # state; by the program with the last positions
     if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
         if i_l == l_blocks - 1:
             o_w = tl.arange(0, S.BLOCK_W)
@@ -118,18 +118,20 @@ def causal_conv1d(
     In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None
           initial_state (b, d, w - 1) or None, oldest first
     Out:  out (b, l, d), contiguous, in x's dtype
-          final_state (b, d, w - 1) in x's dtype: x at the last w - 1 positions
+          final_state, as initial_state, in x's dtype: x at the last w - 1 positions
     Grid: (b * l-blocks * d-blocks).  A program computes a block of positions and channels.
     Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
 
-    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths
-    without support.
+    Raises ValueError for an empty x and for shapes that do not fit together, UnsupportedError for
+    dtypes and widths without support.
     """
     # with an initial state, a thread has a quarter of the elements, because the addresses of the
     # initial state need registers too
     block_l, num_warps = (32, 4) if initial_state is None else (16, 8)
     batch, length, channels = x.shape
     width = weight.shape[-1]
+    if x.numel() == 0:
+        raise ValueError(f"x is empty: {tuple(x.shape)}")
     if x.dtype not in TL_DTYPE:
         raise UnsupportedError(f"causal_conv1d: x is fp32, fp16 or bf16, not {x.dtype}")
     if not 2 <= width <= MAX_CONV_WIDTH:
@@ -169,7 +171,7 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
     """One block of rows of `gated_rms_norm`.  A row is a group of channels at one position."""
     x_ptr, gate_ptr, weight_ptr, out_ptr = tensors
     x_strides, gate_strides, weight_strides, out_strides = strides
-    # --- this program's rows, and the position and the channels of each
+    # --- this program's rows, and the sequence, position and channels of each
     o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
     o_c = tl.arange(0, S.BLOCK_G)
     m = (o_r < rows)[:, None] & (o_c < S.GROUP_SIZE)[None, :]
@@ -207,9 +209,9 @@ def gated_rms_norm(
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes
     without support.
     """
-    # a program has about 4,096 channels, 32 per thread; a larger group has a program of its own,
-    # with more threads
-    block = triton.next_power_of_2(group_size)
+    # a program has about 4,096 numbers, 32 per thread; a larger group has a program of its own,
+    # with up to 16 warps
+    block = triton.next_power_of_2(group_size)  # channels of a row, padded
     block_rows = max(1, 4096 // block)
     num_warps = min(16, max(4, block // 1024))
     width = x.shape[-1]

@@ -1,5 +1,6 @@
 """Code that the oracles of all operators share.  An oracle yields its output in blocks of
-positions, sequence after sequence.
+positions, sequence after sequence.  Each operator has a chunked form, which computes a block
+(`Evaluate`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ ORACLE_CHUNK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The positions start to stop - 1 of one sequence, in row `batch` of the tensors.
+    """The positions start to stop - 1 of row `batch` of the tensors, which belong to one sequence.
 
-    sequence: row of the initial and final states; it is `batch` unless sequences are packed.
+    sequence: number of the sequence, which is the row of the initial states, and without
+        `state_every` of the final states; it is `batch` unless sequences are packed.
     """
 
     sequence: int
@@ -55,7 +57,7 @@ Evaluate = Callable[[Any, Span, torch.dtype, Tensor], tuple[Tensor, Tensor]]
 
 
 def spans_of(inputs: Inputs) -> list[Span]:
-    """The positions of every sequence, in order.
+    """The positions of every sequence, in order; those of an empty sequence are an empty span.
 
     For packed sequences, reads cu_seqlens on the host.  Raises ValueError if its values are not 0 =
     c_0 <= c_1 <= ... = length.
@@ -74,7 +76,7 @@ def spans_of(inputs: Inputs) -> list[Span]:
 
 
 def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
-    """Initial states in a new tensor; zeros if there are none."""
+    """The initial states of all sequences in `dtype`, in a new tensor; zeros if there are none."""
     if inputs.initial is not None:
         return inputs.initial.to(dtype, copy=True)
     return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.values.device)
@@ -83,20 +85,23 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
 def blocks_of(
     evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Iterator[Block]:
-    """The chunked form in blocks of at most `block` positions, in order, sequence after sequence.
+    """The output in blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has
-    its final state; blocks also end where `state_every` wants a state.  Reads the values of
-    cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = length.
+    its final state; blocks also end where `state_every` wants a state.  With `state_every`, an
+    empty sequence has no state among the final states, and its block names no row.
+
+    Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <=
+    ... = length.
     """
     states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
         state = states[span.sequence]
+        # pieces end where a state is wanted
         every = inputs.state_every or max(span.length, 1)
         for piece in span.cut(every):
             row: int | None = span.sequence
             if inputs.state_every:
-                # an empty sequence has no states
                 row = state_row(inputs, piece.batch, piece.start) if piece.length else None
             for part in piece.cut(block):
                 out, state = evaluate(inputs, part, dtype, state)
@@ -104,8 +109,8 @@ def blocks_of(
 
 
 def state_row(inputs: Inputs, batch: int, position: int) -> int:
-    """The row of `final_states` for the first state that `state_every` asks for after `position` of
-    the batch row `batch`.
+    """The row of `final_states` with the first state that follows position `position` of the batch
+    row `batch`, if `state_every` is set.
     """
     per_batch_row = -(-inputs.length // inputs.state_every)  # rounded up
     return batch * per_batch_row + position // inputs.state_every
@@ -114,7 +119,7 @@ def state_row(inputs: Inputs, batch: int, position: int) -> int:
 def chunked(
     evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Output:
-    """The blocks of `blocks_of`, joined to an output in `dtype`."""
+    """The blocks of `blocks_of`, joined to an output whose out and final states are in `dtype`."""
     return joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype)
 
 
@@ -133,7 +138,7 @@ def joined(
 
 def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     """Register the oracle as the implementation "reference", which computes in fp64 with torch at
-    every precision, and rounds once.  Returns its `run`.
+    every precision, and rounds once.  Returns a function (inputs) -> the output.
     """
     plan = Plan(
         variant="torch",
@@ -158,7 +163,9 @@ def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
 
 
 def split_chunks(tensor: Tensor, size: int) -> Tensor:
-    """Cut positions into chunks, padded with zeros: (l, h, ...) -> (c, h, size, ...)."""
+    """Cut positions into chunks of `size`, the last of them padded with zeros: (l, h, ...) -> (c,
+    h, size, ...).
+    """
     length, *rest = tensor.shape
     padded = torch.cat([tensor, tensor.new_zeros(-length % size, *rest)])
     return padded.reshape(-1, size, *rest).transpose(1, 2)

@@ -19,13 +19,14 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 @dataclass(frozen=True)
 class Slots:
     """The slots of a pool that a call in place uses, as tensors on the device.  -1 stands for no
-    slot.
+    slot: the sequence begins with zeros, or the state is not written.
 
     read (sequences): the slot with which each sequence begins.
-    written (sequences, longest): the slot of the state after each token.
+    written (sequences, tokens): the slot of the state after each token.
     final (sequences): the slot of the final state, if only that is written; otherwise None.
     overwrites: whether final states go to the slots that were read.
-    buffer: the slots of all written states in order, if the pool was made for this call.
+    buffer: the slots of the states after each token of each sequence, in order, if the pool was
+        made for this call (`own_pool`); otherwise None.
     """
 
     read: torch.Tensor
@@ -36,14 +37,14 @@ class Slots:
 
     @classmethod
     def of(cls, inputs: Inputs, buffer: slice | None = None) -> Slots:
-        """The slots of a call in place."""
+        """The slots of a call in place, whose inputs have state_indices."""
         read, written = inputs.slots_read, inputs.write_indices
         assert read is not None
         overwrites = written is None
         if written is not None and written.ndim == 2:
             return cls(read, written, None, overwrites, buffer)
         final = read if written is None else written
-        # a table whose only slot is that of each sequence's last token
+        # a table in which only the last token of each sequence has a slot
         _, exist = token_positions(inputs, inputs.length)
         last = exist.sum(1, keepdim=True) - 1
         columns = torch.arange(inputs.length, device=read.device)
@@ -51,44 +52,47 @@ class Slots:
         return cls(read, table, final, overwrites, buffer)
 
     def refuse_tables(self, name: str) -> None:
-        """Raises UnsupportedError if states go to other slots than those that were read."""
+        """Raises UnsupportedError if states go to other slots than those that were read, unless the
+        pool was made for this call.
+        """
         if not self.overwrites and self.buffer is None:
             raise UnsupportedError(f"{name}: states go back to the slots that were read")
 
     def verification(self, inputs: Inputs, pool: torch.Tensor) -> dict[str, Any]:
         """SGLang's arguments for a call that writes the state after each token to `buffer`, and
-        does not update the slots that it reads; none for another call.
+        does not update the slots that it reads; an empty dict for another call.
         """
         if self.buffer is None:
             return {}
-        rows = inputs.sequences, inputs.length
+        sequences, length = inputs.sequences, inputs.length
+        buffer = pool[self.buffer].view(sequences, length, *pool.shape[1:])
         return {
             "disable_state_update": True,
-            "intermediate_states_buffer": pool[self.buffer].view(*rows, *pool.shape[1:]),
-            "intermediate_state_indices": torch.arange(rows[0], device=pool.device).int(),
-            "cache_steps": rows[1],
+            "intermediate_states_buffer": buffer,
+            "intermediate_state_indices": torch.arange(sequences, device=pool.device).int(),
+            "cache_steps": length,
         }
 
     def refuse_new(self, name: str) -> None:
-        """Raises UnsupportedError if a sequence that is no padding begins with zeros.  While a CUDA
-        graph is captured, nothing is checked.
+        """Raises UnsupportedError if a sequence that writes a state begins with zeros.  While a
+        CUDA graph is captured, nothing is checked.
         """
         if self._any((self.read < 0)[:, None] & (self.written >= 0)):
             raise UnsupportedError(f"{name}: servers zero a new sequence's slot before the call")
 
     def refuse_holes(self, name: str) -> None:
-        """Raises UnsupportedError if a state has no slot.  While a CUDA graph is captured, nothing
-        is checked.
+        """Raises UnsupportedError if a sequence that reads a slot does not write the state after
+        each token.  While a CUDA graph is captured, nothing is checked.
         """
         if self._any((self.read >= 0)[:, None] & (self.written < 0)):
             raise UnsupportedError(f"{name}: a slot for the state after each token")
 
-    def _any(self, rows: torch.Tensor) -> bool:
-        """Whether any number is true; False while a CUDA graph is captured, because the host would
-        wait for the answer.
+    def _any(self, conditions: torch.Tensor) -> bool:
+        """Whether any of the conditions is true; False while a CUDA graph is captured, because the
+        host would wait for the answer.
         """
         capturing = self.read.is_cuda and torch.cuda.is_current_stream_capturing()
-        return not capturing and bool(rows.any())
+        return not capturing and bool(conditions.any())
 
 
 def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,14 +112,16 @@ def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.T
     return torch.where(exist, positions, 0), exist
 
 
-# the call in place, on a pool without the new states; () -> a new pool; the initial states, as they
-# are in the pool; the slots to which the call writes its states
+# The call in place, whose inputs have the initial states in place of the pool; () -> a new pool,
+# which has slots for the new states, too; the initial states, as they are in that pool's memory;
+# the slots to which the call writes its states.
 OwnPool = tuple[Inputs, Callable[[], torch.Tensor], torch.Tensor, slice]
 
 
 def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> OwnPool:
     """Turn a call without a pool, or with one that must not change, into a call in place on a pool
-    that is made for it.  The memory of that pool has one more slot before the first.
+    that is made for it, in fp32.  The memory of that pool has one more slot before the first
+    (`with_slot_before`).
 
     turned: whether the last two axes are exchanged in the pool's memory.
     apart: whether final states go to slots behind those that are read.  If the call has a pool, all
@@ -145,6 +151,7 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     stored = states.mT.contiguous() if turned else states
 
     def new_pool() -> torch.Tensor:
+        """A pool with the initial states.  The slots of the new states have any numbers."""
         pool = stored.new_empty(1 + initial_slots + more_slots, *stored.shape[1:])[1:]
         pool[:initial_slots] = stored
         return pool
@@ -153,7 +160,7 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     return call, new_pool, stored, written_slots
 
 
-# (pool) -> out; and the values, as the kernel reads them
+# A call with everything except its pool: (pool) -> out; and the values, as the kernel reads them
 Bound = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
 
 
@@ -172,7 +179,7 @@ def pool_kernel(
     """A library's kernel that updates a pool in place, as an implementation.
 
     unsupported: (inputs, precision) -> why the kernel does not support them; "" if it does.
-    bind: (inputs, slots) -> the call with everything except the pool.
+    bind: (inputs, slots) -> the bound call.
     refused_values: (inputs) -> why the kernel does not support their values; "" if it does.  Calls
         in place are not refused for values, because padding may have any.
     turned: whether the last two axes of its pools are exchanged in memory.
@@ -182,6 +189,7 @@ def pool_kernel(
     """
 
     def refused(inputs: Inputs, precision: Precision) -> str:
+        """Why calls that are not in place do not support the inputs; "" if they do."""
         return unsupported(inputs, precision) or refused_values(inputs)
 
     def prepare(inputs: Inputs) -> Prepared:
@@ -194,6 +202,9 @@ def pool_kernel(
         first_pool = new_pool()
 
         def call() -> Output:
+            """Run the call in place.  The states that it returns are a view of its pool, which with
+            `apart` the next call overwrites.
+            """
             pool = first_pool if apart else new_pool()
             out = run(pool)
             states = pool[written]
@@ -204,7 +215,7 @@ def pool_kernel(
         return call, (values, stored)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
-        """`Implementation.in_place`."""
+        """`Implementation.in_place`: on the caller's pool, whatever the values are."""
         reason = unsupported(inputs, precision)
         if reason:
             raise UnsupportedError(f"{name}: {reason}")
@@ -228,8 +239,9 @@ def pool_kernel(
 
 
 def with_slot_before(pool: torch.Tensor, name: str) -> torch.Tensor:
-    """The pool with one more slot before its first, which some libraries use for padding.  Raises
-    UnsupportedError if the pool's memory does not have this slot.
+    """The pool with one more slot before its first, which some libraries use for padding, as a
+    view.  name: of the implementation.  Raises UnsupportedError if the pool's memory does not have
+    this slot.
     """
     step = pool.stride(0)
     offset = pool.storage_offset()

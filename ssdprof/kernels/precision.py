@@ -18,8 +18,8 @@ class Precision:
     """The dtypes in which an implementation computes.
 
     intermediates: "exact": decays and their products with scores and values are in fp32, as in the
-        unfused original; "relaxed": they are in 16 bits, which are the input's dtype, or bfloat16
-        for fp32 inputs.
+        unfused original; "relaxed": they are in the dtype of the inputs, or in bfloat16 for fp32
+        inputs (`intermediate_dtype`).
     state_dtype: the dtype in which states pass from chunk to chunk or from segment to segment.
     """
 
@@ -38,7 +38,9 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """The precision of a name in reports, such as "relaxed, bf16 states"."""
+        """The precision of a name in reports, such as "relaxed, bf16 states".  Raises ValueError or
+        KeyError for other texts.
+        """
         intermediates, states = name.removesuffix(" states").split(", ")
         return cls(
             intermediates=intermediates,  # type: ignore[arg-type]
@@ -62,6 +64,8 @@ class Precision:
         return torch.bfloat16 if input_dtype == torch.float32 else input_dtype
 
     @property
-    def as_exact(self) -> str:
-        """The end of a plan's reason for a kernel that computes in fp32 at every precision."""
+    def equals_exact_text(self) -> str:
+        """The end of a plan's reason for a kernel that computes in fp32 at every precision, which
+        says so if another precision was asked for; "" if it was the exact one with fp32 states.
+        """
         return "" if self == Precision() else "; the same as exact with fp32 states"

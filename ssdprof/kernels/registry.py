@@ -24,8 +24,8 @@ class UnsupportedError(Exception):
 class Plan:
     """How an implementation would run a call.  Reports show it next to the times.
 
-    variant: the kernel: "portable", "hopper", "interpreter", ...
-    launches: number of kernels per call.
+    variant: which of its kernels runs: "portable", "hopper", "interpreter", ...
+    launches: number of launches per call.
     config: name of a setting -> its value.
     workspace_bytes: memory that is allocated in addition to the outputs.
     reason: why this variant and configuration run.
@@ -39,7 +39,9 @@ class Plan:
 
 
 def keeps_every_state(inputs: Inputs) -> bool:
-    """`Implementation.keeps` of an implementation that can return the state after each token."""
+    """`Implementation.keeps` of an implementation that can return the state after each token, but
+    not after every few tokens.
+    """
     return inputs.state_every == 1
 
 
@@ -66,8 +68,8 @@ class Implementation:
         refuses.
     pools: whether it reads initial states by `state_indices`; if not, `run` refuses.
     in_place: (inputs with `state_indices`, precision) -> out, and the pool, to whose slots it wrote
-        the new states.  It is the call of a server, which `Inputs` describes.  None: it has no such
-        call.
+        the new states.  It is the call of a server, which `Inputs` describes.  Raises
+        UnsupportedError.  None: it has no such call.
     stepped: (inputs, state format, tokens of a step, marks, seed) -> out, in the shape of the
         values, and the states after the steps `marks` (marks, sequences, heads, K, V), both in
         fp32, with the state rounded to the format after each step: see `stored_states.stepped`.  It
@@ -104,9 +106,11 @@ class Implementation:
     copies: Callable[..., Sequence[torch.Tensor]] = lambda _inputs: ()
 
     def __post_init__(self) -> None:
+        """Have `run` check the inputs by this implementation's properties."""
         run = self.run
         if isinstance(run, partial) and run.func is _checked:
-            run = run.args[1]  # `replace` copied it from another implementation, which checked it
+            # `replace` copied it from another implementation, by whose properties it checks
+            _, run = run.args
         object.__setattr__(self, "run", partial(_checked, self, run))
 
     @property
@@ -118,8 +122,9 @@ class Implementation:
 def _checked(
     implementation: Implementation, run: Callable[..., Output], inputs: Inputs, precision: Precision
 ) -> Output:
-    """`run(inputs, precision)`.  Raises UnsupportedError if the call wants states on the way, reads
-    a pool or writes to slots, and the implementation does not declare that it supports that.
+    """`run(inputs, precision)`.  Raises UnsupportedError if the call wants states on the way or
+    reads a pool, and the implementation does not declare that it supports that, and for a call that
+    writes to slots, which is `in_place`.
     """
     name = implementation.name
     if getattr(inputs, "state_every", 0) and not implementation.keeps(inputs):
@@ -130,14 +135,16 @@ def _checked(
         raise UnsupportedError(
             f"{name}: one initial state for each sequence, no pool with state_indices"
         )
-    serving = (getattr(inputs, field, None) for field in ("write_indices", "accepted"))
-    if any(indices is not None for indices in serving):
+    in_place_only = (getattr(inputs, argument, None) for argument in ("write_indices", "accepted"))
+    if any(indices is not None for indices in in_place_only):
         raise UnsupportedError(f"{name}: slots are written by calls in place only")
     return run(inputs, precision)
 
 
 def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implementation:
-    """The implementation that stands for a library that cannot be imported here."""
+    """The implementation that stands for a library that cannot be imported here.  absent: the
+    reason.  hint: what to do.
+    """
 
     def refuse(_inputs: Inputs, _precision: Precision) -> NoReturn:
         raise UnsupportedError(absent)
@@ -173,7 +180,9 @@ _implementations: dict[tuple[str, str], Implementation] = {}
 
 
 def register(implementation: Implementation) -> Implementation:
-    """Add an implementation.  Raises ValueError if the operator already has one of this name."""
+    """Add an implementation, and return it.  Raises ValueError if the operator already has one of
+    this name.
+    """
     key = (implementation.operator, implementation.name)
     if key in _implementations:
         raise ValueError(f"{key[0]}/{key[1]} is registered already")
@@ -194,7 +203,7 @@ def get(operator: str, name: str) -> Implementation:
 
 
 def names(operator: str) -> list[str]:
-    """Names registered for `operator`, in order of registration."""
+    """Names registered for `operator` so far, in order of registration."""
     return [name for op, name in _implementations if op == operator]
 
 
@@ -205,7 +214,7 @@ CallKey = tuple[tuple[str, Any], ...]
 
 
 def key_of_calls(**properties: Any) -> CallKey:
-    """The key of calls with these properties."""
+    """The key of calls with these properties, in alphabetical order of their names."""
     return tuple(sorted(properties.items()))
 
 
@@ -217,8 +226,9 @@ _listeners: list[Callable[[], None]] = []
 
 
 def use_overrides(operator: str, configs: Mapping[CallKey, object]) -> None:
-    """From now on, use these configurations for an operator in this process.  They replace those of
-    an earlier call; other calls use the committed configurations.
+    """From now on, use these configurations for an operator in this process, each for the calls of
+    its key; all other calls use the committed ones.  They replace those of an earlier call of this
+    function for the operator.
     """
     for key in [key for key in _overrides if ("operator", operator) in key]:
         del _overrides[key]
@@ -233,5 +243,7 @@ def override(key: CallKey) -> Any | None:
 
 
 def when_overridden(listener: Callable[[], None]) -> None:
-    """Call `listener` after every `use_overrides`, so that the caller can drop cached choices."""
+    """Call `listener` after every `use_overrides`, from now on, so that the caller can drop cached
+    choices.
+    """
     _listeners.append(listener)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Number = Literal["fp32", "bf16", "fp16", "fp8", "int8", "function"]
 Rounding = Literal["nearest", "stochastic", "carried"]
 Scale = Literal["", "row", "head", "fixed"]
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}  # of a number
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}  # of a number, without its error
 _SCALE_BYTES = 4
 
 
@@ -34,13 +34,14 @@ class StateFormat:
     """A format of the states in a pool.
 
     name: as a user writes it.
-    number: what a number is stored as.
+    number: what a number is stored as; "function": what `function` makes of it.
     rounding: "carried" keeps the rounding error of int8 too, as a multiple of 1 / 254 of int8's
         unit.
-    scale: which numbers share a scale; empty: the format has none.
+    scale: which numbers share a scale: those of a row, or of a head; "fixed": all, with a scale
+        that is not stored; empty: the format has none.
     fixed_range: with a fixed scale, the magnitude that the largest number of the format stands for.
     function: a user's function: states in fp32, (sequences, heads, K, V) or for SSD (sequences,
-        heads, P, N) -> the same, rounded.
+        heads, P, N) -> the same, rounded.  None for other formats.
     """
 
     name: str

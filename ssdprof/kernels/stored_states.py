@@ -35,7 +35,9 @@ INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
 # fp32 numbers near this one are integers: adding it, and subtracting it again, rounds to an integer
 ROUNDS_TO_ONE = tl.constexpr(1.5 * 2**23)
-LEAST_SCALE = tl.constexpr(2.0**-100)  # numbers with a smaller scale, such as zeros, become 0
+# Numbers with this or a smaller scale, such as zeros, become 0: the reciprocal of a much smaller
+# scale would be infinite.
+LEAST_SCALE = tl.constexpr(2.0**-100)
 LEAST_NORMAL_FP16 = tl.constexpr(2.0**-14)
 
 
@@ -44,8 +46,8 @@ class Stepping:
     """How a launch of a token-by-token kernel rounds states.
 
     format: of the stored states.  Without one, states are not rounded.
-    step: number of tokens between roundings.
-    seed: seed of the random numbers, 0 to 2**31 - 1.
+    step: number of tokens of a step, after which the state is rounded.
+    seed: seed of the random numbers, 0 to 2**31 - 1; None without a format.
     """
 
     format: StateFormat | None = None
@@ -61,13 +63,14 @@ class Stepping:
 
     @property
     def rounds(self) -> bool:
-        """Whether states change by being stored."""
+        """Whether storing a state may change it."""
         return self.format is not None and self.format.number != "fp32"
 
     @property
     def whole_state(self) -> bool:
         """Whether a program computes the whole state of a head, and no slice of it.  A scale for
-        each head needs the whole state.  Triton's interpreter is not faster for a slice.
+        each head needs the whole state.  Triton's interpreter gets it for every format, because it
+        is not faster for a slice.
         """
         return self.format is not None and (INTERPRETED or self.format.scale == "head")
 
@@ -103,8 +106,10 @@ def stored_state(state, key, step, elements, ROW_AXIS: tl.constexpr, FORMAT: tl.
     """A tile of a state in fp32 after it was stored in a pool.  A tile has whole rows; with a scale
     for each head it is the whole state.
 
-    key: result of `hashed_head`.  elements: numbers of the tile's elements.  ROW_AXIS: axis of the
-    tile along which elements share a scale.  FORMAT: `StateFormat.constants`.
+    key: result of `hashed_head`.  step: number of the step after which it is stored, from 0.
+    elements: the number of each element of the tile in the state.  ROW_AXIS: axis of the tile along
+    which elements share a scale.
+    FORMAT, here and below: (number, rounding, scale, fixed range), `StateFormat.constants`.
     """
     if FORMAT[0] == "fp32":
         return state
@@ -121,8 +126,8 @@ def stored_state(state, key, step, elements, ROW_AXIS: tl.constexpr, FORMAT: tl.
 
 @triton.jit
 def stored_after(state, tokens, length, key, elements, ROW_AXIS: tl.constexpr, S: tl.constexpr):
-    """The state after the first `tokens` tokens of a sequence: that of `stored_state` if a step
-    ends there, otherwise unchanged.
+    """The state after the first `tokens` tokens of a sequence of `length` tokens: that of
+    `stored_state` if a step, or the sequence, ends there, otherwise unchanged.
     """
     if (tokens % S.STEP == 0) | (tokens == length):
         step = (tokens + S.STEP - 1) // S.STEP
@@ -132,11 +137,14 @@ def stored_after(state, tokens, length, key, elements, ROW_AXIS: tl.constexpr, S
 
 @triton.jit
 def _stochastic(state, random, FORMAT: tl.constexpr):
-    """Round to one of the two neighbours in 16 bits, at random.
+    """Round to one of the two neighbours in 16 bits, at random, so that the mean is kept.  NaN and
+    infinity stay what they are.
 
     fp32 has DROPPED more bits of mantissa.  As many random bits are added to the magnitude, and as
     many bits are then cut off.  Below its least normal number, fp16 has a fixed unit in the last
     place; adding that number first gives the sum this unit.
+
+    random: 32 random bits for each number.
     """
     DROPPED: tl.constexpr = 16 if FORMAT[0] == "bf16" else 13
     magnitude = tl.abs(state)
@@ -154,15 +162,15 @@ def _stochastic(state, random, FORMAT: tl.constexpr):
 def _scaled(state, ROW_AXIS: tl.constexpr, FORMAT: tl.constexpr):
     """Round to 8 bits with a scale, to nearest, ties to even.
 
-    Numbers whose scale is at most LEAST_SCALE become 0.  Numbers that share a scale with NaN or
-    infinity become NaN; with a fixed scale, only these do.
+    Numbers whose scale is at most LEAST_SCALE become 0.  NaN and infinity become NaN, and with them
+    all numbers that share their scale, unless it is fixed.
     """
     LARGEST: tl.constexpr = 127.0 if FORMAT[0] == "int8" else 448.0
     magnitude = tl.abs(state)
     if FORMAT[2] == "fixed":
         largest = tl.full((1, 1), FORMAT[3], tl.float32)
     else:
-        # NaN becomes infinity, because a maximum may ignore NaN
+        # with infinity in place of NaN, because a maximum may ignore NaN
         largest = tl.where(magnitude < INFINITY, magnitude, INFINITY)
         largest = tl.max(largest, axis=ROW_AXIS, keep_dims=True)
         if FORMAT[2] == "head":
@@ -201,15 +209,18 @@ def _e4m3(number):
 
 @triton.jit
 def _to_units(number, unit):
-    """Round to the nearest multiple of `unit`, a power of two, ties to even.  The number is at most
-    2**22 units.
+    """Round to the nearest multiple of `unit`, a power of two, ties to even.  The number's
+    magnitude is at most 2**22 units.
     """
     return (number + unit * ROUNDS_TO_ONE) - unit * ROUNDS_TO_ONE
 
 
 def refuse_unwritable(inputs: Inputs, *, in_place: bool) -> None:
-    """Check a call of a token-by-token kernel.  Raises ValueError if it cannot write states in
-    place, and UnsupportedError for states after every few tokens.
+    """Check a call of a token-by-token kernel, whose states are returned after every token or only
+    at the end.
+
+    Raises ValueError for a call in place without a tensor to write to, with `state_every`, or with
+    an expanded tensor, and UnsupportedError for states after every few tokens.
     """
     name = inputs.STATES
     initial = getattr(inputs, name)
@@ -233,11 +244,12 @@ def stepped(
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`Implementation.stepped` of a token-by-token kernel: out, and the pool's states after each of
-    the steps `marks`.  The state is rounded to the format at the beginning, after every `step`
-    tokens, and at the end of each sequence.
+    the steps `marks`, (marks, sequences, ...), both in fp32.  The state is rounded to the format at
+    the beginning, after every `step` tokens, and at the end of each sequence.
 
     prepare: (inputs, stepping) -> the launch of the kernel in place, with that rounding.
-    marks: numbers of steps; 0 stands for the initial state.
+    marks: numbers of steps; 0 stands for the initial state after its rounding.  A sequence with
+        fewer steps has its last state there.
     """
     call, slots = on_pool(inputs, step, marks)
     refuse_gradient("recurrent", vars(call).values())
@@ -248,17 +260,18 @@ def stepped(
 
 
 def on_pool(inputs: I, step: int, marks: Sequence[int]) -> tuple[I, Tensor]:
-    """Turn a call into a call in place on a new pool that keeps the state at every mark.
+    """Turn a call into a call in place on a new pool in fp32 that keeps the state at every mark.
 
     Returns the call, and slots (marks, sequences): slots[m, s] has the state of sequence s after
     `marks[m]` steps of `step` tokens, or its last state if it has fewer steps.  The call's table
-    `write_indices` has a column for the initial state, then one for each token.
+    `write_indices` has a column for the initial state, then one for each token, which only the
+    kernels of `stepped` expect.
     """
     sequences, device = inputs.sequences, inputs.device
     lengths = torch.full((sequences,), inputs.length, device=device)
     if inputs.cu_seqlens is not None:
         lengths = inputs.cu_seqlens.diff().long()
-    tokens = step * torch.tensor(marks, dtype=torch.long, device=device)
+    tokens = step * torch.tensor(marks, dtype=torch.long, device=device)  # before each mark
     columns = torch.minimum(tokens, lengths[:, None])  # (sequences, marks)
     slots = torch.arange(sequences * (1 + len(marks)), dtype=torch.int32, device=device)
     table = torch.full((sequences, 1 + inputs.length), -1, dtype=torch.int32, device=device)

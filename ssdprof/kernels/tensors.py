@@ -27,7 +27,7 @@ STAGES = {"_rows_kernel": "setup"}
 
 
 def strides_of(tensor: Tensor | None) -> tuple[int, ...]:
-    """The strides of a tensor in elements; none for None."""
+    """The strides of a tensor in elements; an empty tuple for None."""
     return () if tensor is None else tensor.stride()
 
 
@@ -47,18 +47,19 @@ def is_expanded(tensor: Tensor | None) -> bool:
 
 
 def strides_unit(*tensors: Tensor) -> int:
-    """The largest power of two up to 16 that divides all strides of the tensors except their last
-    ones: the argument UNIT of `in_units`.
+    """The largest power of two up to 16 that divides all strides of the tensors, except the last
+    one of each: the argument UNIT of `in_units`.
     """
     return gcd(16, *(gcd(*tensor.stride()[:-1]) for tensor in tensors))
 
 
 def tile_strides(tensor: Tensor | None) -> tuple[int | tl.constexpr, ...]:
     """The strides of a tensor (batch, position, head, dimension), for a kernel that reads tiles of
-    positions and dimensions.
+    positions and dimensions; an empty tuple for None.
 
-    If rows are contiguous, the strides inside a tile are compile-time constants.  They depend on
-    the model and not on the call, and a constant offset takes no register.
+    If rows are contiguous, the strides inside a tile are compile-time constants, except in the
+    interpreter.  They depend on the model and not on the call, and a constant offset takes no
+    register.
     """
     if tensor is None or tensor.stride(3) != 1 or INTERPRETED:
         return strides_of(tensor)
@@ -74,7 +75,7 @@ def offset_dtype(
     A tile is `chunk` positions of one head of a tensor (b, l, heads, columns), or a state.
 
     sizes: rows and columns of a state.  states: strides of tensors of states (sequences, heads,
-        rows, columns).
+        rows, columns), or an empty tuple for a tensor that the call does not have.
     """
     spans = [
         chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3)
@@ -112,7 +113,7 @@ class Part:
         return self._address
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """A view of a part in the dtype of the whole memory."""
+        """A view of the memory from the part's begin on, in the dtype of the whole memory."""
         assert isinstance(self.memory, Tensor)
         return self.memory.as_strided(shape, strides, self.begin // self.memory.element_size())
 
@@ -130,7 +131,7 @@ def places(
     parts: dict[str, tuple[torch.dtype, *tuple[int, ...]] | None],
 ) -> tuple[int, dict[str, PartPlace | None]]:
     """Divide a workspace into consecutive parts, each aligned to `ALIGNMENT`.  Returns the bytes of
-    the workspace and the place of each part.
+    the workspace and the place of each part, None for those that are None.
 
     parts: name -> dtype and sizes; None for a part that this call does not need.
     """
@@ -219,7 +220,7 @@ def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Described
 
 def row_stride(tensor: Tensor) -> int:
     """Stride between positions of a tensor (b, l, ...), in elements.  If l is 1, PyTorch's stride
-    of l is arbitrary, and that of b is used.
+    of l is arbitrary, and that of b stands for it.
     """
     return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
@@ -234,8 +235,11 @@ def steps(tensor: Tensor, step: int) -> Strides:
 
 
 def unreadable(**tensors: Tensor) -> str:
-    """The reason why TMA cannot read one of these tensors (b, l, heads, columns); empty if it can
-    read all of them.
+    """The reason why TMA cannot read one of these tensors (b, l, heads, columns), by name; empty if
+    it can read all of them.
+
+    TMA needs multiples of 16 bytes.  Here strides are multiples of 8 elements for any dtype, which
+    refuses some fp32 tensors that it could read.
     """
     for name, tensor in tensors.items():
         row = row_stride(tensor)
@@ -254,14 +258,14 @@ def unreadable(**tensors: Tensor) -> str:
 
 @cache
 def _empty(dtype: torch.dtype) -> Tensor:
-    """A tensor without elements, with which a descriptor is checked."""
+    """A tensor without elements, with which a descriptor is built once."""
     return torch.empty(0, dtype=dtype, device="meta")
 
 
 @lru_cache(maxsize=64)
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The layout of a tile in shared memory.  It is cached, because computing it takes most of the
-    time in which a launch is prepared.
+    """The layout of a tile with these sizes in shared memory.  It is cached, because computing it
+    takes most of the time in which a launch is prepared.
     """
     return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
 
@@ -270,8 +274,8 @@ def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
 # transformers runs without the package `causal_conv1d`, writes neighbouring positions next to each
 # other.  A copy reads such a tensor along positions and writes it along columns.
 
-BLOCK_POSITIONS = 64  # positions of a program
-MOST_COLUMNS = 128  # columns of a program
+BLOCK_POSITIONS = 64  # positions of a program of the copy
+MOST_COLUMNS = 128  # most columns of a program of the copy
 
 
 @triton.jit
@@ -291,22 +295,22 @@ def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
 
 
 def is_scattered(tensor: Tensor) -> bool:
-    """Whether TMA cannot read a tensor (b, l, heads, columns), or its heads are not side by side
-    in memory.
+    """Whether TMA cannot read a tensor (b, l, heads, columns), or its heads are not next to each
+    other in memory.
     """
     return bool(unreadable(tensor=tensor)) or tensor.stride(2) != tensor.shape[3]
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements certainly share memory, as after `expand`: a contiguous copy would be larger
-    than the tensor's whole storage.
+    """Whether a contiguous copy of a tensor would be larger than its whole storage, so that
+    elements certainly share memory, as after `expand`.  False does not mean that none do.
     """
     return tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:
-    """A contiguous tensor of the same shape in the memory of a tensor.  It has the strides of a
-    copy, but arbitrary values.
+    """A contiguous tensor of the same shape at the start of the tensor's storage, which must be
+    large enough (`overlaps`).  It has the strides and alignment of a copy, but arbitrary values.
     """
     strides = torch.empty(tensor.shape, device="meta").stride()
     return tensor.as_strided(tensor.shape, strides, 0)

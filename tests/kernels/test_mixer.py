@@ -96,6 +96,8 @@ def test_what_the_convolution_does_not_take_is_refused():
         causal_conv1d(x.double(), weight)
     with pytest.raises(UnsupportedError, match="2 to 16 positions, not 1"):
         causal_conv1d(x, weight[:, :1])
+    with pytest.raises(ValueError, match="x is empty"):
+        causal_conv1d(x[:, :0], weight)
     with pytest.raises(ValueError, match=r"bias must have shape \(4,\), not \(5,\)"):
         causal_conv1d(x, weight, normal(5))
     with pytest.raises(ValueError, match=r"initial_state must have shape \(1, 4, 3\)"):

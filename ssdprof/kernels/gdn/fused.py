@@ -139,7 +139,11 @@ def _recurrent_unsupported(call: FusedCall) -> str:
 
 def _recurrent_work(call: FusedCall, _blocks: Any) -> Work:
     """One launch without a workspace."""
-    return 1, 0, f"one launch, token by token: the sequences are short{call.precision.as_exact}"
+    return (
+        1,
+        0,
+        f"one launch, token by token: the sequences are short{call.precision.equals_exact_text}",
+    )
 
 
 def _prepare(launch: Callable[..., PreparedLaunch], call: FusedCall, config: Any) -> PreparedLaunch:

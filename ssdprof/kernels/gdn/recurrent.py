@@ -543,7 +543,7 @@ def _plan_step(inputs: GDNInputs, precision: Precision) -> Plan:
         launches=launches,
         config=_step_config(inputs),
         workspace_bytes=4 * workspace_numbers,
-        reason=reason + precision.as_exact,
+        reason=reason + precision.equals_exact_text,
     )
 
 
@@ -554,7 +554,7 @@ def _plan(inputs: GDNInputs, precision: Precision) -> Plan:
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
         config=blocks_of(inputs, wide=_is_wide(inputs)),
-        reason="one launch, token by token; fp32 throughout" + precision.as_exact,
+        reason="one launch, token by token; fp32 throughout" + precision.equals_exact_text,
     )
 
 

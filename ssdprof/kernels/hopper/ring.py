@@ -1,7 +1,7 @@
 """Ring buffers in shared memory, with two mbarriers for each slot, `full` and `empty`.
 
 Consumers wait at `full` before they read a slot, and the producer waits at `empty` before it fills
-one.  Use n of a ring of DEPTH slots has the slot n % DEPTH and the phase n / DEPTH % 2.
+one.  Use n of a ring of DEPTH slots has the slot n % DEPTH and the phase n // DEPTH % 2.
 """
 
 from triton.experimental import gluon
@@ -52,7 +52,9 @@ class Ring:
 
     @gluon.jit
     def full_at(self, n):
-        """The barrier at which the producer arrives when use n is full."""
+        """The barrier at which the producer, or the TMA copy that it starts, arrives when the slot
+        of use n is full.
+        """
         return self.full.index(place_in(n, self.DEPTH))
 
     @gluon.jit
@@ -77,8 +79,8 @@ def allocate_ring(dtype: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexp
 
 @gluon.jit
 def begin_pairs(full, empty, DEPTH: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
-    """Initialise DEPTH pairs of barriers.  FULL, EMPTY: number of arrivals that complete a phase of
-    the barriers `full` and `empty`.
+    """Initialise DEPTH pairs of barriers, `full` and `empty` (DEPTH, 1) each.  FULL, EMPTY: number
+    of arrivals that complete a phase of a barrier of `full` and of `empty`.
     """
     for i in gl.static_range(DEPTH):
         mbarrier.init(full.index(i), count=FULL)

@@ -1,5 +1,8 @@
 """The cut of sequences into segments for the programs of a Hopper kernel: the one with the least
 time by a model of the operator's kernel.
+
+A pair is a sequence and the heads of one program: a program computes one segment of a pair, unless
+programs have shares of all pairs.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,15 +12,16 @@ from functools import lru_cache
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """`long_count` segments of `long_segment` chunks, then segments of `segment` chunks.
+    """`long_count` segments of `long_segment` chunks, then segments of `segment` chunks, up to the
+    end of a sequence.
 
     In a good schedule, long segments fill the GPU first, and short ones balance the end.  The first
     pass of a long segment stops early, so that a smaller share of its chunks is read twice.
 
     recompute: whether the first pass of a segment covers all chunks before it, so that no segment
         waits for another; for short sequences.
-    shares: if segments are whole sequences, the number of programs that share all of them.  If it
-        is 0, or if there are not more pairs than this, each segment has a program.
+    shares: if segments are whole sequences, the number of programs that share all pairs.  If it is
+        0, or if there are not more pairs than this, each segment has a program.
     """
 
     segment: int
@@ -54,16 +58,17 @@ def cut(
 ) -> Cut:
     """The cut with the least time for a call.
 
-    nchunks: number of chunks of a sequence.
-    pairs: number of pairs of a sequence and the heads of one program.
+    nchunks: number of chunks of a sequence, at least 1.
+    pairs: number of pairs of all sequences.
     sm_count: number of multiprocessors of the GPU.
-    candidates: (nchunks, pairs, sm_count) -> the cuts among which to choose.
+    candidates: (nchunks, pairs, sm_count) -> the cuts among which to choose, at least one.
     time: (cut, nchunks, pairs, sm_count) -> the time of the cut, in any unit.
-    classes: number of classes of lengths per power of two; all lengths of a class share a cut.
-    whole_from: sequences are not cut if the pairs exceed the multiprocessors by so many.
+    classes: number of classes of lengths between two powers of two, itself a power of two; all
+        lengths of a class have the cut of its largest length.
+    whole_from: sequences are not cut if there are at least so many more pairs than multiprocessors.
     """
     step = 1 << max(0, nchunks.bit_length() - classes.bit_length())
-    if nchunks % step:
+    if nchunks % step:  # not the largest length of its class
         return cut(
             ceil_div(nchunks, step) * step,
             pairs,
@@ -74,7 +79,7 @@ def cut(
             whole_from=whole_from,
         )
     if pairs >= sm_count + whole_from:  # uncut sequences already keep the GPU busy
-        return Cut(segment=max(1, nchunks), shares=sm_count)
+        return Cut(segment=nchunks, shares=sm_count)
     return min(
         candidates(nchunks, pairs, sm_count),
         key=lambda candidate: time(candidate, nchunks, pairs, sm_count),
@@ -82,5 +87,5 @@ def cut(
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """a / b for integers, rounded up."""
     return -(-a // b)

@@ -1,9 +1,7 @@
 """`kda_fused` with the signature of `chunk_kda` in flash-linear-attention (fla), so that a program
 needs to change one import only.
 
-Shapes are those of `kda_fused`.  The result is (out, final_state); the state is None unless
-output_final_state is set.  An unsupported option raises UnsupportedError, which names it.  A g
-above 0 counts as 0; in fla it makes the state grow.
+Shapes are those of `kda_fused`.  A g above 0 counts as 0; in fla it makes the state grow.
 """
 
 from torch import Tensor
@@ -37,11 +35,14 @@ def chunk_kda(
     max_num_seqs: int | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention with the arguments and the result of fla's `chunk_kda`.
+    """Kimi Delta Attention with the arguments and the result of fla's `chunk_kda`: (out,
+    final_state), where the state is None unless output_final_state is set.
 
     safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
     keyword chunk_size have no effect: every gate is safe, and the call can run in a CUDA graph.
-    Raises TypeError for unknown keywords.
+    Raises UnsupportedError, which names the option, if use_gate_in_kernel, its keywords A_log and
+    dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, return_intermediate_states or cp_context
+    are set, and TypeError for unknown keywords.
     """
     del safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)

@@ -5,16 +5,17 @@ This file has the two launches and the choice.  The first launch computes, for e
 head, everything that does not depend on the state.  The second one computes the output, and keeps
 the state in registers from chunk to chunk.
 
-G_i is the sum of g from the chunk's start to position i, and S the state that enters the chunk.  q
-and k are normalised if the call asks for it.  The decays are inside the sums over channels d:
+G_i is the sum of g from the chunk's start to position i, as a binary log, and S the state that
+enters the chunk.  q and k are normalised if the call asks for it.  The decays are inside the sums
+over channels d:
 
-    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)
-    P_ij = sum_d q_id k_jd exp(G_id - G_jd)  (i >= j)
+    L_ij = beta_i sum_d k_id k_jd 2^(G_id - G_jd)  (i > j)
+    P_ij = sum_d q_id k_jd 2^(G_id - G_jd)  (i >= j)
     A = (I + L)^-1                                              decayed_scores, solve_tril
-    keys = k exp(G)      queries = scale q exp(G)               gate_cumsum
-    X = diag(beta) A^T (k exp(G_end - G))                       state_factor
+    keys = k 2^G      queries = scale q 2^G                     gate_cumsum
+    X = diag(beta) A^T (k 2^(G_end - G))                        state_factor
     W = scale P A diag(beta)                                    out_factor
-    Y = V - keys S,   S' = diag(exp(G_end)) S + X^T Y,   out = queries S + W Y        second launch
+    Y = V - keys S,   S' = diag(2^G_end) S + X^T Y,   out = queries S + W Y           second launch
 
 From one chunk to the next, two products depend on each other: keys S and X^T Y.  A program of the
 second launch computes a slice of V of one head of one sequence.  No program waits for another.
@@ -23,7 +24,7 @@ In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
          initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
 Between: keys, queries, state_factor X (slots, HV, C, K padded to blocks) in the operands' dtype
          out_factor W (slots, HV, C, C) in the operands' dtype
-         ends (slots, HV, K padded) fp32: exp(G_end)
+         ends (slots, HV, K padded) fp32: 2^G_end
 Out:     out (B, T, HV, V) in v's dtype | final_states (sequences, HV, K, V) fp32
 Grids:   (slots * HV), heads fastest; then (sequences * HV * slices of V), slices fastest, then
          heads.  A slot is the place of a chunk among all chunks.
@@ -97,9 +98,11 @@ class KDAPortableConfig:
     prep_block_k, block_k: block of K per matrix product in the first and in the second launch,
         powers of two of at least 16.
     block_v: slice of V per program of the second launch, a power of two of at least 16.
-    num_warps, scan_stages: warps, and chunks that are loaded ahead, in the second launch.
+    num_warps, scan_stages: warps of the second launch, and stages of the pipeline that loads its
+        chunks ahead.
     prep_warps, prep_registers: warps, and largest number of registers per thread, in the first
         launch; 0: no limit.
+    reason: why the sizes were chosen, for reports.
     """
 
     chunk: int = 64
@@ -114,38 +117,43 @@ class KDAPortableConfig:
 
     @classmethod
     def choose(cls, inputs: KDAInputs, *, batch_invariant: bool = False) -> KDAPortableConfig:
-        """Chunks of 32 for 16-bit inputs, and slices of V as wide as the number of states allows.
+        """Chunks of 16 positions for fp32 inputs, and of 32 for others.  Slices of V are at most 32
+        wide, or 64 for 16-bit inputs with K up to 128 if the second launch then still has a program
+        for each multiprocessor.
 
         On an H200, 8 sequences of 4K tokens with 32 heads take 2.2 ms in the first launch and 0.55
         ms in the second with chunks of 32, and 4.1 ms and 0.49 ms with chunks of 64.
+
+        batch_invariant: whether the choice must not depend on the number of sequences.
         """
         heads, value_dim = inputs.v.shape[2:]
-        block_k, block_v = (
+        padded_k, padded_v = (
             max(16, triton.next_power_of_2(dim)) for dim in (inputs.q.shape[3], value_dim)
         )
         if inputs.q.dtype == torch.float32:
             return cls(
                 chunk=16,
-                prep_block_k=min(32, block_k),
-                block_k=min(32, block_k),
-                block_v=min(32, block_v),
+                prep_block_k=min(32, padded_k),
+                block_k=min(32, padded_k),
+                block_v=min(32, padded_v),
                 reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
             )
         config = cls(
             chunk=32,
-            prep_block_k=min(64, block_k),
-            block_k=min(128 if block_k <= 128 else 64, block_k),
-            block_v=min(32, block_v),
+            prep_block_k=min(64, padded_k),
+            block_k=padded_k if padded_k <= 128 else 64,
+            block_v=min(32, padded_v),
             prep_registers=128,
-            scan_stages=3 if block_k <= 128 else 2,
+            scan_stages=3 if padded_k <= 128 else 2,
             reason="narrow slices of V, for more programs",
         )
         states = (1 if batch_invariant else inputs.sequences) * heads
         enough_programs = states * triton.cdiv(value_dim, 64) >= sm_count(inputs.q)
-        if enough_programs and block_v >= 64 >= block_k // 2:
+        # for K up to 128, so that a thread has at most 64 numbers of the state
+        if enough_programs and padded_v >= 64 and padded_k <= 128:
             config = replace(
                 config,
-                block_k=min(64, block_k),
+                block_k=min(64, padded_k),
                 block_v=64,
                 reason="slices of 64 of V: one for each multiprocessor",
             )
@@ -154,7 +162,7 @@ class KDAPortableConfig:
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
-    """The first launch: computes keys, queries, W, X and exp(G_end) of one chunk of one value head,
+    """The first launch: computes keys, queries, W, X and 2^G_end of one chunk of one value head,
     CHUNK positions, from BLOCKS blocks of BLOCK_K channels.
     """
     (
@@ -180,18 +188,19 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         return
     BLOCKS: tl.constexpr = S.PADDED // S.BLOCK_K
     WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
-    i_k = i_h // S.VALUES_PER_KEY
+    i_k = i_h // S.VALUES_PER_KEY  # the head of q and k
     o_t, o_k = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K)
     o_row, m_t = o_t.to(S.OFFSET), o_t < length - t
     q_ptr = tl.multiple_of(q_ptr + ptr_offset((i_b, begin + t, i_k), q_strides[:3]), S.ALIGNMENT)
     k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), S.ALIGNMENT)
     g_ptr = tl.multiple_of(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides[:3]), S.ALIGNMENT)
     beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
+    # index of the slot and head in the tensors that this launch writes
     head_slot = tl.program_id(0).to(tl.int64)
 
     # stage qk_l2norm: 1 / |q_i| and 1 / |k_i| (CHUNK), or 1
-    k_length = tl.full((S.CHUNK,), 1.0, tl.float32)
-    q_length = tl.full((S.CHUNK,), 1.0, tl.float32)
+    k_factor = tl.full((S.CHUNK,), 1.0, tl.float32)
+    q_factor = tl.full((S.CHUNK,), 1.0, tl.float32)
     if S.L2NORM:
         k_squares, q_squares = tl.zeros((S.CHUNK,), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
         for n in tl.static_range(BLOCKS):
@@ -204,7 +213,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
             )
             k_squares += tl.sum(k * k, axis=1)
             q_squares += tl.sum(q * q, axis=1)
-        k_length, q_length = tl.rsqrt(k_squares + L2NORM_EPS), tl.rsqrt(q_squares + L2NORM_EPS)
+        k_factor, q_factor = tl.rsqrt(k_squares + L2NORM_EPS), tl.rsqrt(q_squares + L2NORM_EPS)
 
     # for each block of channels: G, keys and queries (CHUNK, BLOCK_K), its part of the scores, and
     # the keys decayed to the chunk's end, which stay in registers
@@ -219,11 +228,11 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         G_end = tl.sum(tl.where(o_t[:, None] == S.CHUNK - 1, G, 0.0), axis=0)
         k = (
             load_rows(k_ptr, k_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
-            * k_length[:, None]
+            * k_factor[:, None]
         )
         q = (
             load_rows(q_ptr, q_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
-            * q_length[:, None]
+            * q_factor[:, None]
         )
         since_start = decay_exp2(G)
         tile = head_slot * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + o_n[None, :]
@@ -250,7 +259,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     tile = head_slot * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(o_t[:, None] >= o_t[None, :], W, 0.0).to(S.OPERAND))
 
-    # stage state_factor: X = diag(beta) A^T k exp(G_end - G) (CHUNK, BLOCK_K)
+    # stage state_factor: X = diag(beta) A^T (k 2^(G_end - G)) (CHUNK, BLOCK_K)
     for n in tl.static_range(BLOCKS):
         tile = (
             head_slot * (S.CHUNK * S.PADDED)
@@ -262,9 +271,12 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
 
 
 @triton.jit
-def add_product(acc, rows, state, OPERAND: tl.constexpr):
-    """acc (V, position) + the product of a transposed state (V, n) and rows (position, n)."""
-    return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
+def add_product(acc, left, rows, OPERAND: tl.constexpr):
+    """acc (V, position) + left (V, n) times the transpose of rows (position, n).
+
+    left: the transposed state with rows of keys or queries, or Y with rows of W.
+    """
+    return tl.dot(left.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
 
 
 @triton.jit
@@ -274,7 +286,7 @@ def add_products(acc, state, row_ptrs, S: tl.constexpr):
     """
     for n in tl.static_range(len(state)):
         rows = tl.load(row_ptrs + (n * S.BLOCK_K + tl.arange(0, S.BLOCK_K))[None, :])
-        acc = add_product(acc, rows, state[n], S.OPERAND)
+        acc = add_product(acc, state[n], rows, S.OPERAND)
     return acc
 
 
@@ -352,10 +364,10 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
             + o_c[None, :]
         )
         # stage chunk_state.residual
-        product, out = tl.zeros_like(v), tl.zeros_like(v)
-        product = add_products(product, state, keys_ptr + rows, S)
+        KS, out = tl.zeros_like(v), tl.zeros_like(v)
+        KS = add_products(KS, state, keys_ptr + rows, S)
         out = add_products(out, state, queries_ptr + rows, S)
-        Y = (v - product).to(S.OPERAND)
+        Y = (v - KS).to(S.OPERAND)
         # stage chunk_state.update
         next_state = ()
         for n in tl.static_range(BLOCKS):
@@ -364,7 +376,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
             next_state = next_state + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = next_state
         # stage chunk_output
-        out = add_product(out, W, Y, S.OPERAND)
+        out = add_product(out, Y, W, S.OPERAND)
         tl.store(
             out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
         )
@@ -374,7 +386,9 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
-def handed_on(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig) -> FactorShapes:
+def factor_shapes(
+    inputs: KDAInputs, precision: Precision, config: KDAPortableConfig
+) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in the order of
     the kernels' arguments.
     """
@@ -392,18 +406,18 @@ def portable_launch(
     state_v_first: whether final states are (sequences, HV, V, K) in memory.
     """
     length, heads, value_dim = inputs.v.shape[1:]
-    handed = handed_on(inputs, precision, config)
-    states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    (slots, *_, padded), operand = handed[0]
+    factors = factor_shapes(inputs, precision, config)
+    final_strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    (slots, *_, padded), operand = factors[0]
     tiled = inputs.q, inputs.k, inputs.g, inputs.v
-    common = options_of(inputs, operand, config.chunk, tiled, states) | dict(PADDED=padded)
+    common = options_of(inputs, operand, config.chunk, tiled, final_strides) | dict(PADDED=padded)
     prep = portable_prep(inputs, operand, config, common)
     strides = (
         tile_strides(inputs.v),
         strides_of(inputs.initial_state),
         strides_of(inputs.cu_seqlens),
-        tile_strides(torch.empty(inputs.v.shape, device="meta")),
-        states,
+        tile_strides(torch.empty(inputs.v.shape, device="meta")),  # those of out
+        final_strides,
     )
     scan = Launcher(
         _kda_scan_kernel,
@@ -417,9 +431,9 @@ def portable_launch(
             num_warps=config.num_warps,
         ),
     )
-    slices = inputs.sequences * triton.cdiv(value_dim, config.block_v)
-    programs = slots * heads, slices * heads
-    return two_launches(inputs, handed, states, (prep, scan), programs, ("v",))
+    slices = triton.cdiv(value_dim, config.block_v)
+    programs = slots * heads, inputs.sequences * slices * heads
+    return two_launches(inputs, factors, final_strides, (prep, scan), programs, ("v",))
 
 
 def portable_prep(
@@ -454,14 +468,15 @@ def _hopper_work(call: FusedCall, config: KDAHopperConfig) -> Work:
         "one launch: programs that prepare chunks, and programs that scan those of earlier slabs; "
         f"{config.reason}{equals_text(call)}"
     )
-    return 1, workspace(call.inputs)[0] + 4 * flag_count(call.inputs, config), reason
+    nbytes, _ = workspace(call.inputs)
+    return 1, nbytes + 4 * flag_count(call.inputs, config), reason
 
 
 def _whole_unsupported(call: FusedCall) -> str:
     """`Variant.unsupported` of the kernel for whole sequences.
 
     Whether it is faster depends on the number of sequences, and its bits differ from those of the
-    kernel that scans slabs.  A call with `batch_invariant` therefore always runs slabs.
+    kernel that scans slabs.  A call with `batch_invariant` therefore never runs it.
     """
     if call.batch_invariant:
         return "batch_invariant"
@@ -489,22 +504,22 @@ def configured_launch(
     return portable_launch(inputs, precision, config, state_v_first=state_v_first)
 
 
-PORTABLE: Variant = Variant(
+PORTABLE = Variant(
     name="portable",
     configure=partial(configured, KDAPortableConfig.choose, "portable"),
     prepare=lambda call, config: configured_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
-    work=partial(portable_work, shapes_of=handed_on),
+    work=partial(portable_work, shapes_of=factor_shapes),
 )
-HOPPER: Variant = replace(
+HOPPER = replace(
     PORTABLE,
     name="hopper",
     unsupported=lambda call: hopper_unsupported(call.inputs),
     configure=partial(configured, KDAHopperConfig.choose, "hopper"),
     work=_hopper_work,
 )
-WHOLE_SEQUENCES: Variant = Variant(
+WHOLE_SEQUENCES = Variant(
     name="hopper, whole",
     unsupported=_whole_unsupported,
     configure=lambda _call: WHOLE_CONFIG,
@@ -513,9 +528,7 @@ WHOLE_SEQUENCES: Variant = Variant(
     ),
     work=_whole_work,
 )
-FUSED: Fused = Fused(
-    "fused", (RECURRENT, WHOLE_SEQUENCES, HOPPER, PORTABLE), rows=("q", "k", "g", "v")
-)
+FUSED = Fused("fused", (RECURRENT, WHOLE_SEQUENCES, HOPPER, PORTABLE), rows=("q", "k", "g", "v"))
 _function = tensor_function(FUSED, KDAInputs)
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))

@@ -22,8 +22,8 @@ class KDAInputs(GDNInputs):
     g: (B, T, HV, K), natural logarithm of the decay of each row of the state.  A g above 0 counts
         as 0, clamped on the device; -inf forgets the row.
 
-    All other fields are those of `GDNInputs`: q, k (B, T, H, K), v (B, T, HV, V), beta (B, T, HV),
-    states (sequences, HV, K, V).
+    All other fields are those of `GDNInputs`, among them q, k (B, T, H, K), v (B, T, HV, V), beta
+    (B, T, HV) and initial_state (sequences, HV, K, V).
 
     Raises ValueError, which names the argument.  Source: Kimi Team 2025 (arXiv:2510.26692).
     """

@@ -1,10 +1,15 @@
 """Kimi Delta Attention in six launches, one per stage of the algorithm: the baseline.
 
 The stages are gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state and chunk_output.
-The norm of q and k, solve_tril and chunk_state are the kernels of unfused GDN.  Dtypes are those of
-unfused GDN with exact intermediates (`../gdn/config.py`), with two differences: operands of the
-scores keep 11 significant bits (`score_products`), and relaxed intermediates change fp32 operands
-only.
+The norm of q and k, solve_tril and chunk_state are the kernels of unfused GDN.  The norm takes two
+more launches, and the table of the chunks of packed sequences one.
+
+G is the sum of g from a chunk's start, as a binary log: a channel decays by 2^(G[i] - G[j]) from
+position j to position i.
+
+Dtypes are those of unfused GDN with exact intermediates (`../gdn/config.py`), with two differences:
+operands of the scores keep at least 11 significant bits (`score_products`), and relaxed
+intermediates change the operands of fp32 inputs only, to bf16.
 
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
@@ -48,11 +53,11 @@ STAGES = {
 
 
 def stage_options(inputs: KDAInputs, precision: Precision) -> dict[str, dict[str, int]]:
-    """Block sizes, whose names are in capitals, and launch options of each stage, except for
-    solve_tril, which has those of GDN.
+    """Stage -> its block sizes, whose names are in capitals, and its launch options.  solve_tril is
+    not among them: it has those of GDN.
 
-    A matrix product has an fp32 operand as two tf32 numbers, so that only small blocks fit into
-    registers.
+    fp32 operands have small blocks, because a matrix product holds each of them as two tf32 numbers
+    in registers.
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     if operand_dtype(inputs.v.dtype, precision) == torch.float32:
@@ -77,19 +82,23 @@ def stage_options(inputs: KDAInputs, precision: Precision) -> dict[str, dict[str
 # --- scores with a decay for every channel.  Exponents are never positive.
 #
 # The anchor of a block of 2 h positions is the last position of its first half.  A pair with its
-# row i in the second half and its column j in the first half has the decay exp(G_i - G_anchor)
-# exp(G_anchor - G_j), and both exponents are at most 0 for any gate.  The pairs inside a half are
+# row i in the second half and its column j in the first half has the decay 2^(G_i - G_anchor)
+# 2^(G_anchor - G_j), and both exponents are at most 0 for any gate.  The pairs inside a half are
 # pairs of smaller blocks: h = C / 2, ..., 2, 1 cover all pairs except the diagonal, whose decay is
-# 1.  Nothing depends on the values of gates, because later gates would then change the bits of
-# earlier outputs.
+# 1.  No choice of a block or an anchor depends on gates, because later gates would then change the
+# bits of earlier outputs.
 
 
 def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
-    """The dtype and the input precision of the scores' operands, as compile-time arguments.
+    """The dtype and the input precision of the scores' operands, as the compile-time arguments
+    SCORES and PRECISION.
 
     Operands keep at least 11 significant bits, more than bfloat16, because the inverse amplifies
     errors of the system.  fp16 is twice as fast as tf32, but its range is large enough only for
     fp16 inputs and for normalised q and k.
+
+    operand: dtype of the operands of the other products.
+    normalised: whether no number of q or k is above 1.
     """
     if operand == torch.float32:
         return dict(SCORES=tl.float32, PRECISION="tf32x3")
@@ -101,8 +110,11 @@ def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
 
 @triton.jit
 def cumulative_log_decays(g):
-    """Cumulative sums of the clamped g (C, n) over positions, as binary logs; NaN stays NaN.  They
-    are summed in fp64 and rounded once, because differences of them follow.
+    """G (C, n) in fp32: the cumulative sums over positions of g, each g first converted to a binary
+    log and clamped to [FORGOTTEN, 0].  NaN stays NaN.
+
+    g (C, n): natural logs of decays, in any dtype.
+    The sums are computed in fp64 and rounded once, because they are subtracted from each other.
     """
     g = tl.clamp(g.to(tl.float32) * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.cumsum(g.to(tl.float64), axis=0).to(tl.float32)
@@ -110,8 +122,10 @@ def cumulative_log_decays(g):
 
 @triton.jit
 def half_decays(G, half):
-    """The decay between each position and the anchor of its block of 2 * half positions, (C, n),
-    from the cumulative sums G (C, n).
+    """The decay between each position and the anchor of its block of 2 * half positions, (C, n):
+    since the anchor in the second half of the block, to the anchor in the first half.
+
+    G (C, n): of `cumulative_log_decays`.
     """
     i = tl.broadcast_to(tl.arange(0, G.shape[0])[:, None], G.shape)
     return decay_exp2(-tl.abs(G - tl.gather(G, (i & ~(2 * half - 1)) + (half - 1), axis=0)))
@@ -119,14 +133,14 @@ def half_decays(G, half):
 
 @triton.jit
 def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
-    """Add the part of a block of channels to `scores` (C, C): scores of q with k on and below the
+    """`scores` (C, C) with the part of n channels added: scores of q with k on and below the
     diagonal, and scores of k with k, transposed, above it.
 
-    q, k: (C, n), in the dtype of operands.  G: cumulative sums (C, n).
+    q, k: (C, n), in the dtype of operands.  G (C, n): of `cumulative_log_decays`.
 
-    One product computes both scores of a pair i > j: row i is q_i and column j is k_j; row j is k_j
-    and column i is k_i.  The loop is not unrolled, because masks and factors of all iterations
-    would fill the registers.
+    For i > j, one product computes both scores of a pair: q_i with k_j in row i and column j, and
+    k_j with k_i in row j and column i.  The loop is not unrolled, because masks and factors of all
+    iterations would fill the registers.
     """
     o = tl.arange(0, G.shape[0])
     i, j = o[:, None], o[None, :]
@@ -137,7 +151,7 @@ def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
         rows = (tl.where((i & half) == 0, k, q).to(tl.float32) * decays).to(k.dtype)
         columns = tl.trans((k.to(tl.float32) * decays).to(k.dtype))
         product = tl.dot(rows, columns, input_precision=PRECISION)
-        # i and j are in different halves of one block
+        # only the pairs whose i and j are in different halves of one block
         scores += tl.where((i ^ j) // half == 1, product, 0.0)
         half = half // 2
     return scores
@@ -145,7 +159,7 @@ def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
 
 @triton.jit
 def queries_with_keys(scores):
-    """P (C, C), the lower triangle of the result of `add_scores`."""
+    """P (C, C), the lower triangle of the result of `add_scores` with its diagonal."""
     o = tl.arange(0, scores.shape[0])
     return tl.where(o[:, None] >= o[None, :], scores, 0.0)
 
@@ -159,17 +173,19 @@ def keys_with_keys(scores):
     return tl.trans(tl.where(o[:, None] < o[None, :], scores, 0.0))
 
 
-# --- the stages
+# --- the stages.  In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of
+# indices, m_ a mask, p_ a tile of pointers, b_ a tile in registers.
 
 
 @triton.jit
 def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
-    """One chunk of one head of `gate_cumsum`."""
+    """One block of K of one chunk of one head of `gate_cumsum`."""
     g_ptr, spans_ptr, G_ptr = tensors
     g_strides, G_strides = strides
     k_blocks = tl.cdiv(S.KEY_DIM, S.BLOCK_K)
-    unit = tl.program_id(0) // k_blocks
-    i_h, i_b, i_c, start, count = own_chunk(unit, spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    i_h, i_b, i_c, start, count = own_chunk(
+        tl.program_id(0) // k_blocks, spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
     o_k = (tl.program_id(0) % k_blocks) * S.BLOCK_K + tl.arange(0, S.BLOCK_K)
@@ -192,22 +208,22 @@ def gate_cumsum(inputs: KDAInputs, chunks: Chunks, precision: Precision) -> Tens
 
     Positions past the end of a sequence count as g = 0.
 
-    In:   g (B, T, HV, K)
-    Out:  G (B, NT, HV, C, K) fp32
+    In:   g (B, T, HV, K), natural logs
+    Out:  G (B, NT, HV, C, K) fp32, binary logs
     Grid: (B * NT * HV * blocks of K)
     """
     heads, key_dim = inputs.g.shape[2:]
-    of_stage = stage_options(inputs, precision)["gate_cumsum"]
+    options_of_stage = stage_options(inputs, precision)["gate_cumsum"]
     G = chunks.empty(heads, chunks.size, key_dim)
     chunks.launch(
         _kda_gate_cumsum_kernel,
-        heads * triton.cdiv(key_dim, of_stage["BLOCK_K"]),
+        heads * triton.cdiv(key_dim, options_of_stage["BLOCK_K"]),
         heads,
         (inputs.g,),
         (G,),
         KEY_DIM=key_dim,
         UNIT=strides_unit(inputs.g),
-        **of_stage,
+        **options_of_stage,
     )
     return G
 
@@ -228,7 +244,7 @@ def _kda_decayed_scores_kernel(
     m_i = o_i < count
     chunk, key_tokens = (i_b, i_c, i_h), (i_b, start, i_h // values_per_key)
     q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
-    scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), tl.float32)
+    b_scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), tl.float32)  # of `add_scores`
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
@@ -237,12 +253,12 @@ def _kda_decayed_scores_kernel(
         b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, m_ik, S.SCORES)
         p_G = chunk_tile(G_ptr, G_strides, chunk, o_i, o_k)
         b_G = tl.load(p_G, mask=m_k[None, :], other=0.0)  # [CHUNK_SIZE, BLOCK_K]
-        scores = add_scores(scores, b_q, b_k, b_G, S.PRECISION)
+        b_scores = add_scores(b_scores, b_q, b_k, b_G, S.PRECISION)
     b_beta = load_beta(beta_ptr, beta_strides, (i_b, start, i_h), o_i, m_i)
-    P = queries_with_keys(scores).to(P_ptr.dtype.element_ty)
-    tl.store(chunk_tile(P_ptr, P_strides, chunk, o_i, o_i), P)
+    b_P = queries_with_keys(b_scores).to(P_ptr.dtype.element_ty)
+    tl.store(chunk_tile(P_ptr, P_strides, chunk, o_i, o_i), b_P)
     tl.store(
-        chunk_tile(L_ptr, L_strides, chunk, o_i, o_i), keys_with_keys(scores) * b_beta[:, None]
+        chunk_tile(L_ptr, L_strides, chunk, o_i, o_i), keys_with_keys(b_scores) * b_beta[:, None]
     )
 
 
@@ -250,14 +266,14 @@ def decayed_scores(
     inputs: KDAInputs, G: Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
 ) -> tuple[Tensor, Tensor]:
     """Stage 2: the triangular system of each chunk, and the scores, which are the weights of the
-    chunk's values in its output.
+    chunk's corrected values in its output.
 
-        L[i, j] = beta[i] * sum_k k[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j < i, else 0
-        P[i, j] =           sum_k q[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j <= i, else 0
+        L[i, j] = beta[i] * sum_k k[i, k] * k[j, k] * 2^(G[i, k] - G[j, k])       for j < i, else 0
+        P[i, j] =           sum_k q[i, k] * k[j, k] * 2^(G[i, k] - G[j, k])       for j <= i, else 0
 
     normalised: whether no number of q or k is above 1.
 
-    In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32
+    In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32, binary logs
     Out:  L (B, NT, HV, C, C) fp32 | P (B, NT, HV, C, C) in the operands' dtype
     Grid: (B * NT * HV).  Neighbouring programs have the value heads of one key head, because these
           share q and k.
@@ -308,8 +324,8 @@ def _kda_recompute_w_u_kernel(
     for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
         o_v = first_v + tl.arange(0, S.BLOCK_V)
         m_v = o_v < S.VALUE_DIM
-        mask = m_i[:, None] & m_v[None, :]
-        b_v = load_tokens(v_ptr, v_strides, tokens, o_i, o_v, mask, S.OPERAND)
+        m_iv = m_i[:, None] & m_v[None, :]
+        b_v = load_tokens(v_ptr, v_strides, tokens, o_i, o_v, m_iv, S.OPERAND)
         b_u = tl.trans(tl.dot(b_A, b_v, input_precision=DOT_PRECISION)).to(S.OPERAND)
         tl.store(chunk_tile(u_ptr, u_strides, chunk, o_v, o_i), b_u, mask=m_v[:, None])
 
@@ -318,23 +334,24 @@ def _kda_recompute_w_u_kernel(
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
-        mask = m_i[:, None] & m_k[None, :]
-        b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, mask, tl.float32)
-        p_G = G_ptr + ptr_offset(chunk, G_strides[:3])
+        m_ik = m_i[:, None] & m_k[None, :]
+        b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, m_ik, tl.float32)
+        # G of this chunk and head, and its last row
+        chunk_G_ptr = G_ptr + ptr_offset(chunk, G_strides[:3])
         b_G = tl.load(
-            p_G + ptr_offset((o_i[:, None], o_k[None, :]), G_strides[3:]),
+            chunk_G_ptr + ptr_offset((o_i[:, None], o_k[None, :]), G_strides[3:]),
             mask=m_k[None, :],
             other=0.0,
         )
-        G_end = tl.load(
-            p_G + ptr_offset((S.CHUNK_SIZE - 1, o_k), G_strides[3:]), mask=m_k, other=0.0
+        b_G_end = tl.load(
+            chunk_G_ptr + ptr_offset((S.CHUNK_SIZE - 1, o_k), G_strides[3:]), mask=m_k, other=0.0
         )
         b_w = tl.dot(b_A, (b_k * decay_exp2(b_G)).to(S.OPERAND), input_precision=DOT_PRECISION)
-        w_tile = chunk_tile(w_ptr, w_strides, chunk, o_i, o_k)
-        tl.store(w_tile, b_w.to(S.OPERAND), mask=m_k[None, :])
-        k_end = (b_k * decay_exp2(G_end[None, :] - b_G)).to(S.OPERAND)
-        k_end_tile = chunk_tile(k_end_ptr, k_end_strides, chunk, o_i, o_k)
-        tl.store(k_end_tile, k_end, mask=m_k[None, :])
+        p_w = chunk_tile(w_ptr, w_strides, chunk, o_i, o_k)
+        tl.store(p_w, b_w.to(S.OPERAND), mask=m_k[None, :])
+        b_k_end = (b_k * decay_exp2(b_G_end[None, :] - b_G)).to(S.OPERAND)
+        p_k_end = chunk_tile(k_end_ptr, k_end_strides, chunk, o_i, o_k)
+        tl.store(p_k_end, b_k_end, mask=m_k[None, :])
 
 
 def recompute_w_u(
@@ -343,11 +360,11 @@ def recompute_w_u(
     """Stage 4: keys and values of each chunk after the inverse, and keys decayed to its end.
 
         u[v, i]     = sum_j A[i, j] * beta[j] * v[j, v]
-        w[i, k]     = sum_j A[i, j] * beta[j] * exp(G[j, k]) * k[j, k]
-        k_end[i, k] = exp(G[C - 1, k] - G[i, k]) * k[i, k]
+        w[i, k]     = sum_j A[i, j] * beta[j] * 2^G[j, k] * k[j, k]
+        k_end[i, k] = 2^(G[C - 1, k] - G[i, k]) * k[i, k]
 
     In:   A (B, NT, HV, C, C) in the operands' dtype | k (B, T, H, K) | v (B, T, HV, V)
-          beta (B, T, HV) | G (B, NT, HV, C, K) fp32
+          beta (B, T, HV) | G (B, NT, HV, C, K) fp32, binary logs
     Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), all in the operands' dtype; positions
           past the end of a sequence are zero
     Grid: (B * NT * HV)
@@ -383,30 +400,30 @@ def _kda_chunk_output_kernel(
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_v, m_i = o_v < S.VALUE_DIM, o_i < count
 
-    # --- acc [BLOCK_V, CHUNK_SIZE]: the part of the state that enters the chunk
+    # --- b_out [BLOCK_V, CHUNK_SIZE]: the part of the state that enters the chunk
     q_strides, out_strides = in_units(q_strides, S.UNIT), in_units(out_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
-    acc = tl.zeros((S.BLOCK_V, S.CHUNK_SIZE), dtype=tl.float32)
+    b_out = tl.zeros((S.BLOCK_V, S.CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
-        mask = m_i[:, None] & m_k[None, :]
-        b_q = load_tokens(q_ptr, q_strides, key_tokens, o_i, o_k, mask, tl.float32)
+        m_ik = m_i[:, None] & m_k[None, :]
+        b_q = load_tokens(q_ptr, q_strides, key_tokens, o_i, o_k, m_ik, tl.float32)
         p_G = chunk_tile(G_ptr, G_strides, chunk, o_i, o_k)
         b_G = tl.load(p_G, mask=m_k[None, :], other=0.0)  # [CHUNK_SIZE, BLOCK_K]
         p_S = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
         b_S = tl.load(p_S, mask=m_v[:, None] & m_k[None, :], other=0.0)  # [BLOCK_V, BLOCK_K]
         b_q = (b_q * decay_exp2(b_G)).to(S.OPERAND)
-        acc = tl.dot(b_S, tl.trans(b_q), acc, input_precision=DOT_PRECISION)
+        b_out = tl.dot(b_S, tl.trans(b_q), b_out, input_precision=DOT_PRECISION)
 
     # --- the part of the chunk's corrected values
     b_P = tl.load(chunk_tile(P_ptr, P_strides, chunk, o_i, o_i))
     p_v_new = chunk_tile(v_new_ptr, v_new_strides, chunk, o_v, o_i)
     b_v_new = tl.load(p_v_new, mask=m_v[:, None], other=0.0)  # [BLOCK_V, CHUNK_SIZE]
-    acc = tl.dot(b_v_new, tl.trans(b_P), acc, input_precision=DOT_PRECISION) * scale
+    b_out = tl.dot(b_v_new, tl.trans(b_P), b_out, input_precision=DOT_PRECISION) * scale
     tl.store(
         token_tile(out_ptr, out_strides, (i_b, start, i_h), o_i, o_v),
-        tl.trans(acc).to(out_ptr.dtype.element_ty),
+        tl.trans(b_out).to(out_ptr.dtype.element_ty),
         mask=m_i[:, None] & m_v[None, :],
     )
 
@@ -423,12 +440,12 @@ def chunk_output(
     """Stage 6: the output, from the state that enters the chunk and from the chunk's corrected
     values.
 
-        out[i, v] = scale * (sum_k exp(G[i, k]) * q[i, k] * S[v, k]
+        out[i, v] = scale * (sum_k 2^G[i, k] * q[i, k] * S[v, k]
                              + sum_{j <= i} P[i, j] * v_new[v, j])
 
     In:   q (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C)
-          P (B, NT, HV, C, C) | G (B, NT, HV, C, K) fp32
-    Out:  out (B, T, HV, V) in the inputs' dtype
+          P (B, NT, HV, C, C) | G (B, NT, HV, C, K) fp32, binary logs
+    Out:  out (B, T, HV, V) in v's dtype
     Grid: (B * NT * HV * blocks of V)
     """
     return output_of_chunks(
@@ -459,8 +476,8 @@ def kda_unfused(
     cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
 ) -> GDNOutput:
-    """Kimi Delta Attention in six launches, forward only.  Arguments and result are those of
-    `KDAInputs`.
+    """Kimi Delta Attention in six launches, forward only.  Arguments are those of `KDAInputs`, and
+    the result is that of `run`.
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
     ones.
@@ -481,7 +498,9 @@ def kda_unfused(
 
 
 def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """Output in v's dtype, final states in fp32.  Raises the errors of `refuse_unsupported`."""
+    """The output (B, T, HV, V) in v's dtype, and the final states (sequences, HV, K, V) in fp32.
+    Raises the errors of `refuse_unsupported`.
+    """
     refuse_unsupported(inputs)
     with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
         return six_stages(inputs, precision)

@@ -158,7 +158,7 @@ RECURRENT = Variant(
         1,
         0,
         "one launch, position by position: sequences are one position long"
-        + call.precision.as_exact,
+        + call.precision.equals_exact_text,
     ),
 )
 HOPPER = Variant(

@@ -414,7 +414,7 @@ def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: P
         variant="interpreter" if INTERPRETED else "portable",
         launches=launches,
         config=blocks_of(inputs),
-        reason=f"{reason}; fp32 throughout{precision.as_exact}",
+        reason=f"{reason}; fp32 throughout{precision.equals_exact_text}",
     )
 
 

@@ -1,14 +1,19 @@
 """Role `decays` of `whole_kernel.py`: operands of the scores, and keys and queries as the state
 needs them.
 
-It reads q, k and g of a chunk of 32 positions, and leaves operands of the scores (blocks of 8,
-h = 8, h = 16), in place of k and q those decayed since the chunk's start, and keys decayed to its
-end.  Decays are those of `prep.py`.
+The role reads q, k and g of a chunk of 32 positions.  It stores operands of the scores (of pairs
+inside blocks of 8, and of h = 8 and 16), keys and queries, decayed since the chunk's start, in the
+place of k and q, and keys decayed to the chunk's end.
 
-Channels do not depend on each other, so that a loop has half of them after the other: half of the
-code, which matters more than its latency (`whole_kernel.py`), and 96 registers instead of 160.  A
-thread has 8 positions of two channels, and a warp a block of 8 positions: what leaves a block are
-its products alone.
+Decays are those of `prep.py`, with one difference: a block of 8 has one reciprocal, that of its
+last D (`store_anchors`).  The last bits of any other 1 / D_j in fp32 therefore depend on gates of
+later positions of the block.  The rounding to bf16 hides this in almost all numbers.
+
+Channels do not depend on each other, so that the role goes over a chunk in a loop, one half of the
+channels after the other.  The loop has half of the code, which matters more than its latency
+(`whole_kernel.py`), and needs 96 registers instead of 160.  A thread has 8 positions of two
+channels, and a warp a block of 8 positions, so that only the products over whole blocks pass from
+warp to warp.
 """
 
 from triton.experimental import gluon
@@ -20,8 +25,8 @@ from ssdprof.kernels.kda.hopper.prep import (
     ANCHOR,
     EIGHT,
     HALF,
-    at_least,
     between_blocks,
+    clamped_decays,
     decays_of,
     in_turn,
     map_fp32,
@@ -31,11 +36,11 @@ from ssdprof.kernels.kda.hopper.prep import (
     times,
     vector_layout,
 )
-from ssdprof.kernels.kda.hopper.rings import K_NORM, SCALED, SIZE
+from ssdprof.kernels.kda.hopper.rings import K_FACTOR, Q_SCALED, SIZE
 from ssdprof.kernels.kda.hopper.tiles import halves_of
 
-BLOCKS = gl.constexpr(4)  # of 8 positions
-# Layout (i, K)
+BLOCKS_OF_8 = gl.constexpr(4)  # blocks of 8 positions in a chunk
+# register layout of (i, HALF): a thread has 8 positions of two channels
 of_thread = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [4, 1], [1, 0]))
 
 # other functions belong to the stage that calls them
@@ -46,17 +51,20 @@ STAGES = {
 
 @gluon.jit
 def positions():
+    """The position in the chunk of each row of a tile, (i, 1)."""
     return gl.arange(0, SIZE, gl.SliceLayout(1, of_thread))[:, None]
 
 
 @gluon.jit
-def rows_of(t):
-    """The eight rows of each block of a tile (i, K), (block, 1, K) each."""
-    rows = (t.reshape([BLOCKS, EIGHT, HALF]),)
+def rows_of(tile):
+    """A tuple of eight tensors (block, 1, HALF): the first rows of all blocks of a tile (i, HALF),
+    the second rows, and so on.
+    """
+    rows = (tile.reshape([BLOCKS_OF_8, EIGHT, HALF]),)
     for level in gl.static_range(3):
         halves = ()
         for part in gl.static_range(2**level):
-            pair = rows[part].reshape([BLOCKS, 2, 4 >> level, HALF])
+            pair = rows[part].reshape([BLOCKS_OF_8, 2, 4 >> level, HALF])
             first, second = gl.split(pair.permute((0, 2, 3, 1)))
             halves += (first, second)
         rows = halves
@@ -65,19 +73,23 @@ def rows_of(t):
 
 @gluon.jit
 def tile_of(rows):
-    """A tile (i, K) from the eight rows of each block."""
+    """The tile (i, HALF) with these rows of its blocks: the reverse of `rows_of`."""
     for level in gl.static_range(3):
         pairs = ()
         for part in gl.static_range(4 >> level):
             pair = gl.join(rows[2 * part], rows[2 * part + 1]).permute((0, 3, 1, 2))
-            pairs += (pair.reshape([BLOCKS, 2 << level, HALF]),)
+            pairs += (pair.reshape([BLOCKS_OF_8, 2 << level, HALF]),)
         rows = pairs
     return gl.convert_layout(rows[0].reshape([SIZE, HALF]), of_thread)
 
 
 @gluon.jit
 def since_first(rows):
-    """Products from the first row of each block on (i, K), and whole ones (block, 1, K)."""
+    """For each row, the product of all rows of its block up to it, (i, HALF); and the product of
+    all rows of each block, (block, 1, HALF).
+
+    rows: of `rows_of`.
+    """
     products = (rows[0],)
     for i in gl.static_range(1, EIGHT):
         products += (products[i - 1] * rows[i],)
@@ -86,7 +98,10 @@ def since_first(rows):
 
 @gluon.jit
 def to_last(rows, last):
-    """Products of `last` and the rows after each one of its block (i, K)."""
+    """For each row, the product of `last` and of the rows after it in its block, (i, HALF).
+
+    rows: of `rows_of`.  last (block, 1, HALF).
+    """
     products = (last,)
     for i in gl.static_range(1, EIGHT):
         products = (products[0] * rows[EIGHT - i],) + products
@@ -95,16 +110,18 @@ def to_last(rows, last):
 
 @gluon.jit
 def store_anchors(q, k, a, rings, half, n):
-    """Operands of pairs inside blocks of 8.  Waits until `scores` has read those of the chunk
-    before.
+    """Store the operands of pairs inside blocks of 8, for half of the channels, as soon as `scores`
+    has read those of the chunk before.
+
+    q, k: before the norm.  a: decays.  All three (i, HALF).
     """
     operands = rings.operands
-    factors = rows_of(gl.where((positions() & 7) == 0, ANCHOR, at_least(a)))
+    factors = rows_of(gl.where((positions() & 7) == 0, ANCHOR, clamped_decays(a)))
     D, last = since_first(factors)
     rows = in_turn(times(q, D, q.dtype), times(k, D, q.dtype))
     # 1 / D_j = (a'_(j+1) ... a'_e) / D_e: one reciprocal for a block
-    last = map_fp32("rcp.approx.ftz.f32 $0, $1;", last)
-    columns = times(k, to_last(factors, last), k.dtype)
+    per_last = map_fp32("rcp.approx.ftz.f32 $0, $1;", last)
+    columns = times(k, to_last(factors, per_last), k.dtype)
     mbarrier.wait(rings.read.index(half), phase(n, 1) ^ 1)
     operands.anchor_rows.index(half).store(sorted_pairs(rows, 2))
     operands.anchor_columns.index(half).store(sorted_pairs(columns, 2))
@@ -112,13 +129,14 @@ def store_anchors(q, k, a, rings, half, n):
 
 @gluon.jit
 def store_between(q, k, P, S, totals, operands, half):
-    """Store the operands of pairs between blocks of 8, and between the halves of the chunk.
-    Returns decays (block, K) from the chunk's start to each block, and from there to its end, and
-    of all of it.
+    """Store the operands of pairs between the two blocks of 8 of each 16 positions, and between the
+    halves of the chunk.  Returns three decays: from the chunk's start to each block (block, HALF),
+    from each block to the chunk's end (block, HALF), and over the whole chunk (1, HALF).
 
-    q, k: half of the channels as they are (i, K).  P, S: decays since the start of each position's
-        block of 8, and to its end (i, K).
-    totals: T of each block (block, K) in shared memory, which the caller's barrier has ordered.
+    q, k: half of the channels, before the norm (i, HALF).  P, S: decays since the start of each
+        position's block of 8, and to its end (i, HALF).
+    totals: T of each block (block, HALF) in shared memory; the caller had a barrier after the
+        store.
     operands: shared memory for the results.  half: which half of the channels.
     """
     dtype: gl.constexpr = q.dtype
@@ -134,13 +152,18 @@ def store_between(q, k, P, S, totals, operands, half):
 
 @gluon.jit
 def store_decayed(q, k, P, S, whole, rings, half, n):
-    """Keys at the chunk's end, keys and queries in place of k and q, and decays of the chunk."""
-    # for the numbers of each position, from `scores`
-    mbarrier.wait(rings.normed.index(place_in(n, 2)), phase(n, 2))
+    """Store keys decayed to the chunk's end, keys and queries in place of k and q, and the decays
+    over the chunk, for half of the channels of the program's n-th chunk.
+
+    q, k: before the norm (i, HALF).  P, S: decays since the chunk's start, and to its end (i,
+    HALF).  whole: decays over the chunk (1, HALF).
+    """
+    # for the vectors, from `scores`
+    mbarrier.wait(rings.vectors_stored.index(place_in(n, 2)), phase(n, 2))
     rings.at_end.wait_empty(n)
     of_row: gl.constexpr = gl.SliceLayout(1, of_thread)
-    k_row = k.to(gl.float32) * rings.vector(n, K_NORM).load(of_row)[:, None]
-    q_row = q.to(gl.float32) * rings.vector(n, SCALED).load(of_row)[:, None]
+    k_row = k.to(gl.float32) * rings.vector(n, K_FACTOR).load(of_row)[:, None]
+    q_row = q.to(gl.float32) * rings.vector(n, Q_SCALED).load(of_row)[:, None]
     halves_of(rings.at_end.tile(n)).index(half).store((k_row * S).to(gl.float16))
     arrive(rings.at_end.full_at(n))  # after which `scores` may replace the vectors
     halves_of(rings.keys.tile(n)).index(half).store((k_row * P).to(k.dtype))
@@ -153,10 +176,10 @@ def store_decayed(q, k, P, S, whole, rings, half, n):
 
 @gluon.jit
 def decay_half(env, totals, half, n):
-    """Everything of half of the channels of the program's n-th chunk.
+    """Compute and store everything for half of the channels of the program's n-th chunk.
 
-    totals: memory for T of each block (half, block, K); the barrier of the next half lets it be
-    written again
+    totals: shared memory for T of each block (half, block, HALF).  After the barrier of the other
+        half, all warps have read the T of this one, which may then be replaced.
     """
     rings = env.rings
     rings.keys.wait_full(n)  # of q and k
@@ -170,7 +193,7 @@ def decay_half(env, totals, half, n):
     P, T = since_first(rows)
     S = to_last(rows, gl.full_like(T, 1.0))
     totals = totals.index(half)
-    totals.store(T.reshape([BLOCKS, HALF]))
+    totals.store(T.reshape([BLOCKS_OF_8, HALF]))
     store_anchors(q, k, a, rings, half, n)
     role_barrier()  # all warps have stored T, which each of them reads
     since_start, to_end, whole = store_between(q, k, P, S, totals, rings.operands, half)
@@ -182,7 +205,7 @@ def decay_half(env, totals, half, n):
 
 @gluon.jit
 def decays(env):
-    """The role."""
-    totals = gl.allocate_shared_memory(gl.float32, [2, BLOCKS, HALF], plain)
+    """Role: goes over the halves of all chunks of the program."""
+    totals = gl.allocate_shared_memory(gl.float32, [2, BLOCKS_OF_8, HALF], plain)
     for i in range(2 * env.nchunks):
-        decay_half(env, totals, i & 1, i >> 1)
+        decay_half(env, totals, i & 1, i >> 1)  # half i % 2 of chunk i / 2

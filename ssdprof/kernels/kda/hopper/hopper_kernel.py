@@ -14,8 +14,8 @@ Programs come in groups.  Group g has
 
 A scan waits until its slab is prepared.  If a sequence continues from an earlier slab, the scan
 also waits until that slab's scan has left the state in `final_states`.  It only waits for programs
-with lower numbers, which a GPU starts first, so that the program with the lowest number never
-waits.  The cuts of sequences have no effect on bits.
+with lower numbers, which a GPU starts first, so that the running program with the lowest number
+never waits.  The cuts of sequences have no effect on bits.
 
 In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
          initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
@@ -55,8 +55,8 @@ STAGES = {
 class KDAEnv:
     """The arguments that all roles share."""
 
-    inputs: gl.tuple  # descriptors of q, k, g, v and out
-    factors: gl.tuple  # descriptors of keys, queries, X and W
+    tensor_descs: gl.tuple  # descriptors of q, k, g, v and out
+    factor_descs: gl.tuple  # descriptors of keys, queries, X and W
     beta_ptr: gl.tensor
     ends_ptr: gl.tensor
     initial_ptr: gl.tensor | gl.constexpr
@@ -95,10 +95,10 @@ class KDAEnv:
         sequences come in turn, so that the sequences are scanned at the same time.
         """
         if self.cu_seqlens_ptr is None:
-            length = gl.cdiv(self.seqlen, CHUNK)
-            first = self.slab // self.sequences * self.slab_size
-            begin = self.slab % self.sequences * length
-            return begin + first, begin + gl.minimum(first + self.slab_size, length)
+            chunks = gl.cdiv(self.seqlen, CHUNK)  # of a sequence
+            first = self.slab // self.sequences * self.slab_size  # chunk of the sequence
+            begin = self.slab % self.sequences * chunks  # the sequence's first slot
+            return begin + first, begin + gl.minimum(first + self.slab_size, chunks)
         else:
             first, slots = self.slab * self.slab_size, self.seqlen // CHUNK + self.sequences
             return first, gl.minimum(first + self.slab_size, slots)
@@ -136,16 +136,17 @@ class KDAEnv:
         """
         sequence = self.sequence_at(gl.to_tensor(i))
         first, end = self.slots()
+        # from slots to chunks of the sequence
         first = gl.maximum(first - sequence.slot, 0)
-        last = gl.minimum(end - sequence.slot, gl.cdiv(sequence.length, CHUNK))
+        end = gl.minimum(end - sequence.slot, gl.cdiv(sequence.length, CHUNK))
         head, first_v = self.number // self.S.SLICES, self.number % self.S.SLICES * HALF
-        return KDASegment(sequence, head, first_v, first, gl.maximum(last - first, 0))
+        return KDASegment(sequence, head, first_v, first, gl.maximum(end - first, 0))
 
 
 @gluon.jit
 def wait_for(flag_ptr, count):
-    """Wait until `count` programs have added to a counter.  Afterwards TMA can read what these
-    programs wrote before.
+    """Wait until `count` programs have added 1 to a counter, or 1 program to a flag.  Afterwards
+    this thread, and TMA copies that it starts, can read what these programs wrote before.
     """
     seen = gl.to_tensor(0)
     while seen < count:
@@ -174,12 +175,15 @@ def chunk_of(env):
 
 @gluon.jit
 def prepare(env, tiles, full):
-    """Role: prepares a chunk of a slab.  There is such a program for each slot and head."""
+    """Role: prepares a chunk of a slab.  There is such a program for each slot and head.
+
+    tiles, full: of `allocate_inputs`, which `load_inputs` has begun to fill.
+    """
     slot, head, sequence, t, exists = chunk_of(env)
     if exists:
         prepare_chunk(env, tiles, full, sequence, t, slot * env.S.HEADS + head, head)
-    role_barrier()  # all threads have stored before one of them counts
-    # even if the chunk does not exist, because `wait_for_slab` counts all slots of the slab
+    role_barrier()  # all threads have stored before one of them adds to the counter
+    # even if the chunk does not exist, because `wait_for_slab` waits for all slots of the slab
     if slot < env.slots()[1]:
         gl.atomic_add(env.prepared_at(head), 1, sem="release")
 
@@ -192,41 +196,44 @@ def idle():
 
 
 @gluon.jit
-def scan(env, tiles, written):
-    """Role: scans the sequences that have chunks in a slab, for 64 columns of V of one head.  n
-    counts the program's chunks.
+def scan(env, ring, written):
+    """Role: scans the sequences that have slots in a slab, for 64 columns of V of one head.
+
+    ring, written: of `allocate_tiles`, here and in the other roles of the program.  n counts the
+    program's chunks.
     """
     ends = gl.allocate_shared_memory(gl.float32, [2, DIM], vector_layout)
     wait_for_slab(env)
     n, sequences = gl.to_tensor(0), env.slab_sequences()
     for i in range(sequences[0], sequences[1]):
         segment = env.segment_at(i)
-        if (segment.nchunks > 0) | (segment.first == 0):  # an empty sequence copies its state
+        # without chunks: for an empty sequence, whose initial state is its final state
+        if (segment.nchunks > 0) | (segment.first == 0):
             if segment.first > 0:
                 wait_for(env.scanned_at(env.slab - env.before()), 1)
-            scan_segment(env, tiles, written, segment, ends, n)
+            scan_segment(env, ring, written, segment, ends, n)
             n += segment.nchunks
     gl.atomic_add(env.scanned_at(env.slab), 1, sem="release")
 
 
 @gluon.jit
-def loads(env, tiles):
+def loads(env, ring):
     """Role: loads the tiles of `scan` through TMA."""
     wait_for_slab(env)
     n, sequences = gl.to_tensor(0), env.slab_sequences()
     for i in range(sequences[0], sequences[1]):
         segment = env.segment_at(i)
-        load_segment(env, tiles, segment, n)
+        load_segment(env, ring, segment, n)
         n += segment.nchunks
 
 
 @gluon.jit
-def stores(env, tiles, written):
+def stores(env, ring, written):
     """Role: stores the outputs of `scan` through TMA."""
     n, sequences = gl.to_tensor(0), env.slab_sequences()
     for i in range(sequences[0], sequences[1]):
         segment = env.segment_at(i)
-        store_segment(env, tiles, written, segment, n)
+        store_segment(env, ring, written, segment, n)
         n += segment.nchunks
 
 
@@ -238,11 +245,12 @@ def _kda_hopper_kernel(
     """A program prepares one chunk of a slab, or scans the chunks of an earlier slab."""
     beta_ptr, cu_seqlens_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = tensors
     beta_strides, cu_strides = strides
-    chunks = slab_size * S.HEADS
-    group = chunks + S.HEADS * S.SLICES
-    g, number = gl.program_id(0) // group, gl.program_id(0) % group
-    prepares = number < chunks
-    slab = gl.where(prepares, g, g - behind)
+    # a group of programs: first those that prepare a slab, then those that scan an earlier one
+    preparing = slab_size * S.HEADS
+    group_size = preparing + S.HEADS * S.SLICES
+    group, number = gl.program_id(0) // group_size, gl.program_id(0) % group_size
+    prepares = number < preparing
+    slab = gl.where(prepares, group, group - behind)
     # the first groups have no slab to scan, the last ones none to prepare
     if (slab >= 0) & (slab < slabs):
         env = KDAEnv(
@@ -261,7 +269,7 @@ def _kda_hopper_kernel(
             sequences,
             slab_size,
             slab,
-            gl.where(prepares, number, number - chunks),
+            gl.where(prepares, number, number - preparing),
             scale,
             S,
         )
@@ -270,14 +278,15 @@ def _kda_hopper_kernel(
             _, head, sequence, t, exists = chunk_of(env)
             if exists:
                 load_inputs(env, inputs, full, sequence, t, head)
+            # the last two lists: warps, and registers of a thread, of the roles after the first
             gl.warp_specialize([(prepare, (env, inputs, full)), (idle, ())], [1], [24])
         else:
-            tiles, written = allocate_tiles(q_desc.dtype)
+            ring, written = allocate_tiles(q_desc.dtype)
             gl.warp_specialize(
                 [
-                    (scan, (env, tiles, written)),
-                    (loads, (env, tiles)),
-                    (stores, (env, tiles, written)),
+                    (scan, (env, ring, written)),
+                    (loads, (env, ring)),
+                    (stores, (env, ring, written)),
                 ],
                 [1, 1],
                 [24, 24],

@@ -35,17 +35,21 @@ from ssdprof.kernels.tensors import (
     tiles,
 )
 
-RESIDENT = 2  # programs on a multiprocessor at the same time
-# registers of a thread on average; `prepare` and `scan` get those that the other roles do not need
+RESIDENT = 2  # programs of `hopper_kernel.py` on a multiprocessor at the same time
+# Registers of a thread, on average over a program's roles.  The first role (`prepare`, `scan` or
+# `states`) gets those that the others do not need.
 REGISTERS = 128
-LEAST_SLAB, MOST_SLAB = 4, 32  # chunks
+# Chunks.  With fewer, loading and storing the state of a slab would take as long as its scan; with
+# more, the scan of the last slab, beside which nothing runs, would take long.
+LEAST_SLAB, MOST_SLAB = 4, 32
 # Microseconds that a multiprocessor of an H200 takes for 64 positions of a head, and for the start
 # of a sequence and head: with slabs that fill the GPU (benchmarks/log/kda.md, row 16), and with a
-# program for a whole sequence (least squares over the three times of row 18, within 2 us)
-SLAB_CHUNK, SLAB_START = 8.9, 4.7
-WHOLE_CHUNK, WHOLE_START = 4.9, 5.1
+# program for a whole sequence (least squares over the three times of row 18, within 3 us)
+SLAB_CHUNK_US, SLAB_START_US = 8.9, 4.7
+WHOLE_CHUNK_US, WHOLE_START_US = 4.9, 5.1
 # Configuration of `whole_kernel.py`: chunks of q, k and v in shared memory; chunks of g there; and
-# registers of a thread in three roles, of which the role `states` gets the remaining ones
+# the registers of a thread in the roles `decays` and `scores`, and in the two roles that copy.  The
+# role `states` gets the rest.
 WHOLE_CONFIG = dict(
     slots=3, gate_slots=2, decay_registers=112, score_registers=144, copy_registers=24
 )
@@ -56,7 +60,7 @@ class KDAHopperConfig:
     """The configuration of `hopper_kernel.py`.
 
     slab: chunks of a slab: the most that a program scans.
-    behind: number of slabs that are prepared before the first slab is scanned.
+    behind: a group of programs that prepares slab g scans slab g - behind.
     reason: why the sizes were chosen, for reports.
     """
 
@@ -66,36 +70,39 @@ class KDAHopperConfig:
 
     @classmethod
     def choose(cls, inputs: KDAInputs, *, batch_invariant: bool = False) -> KDAHopperConfig:
-        """Slabs of an eighth of all chunks, within limits.
+        """Slabs of an eighth of all chunks, within LEAST_SLAB and MOST_SLAB, and then so much
+        shorter that all slabs of a sequence, or of a pack, are about equally long.
 
         While a slab is scanned, later slabs are prepared, but nothing runs beside the scan of the
         last slab, so that it should be short.  On the other hand, loading and storing the state of
         a slab takes as long as scanning two or three chunks.  Bits never depend on slabs, so that
         batch_invariant has no effect.
+
+        Programs that prepare `behind` slabs fill the GPU.
         """
         del batch_invariant
-        heads, longest = inputs.v.shape[2], ceil_div(inputs.v.shape[1], CHUNK.value)
-        chunks = longest if inputs.cu_seqlens is not None else longest * inputs.sequences
+        heads, row_chunks = inputs.v.shape[2], ceil_div(inputs.v.shape[1], CHUNK.value)
+        # a pack is one row of the batch, and in other calls each row is a sequence
+        chunks = row_chunks * inputs.v.shape[0]
         slab = min(max(chunks // 8, LEAST_SLAB), MOST_SLAB)
-        slab = ceil_div(longest, ceil_div(longest, slab))
+        slab = ceil_div(row_chunks, ceil_div(row_chunks, slab))
         behind = max(1, round(RESIDENT * sm_count(inputs.q) / (slab * heads)))
         return cls(slab=slab, behind=behind, reason=f"slabs of {slab} chunks for {heads} heads")
 
 
 def slab_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
     """The number of slabs of all sequences.  If sequences are packed, a slab may have parts of
-    several.
+    several; otherwise each sequence begins with a new slab.
     """
+    slots = inputs.slot_count(CHUNK.value)
     if inputs.cu_seqlens is not None:
-        return ceil_div(inputs.slot_count(CHUNK.value), config.slab)
-    return inputs.sequences * ceil_div(
-        inputs.slot_count(CHUNK.value) // inputs.sequences, config.slab
-    )
+        return ceil_div(slots, config.slab)
+    return inputs.sequences * ceil_div(slots // inputs.sequences, config.slab)
 
 
 def flag_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
-    """The number of counters and flags by which programs wait for each other: one for each slab and
-    head, and one for each of its scans.
+    """The number of counters and flags by which programs wait for each other: a counter for each
+    slab and head, and a flag for each of their scans, of 64 columns of V.
     """
     heads, value_dim = inputs.v.shape[2:]
     return slab_count(inputs, config) * int(heads * (1 + value_dim // HALF.value))
@@ -105,15 +112,16 @@ def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.d
     """The bytes of the tensors that programs of `hopper_kernel.py` write for each other, and their
     places (`tensors.places`).
     """
-    chunks, dtype = inputs.slot_count(CHUNK.value) * inputs.v.shape[2], inputs.q.dtype
-    factor = (dtype, chunks, CHUNK.value, DIM.value)
+    # the slots of all heads
+    slots, dtype = inputs.slot_count(CHUNK.value) * inputs.v.shape[2], inputs.q.dtype
+    factor = (dtype, slots, CHUNK.value, DIM.value)
     nbytes, parts = places(
         {
             "keys": factor,
             "queries": factor,
             "X": factor,
-            "W": (dtype, chunks, CHUNK.value, CHUNK.value),
-            "ends": (torch.float32, chunks, DIM.value),
+            "W": (dtype, slots, CHUNK.value, CHUNK.value),
+            "ends": (torch.float32, slots, DIM.value),
         }
     )
     return nbytes, {name: part for name, part in parts.items() if part is not None}
@@ -130,10 +138,8 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
         q.shape[3] != DIM.value or v.shape[3] % HALF.value != 0,
         f"K {q.shape[3]} with V {v.shape[3]}",
     )
-    yield (
-        q.dtype == torch.float32 or not inputs.use_qk_l2norm,
-        "fp32 inputs, and q and k that it does not normalise",
-    )
+    yield q.dtype == torch.float32, "fp32 inputs"
+    yield not inputs.use_qk_l2norm, "q and k that it does not normalise"
 
 
 @registry.first_reason
@@ -142,7 +148,7 @@ def whole_unsupported(inputs: KDAInputs) -> registry.Reasons:
     reason = hopper_unsupported(inputs)
     yield reason != "", reason
     yield inputs.v.shape[3] != DIM.value, f"V {inputs.v.shape[3]}"
-    yield inputs.q.dtype != torch.bfloat16, "fp16 inputs, whose operands do not reach 2^84"
+    yield inputs.q.dtype != torch.bfloat16, "fp16 inputs, which cannot hold operands up to 2^84"
 
 
 def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
@@ -155,19 +161,20 @@ def whole_is_faster(inputs: KDAInputs, sms: int) -> bool:
 
     The host does not know the lengths of packed sequences.  At worst, they run one after the other,
     each in the rounds of its heads: a program begins when another one ends, so that the sum over
-    all sequences is an upper bound for any lengths.  Packed sequences run whole only if that bound
-    is below the time of slabs, which needs more than half as many heads as multiprocessors.
+    all sequences is an upper bound for any lengths, but for the last chunks, which are not full.
+    Packed sequences run whole only if that bound is below the time of slabs, which needs more than
+    half as many heads as multiprocessors.
     """
     heads, sequences = inputs.v.shape[2], inputs.sequences
     if inputs.cu_seqlens is None:
-        chunks: float = ceil_div(inputs.length, CHUNK.value)
+        chunks: float = ceil_div(inputs.length, CHUNK.value)  # of a sequence
         rounds = ceil_div(sequences * heads, sms)
     else:
-        chunks = inputs.length / CHUNK.value / sequences  # on average
+        chunks = inputs.length / CHUNK.value / sequences  # of a sequence, on average
         rounds = sequences * ceil_div(heads, sms)
-    whole = rounds * (chunks * WHOLE_CHUNK + WHOLE_START)
-    slabs = sequences * heads / sms * (chunks * SLAB_CHUNK + SLAB_START)
-    return whole < slabs
+    whole_us = rounds * (chunks * WHOLE_CHUNK_US + WHOLE_START_US)
+    slabs_us = sequences * heads / sms * (chunks * SLAB_CHUNK_US + SLAB_START_US)
+    return whole_us < slabs_us
 
 
 def hopper_launch(
@@ -188,13 +195,15 @@ def hopper_launch(
     makers = *input_makers, *_factors(inputs), output_maker
     sizes = inputs.sequences, slabs, config.slab, config.behind
     launcher = _launcher(_kda_hopper_kernel, sizes, inputs, strides, SLICES=slices)
-    programs = (slabs + config.behind) * heads * (config.slab + slices)
+    groups = slabs + config.behind  # of programs that prepare one slab and scan another
+    programs = groups * heads * (config.slab + slices)
     flags = flag_count(inputs, config)
 
     def call(call_inputs: KDAInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
             sync = torch.zeros(flags, dtype=torch.int32, device=device)
             memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
+            # in the order of `workspace`; only the factors have descriptors
             *factors, ends = (Part(memory, *place) for place in parts.values())
             output = _outputs(call_inputs, strides)
             tiled: tuple[torch.Tensor | Part, ...] = (
@@ -202,8 +211,9 @@ def hopper_launch(
                 call_inputs.k,
                 call_inputs.g,
                 call_inputs.v,
+                *factors,
+                output.out,
             )
-            tiled += (*factors, output.out)
             descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
             tensors = (
                 call_inputs.beta,
@@ -264,8 +274,8 @@ def _tiles(inputs: KDAInputs, positions: int, columns: int) -> list[Described]:
 
 
 def _factors(inputs: KDAInputs) -> list[Described]:
-    """Functions that make the descriptors of keys, queries, X and W, for tiles of one head, one
-    chunk and 64 columns.
+    """Functions that make the descriptors of keys, queries, X and W, in this order, for tiles of
+    one head, one chunk and 64 columns.
     """
     row_count = inputs.slot_count(CHUNK.value) * inputs.v.shape[2] * CHUNK.value
     return [
@@ -275,7 +285,7 @@ def _factors(inputs: KDAInputs) -> list[Described]:
 
 
 def _outputs(inputs: KDAInputs, strides: tuple[int, ...]) -> GDNOutput:
-    """A new output, whose final states have these strides."""
+    """New memory for an output, contiguous, and for final states with these strides."""
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     final_states = torch.empty_strided(
         inputs.states_shape, strides, dtype=torch.float32, device=inputs.v.device
@@ -293,14 +303,14 @@ def _launcher(
     """The launcher of a kernel with the arguments that all calls of a signature share.
 
     sizes: the kernel's scalars between the length and the scale.  final_strides: strides of the
-    final states.  options: compile-time arguments of this kernel alone.
+    final states.  options: compile-time arguments of this kernel, beside those of both kernels.
     """
     beta, initial_strides = inputs.beta, strides_of(inputs.initial_state) or (0, 0, 0, 0)
     strides = (
         (beta.stride(0), row_stride(beta), beta.stride(2)),
         strides_of(inputs.cu_seqlens) or (0,),
     )
-    shared = dict(
+    options_of_both = dict(
         HEADS=inputs.v.shape[2],
         VALUES_PER_KEY=inputs.values_per_key,
         GATE_BYTES=inputs.g.element_size(),
@@ -310,4 +320,4 @@ def _launcher(
         maxnreg=REGISTERS,
     )
     scalars = strides, inputs.v.shape[1], *sizes, inputs.scale_or_default
-    return Launcher(kernel, scalars, shared | options)
+    return Launcher(kernel, scalars, options_of_both | options)

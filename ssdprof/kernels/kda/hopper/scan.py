@@ -51,7 +51,8 @@ STAGES = {
 class KDASegment:
     """Consecutive chunks of a sequence, and 64 columns of V of one value head.
 
-    first_v: first column of V.  first: first chunk of the sequence.  nchunks: number of chunks.
+    first_v: first column of V.  first: index in the sequence of the first chunk.  nchunks: number
+    of chunks.
     """
 
     sequence: Sequence
@@ -62,7 +63,9 @@ class KDASegment:
 
     @gluon.jit
     def place(self, j, HEADS: gl.constexpr):
-        """Number of the segment's j-th chunk and head, slot * HEADS + head."""
+        """The place of the segment's j-th chunk and its head among those of all slots: slot * HEADS
+        + head.
+        """
         return (self.sequence.slot + self.first + j) * HEADS + self.head
 
 
@@ -74,67 +77,68 @@ def decays_at(env, segment, j):
 
 
 @gluon.jit
-def product_with(tiles, entered, n, WHICH: gl.constexpr):
-    """Begin the product (V, i) of a state with the keys or the queries of the program's n-th
-    chunk.
+def product_with(ring, entered, n, WHICH: gl.constexpr):
+    """Begin the product (V, i) of a state, as an operand, with the keys or the queries of the
+    program's n-th chunk.  The caller waits for it.
     """
-    tiles.wait_full(4 * n + WHICH)
-    rows = tiles.tile(4 * n + WHICH).permute((1, 0))
+    ring.wait_full(4 * n + WHICH)
+    rows = ring.tile(4 * n + WHICH).permute((1, 0))
     zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
     return warpgroup_mma(entered, rows, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def as_operand(tiles, state):
+def as_operand(ring, state):
     """The state (V, K), rounded as an operand of products."""
-    return gl.convert_layout(state.to(tiles.tiles.dtype), i_operand)
+    return gl.convert_layout(state.to(ring.tiles.dtype), i_operand)
 
 
 @gluon.jit
-def store_output(tiles, written, out, n):
+def store_output(ring, written, out, n):
     """Write the output (V, i) of the program's n-th chunk in the place of v, and announce it to the
     role `stores`.  The fence makes it visible to TMA.
     """
-    halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).store(out.to(tiles.tiles.dtype))
+    halves_of(ring.tile(4 * n + VALUES)).index(0).permute((1, 0)).store(out.to(ring.tiles.dtype))
     fence_async_shared()
     arrive(written.index(n % 2))
 
 
 @gluon.jit
-def residual(tiles, entered, KS, n):
-    """Y (V, i) of the program's n-th chunk as an operand, and the product queries S, which runs
-    while Y is computed.
+def residual(ring, entered, KS, n):
+    """Y (V, i) of the program's n-th chunk as an operand, and the product queries S (V, i), which
+    runs while Y is computed and is complete at the end.
 
     entered: the state that enters the chunk, as an operand.  KS: keys S, which has begun.
     """
-    QS = product_with(tiles, entered, n, QUERIES)
-    tiles.wait_full(4 * n + VALUES)
-    v = halves_of(tiles.tile(4 * n + VALUES)).index(0).permute((1, 0)).load(i_operand)
+    QS = product_with(ring, entered, n, QUERIES)
+    ring.wait_full(4 * n + VALUES)
+    v = halves_of(ring.tile(4 * n + VALUES)).index(0).permute((1, 0)).load(i_operand)
     KS = warpgroup_mma_wait(1, deps=[KS])
-    arrive(tiles.empty_at(4 * n + KEYS))
-    Y = (v.to(gl.float32) - gl.convert_layout(KS, i_operand)).to(tiles.tiles.dtype)
+    arrive(ring.empty_at(4 * n + KEYS))
+    Y = (v.to(gl.float32) - gl.convert_layout(KS, i_operand)).to(ring.tiles.dtype)
     QS = warpgroup_mma_wait(0, deps=[QS])
-    arrive(tiles.empty_at(4 * n + QUERIES))
+    arrive(ring.empty_at(4 * n + QUERIES))
     return Y, QS
 
 
 @gluon.jit
-def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
+def begin_chunk(env, ring, segment, state, Y, QS, ends, j, n):
     """Begin to compute the output of the segment's j-th chunk, the program's n-th, and the state
-    after it.  Returns both products.  `residual` has waited for the chunk's tile of v and W.
+    after it.  Returns both products, for which the caller waits: (V, K), then (V, i).  `residual`
+    has waited for the chunk's tile of v and W.
 
     ends (2, K), in shared memory: the decays over this chunk in slot n % 2; the decays over the
-        next chunk are stored in the other slot.  Slot n % 2 was stored before the latest
-        `role_barrier`, that of `scan_segment` or that of this function for the previous chunk.
+        next chunk are stored in the other slot.  The compiler puts a barrier between a store there
+        and the load for the next chunk, which reads the numbers of all threads.
     """
     next_decays = decays_at(env, segment, gl.minimum(j + 1, segment.nchunks - 1))
     decays = ends.index(n % 2).load(gl.SliceLayout(0, by_k))
     # stage chunk_state.update: S' = diag(ends) S + X^T Y
-    tiles.wait_full(4 * n + UPDATE)
-    X, decayed = tiles.tile(4 * n + UPDATE), state * decays[None, :]
+    ring.wait_full(4 * n + UPDATE)
+    X, decayed = ring.tile(4 * n + UPDATE), state * decays[None, :]
     state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), X, decayed, is_async=True)
     # stage chunk_output: O = queries S + W Y
-    W = halves_of(tiles.tile(4 * n + VALUES)).index(1).permute((1, 0))
+    W = halves_of(ring.tile(4 * n + VALUES)).index(1).permute((1, 0))
     out_begun = warpgroup_mma(Y, W, QS, is_async=True)
     role_barrier()  # all warps have loaded the previous chunk's decays from the slot stored next
     ends.index((n + 1) % 2).store(next_decays)
@@ -142,16 +146,18 @@ def begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n):
 
 
 @gluon.jit
-def scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n):
-    """The state after the segment's j-th chunk, and Y and queries S of the next one."""
-    state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, j, n)
+def scan_chunk(env, ring, written, segment, state, Y, QS, ends, j, n):
+    """The state after the segment's j-th chunk, the program's n-th, and Y and queries S of the next
+    one.  state, Y, QS: the state that enters the chunk, and its Y and queries S.
+    """
+    state_begun, out_begun = begin_chunk(env, ring, segment, state, Y, QS, ends, j, n)
     state = warpgroup_mma_wait(1, deps=[state_begun])
-    arrive(tiles.empty_at(4 * n + UPDATE))
-    entered = as_operand(tiles, state)
-    KS = product_with(tiles, entered, n + 1, KEYS)
+    arrive(ring.empty_at(4 * n + UPDATE))
+    entered = as_operand(ring, state)
+    KS = product_with(ring, entered, n + 1, KEYS)
     out = warpgroup_mma_wait(1, deps=[out_begun])
-    store_output(tiles, written, out, n)
-    Y, QS = residual(tiles, entered, KS, n + 1)
+    store_output(ring, written, out, n)
+    Y, QS = residual(ring, entered, KS, n + 1)
     return state, Y, QS
 
 
@@ -170,7 +176,7 @@ def entering_state(env, segment):
 
 
 @gluon.jit
-def scan_segment(env, tiles, written, segment, ends, n):
+def scan_segment(env, ring, written, segment, ends, n):
     """Compute the outputs of a segment, and store the state after it in the place of the final
     state.
 
@@ -180,14 +186,14 @@ def scan_segment(env, tiles, written, segment, ends, n):
     if segment.nchunks > 0:
         ends.index(n % 2).store(decays_at(env, segment, gl.to_tensor(0)))
         role_barrier()  # each thread has stored one decay; `begin_chunk` reads all of them
-        entered, last = as_operand(tiles, state), segment.nchunks - 1
-        Y, QS = residual(tiles, entered, product_with(tiles, entered, n, KEYS), n)
+        entered, last = as_operand(ring, state), segment.nchunks - 1
+        Y, QS = residual(ring, entered, product_with(ring, entered, n, KEYS), n)
         for j in range(last):
-            state, Y, QS = scan_chunk(env, tiles, written, segment, state, Y, QS, ends, j, n + j)
+            state, Y, QS = scan_chunk(env, ring, written, segment, state, Y, QS, ends, j, n + j)
         n_last = n + last
-        state_begun, out_begun = begin_chunk(env, tiles, segment, state, Y, QS, ends, last, n_last)
+        state_begun, out_begun = begin_chunk(env, ring, segment, state, Y, QS, ends, last, n_last)
         state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
-        arrive(tiles.empty_at(4 * n_last + UPDATE))
-        store_output(tiles, written, out, n_last)
+        arrive(ring.empty_at(4 * n_last + UPDATE))
+        store_output(ring, written, out, n_last)
     gl.store(state_tile(env.final_ptr, segment, segment.first_v, FINAL, env.S), state)
-    role_barrier()  # all threads have stored their numbers before `scan` sets the slab's flag
+    role_barrier()  # all threads have stored their part of the state before `scan` sets the flag

@@ -1,8 +1,8 @@
 """The shared memory of a program that scans, and its copies through TMA.
 
 The memory is a ring of six tiles of 16 KB, so that two programs fit on a multiprocessor.  A chunk
-has four tiles, in the order in which they are used: its keys, its queries, X, and v beside W.  The
-output takes the place of v.  The roles of a program are
+has four tiles, in the order in which they are loaded and released: its keys, its queries, X, and v
+beside W.  The output takes the place of v.  The roles of a program are
 
     scan      4 warps   holds the state; computes outputs       scan.py
     loads     1 warp    loads the tiles through TMA
@@ -38,8 +38,9 @@ STAGES = {
 
 @gluon.jit
 def halves_of(tile):
-    """A tile as two of 64 columns (2, i, 64), which follow each other in memory: those of 128
-    columns, or the first and the last rows of 64.
+    """A tile in shared memory as two tiles of 64 columns, (2, i, 64), which follow each other in
+    memory: the first and the last columns of a tile (i, 128), or the first and the last rows of a
+    tile (2 i, 64).
     """
     shape: gl.constexpr = [tile.shape[0] * tile.shape[1] // (2 * HALF), HALF]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, tile.dtype)
@@ -48,66 +49,72 @@ def halves_of(tile):
 
 @gluon.jit
 def allocate_tiles(dtype: gl.constexpr):
-    """The ring, and two mbarriers, which complete when an output is in the place of v.  Chunks use
-    the two in turn.
+    """The ring, and `written`: two mbarriers, of which chunks use one after the other, and which
+    complete when the chunk's output is in the place of v.
     """
-    tiles, written = allocate_ring(dtype, TILES, DIM), barriers(2)
-    begin_ring(tiles, 1, THREADS)
+    ring, written = allocate_ring(dtype, TILES, DIM), barriers(2)
+    begin_ring(ring, 1, THREADS)
     for i in gl.static_range(2):
         mbarrier.init(written.index(i), count=THREADS)
     role_barrier()  # the mbarriers are initialised before any role uses them
-    return tiles, written
+    return ring, written
 
 
 @gluon.jit
-def load_factor(tiles, desc, row, n, WHICH: gl.constexpr):
-    """Load tile WHICH (keys, queries or X) of the program's n-th chunk, which another program has
-    prepared, from `row` on.
+def load_factor(ring, desc, row, n, WHICH: gl.constexpr):
+    """Start to load tile WHICH (keys, queries or X) of the program's n-th chunk, which another
+    program has prepared, from `row` of the tensor on.
     """
     use = 4 * n + WHICH
-    tiles.wait_empty(use)
-    full, halves = tiles.full_at(use), halves_of(tiles.tile(use))
-    mbarrier.expect(full, 2 * CHUNK * DIM)  # bytes
+    ring.wait_empty(use)
+    full, halves = ring.full_at(use), halves_of(ring.tile(use))
+    mbarrier.expect(full, 2 * CHUNK * DIM)  # bytes, of 16-bit numbers
     for half in gl.static_range(2):
         async_load(desc, [row, half * HALF], full, halves.index(half))
 
 
 @gluon.jit
-def load_values(env, tiles, segment, t, row, n):
-    """Load the last tile of the program's n-th chunk: v at position t, and beside it W from `row`
-    on.
+def load_values(env, ring, segment, t, row, n):
+    """Start to load the last tile of the program's n-th chunk: v at position t of the sequence, and
+    beside it W from `row` of its tensor on.
     """
+    _, _, _, v_desc, _ = env.tensor_descs
+    _, _, _, W_desc = env.factor_descs
     use = 4 * n + VALUES
-    tiles.wait_empty(use)
-    full, halves = tiles.full_at(use), halves_of(tiles.tile(use))
+    ring.wait_empty(use)
+    full, halves = ring.full_at(use), halves_of(ring.tile(use))
     mbarrier.expect(full, 4 * CHUNK * HALF)  # bytes of v and W
     corner = [segment.sequence.tile, segment.head, segment.sequence.tile_row + t, segment.first_v]
-    async_load(env.inputs[3], corner, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
-    async_load(env.factors[3], [row, 0], full, halves.index(1))
+    async_load(v_desc, corner, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
+    async_load(W_desc, [row, 0], full, halves.index(1))
 
 
 @gluon.jit
-def load_segment(env, tiles, segment, n):
-    """Load the tiles of all chunks of a segment.  n: number of the program's chunks before it."""
-    keys_desc, queries_desc, X_desc, _ = env.factors
+def load_segment(env, ring, segment, n):
+    """Load the tiles of all chunks of a segment, each when its slot of the ring is free.  n: number
+    of the program's chunks before the segment.
+    """
+    keys_desc, queries_desc, X_desc, _ = env.factor_descs
     for j in range(segment.nchunks):
         row = segment.place(j, env.S.HEADS) * CHUNK
-        load_factor(tiles, keys_desc, row, n + j, KEYS)
-        load_factor(tiles, queries_desc, row, n + j, QUERIES)
-        load_factor(tiles, X_desc, row, n + j, UPDATE)
-        load_values(env, tiles, segment, (segment.first + j) * CHUNK, row, n + j)
+        load_factor(ring, keys_desc, row, n + j, KEYS)
+        load_factor(ring, queries_desc, row, n + j, QUERIES)
+        load_factor(ring, X_desc, row, n + j, UPDATE)
+        load_values(env, ring, segment, (segment.first + j) * CHUNK, row, n + j)
 
 
 @gluon.jit
-def store_segment(env, tiles, written, segment, n):
+def store_segment(env, ring, written, segment, n):
     """Store the outputs of all chunks of a segment, and release the memory of each when TMA has
-    read it.  n: number of the program's chunks before it.
+    read it.  n: number of the program's chunks before the segment.
     """
+    _, _, _, _, out_desc = env.tensor_descs
     for j in range(segment.nchunks):
         mbarrier.wait(written.index((n + j) % 2), (n + j) // 2 & 1)
         t = segment.sequence.tile_row + (segment.first + j) * CHUNK
         corner = [segment.sequence.tile, segment.head, t, segment.first_v]
-        out = halves_of(tiles.tile(4 * (n + j) + VALUES)).index(0)
-        async_store(env.inputs[4], corner, out.reshape([1, 1, CHUNK, HALF]))
+        out = halves_of(ring.tile(4 * (n + j) + VALUES)).index(0)
+        async_store(out_desc, corner, out.reshape([1, 1, CHUNK, HALF]))
         tma.store_wait(0)
-        mbarrier.arrive(tiles.empty_at(4 * (n + j) + VALUES), count=THREADS)
+        # one arrival for the THREADS of `scan`, all of which release the other tiles
+        mbarrier.arrive(ring.empty_at(4 * (n + j) + VALUES), count=THREADS)

@@ -1,6 +1,6 @@
-"""Kimi Delta Attention for Hopper where sequences and heads fill the multiprocessors: a program has
-all of a sequence and head, so that inputs are read once, and nothing but outputs and final states
-is written.
+"""Kimi Delta Attention for Hopper where sequences and heads fill the multiprocessors.  A program
+has all of a sequence and head, so that each of its inputs is read once, and nothing but outputs and
+final states is written.
 
 In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
        (sequences, HV, K, V) | cu_seqlens (sequences + 1)
@@ -9,16 +9,17 @@ Grid:  (sequences * HV), heads fastest
 Roles: `rings.py`.  Equations: `../fused.py`.  Oracle: `../reference.py`.
 
 Every role runs code of its own, and all of it goes through one instruction cache, which holds about
-33 KB.  A multiprocessor of an H200 issues, of FFMA in loops,
+33 KB.  Instructions a cycle that a multiprocessor of an H200 issues from loops of FFMA:
 
-    1 loop of 28, 32, 40 KB                     3.89, 3.36, 1.64 instructions a cycle
+    1 loop of 28, 32, 40 KB                     3.89, 3.36, 1.64
     3 roles with loops of 11, 12, 14 KB each    3.80, 2.51, 1.89
 
-Roles that do a whole chunk at once have loops of 52 KB, `scores` counted twice because its two
-roles have copies, and wait for instructions.  So `decays`, and the products and norms of `scores`,
-have half of the channels after the other: 41 KB.  A chunk then passes `decays` in 2,238 cycles
-instead of 1,823, if that role runs alone, and yet eight sequences of 4,096 tokens with 32 heads
-take 640 us instead of 718.  This is row 18 of benchmarks/log/kda.md.
+If each role computed a whole chunk at once, the loops would have 52 KB, and roles would wait for
+instructions.  `scores` counts twice, because its two roles have a copy of the code each.
+Therefore `decays`, and the products and vectors of `scores`, go over one half of the channels after
+the other: 41 KB.  Alone, `decays` then takes 2,238 cycles for a chunk instead of 1,823, and yet
+eight sequences of 4,096 tokens with 32 heads take 640 us instead of 718.  Rows 17 and 18 of
+benchmarks/log/kda.md have these measurements, except for the 2,238 cycles.
 """
 
 from triton.experimental import gluon
@@ -40,11 +41,11 @@ STAGES = {
 
 @aggregate
 class KDAWhole:
-    """All that the roles share."""
+    """The arguments that all roles share."""
 
     descs: gl.tuple  # of q, k, g, v and out
     rings: KDARings
-    beta_ptr: gl.tensor  # of the head
+    beta_ptr: gl.tensor  # of the head, and in a batch of the sequence
     initial_ptr: gl.tensor | gl.constexpr
     final_ptr: gl.tensor
     beta_stride: gl.tensor | gl.constexpr
@@ -57,14 +58,21 @@ class KDAWhole:
 
 @gluon.jit
 def load_tile(env, desc, head, tile, full, n):
-    """A tile of the program's n-th chunk; TMA reads zeros beyond the sequence's end."""
+    """Start to load a tile (SIZE, DIM) of the program's n-th chunk through TMA, which reads zeros
+    beyond the sequence's end.
+
+    head: that of the tensor.  tile: where the numbers go.  full: the mbarrier that completes.
+    """
     where = [env.sequence.tile, head, env.sequence.tile_row + n * SIZE, 0]
     async_load(desc, where, full, tile.reshape([1, 1, SIZE, DIM]))
 
 
 @gluon.jit
 def fill(env, desc, ring, BYTES: gl.constexpr, n):
-    """The program's n-th tile of a ring, of numbers of so many bytes."""
+    """Start to load the program's n-th tile of a ring, when its slot is free.
+
+    BYTES: those of a number.
+    """
     ring.wait_empty(n)
     mbarrier.expect(ring.full_at(n), BYTES * SIZE * DIM)
     load_tile(env, desc, env.head, ring.tile(n), ring.full_at(n), n)
@@ -78,7 +86,7 @@ def loads(env):
     for n in range(env.nchunks):
         rings.keys.wait_empty(n)
         full = rings.keys.full_at(n)
-        mbarrier.expect(full, 4 * SIZE * DIM)
+        mbarrier.expect(full, 4 * SIZE * DIM)  # bytes of q and k
         load_tile(env, q_desc, key_head, rings.query_tile(n), full, n)
         load_tile(env, k_desc, key_head, rings.keys.tile(n), full, n)
         fill(env, g_desc, rings.gates, env.S.GATE_BYTES, n)
@@ -87,12 +95,15 @@ def loads(env):
 
 @gluon.jit
 def stores(env):
-    """Role: stores the outputs of every chunk through TMA, and then the memory of v is free."""
+    """Role: stores the output of every chunk through TMA, and then releases its memory, that of
+    v.
+    """
     rings = env.rings
+    _, _, _, _, out_desc = env.descs
     for n in range(env.nchunks):
         mbarrier.wait(rings.written.index(rings.slot(n)), phase(n, rings.keys.DEPTH))
         where = [env.sequence.tile, env.head, env.sequence.tile_row + n * SIZE, 0]
-        async_store(env.descs[4], where, rings.values.tile(n).reshape([1, 1, SIZE, DIM]))
+        async_store(out_desc, where, rings.values.tile(n).reshape([1, 1, SIZE, DIM]))
         tma.store_wait(0)
         mbarrier.arrive(rings.values.empty_at(n), count=1)
 
@@ -101,6 +112,7 @@ def stores(env):
 def _kda_whole_kernel(
     q_desc, k_desc, g_desc, v_desc, out_desc, tensors, strides, seqlen, scale, S: gl.constexpr
 ):
+    """All chunks of one sequence and head."""
     beta_ptr, cu_seqlens_ptr, initial_ptr, final_ptr = tensors
     beta_strides, cu_strides = strides
     head = gl.program_id(0) % S.HEADS
@@ -122,6 +134,7 @@ def _kda_whole_kernel(
         scale,
         S,
     )
+    # the last two lists: warps, and registers of a thread, of the roles after the first
     gl.warp_specialize(
         [
             (states, (env,)),
