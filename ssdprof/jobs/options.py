@@ -427,7 +427,8 @@ class RunOptions(TimingOptions, ServedModelOptions):
     processes: int = _processes()
     dry_run: DryRunOption = False
     full: bool = flag("--full", "Print every table instead of one screen.")
-    sampler: int = derived(0)  # number of this process if it adds samples to the report in `out`
+    # number of this process if it only adds samples to the report in `out`; else 0
+    sampler: int = derived(0)
 
 
 @options
@@ -791,8 +792,9 @@ class BenchOptions(TimingOptions):
     # with unavailable ones, which are not measured, but which the report names
     compared: tuple[Implementation, ...] = derived(())
     # chunk sizes to try, for implementations that take the size from the inputs
-    sizes: tuple[int, ...] = derived(())
-    sampler: int = derived(0)  # number of this process if it adds samples to the report in `out`
+    chunk_sizes: tuple[int, ...] = derived(())
+    # number of this process if it only adds samples to the report in `out`; else 0
+    sampler: int = derived(0)
 
 
 @options

@@ -132,9 +132,7 @@ def _decoded(
     slot_bytes = state_format.state_bytes(key_dim, value_dim)  # of one head; None: not known
     if slot_bytes is not None:
         slot_bytes *= len(task.memories)  # there is a memory for each head
-    measured = task.changed(
-        out_errors=out_errors, state_errors=state_errors, slot_bytes=slot_bytes
-    )
+    measured = task.changed(out_errors=out_errors, state_errors=state_errors, slot_bytes=slot_bytes)
     return case.changed(task=measured)
 
 

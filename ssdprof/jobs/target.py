@@ -563,10 +563,10 @@ def bench(
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
-    sizes = reading.parse_chunk_sizes(options.chunk_size)
+    chunk_sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not (options.sampler or follows()):
         check_folder(options.out)
-    if sizes and not operator.generated.chunk_sizes:
+    if chunk_sizes and not operator.generated.chunk_sizes:
         raise BadInputError(
             f"--chunk-size does not apply to {operator.name}: its kernels choose their own.",
             "Leave it out.",
@@ -578,7 +578,7 @@ def bench(
             shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, ways
         ),
         baseline=options.baseline or next(iter(libraries), baseline),
-        sizes=sizes or operator.generated.chunk_sizes,
+        chunk_sizes=chunk_sizes or operator.generated.chunk_sizes,
     )
     return request, (*libraries, *request.implementations), too_large, join()
 

@@ -110,8 +110,8 @@ def problems(
             waiting.setdefault(kernel, []).append((cell, inputs))
         else:
             yield _problem(operator, [(cell, inputs)], kernel, intermediates)
-        # Frees its memory before the next cell's inputs are generated, if it is not in `waiting` and
-        # the caller has dropped the problem.
+        # Unless the cell waits, frees its memory before the next cell's inputs are generated.  The
+        # caller must also drop the problem.
         del inputs
     for kernel, together in waiting.items():
         yield _problem(operator, together, kernel, intermediates)
@@ -257,8 +257,9 @@ def _screened(trials: _Trials) -> Config | None:
     tried = set[Config]()
     if not trials.passing([committed]):
         return None
-    # Every configuration that is timed keeps its output in a CUDA graph.  Of the outputs that fit in
-    # memory, two are for the committed and for the best configuration, which each batch times again.
+    # Every configuration that is timed keeps its output in a CUDA graph.  Two of the outputs that
+    # fit in memory are those of the committed and the best configuration, which each batch times
+    # again.
     entry = trials.entry(committed, problem.cases[-1], longest)
     fitting = max(1, entry.call.outputs_that_fit - 2)
     for axis in problem.operator.tunable.axes(committed):

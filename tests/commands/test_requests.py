@@ -124,7 +124,11 @@ def test_the_cells_and_names_of_a_bench():
     assert [str(one) for one in too_large] == ["128 x 4,096"]
     assert (request.baseline, request.match_with) == ("mamba_ssm", None)
     assert names == ("mamba_ssm", "published=mamba", "unfused", "fused", "recurrent_in_place")
-    assert (request.sizes, request.intermediates, request.states) == ((64,), "exact", ("bf16",))
+    assert (request.chunk_sizes, request.intermediates, request.states) == (
+        (64,),
+        "exact",
+        ("bf16",),
+    )
     assert request.conditions == gates("rms:2")
 
 

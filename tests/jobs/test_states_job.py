@@ -96,8 +96,8 @@ def test_a_format_that_loses_a_head_is_found_in_every_operator(operator):
 
 
 def test_memories_of_heads_are_those_of_their_mean_decay():
-    """exp(-6.9) is 1/1000: after 63, 65, 16,000 and 17,000 tokens.  In KDA the slowest channel counts,
-    which is here the first one.
+    """exp(-6.9) is 1/1000: after 63, 65, 16,000 and 17,000 tokens.  The slowest channel counts: of
+    KDA's here the first.
     """
     g = -6.9078 / torch.tensor([63.0, 65.0, 16e3, 17e3]) * torch.tensor([[0.5], [1.5]])
     qkv = torch.ones(1, 2, 4, 8)
