@@ -320,10 +320,13 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept():
             for event in cpu_trace(run)
         ]
 
-    one, _ = length(contender("unfused"), profile=slow)
-    (case,) = timed(one, StepClock(10)).cases
-    assert (case.result, case.call_us) == ("passed", None)
-    assert "s of the budget were left" in case.why
+    clock = StepClock(0.5, now=ticking.now)  # it is spent within the profile
+    for profile, budget in ((slow, StepClock(10)), (ticking.profile, clock)):
+        one, timer = length(contender("unfused"), profile=profile)
+        (case,) = timed(one, budget).cases
+        assert (case.result, case.call_us) == ("passed", None)
+        assert "s of the budget were left" in case.why
+        assert timer.events.count("call unfused") == 2, "of the operator alone"
 
 
 def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows():
