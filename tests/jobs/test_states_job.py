@@ -162,7 +162,7 @@ def test_an_interrupted_run_goes_on_with_the_other_formats():
         ("--decode-states nowhere:half", 2, "The module of nowhere:half cannot be imported"),
         ("--decode-states int8:fixed=0", 2, "'int8:fixed=0' names no scale of states."),
         ("--decode-step 4", 2, "--decode-step needs --decode-states."),
-        ("--decode-states fp32 --impl fused", 2, "--decode-states and --impl cannot be combined"),
+        ("--decode-states fp32 --budget 9", 2, "--decode-states and --budget cannot be combined"),
         ("--decode-states fp32 --gate rms:2", 2, "and --gate rms:2 cannot be combined"),
         (
             "--decode-states fp32 --gate kept-steps:99",
