@@ -166,9 +166,10 @@ def _variants(
     ):
         yield variant(operator.baseline, EXACT_FP32, compute, change=change)
     computes: dict[tuple[str, str], Compute] = {}
-    for name in request.implementations:
-        for allowed in own_precisions(resolve(operator, name), dtype, wanted):
-            computes[name, str(allowed)] = implemented(name, allowed, mixers)
+    for word in request.implementations:
+        known = resolve(operator, word)
+        for allowed in own_precisions(known, dtype, wanted):
+            computes[known.name, str(allowed)] = implemented(word, allowed, mixers)
     for state_format in request.decode_states or ():
         computes[DECODER, precision_of(state_format)] = decoded(state_format)
     for (name, precision), compute in computes.items():
@@ -201,8 +202,8 @@ class _AnswersComparison:
         self._began = time.monotonic()
         forget_peak(prompt.ids.device)
         # The reference runs once for the logits, once more to generate tokens, and in each variant
-        # for the fraction of the layers in which the variant does not compute.  (Variants that
-        # generate tokens run twice, which is not counted.)
+        # for the fraction of the layers in which the variant does not compute.  It is not counted
+        # that variants run once more to generate tokens.
         layer_count = len({mixer.layer_index for mixer in prompt.mixers})
         reference_runs = 2.0 if request.generate else 1.0
         for *_, layers in variants:
@@ -315,8 +316,8 @@ def _blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> Iterator[slice]:
 
 
 def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
-    """BadInputError if the logits of the reference have NaN or infinity: no implementation could
-    be compared with them.
+    """Raises BadInputError if the logits of the reference have NaN or infinity, because no
+    implementation could be compared with them.
 
     hidden: the reference's hidden states, (1, seqlen, width).
     """

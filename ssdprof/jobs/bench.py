@@ -224,7 +224,7 @@ def compared(
       requested precisions.
     - Alternative forms, and `BY_TOKEN`, run once, with exact intermediates and fp32 states.
       `BY_TOKEN` is added if the cell's sequences have only a few tokens, and the operator has it.
-    - In decoding on a pool, bundled implementations are called in place.
+    - In decoding on a pool, bundled implementations are called in place if they can be.
     """
     wanted = requested_precisions(cell.dtype, request.intermediates, request.states)
     exact = tuple(dict.fromkeys(replace(each, intermediates="exact") for each in wanted))
@@ -270,7 +270,7 @@ def sampling_seconds(left: float, cells_left: int) -> float:
     cells_left: cells that are not yet measured, the next one included.
 
     Sampling gets a third of the cell's share of that time, because the cell is also compiled and
-    compared with the oracle.
+    compared with the oracle; but at least `LEAST_SECONDS` and at most `SECONDS_PER_CELL`.
     """
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 

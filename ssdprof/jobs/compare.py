@@ -401,7 +401,8 @@ class Comparer:
         Gives each case with its samples, or with the fault that was found.
         """
         calls = [entry.call for entry in group]
-        # the case to blame if the process ends: a user's kernel, or a library that the user named
+        # The first of these is blamed if the process ends: users' kernels, and libraries that the
+        # user named.
         risky = [case for case in group.values() if case.kind == "own" or case.named]
         with while_it_runs(risky[0] if risky else None), _changeable(calls) as scale:
             timed = _Timed(

@@ -170,8 +170,10 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
-    """The long flags of a class, an option may have several: each as a Python name
-    ("chunked_prefill"), as it is typed ("--chunked-prefill"), and the option's parameter.
+    """The long flags of a class, of which an option may have several.
+
+    Each is a Python name ("chunked_prefill"), the flag as it is typed ("--chunked-prefill"), and
+    the parameter of its option.
     """
     declared = {parameter.name: parameter for parameter in parameters(kind)}
     for option in _single_command(kind, lambda **_: None).params:
@@ -187,7 +189,7 @@ def command_name(kind: type) -> str:
 
 
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
-    """The options of a class from the words of a command line, after those of the command itself.
+    """The options of a class from the words of a command line after the command's name.
 
     Raises BadInputError for words that the command line would refuse.
     """

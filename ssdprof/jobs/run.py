@@ -170,6 +170,7 @@ def run(
             with storing as store, replay.calls(source.target.call_count, store) as on_layer:
                 source.run(on_layer)
         if options.answers and isinstance(source, Loaded):
+            # libraries are left to `ssdprof answers`
             compared = [known.name for known in resolved.requested if known.kind != "library"]
             answers = AnswersOptions(
                 model=options.model,
