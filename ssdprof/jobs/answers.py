@@ -155,8 +155,8 @@ def _variants(
         return case, compute, computed
 
     operator = operators.get(mixers[0].operator)  # a model has one kind of operator
-    # The dtype that gives relaxed precisions their default dtype of states.  --weights fp32 is not
-    # meant for it: a served model has 16-bit activations.
+    # The default dtype of states at relaxed precisions: not fp32, also with --weights fp32, because
+    # a served model has 16-bit activations.
     relaxed = "bf16" if dtype == "fp32" else dtype
     wanted = requested_precisions(relaxed, request.intermediates, request.states)
     exact = implemented(operator.baseline, Precision(), mixers)
@@ -299,8 +299,8 @@ class _AnswersComparison:
 
 def _first_difference(reference_tokens: Sequence[int], tokens: Sequence[int]) -> int | None:
     """The index of the first token that differs; None if all are equal."""
-    pairs = zip(reference_tokens, tokens, strict=True)
-    for index, (reference_token, token) in enumerate(pairs):
+    for index, pair in enumerate(zip(reference_tokens, tokens, strict=True)):
+        reference_token, token = pair
         if reference_token != token:
             return index
     return None

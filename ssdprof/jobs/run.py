@@ -124,7 +124,6 @@ def run(
 ) -> tuple[Path, Report]:
     """Capture a model's layers on each prompt, or open stored captures, and compare implementations
     on them.  Returns the run's folder and its report.
-
     ranks: processes that share the layers.  The first one returns the report of all.
     """
     options = _for_this_machine(options, watcher)
@@ -132,7 +131,6 @@ def run(
     if not options.no_tuned:
         use_saved(watcher.say)
     source = target if isinstance(target, Stored) else load(target, watcher)
-    # of the operator's inputs
     dtype = source.dtype if isinstance(source, Loaded) else stored_dims(source.chosen[0]).dtype
     cast = None if options.dtype == dtype else options.dtype  # None: inputs stay in their dtype
     requested = _requested(target, source.prompts, resolved, cast or dtype, options)
@@ -170,7 +168,6 @@ def run(
             with storing as store, replay.calls(source.target.call_count, store) as on_layer:
                 source.run(on_layer)
         if options.answers and isinstance(source, Loaded):
-            # libraries are left to `ssdprof answers`
             compared = [known.name for known in resolved.requested if known.kind != "library"]
             answers = AnswersOptions(
                 model=options.model,
@@ -179,9 +176,7 @@ def run(
                 states=options.states,
                 weights="own",
             )
-            # before the time of the answers, which `compare_answers` adds
-            seconds = writer.report.first.seconds + time.monotonic() - began
-            writer.update(seconds=seconds)
+            writer.update(seconds=writer.report.first.seconds + time.monotonic() - began)
             compare_answers(source, answers, watcher, writer)
     return load_report(writer.folder)
 

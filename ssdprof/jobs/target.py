@@ -597,24 +597,26 @@ def bench(
 def tokens_of_bench(
     options: declared.BenchOptions,
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
-    """The layouts of tokens that are measured, and those that --max-tokens leaves out; with
-    --verify it leaves out none.
+    """The layouts of tokens that are measured, and those that --max-tokens leaves out.
+
+    --verify, which takes the place of --seq, leaves out none.
     """
-    most = reading.parse_seq(options.max_tokens)
-    tokens, too_large = reading.parse_tokens(
-        options.seq, options.batch, options.cells, options.packed, max_tokens=most
-    )
+    tokens: tuple[Tokens, ...] = ()
+    too_large: tuple[Tokens, ...] = ()
+    if not options.verify:
+        most = reading.parse_seq(options.max_tokens)
+        tokens, too_large = reading.parse_tokens(
+            options.seq, options.batch, options.cells, options.packed, max_tokens=most
+        )
+    elif options.cells:
+        raise reading.both("--verify", "--cells")
     if options.verify or options.state_every:
-        option = "--verify" if options.verify else "--state-every"
         if options.packed:
+            option = "--verify" if options.verify else "--state-every"
             raise reading.both(option, "--packed")
-        if options.verify and options.cells:
-            raise reading.both(option, "--cells")
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
     if options.pool:
         tokens = reading.in_pool(options.pool, tokens)
-    if options.verify:
-        too_large = ()
     return tokens, too_large
 
 
