@@ -91,7 +91,7 @@ def compare_answers(
     """Compare the answers on every prompt of a whole model, and write the cases.
 
     Prompts whose cases an interrupted comparison has written are left out.  An error of a case is
-    recorded in the case.
+    recorded in the case.  The time is added to `seconds` of the report's process.
 
     Raises the errors of the reference: BadInputError if its logits are not finite, and
     MissingCapabilityError if memory runs out.  Raises MissingCapabilityError, too, if a fault in a
