@@ -447,8 +447,8 @@ class _Length:
             self._compare_logits(name, latest[0].float().cpu())
 
     def _compare_logits(self, name: str, logits: torch.Tensor) -> None:
-        """Add the difference from the baseline's logits to the case, unless the baseline has none;
-        or that the logits are not finite.
+        """Note in the case that the logits are not finite.  If they are, add their difference from
+        the baseline's logits, if the baseline has some.
 
         logits: (b, vocabulary), fp32, on the CPU.
         """
