@@ -112,7 +112,7 @@ def write_stalls(folder: Path, report: StallReport) -> None:
 
 def write_stalls_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
     """Write a Markdown file, and its pictures next to it: for stalls.md stalls-roofline.svg, and a
-    file such as stalls-chunk_scan.svg for each group of kernels that was sampled.
+    file such as stalls-fused.svg for each implementation that was sampled.
 
     replace: overwrite the Markdown file.  Pictures are overwritten in any case.
     Raises what `files.write_text` raises.
