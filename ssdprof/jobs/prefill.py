@@ -295,8 +295,10 @@ class _Length:
     def run(self, writer: Writer, clock: StepClock) -> None:
         """Run all steps on this prompt, and write the cases.
 
-        clock: its budget is not spent.  After that no further prefill begins; the one that runs is
-        finished.  Raises BadInputError if the model bypasses its operator.
+        clock: its budget is not spent yet.  Once it is, the step that runs is finished, and no
+        further implementation is profiled or timed.
+
+        Raises BadInputError if the model bypasses its operator.
         """
         with clock.step(f"{self.what}, one layer's operator alone"):
             self._compare_operators()
