@@ -173,7 +173,8 @@ def _lengths(
 def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) -> Iterator[Case]:
     """The cases of a prompt, the baseline's first, before they have run.
 
-    With bundled convolution and norm, libraries have no case, unless one is the baseline.
+    An implementation with precisions of its own runs at the first of them.  With bundled
+    convolution and norm, libraries have no case, unless one is the baseline.
     """
     config = length.model.config.get_text_config()
     dtype = dtype_name(length.model.get_input_embeddings().weight.dtype)
