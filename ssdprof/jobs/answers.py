@@ -299,8 +299,7 @@ class _AnswersComparison:
 
 def _first_difference(reference_tokens: Sequence[int], tokens: Sequence[int]) -> int | None:
     """The index of the first token that differs; None if all are equal."""
-    for index, pair in enumerate(zip(reference_tokens, tokens, strict=True)):
-        reference_token, token = pair
+    for index, (reference_token, token) in enumerate(zip(reference_tokens, tokens, strict=True)):
         if reference_token != token:
             return index
     return None

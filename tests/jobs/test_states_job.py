@@ -13,7 +13,7 @@ from ssdprof import operators
 from ssdprof.core.case import Case, DecodedStates
 from ssdprof.core.statistics import exponent
 from ssdprof.jobs.states import errors_of_heads, head_memories, marks_of
-from ssdprof.kernels import GDNInputs, KDAInputs
+from ssdprof.kernels import KDAInputs
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -96,14 +96,14 @@ def test_a_format_that_loses_a_head_is_found_in_every_operator(operator):
 
 
 def test_memories_of_heads_are_those_of_their_mean_decay():
-    """exp(-6.9) is 1/1000: after 63, 65, 16,000 and 17,000 tokens.  The slowest channel counts: of
-    KDA's here the first.
+    """exp(-6.9) is 1/1000: after 63, 65, 16,000 and 17,000 tokens in the first channel, the slowest
+    one.
     """
     g = -6.9078 / torch.tensor([63.0, 65.0, 16e3, 17e3]) * torch.tensor([[0.5], [1.5]])
     qkv = torch.ones(1, 2, 4, 8)
-    for kind, gates in ((GDNInputs, g), (KDAInputs, g[..., None] * torch.arange(1, 9))):
-        inputs = kind(q=qkv, k=qkv, v=qkv, g=gates[None], beta=torch.ones(1, 2, 4))
-        assert head_memories(operators.get(inputs.operator), inputs) == (0, 1, 2, 3)
+    gates = g[None, ..., None] * torch.arange(1, 9)
+    inputs = KDAInputs(q=qkv, k=qkv, v=qkv, g=gates, beta=torch.ones(1, 2, 4))
+    assert head_memories(operators.get("kda"), inputs) == (0, 1, 2, 3)
 
 
 def test_a_longer_step_rounds_less_often():
