@@ -175,7 +175,7 @@ def test_a_command_reports_whatever_ended_its_child(deed, later, code, words, tm
 
 def test_a_module_that_ends_the_process_while_it_is_imported(tmp_path):
     (tmp_path / "k.py").write_text("import os\nos._exit(0)\n")
-    bench = "bench ssd --shape 1x16x16x1 --seq 16 --impl k:f"
+    bench = "bench ssd --shape 1x16x16x1 --seq 16 --against k:f"
     done = python(*MODULE, *bench.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert "error: The process that ran k:f ended early" in done.stderr

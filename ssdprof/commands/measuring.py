@@ -182,7 +182,8 @@ def capture(options: CaptureOptions, target: Target | None) -> None:
 
 def answers(options: AnswersOptions, target: Target) -> None:
     if options.dry_run:
-        _plan(target, partial(answers_job.check, options, target), as_json=options.json)
+        check = partial(answers_job.checked_implementations, options, target)
+        _plan(target, check, as_json=options.json)
         return
     with terminal.only_data_on_stdout():
         folder, report = answers_job.answers(options, target, TerminalWatcher())

@@ -26,6 +26,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load, sources
+from ssdprof.jobs.states import precision_of
 from ssdprof.jobs.substitute import Compute, by_layer, decoded, implemented
 from ssdprof.jobs.target import Target
 from ssdprof.kernels.precision import Precision
@@ -48,9 +49,10 @@ if TYPE_CHECKING:
 def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
-    target: the whole model.  Returns the report's folder and the report.
+    target: the whole model.  Returns the report's folder and the report.  Raises what
+    `checked_implementations`, `plan.load`, `opened` and `compare_answers` raise.
     """
-    implementations = check(request, target)
+    implementations = checked_implementations(request, target)
     if not request.no_tuned:
         use_saved(watcher.say)
     loaded = load(target, watcher)
@@ -69,11 +71,11 @@ def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[
     return load_report(writer.folder)
 
 
-def check(request: AnswersOptions, target: Target) -> list[Implementation]:
-    """Returns the implementations that are compared.  Loads no model; `--dry-run` calls it too.
+def checked_implementations(request: AnswersOptions, target: Target) -> list[Implementation]:
+    """The implementations that are compared, of each operator of the model.
 
-    Raises MissingCapabilityError if this machine cannot run them, and BadInputError for an unknown
-    name.
+    Loads no model; `--dry-run` calls it for its errors.  Raises MissingCapabilityError if this
+    machine cannot run them or prompts of these lengths, and BadInputError for an unknown name.
     """
     resolve_here = resolver(limits.device())
     limits.check_replay(target.seqlens)
@@ -86,16 +88,21 @@ def check(request: AnswersOptions, target: Target) -> list[Implementation]:
 def compare_answers(
     loaded: Loaded, request: AnswersOptions, watcher: Watcher, writer: Writer
 ) -> None:
-    """Compare the answers on every prompt of a whole model.
+    """Compare the answers on every prompt of a whole model, and write the cases.
 
-    An error of the reference is raised; an error of a case is recorded in the case.
+    Prompts whose cases an interrupted comparison has written are left out.  An error of a case is
+    recorded in the case.  The time is added to `seconds` of the report's process.
+
+    Raises the errors of the reference: BadInputError if its logits are not finite, and
+    MissingCapabilityError if memory runs out.  Raises MissingCapabilityError, too, if a fault in a
+    case made the GPU unusable.
     """
     with limits.memory_errors():
-        for run, prompt in zip(loaded.prompt_runs(), loaded.prompts, strict=True):
-            variants = list(_variants(run, loaded.dtype, request, prompt.token_sha256))
+        for prompt, record in zip(loaded.prompt_runs(), loaded.prompts, strict=True):
+            variants = list(_variants(prompt, loaded.dtype, request, record.token_sha256))
             if all(case.name in writer.earlier for case, *_ in variants):
                 continue
-            comparison = _AnswersComparison(run, loaded.whole, request, watcher, variants)
+            comparison = _AnswersComparison(prompt, loaded.whole, request, watcher, variants)
             comparison.run(variants, writer)
 
 
@@ -105,12 +112,13 @@ AnswersVariant = tuple[Case, Compute, frozenset[int]]
 
 
 def _variants(
-    prompt: PromptRun, dtype: DType, request: AnswersOptions, inputs: str
+    prompt: PromptRun, dtype: DType, request: AnswersOptions, token_sha256: str
 ) -> Iterator[AnswersVariant]:
-    """The variants that are compared with the reference: first noise, then each implementation in
-    all layers together, then each implementation in one layer at a time.
+    """The variants that are compared with the reference: first noise, then each implementation and
+    each format of decoded states in all selected layers together; then, with --per-layer, each of
+    them in one layer at a time.
 
-    dtype: dtype of the model.  inputs: hash of the prompt's tokens, which names the cases' inputs.
+    dtype: dtype of the model.  token_sha256: hash of the prompt's tokens.
     """
     mixers = prompt.mixers
     layers = frozenset(prompt.wanted)
@@ -121,11 +129,12 @@ def _variants(
         """The variant of an implementation, or of noise.
 
         change: what the noise changes, in words; empty for an implementation.  alone: index of the
-        only layer that `compute` replaces; None: it replaces all layers.
+        only layer whose operator `compute` computes; None: it computes those of all selected
+        layers.
         """
         task = Answers(
             kind="answers",
-            reference="",
+            reference="",  # known once the reference has run
             weights=dtype,
             own_weights=request.weights != "fp32",
             layers=tuple(sorted(layers)),
@@ -137,7 +146,7 @@ def _variants(
             task=task,
             batch=1,
             seqlen=prompt.ids.shape[1],
-            inputs=inputs,
+            inputs=token_sha256,
             implementation=name,
             precision=precision,
             status="ran",
@@ -146,7 +155,9 @@ def _variants(
         return case, compute, computed
 
     operator = operators.get(mixers[0].operator)  # a model has one kind of operator
-    relaxed = "bf16" if dtype == "fp32" else dtype  # no model is served with fp32 intermediates
+    # The default dtype of states at relaxed precisions: not fp32, also with --weights fp32, because
+    # a served model has 16-bit activations.
+    relaxed = "bf16" if dtype == "fp32" else dtype
     wanted = requested_precisions(relaxed, request.intermediates, request.states)
     exact = implemented(operator.baseline, Precision(), mixers)
     for change, compute in (
@@ -155,11 +166,12 @@ def _variants(
     ):
         yield variant(operator.baseline, EXACT_FP32, compute, change=change)
     computes: dict[tuple[str, str], Compute] = {}
-    for name in request.implementations:
-        for allowed in own_precisions(resolve(operator, name), dtype, wanted):
-            computes[name, str(allowed)] = implemented(name, allowed, mixers)
+    for word in request.implementations:
+        known = resolve(operator, word)
+        for allowed in own_precisions(known, dtype, wanted):
+            computes[known.name, str(allowed)] = implemented(word, allowed, mixers)
     for state_format in request.decode_states or ():
-        computes[DECODER, f"exact, {state_format.name} states"] = decoded(state_format)
+        computes[DECODER, precision_of(state_format)] = decoded(state_format)
     for (name, precision), compute in computes.items():
         yield variant(name, precision, compute)
     for layer in sorted(layers) if request.per_layer else ():
@@ -168,10 +180,7 @@ def _variants(
 
 
 class _AnswersComparison:
-    """Compares a model's answers on one prompt with those of a reference, which runs first.
-
-    whole: the model with its language-model head.
-    """
+    """Compares a model's answers on one prompt with those of a reference, which runs first."""
 
     def __init__(
         self,
@@ -181,7 +190,11 @@ class _AnswersComparison:
         watcher: Watcher,
         variants: Sequence[AnswersVariant],
     ) -> None:
-        """Run the reference.  Raises BadInputError if its logits are not finite."""
+        """Run the reference.  Raises BadInputError if its logits are not finite.
+
+        whole: the model with its language-model head.
+        variants: all that will be compared, from which the time of the reference is estimated.
+        """
         self._prompt = prompt
         self._whole = whole
         self._request = request
@@ -189,24 +202,26 @@ class _AnswersComparison:
         self._began = time.monotonic()
         forget_peak(prompt.ids.device)
         # The reference runs once for the logits, once more to generate tokens, and in each variant
-        # for the fraction of the layers that the variant does not replace.
+        # for the fraction of the layers in which the variant does not compute.  It is not counted
+        # that variants run once more to generate tokens.
         layer_count = len({mixer.layer_index for mixer in prompt.mixers})
         reference_runs = 2.0 if request.generate else 1.0
         for *_, layers in variants:
             reference_runs += 1 - len(layers) / layer_count
         with watcher.step("Running the reference"):
-            self._reference, self._name, self._remark = choose_reference(
+            self._reference, self._reference_name, self._remark = choose_reference(
                 request.reference, prompt, reference_runs
             )
-            self._exact = hidden_states(prompt, self._reference)
-            _check_finite(whole, self._exact)
-            self._tokens = self._generated(self._reference)
+            self._reference_hidden = hidden_states(prompt, self._reference)
+            _check_finite(whole, self._reference_hidden)
+            self._reference_tokens = self._generated(self._reference)
 
     def run(self, variants: Sequence[AnswersVariant], writer: Writer) -> None:
         """Write every case that an interrupted comparison has not written."""
         with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
             for variant in variants:
-                if variant[0].name not in writer.earlier:
+                case, *_ = variant
+                if case.name not in writer.earlier:
                     writer.case(self._compared(variant))
                     now = time.monotonic()
                     writer.update(seconds=writer.report.first.seconds + now - self._began)
@@ -215,16 +230,19 @@ class _AnswersComparison:
                 advance(1)
 
     def _compared(self, variant: AnswersVariant) -> Case:
-        """The variant's case with its answers, or with its fault."""
+        """The variant's case with its answers, or with its fault.
+
+        Raises MissingCapabilityError if the fault made the GPU unusable.
+        """
         case, compute, layers = variant
         assert isinstance(case.task, Answers)
-        answers = case.task.changed(reference=self._name, remark=self._remark)
+        answers = case.task.changed(reference=self._reference_name, remark=self._remark)
         case = case.changed(task=answers)
         try:
             with while_it_runs(case):
                 differences = self._differences(compute, layers, answers)
                 return case.changed(task=answers.changed(**differences))
-        except MissingCapabilityError as error:
+        except MissingCapabilityError as error:  # of `PromptRun.run`, if memory runs out
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
             return case.changed(status="out of memory", reason=first_line(error.__cause__))
@@ -235,7 +253,8 @@ class _AnswersComparison:
     def _differences(
         self, compute: Compute, layers: frozenset[int], answers: Answers
     ) -> dict[str, object]:
-        """The fields of `answers` that hold the comparison with the reference.
+        """The fields of `answers` that hold the comparison with the reference: only `nonfinite` if
+        there is a distribution that is not finite.
 
         Logits are computed and compared for a block of positions at a time.
         """
@@ -245,9 +264,9 @@ class _AnswersComparison:
         next_tokens = prompt.ids[0, 1:]
         blocks = []
         for positions in _blocks(whole, hidden):
-            exact_logits = logits(whole, self._exact[:, positions])[0]
+            reference_logits = logits(whole, self._reference_hidden[:, positions])[0]
             other_logits = logits(whole, hidden[:, positions])[0]
-            blocks.append(compare_logits(exact_logits, other_logits, next_tokens[positions]))
+            blocks.append(compare_logits(reference_logits, other_logits, next_tokens[positions]))
         divergence = joined(blocks)
         position = first_nonfinite(divergence)
         if position is not None:
@@ -256,14 +275,14 @@ class _AnswersComparison:
         if self._request.generate and answers.alone is None:
             tokens = self._generated(compute, layers)
             fields["generated"] = len(tokens)
-            fields["first_difference"] = _first_difference(self._tokens, tokens)
+            fields["first_difference"] = _first_difference(self._reference_tokens, tokens)
         return fields
 
     def _generated(self, compute: Compute, layers: frozenset[int] | None = None) -> Sequence[int]:
         """The ids of the greedy tokens after the prompt; none unless --generate is given.
 
-        `compute` computes the operators on the prompt.  For each later token, the model runs its
-        own step function.
+        compute, layers: see `_handler`; they compute the operators on the prompt.  For each later
+        token, the model runs its own step function.
         """
         if not self._request.generate:
             return ()
@@ -272,39 +291,43 @@ class _AnswersComparison:
             return greedy(self._whole, prompt.ids, self._request.generate, prompt.segment_length)
 
     def _handler(self, compute: Compute, layers: frozenset[int] | None) -> Compute:
-        """`compute` in `layers`, or in all layers if that is None; the reference in the others."""
+        """A handler that calls `compute` in `layers`, or in all layers if that is None, and the
+        reference in the others.
+        """
         return by_layer(self._prompt.mixers, compute, layers=layers, elsewhere=self._reference)
 
 
-def _first_difference(exact: Sequence[int], tokens: Sequence[int]) -> int | None:
+def _first_difference(reference_tokens: Sequence[int], tokens: Sequence[int]) -> int | None:
     """The index of the first token that differs; None if all are equal."""
-    for number, (exact_token, token) in enumerate(zip(exact, tokens, strict=True)):
-        if exact_token != token:
-            return number
+    for index, (reference_token, token) in enumerate(zip(reference_tokens, tokens, strict=True)):
+        if reference_token != token:
+            return index
     return None
 
 
 def _blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> Iterator[slice]:
-    """The positions of `hidden`, (batch, seqlen, width), in blocks whose logits fit in memory."""
+    """The positions of `hidden`, (1, seqlen, width), in blocks whose logits fit in memory.  The
+    last one may reach beyond the end.
+    """
     length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
     for start in range(0, hidden.shape[1], length):
         yield slice(start, start + length)
 
 
 def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
-    """BadInputError if the logits of the reference have NaN or infinity: no implementation could
-    be compared with them.
+    """Raises BadInputError if the logits of the reference have NaN or infinity, because no
+    implementation could be compared with them.
 
-    hidden: the reference's hidden states, (batch, seqlen, width).
+    hidden: the reference's hidden states, (1, seqlen, width).
     """
     for positions in _blocks(whole, hidden):
         block = hidden[:, positions]
         finite = logits(whole, block)[0].isfinite().all(-1)  # (positions of the block)
         if not bool(finite.all()):
-            source = "head, lm_head," if bool(block.isfinite().all()) else "layers"
-            position = positions.start + int((~finite).int().argmax())
+            source = "head, lm_head, gives" if bool(block.isfinite().all()) else "layers give"
+            position = positions.start + int((~finite).int().argmax())  # the first one
             raise BadInputError(
-                f"The model's {source} give NaN or infinity at position "
+                f"The model's {source} NaN or infinity at position "
                 f"{position:,} with the reference itself: it is not the implementations.",
                 "Weights of the checkpoint hold NaN or infinity, or overflow; fetch it again.",
             )
@@ -312,8 +335,11 @@ def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
 
 # --- the reference, and noise
 
-LONGEST_S = 300.0  # seconds that all runs of the fp64 oracle on one prompt may take
-PIECE = 2048  # tokens of the piece from which the oracle's time is estimated
+# Seconds that all runs of the fp64 oracle on one prompt may take, unless --reference requests it.
+LONGEST_S = 300.0
+# Tokens at the start of a prompt from which the oracle's time is estimated.  The estimate itself
+# runs them twice, so it is made for prompts that are longer than that.
+PIECE = 2048
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
@@ -327,9 +353,9 @@ def choose_reference(
 ) -> tuple[Compute, str, str]:
     """The function that computes the reference, its name, and a remark.
 
-    The reference is the oracle.  If "unfused" is requested, or if the oracle would take longer than
-    `LONGEST_S`, it is the exact baseline, and the remark is a sentence with the reason.  The remark
-    is empty for the oracle.
+    The reference is the oracle, and the remark is empty.  If "unfused" is wanted, or if "auto" is
+    and the oracle would take longer than `LONGEST_S` on a prompt of more than twice `PIECE` tokens,
+    it is the exact baseline, and the remark is a sentence with the reason.
 
     runs: number of runs of the model with the reference; a run with the reference in some of the
     layers counts as that fraction.
@@ -364,9 +390,9 @@ def with_moved_bits(compute: Compute) -> Compute:
     """`compute` on inputs with the last bit of each element flipped.
 
     This changes the inputs that are views of one tensor of the model: x, B and C of SSD; q, k and v
-    of GDN.  Half of the numbers become larger and the others smaller, by half to one unit in the
-    last place, as after a different rounding before the operator.  Zeros are not changed: a zero
-    with its last bit set is the smallest subnormal number.
+    of GDN and KDA.  About half of the numbers become larger and the others smaller, by one unit in
+    the last place, as after a different rounding before the operator.  Zeros are not changed: a
+    zero with its last bit set is the smallest subnormal number.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -385,8 +411,8 @@ def with_moved_bits(compute: Compute) -> Compute:
 
 
 def in_other_chunks(compute: Compute) -> Compute:
-    """`compute` with chunks of half the length, if the operator's inputs have a chunk size that can
-    be halved.
+    """`compute` with chunks of half the length, as the inputs' chunk size says; with the same
+    chunks if the inputs have no chunk size or one below 32, since no kernel takes less than 16.
     """
 
     def run(call: OperatorCall) -> Result:

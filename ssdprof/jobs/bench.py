@@ -49,10 +49,10 @@ from ssdprof.store.reports import Writer, load, opened
 from ssdprof.store.tuned import use_saved
 
 BY_TOKEN = "recurrent"  # always compared if sequences have only a few tokens
-CHECKED_SEQLEN = 4096  # tokens of the sequence that `--check short` compares
-SECONDS_PER_CELL = 1.5  # the most that one cell is sampled
-LEAST_SECONDS = 0.1  # the least that one cell is sampled
-MAX_ROUNDS = 32  # rounds of one recording
+CHECKED_SEQLEN = 4096  # the most tokens of the sequence that `--check short` compares
+SECONDS_PER_CELL = 1.5  # the longest time for which one cell is sampled
+LEAST_SECONDS = 0.1  # the shortest such time
+MAX_ROUNDS = 32  # the most rounds of one recording
 PROCESSES = 3  # number of processes that take samples, unless --processes says otherwise
 NEEDS_GPU = (
     "A bench needs",
@@ -93,7 +93,7 @@ def bench(
     ranks: processes that share the cells.  The first one returns the report of all.
 
     A cell that does not fit in the GPU's memory or in the budget is left out, and the report names
-    it.
+    it.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
     requested: list[Requested] = []
@@ -140,16 +140,17 @@ def bench(
 def decode_cells(
     request: BenchOptions, operator: Operator, watcher: Watcher, ranks: Ranks | None
 ) -> tuple[Path, Report]:
-    """Decode the inputs of every cell with states in each format.  Returns the report's folder and
-    the report.
+    """Decode the inputs of every cell with states in each format, on the GPU or the CPU.  Returns
+    the report's folder and the report.
+
+    ranks: see `bench`.  Raises MissingCapabilityError if this machine cannot run the longest cell.
     """
     device = limits.device()
     longest = max(cell.tokens.sequences * cell.tokens.seqlen for cell in request.measured)
     limits.check_replay((longest,))
     requested: list[Requested] = []
     for cell in request.measured:
-        where, _, size = _case_key(cell).rpartition(", ")
-        requested += states.requested(where, size, request)
+        requested += states.requested(_where(cell), str(cell.tokens), request)
     with opened(
         request.out,
         watcher,
@@ -177,8 +178,9 @@ def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
 
     names: names of all implementations to compare.
 
-    Raises BadInputError for an unknown name, MissingCapabilityError without a GPU and for an
-    unavailable baseline.
+    Raises BadInputError for an unknown name, and for a gate of match if --match-with names another
+    implementation than the operator's baseline; MissingCapabilityError without a GPU, and if the
+    baseline or the implementation of --match-with is unavailable.
     """
     operator = operators.get(asked.operator)
     resolve = resolver(torch.device("cuda"))
@@ -186,6 +188,7 @@ def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
     assert asked.baseline is not None  # the reading of the options names the default
     baseline = resolve(operator.name, asked.baseline)
     matched = resolve(operator.name, asked.match_with or operator.baseline)
+    # --verify itself takes another implementation to compare outputs with: see `target.bench`
     if (
         not asked.verify
         and matched.name != operator.baseline
@@ -210,14 +213,15 @@ def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
 def compared(
     request: BenchOptions, operator: Operator, cell: Cell
 ) -> list[tuple[Implementation, Precision]]:
-    """The implementations and precisions of a cell: other libraries first.
+    """The available implementations of a cell with their precisions: other libraries first.
 
     - Libraries and the user's kernels run at the precisions that they declare, else at the
       requested ones.
-    - The operator's baseline runs with exact intermediates only, and with the requested state
-      dtypes.
+    - The operator's baseline runs with exact intermediates only, and with the state dtypes of the
+      requested precisions.
     - Alternative forms, and `BY_TOKEN`, run once, with exact intermediates and fp32 states.
-      `BY_TOKEN` is added if the cell's sequences have only a few tokens.
+      `BY_TOKEN` is added if the cell's sequences have only a few tokens, and the operator has it.
+    - In decoding on a pool, bundled implementations are called in place if they can be.
     """
     wanted = requested_precisions(cell.dtype, request.intermediates, request.states)
     exact = tuple(dict.fromkeys(replace(each, intermediates="exact") for each in wanted))
@@ -241,7 +245,7 @@ def compared(
     return cases
 
 
-def sizes(
+def chunk_sizes(
     request: BenchOptions, operator: Operator, implementation: Implementation
 ) -> Sequence[int | None]:
     """The chunk sizes that are tried, of which the fastest is reported; (None,) if the
@@ -249,22 +253,30 @@ def sizes(
     """
     chunks_itself = operator.generated.chunks_itself
     fixed = (
-        implementation.kind == "own" or implementation.name in chunks_itself or not request.sizes
+        implementation.kind == "own"
+        or implementation.name in chunks_itself
+        or not request.chunk_sizes
     )
-    return (None,) if fixed else request.sizes
+    return (None,) if fixed else request.chunk_sizes
 
 
 def sampling_seconds(left: float, cells_left: int) -> float:
-    """Seconds of sampling for the next cell.  left: seconds until the end of the budget.
+    """Seconds of sampling for the next cell.
+
+    left: seconds until the end of the budget; infinite without one, negative after its end.
+    cells_left: cells that are not yet measured, the next one included.
 
     Sampling gets a third of the cell's share of that time, because the cell is also compiled and
-    compared with the oracle.
+    compared with the oracle; but at least `LEAST_SECONDS` and at most `SECONDS_PER_CELL`.
     """
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
 class CellBench:
-    """Measures one cell after the other.  end: the end of the budget, by `time.monotonic`."""
+    """Measures one cell after the other.
+
+    end: the end of the budget, by `time.monotonic`; infinite without one.
+    """
 
     def __init__(
         self,
@@ -282,7 +294,8 @@ class CellBench:
         self._writer = writer
         self._device = device
         self._prober = Prober(isolated, only=TURNING_KEYS)
-        self._verdicts: dict[Cell, Verdicts] = {}  # by the shorter cell that was compared
+        # by the short cell whose outputs were compared in place of those of longer cells
+        self._verdicts: dict[Cell, Verdicts] = {}
         self._comparer = Comparer(
             timer=CudaTimer(device),
             ceilings=writer.report.ceilings,
@@ -297,12 +310,14 @@ class CellBench:
 
     def is_done(self, cell: Cell) -> bool:
         """Whether an interrupted bench, which goes on now, has measured every case of the cell."""
-        of_cell = [case for case in self._writer.report.requested if case[0] == _case_key(cell)]
-        return all(", ".join(case) in self._writer.earlier for case in of_cell)
+        requested = self._writer.report.requested
+        names = [", ".join(case) for case in requested if case[0] == _case_key(cell)]
+        return all(name in self._writer.earlier for name in names)
 
     def measure(self, cell: Cell, seconds: float) -> None:
         """Write the cases of a cell, or the reason why it is left out.
 
+        A sampler writes the cases that the report has, with its own samples.
         seconds: how long the cell is sampled.
         """
         request = self._request
@@ -338,43 +353,43 @@ class CellBench:
         if time.monotonic() >= comparer.until:
             raise TimeIsUp
         verdicts = None
-        checked = cell
+        short_cell = cell
         if self._request.check == "short" and not cell.tokens.packed:
             seqlen = min(cell.tokens.seqlen, CHECKED_SEQLEN)
-            checked = replace(cell, tokens=replace(cell.tokens, sequences=1, seqlen=seqlen))
-        if checked != cell:
-            verdicts = self._short_verdicts(checked, comparer)
-        entries = self._entries(cell, checked.tokens.seqlen if verdicts else None)
+            short_cell = replace(cell, tokens=replace(cell.tokens, sequences=1, seqlen=seqlen))
+        if short_cell != cell:
+            verdicts = self._short_verdicts(short_cell, comparer)
+        entries = self._entries(cell, short_cell.tokens.seqlen if verdicts else None)
         cases = {case.name: case for case in comparer.compare(entries, str(cell), verdicts)}
         if verdicts:
-            # the time of a first call stands in the first cell that was checked by `checked`
-            self._verdicts[checked] = {
+            # The first calls on the short cell are reported in this cell, and in no later cell that
+            # has the same short cell.
+            self._verdicts[short_cell] = {
                 key: case.changed(first_call=None) for key, case in verdicts.items()
             }
         return cases.values()
 
-    def _short_verdicts(self, checked: Cell, comparer: Comparer) -> Verdicts:
-        """The verdicts on `checked`, a shorter cell that is compared in place of a long one."""
-        if checked not in self._verdicts:
-            entries = self._entries(checked)
-            compared = replace(comparer, timer=None).compare(entries, str(checked))
+    def _short_verdicts(self, short_cell: Cell, comparer: Comparer) -> Verdicts:
+        """The verdicts on a short cell, compared in place of a long one, and not timed."""
+        if short_cell not in self._verdicts:
+            entries = self._entries(short_cell)
+            compared = replace(comparer, timer=None).compare(entries, str(short_cell))
             cases = {(case.name, case.chunk_size): case for case in compared}
-            self._verdicts[checked] = {
+            self._verdicts[short_cell] = {
                 entry.key: cases[entry.case.name, entry.case.chunk_size] for entry in entries
             }
-        return self._verdicts[checked]
+        return self._verdicts[short_cell]
 
     def _entries(self, cell: Cell, checked: int | None = None) -> list[Entry]:
         """The entries of a cell, which are timed together.
 
-        checked: tokens of the shorter cell whose outputs are compared in place of this one's;
-        None: this cell's outputs are compared.
+        checked: see `generated_task`.
         """
         request = self._request
         operator = self._operator
         inputs = operator.generated.draw(cell, self._device)
-        sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
-        if sized:
+        sized = {size: replace(inputs, chunk_size=size) for size in request.chunk_sizes}
+        if sized:  # for implementations that choose their own chunk size
             inputs = sized[min(sized)]
         dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {
@@ -387,7 +402,7 @@ class CellBench:
         entries: list[Entry] = []
         for implementation, precision in compared(request, operator, cell):
             baseline = "" if implementation.name == request.baseline else request.baseline
-            for size in sizes(request, operator, implementation):
+            for size in chunk_sizes(request, operator, implementation):
                 of_size = sized[size] if size else inputs
                 chunk = f", chunk {size}" if size else ""
                 entry = Entry.of(
@@ -407,8 +422,10 @@ class CellBench:
 
 
 def generated_task(cell: Cell, checked: int | None, dims: Dims) -> Generated:
-    """The task of the cell's cases.  checked: tokens of the cell that was compared in its place;
-    None: the cell itself is compared.
+    """The task of the cell's cases.
+
+    checked: tokens of the sequence whose outputs are compared in place of the cell's; None: the
+    cell's own outputs are compared.
     """
     return Generated(
         kind="generated",
@@ -425,15 +442,15 @@ def generated_task(cell: Cell, checked: int | None, dims: Dims) -> Generated:
 
 
 def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:
-    """The entry of the implementation `name` with which `entry` is compared.
+    """The entry of the implementation `name` with whose output that of `entry` is compared.
 
-    Entries with exact intermediates come first, then those with the same dtype of states, then
-    those with the same chunk size.  None if the implementation has no entry, or if `entry` itself
-    is chosen.
+    Entries with exact intermediates are preferred; among these, those with the same dtype of
+    states; among these, those with the same chunk size.  None if the implementation has no entry,
+    or if `entry` itself is chosen.
     """
 
     def likeness(other: Entry) -> tuple[bool, bool, bool]:
-        """How well another entry fits `entry`; larger is better."""
+        """How well another entry fits `entry`; the largest fits best."""
         precision = other.call.precision
         return (
             precision.exact,
@@ -448,7 +465,12 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
 
 def _case_key(cell: Cell) -> str:
     """The `Case.case_key` of the cell's cases."""
+    return f"{_where(cell)}, {cell.tokens}"
+
+
+def _where(cell: Cell) -> str:
+    """The `Generated.where` of the cell's tasks."""
     words = [cell.shape.name, cell.dtype]
     if cell.layout != "contiguous":
         words.append(cell.layout)
-    return ", ".join([*words, *cell.ways, str(cell.tokens)])
+    return ", ".join([*words, *cell.ways])

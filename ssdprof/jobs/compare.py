@@ -4,7 +4,8 @@ turns those that are right.
     first run -> compare with the fp64 oracle -> test laws -> choose the fastest chunk size
     -> sample in turns
 
-Only implementations that passed are timed, and their outputs are checked again after the samples.
+Only implementations that passed are timed, and baselines that are outside of their budget
+(`_is_timed`).  Their outputs are checked again after the samples.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from ssdprof.operators.operator import Output
 from ssdprof.progress import Watcher
 
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`: verified cases of the same entries
-Baselines = set[tuple[str, str] | None]  # see `Case.rated_against`
-# The reason in a verified case until its samples replace it.  It stays if the process ends before.
+Baselines = set[tuple[str, str] | None]  # case key and implementation: see `Case.rated_against`
+# The reason in a verified case that is to be timed.  It stays only if the process ends before that,
+# because the case with samples does not have it.
 NOT_TIMED = "interrupted before it was timed"
 # how the chunk sizes of one implementation are timed to find the fastest
 TRIALS = SamplingPlan(
@@ -58,7 +60,7 @@ class Entry:
     turns: entries with equal values are timed together.
     probes: tests laws, after the output was found correct, and returns the results.  Its argument
         is `interpreted`.  None: no law is tested.
-    bits: the fingerprint of the first output.
+    bits: the fingerprint of the first output; empty before the entry ran, and if it gave none.
     interpreted: whether Triton's interpreter ran a kernel in the latest first run.
     """
 
@@ -109,7 +111,9 @@ class Entry:
         return self.case.implementation, self.case.precision, self.case.chunk_size
 
     def candidate(self, output: Output, baseline: Entry | None = None) -> Candidate:
-        """An output of the call, to be compared with the oracle's and with that of `baseline`."""
+        """An output of the call, to be compared with the oracle's and, unless `baseline` is None,
+        with that of the entry `baseline`.
+        """
         return Candidate(
             output=output,
             precision=self.call.precision,
@@ -119,8 +123,8 @@ class Entry:
         )
 
 
-# Arguments: the entry; the law that it broke, empty if the call itself failed; the inputs; the
-# output, None if there is none.
+# Arguments: the entry; the law that it broke, empty if its call failed or gave a wrong output; the
+# inputs; the output, None if there is none.
 OnFault: TypeAlias = "Callable[[Entry, str, Inputs, Output | None], object]"
 
 
@@ -131,14 +135,16 @@ class Comparer:
     timer: None: nothing is timed.
     ceilings: measured limits of this GPU, which give the shortest time that is possible; None: any
         time is accepted.
+    sampling: how the entries are timed, after their chunk sizes were chosen by `TRIALS`.
     process: the name of this process in the samples.
     first_call_s: limit in seconds for each first call.
-    until: the end of the bench, by `time.monotonic`.
+    until: the end of the bench, by `time.monotonic`.  No first call goes on after it; timing does.
     isolated: makes first calls of users' kernels and of named libraries in another process, and
         gives them copies of the inputs; None: they are called as bundled kernels are.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit in memory; else the
         cases say so.
-    on_fault: called with each entry that failed, and for each law that an entry broke.
+    on_fault: called with each entry whose call failed or gave a wrong output.  `Entry.probes` calls
+        a function of its own for broken laws.  None: not called.
     """
 
     timer: CudaTimer | None = None
@@ -155,13 +161,19 @@ class Comparer:
     def compare(
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None = None
     ) -> Iterator[Case]:
-        """Every case as soon as it is verified, and again with its samples or with a fault.
+        """Every case as soon as it is verified, and, if it is timed, again with its samples or with
+        a fault.
+
+        With a timer, entries that differ only in their chunk size give one case, that of the
+        fastest, as soon as it is known.
 
         entries: their inputs differ in the chunk size only.
         label: names the call in the progress display.
         verdicts: the verdicts of the entries, whose outputs are then not compared; None: outputs
             are compared.  In both cases an output that is not finite fails.
-        Raises TimeIsUp after `until`, and MissingCapabilityError if a fault made the GPU unusable.
+
+        Raises TimeIsUp if `until` comes before the end of a first call, and MissingCapabilityError
+        if a fault made the GPU unusable.
         """
         self._guard(entries)
         baselines = {entry.case.rated_against for entry in entries}
@@ -192,19 +204,18 @@ class Comparer:
         self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]
     ) -> Iterable[Case]:
         """The cases with samples of this process, for entries that another process has verified
-        and timed.
+        and timed.  They are without errors and laws, which the other process's cases have.
 
         label: names the call in the progress display.
-        earlier: the other process's cases, by name.  Entries without samples there are left out.
+        earlier: the other process's cases, by name.  Entries that have no samples there, at their
+            chunk size, are left out.
         """
         timed: list[Entry] = []
         verdicts: dict[Hashable, Case] = {}
         for entry in entries:
             case = earlier.get(entry.case.name)
-            if case is None:
-                continue
-            verdicts[entry.key] = case
-            if case.samples and case.chunk_size == entry.case.chunk_size:
+            if case and case.samples and case.chunk_size == entry.case.chunk_size:
+                verdicts[entry.key] = case
                 entry.baseline = entry.probes = None
                 timed.append(entry)
         if not timed:
@@ -216,7 +227,7 @@ class Comparer:
 
     def _guard(self, entries: Sequence[Entry]) -> None:
         """Give a copy of the inputs to each implementation that is not trusted to leave them alone
-        (`Implementation.isolated`).
+        (`Implementation.isolated`).  Its entries share the copy.
         """
         copies: dict[str, GuardedInputs] = {}
         for entry in entries:
@@ -231,7 +242,8 @@ class Comparer:
     ) -> Iterator[tuple[Entry, Case]]:
         """Each entry, once, with its verified case.
 
-        A baseline runs in each batch (`_batches`) whose entries are compared with it.
+        A baseline runs in each batch (`_batches`) whose entries are compared with it.  The case of
+        its first run counts.
         """
         seen: set[Entry] = set()
         for batch in _batches(entries):
@@ -244,7 +256,7 @@ class Comparer:
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
     ) -> dict[Entry, Case]:
         """Run the entries, compare their outputs with the oracle in one pass, and test their laws.
-        Calls `on_fault` for the entries that gave a wrong output or raised an error.
+        Returns their cases.  Calls `on_fault` for the entries that gave a wrong output or failed.
 
         The outputs of all these entries are in memory together.
 
@@ -271,10 +283,10 @@ class Comparer:
         for entry in entries:
             fields[entry].update(verified.get(entry, {}))
             cases[entry] = entry.case.changed(**fields[entry])
-        # "out of memory" and "refused" are no faults of the implementation that a stored call shows
+        # "refused" and "out of memory" are left out: a stored call would show nothing more.
         for entry, case in cases.items():
             if self.on_fault and case.result in ("inaccurate", "nonfinite", "failed"):
-                # "": no law was broken, the call itself failed
+                # "": no law was broken
                 self.on_fault(entry, "", entry.call.inputs, outputs.get(entry))
         del output, outputs  # the laws need memory
         self._test_laws(cases, label)
@@ -294,7 +306,7 @@ class Comparer:
         """Make the first call.  Returns the output, None unless it ran, and the fields of the case.
 
         A call that takes longer than `first_call_s` fails.  Raises TimeIsUp at the end of the
-        bench.
+        bench.  On the CPU the fields have no `first_call`, because nothing is timed there.
         """
         call = entry.call
         interpreter_builder.grid_idx = None  # Triton's interpreter sets it when it runs a program
@@ -323,7 +335,9 @@ class Comparer:
     def _accuracies(
         self, outputs: Mapping[Entry, Output], label: str
     ) -> dict[Entry, dict[str, object]]:
-        """For each entry, the fields of its case that hold the comparison of its output."""
+        """For each entry, the fields of its case that hold the comparison of its output, or that
+        say that there is no memory for it.
+        """
         if not outputs:
             return {}
         # Shorter chunks round 16-bit states more often.  The budget must cover the entry with the
@@ -353,12 +367,13 @@ class Comparer:
     # --- speed
 
     def _fastest(self, cases: Mapping[Entry, Case], timer: CudaTimer) -> tuple[Entry, Case]:
-        """The entry with the fastest chunk size that passed, by a few replays in turns; if none
-        passed, the first entry.
+        """The entry with the fastest chunk size that passed, by a few replays in turns, and its
+        case; if none passed, the first entry.
 
-        timer: times the replays.
         cases: entries of one implementation and precision, one for each chunk size.  The returned
-        case has the times of all chunk sizes (`trials`), and what their kernels took to compile.
+            case has the times of all chunk sizes (`trials`), and what their kernels took to
+            compile.  A single entry without a chunk size keeps its case.
+        timer: times the replays.
         """
         passed = [entry for entry, case in cases.items() if case.result == "passed"]
         times = _trial_times(passed, timer) if len(passed) > 1 else {}
@@ -375,13 +390,19 @@ class Comparer:
         for tried in cases.values():
             if tried.first_call:
                 compiled |= tried.first_call.compiled
-        first_call = case.first_call and case.first_call.changed(compiled=compiled)
+        first_call = case.first_call
+        if first_call:
+            first_call = first_call.changed(compiled=compiled)
         return best, case.changed(trials=trials, first_call=first_call)
 
     def _sampled(self, group: Mapping[Entry, Case], timer: CudaTimer) -> Iterator[Case]:
-        """Time verified entries in turns, and check their outputs afterwards."""
+        """Time verified entries in turns, and check their outputs afterwards.
+
+        Gives each case with its samples, or with the fault that was found.
+        """
         calls = [entry.call for entry in group]
-        # the case to blame if the process ends: a user's kernel, or a library that the user named
+        # The first of these is blamed if the process ends: users' kernels, and libraries that the
+        # user named.
         risky = [case for case in group.values() if case.kind == "own" or case.named]
         with while_it_runs(risky[0] if risky else None), _changeable(calls) as scale:
             timed = _Timed(
@@ -390,15 +411,15 @@ class Comparer:
                 scale=scale,
             )
             fields = time_in_turns(
-                {name: entry.call.run for name, entry in timed.entries.items()},
+                {label: entry.call.run for label, entry in timed.entries.items()},
                 timer,
                 self.sampling,
                 check=timed.check,
                 change=_never_the_same(scale, any(map(_has_fp16, calls))),
                 process=self.process,
             )
-        for name, case in timed.cases.items():
-            sampled = case.changed(**fields[name])
+        for label, case in timed.cases.items():
+            sampled = case.changed(**fields[label])
             impossible = _above_roof(sampled, self.ceilings)
             yield case.changed(**impossible) if impossible else sampled
 
@@ -408,19 +429,20 @@ class _Timed:
     """Checks the outputs of verified entries after their samples.
 
     entries, cases: by the label of the call.  A remark of a check becomes the case's reason.
-    scale: see `_changeable`.
+    scale: see `_changeable`; None: there is no memory to change the inputs.
     """
 
     entries: Mapping[str, Entry]
     cases: dict[str, Case]
     scale: Callable[[float], None] | None
 
-    def check(self, name: str, run: Run) -> str:
+    def check(self, label: str, run: Run) -> str:
         """The reason why the output of `run` is wrong now; empty if it is right.
 
-        The inputs are the verified ones; then, as a second test, these times a factor.
+        The inputs are the verified ones; then, as a second test, these times a factor.  If there is
+        no memory for the second test, the case has a remark.
         """
-        entry = self.entries[name]
+        entry = self.entries[label]
         call = entry.call
         _poison(run(), call.inputs)
 
@@ -431,17 +453,17 @@ class _Timed:
         if fault := late or call.out_of_bounds():
             return fault
         if fingerprint(*output) != entry.bits:
-            if fault := self._outside(name, output):
+            if fault := self._outside(label, output):
                 return fault
-            self._remark(name, "repeated calls differ in their bits, within the budget")
+            self._remark(label, "repeated calls differ in their bits, within the budget")
         with suppress(torch.OutOfMemoryError):
             if self.scale:
-                return self._scaled_fault(name, run, output, self.scale)
-        self._remark(name, "not tried with other numbers at the inputs' addresses: out of memory")
+                return self._scaled_fault(label, run, output, self.scale)
+        self._remark(label, "not tried with other numbers at the inputs' addresses: out of memory")
         return ""
 
     def _scaled_fault(
-        self, name: str, run: Run, output: Output, scale: Callable[[float], None]
+        self, label: str, run: Run, output: Output, scale: Callable[[float], None]
     ) -> str:
         """The reason why the output is wrong with other numbers at the addresses of the inputs;
         empty if it is right.
@@ -449,32 +471,34 @@ class _Timed:
         The linear inputs are multiplied by a power of two, so that a right output is `output` times
         the same power, bit by bit or within its budget.
         """
-        call = self.entries[name].call
+        call = self.entries[label].call
         factor = 0.5 if _has_fp16(call) else 2.0
         expected = [tensor * factor for tensor in output]
         _poison(output, call.inputs)
         try:
             scale(factor)
             output = call.as_fp32(run())
-            fault = "" if all(map(torch.equal, output, expected)) else self._outside(name, output)
+            fault = "" if all(map(torch.equal, output, expected)) else self._outside(label, output)
         finally:
             scale(1.0)
         if not fault:
             return ""
         return f"with other numbers at the same addresses of the inputs, {fault}"
 
-    def _outside(self, name: str, output: Output) -> str:
-        """The reason why an output is worse than the verified one; empty if it is not worse."""
-        entry = self.entries[name]
-        known = self.cases[name]
+    def _outside(self, label: str, output: Output) -> str:
+        """The reason why an output of the inputs as they are now is outside its budget; empty if it
+        is within, or if the verified output was outside, too.
+        """
+        entry = self.entries[label]
+        known = self.cases[label]
         (accuracy,) = compare_with_oracle(
-            entry.call.inputs, {name: entry.candidate(output)}
+            entry.call.inputs, {label: entry.candidate(output)}
         ).values()
         again = known.changed(accuracy=accuracy)
         return "" if again.result == known.result else again.outside_budget
 
-    def _remark(self, name: str, text: str) -> None:
-        self.cases[name] = self.cases[name].changed(reason=text)
+    def _remark(self, label: str, text: str) -> None:
+        self.cases[label] = self.cases[label].changed(reason=text)
 
 
 def _is_timed(case: Case, baselines: Baselines) -> bool:
@@ -517,12 +541,12 @@ def _poison(output: Output, inputs: Inputs) -> None:
 
 @contextmanager
 def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | None]:
-    """The context's value is a function that multiplies the original linear inputs by a number, at
-    the addresses of the inputs; None if there is no memory for copies of them.
+    """The context's value is a function that writes the original linear inputs of all calls
+    (`Inputs.linear`), times a number, to their addresses; None if there is no memory for copies.
 
     At the end the inputs are restored.
     """
-    by_address: dict[int, torch.Tensor] = {}
+    by_address: dict[int, torch.Tensor] = {}  # once, although calls share inputs
     for call in calls:
         linear = call.inputs.linear.values()
         for tensor in (*linear, *call.implementation.copies(call.inputs)):
@@ -548,7 +572,8 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
     implementation can reuse an earlier result.
 
     The timer calls it with True before each sample.  A call with False, at the end, restores the
-    inputs.  scale: see `_changeable`.  fp16: a call computes with fp16 numbers.
+    inputs.  scale: see `_changeable`; None: the inputs stay.  fp16: a call has fp16 numbers, which
+    might overflow.
     """
     numbers = itertools.count(1)
 
@@ -559,8 +584,8 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
             return
         factor = 1.0
         if sampling:
-            # the 128 mantissas of bf16, times 8 powers of two; with fp16 one power, because larger
-            # factors might overflow
+            # The 128 mantissas of bf16, times 8 powers of two, are 1,024 factors from 0.5 to 127.5,
+            # which then come again.  With fp16 there are only the 128 factors below 1.
             exponents, mantissa = divmod(next(numbers), 128)
             exponent = 0 if fp16 else exponents % 8
             factor = (1 + mantissa / 128) * 2.0**exponent / 2
@@ -577,7 +602,7 @@ def _has_fp16(call: Call) -> bool:
 
 def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
     """The fields that fail a case whose device time is shorter than its work can take on this GPU;
-    empty for any other case.
+    empty for any other case, and if no ceilings are known.
 
     Such a time says that the timer missed some of the work.
     """
@@ -595,8 +620,8 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
 def _borrowed(verdict: Case, fields: Mapping[str, Any], output: Output) -> dict[str, object]:
     """The fields of a case whose output is not compared: those of the same entry's verdict.
 
-    fields, output: from this entry's first run.  The slower of the two first calls is reported: it
-    is the one that compiled the kernels.
+    fields, output: from this entry's first run, which gave an output.  The slower of the two first
+    calls is reported: it is the one that compiled the kernels.
     """
     if verdict.status != "ran":
         return {"status": verdict.status, "reason": verdict.reason}

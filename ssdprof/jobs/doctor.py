@@ -37,14 +37,14 @@ from ssdprof.environment.toolchain import (
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
-# Versions of Triton that, on Hopper, overwrite registers which the matrix products of a chunk scan
-# still read.  3.6 does so in all 8 configurations of mamba_ssm that use WGMMA, 3.7 and 3.8 in a
-# kernel of ssdprof; 3.9 does not.
+# Versions of Triton that, on Hopper, overwrite registers of a chunk scan which its matrix products
+# still read: 3.6 in all 8 configurations of mamba_ssm that use WGMMA, 3.7 and 3.8 in a kernel of
+# ssdprof, whose configurations now avoid that (`kernels/ssd/config.py`).  3.9 does not.
 _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
 # torch version -> Triton versions with which the tests ran (Makefile: test-oldest, test,
 # test-newest)
 _TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}
-_ROOMY_BYTES = 20 << 30  # enough for a small checkpoint and its captures
+_ROOMY_BYTES = 20 << 30  # free space that is enough for a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"  # NVIDIA's vendor id on the PCI bus
@@ -53,12 +53,16 @@ _NVIDIA = "0x10de"  # NVIDIA's vendor id on the PCI bus
 def _check(
     name: str, status: Literal["ok", "warn", "missing"], detail: str, hint: str = ""
 ) -> Check:
-    """A check.  hint: what the user can do; empty if nothing is to be done."""
+    """A check.
+
+    detail: what was found.  hint: what the user can do, or what follows; empty if there is nothing
+    to say.
+    """
     return Check(name=name, status=status, detail=detail, hint=hint)
 
 
 def doctor() -> tuple[Check, ...]:
-    """Every check, the most important first."""
+    """Every check, in the order in which they are shown."""
     python = _check("python", "ok", platform.python_version())
     pair = _pair(torch.__version__, triton.__version__)
     tools = (_kernels(), _ncu(), _counters(_NVIDIA_PARAMETERS), _hub(), _cache())
@@ -92,7 +96,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _pair(torch_version: str, triton_version: str) -> Check:
-    """Whether the tests ran with these versions."""
+    """A check of two versions that are used together: ok if the tests ran with such a pair."""
     minor_torch = ".".join(torch_version.split(".")[:2])
     minor_triton = ".".join(triton_version.split(".")[:2])
     name = "torch and triton"
@@ -105,7 +109,7 @@ def _pair(torch_version: str, triton_version: str) -> Check:
 
 def _gpu() -> Iterator[Check]:
     """Checks of the GPU, its free memory, other processes on it, the tools that compile for it, and
-    its clocks.
+    its clocks.  Without a GPU that torch can use, one check says why.
     """
     device = gpu()
     if device is None:
@@ -141,8 +145,8 @@ def _has_nvidia_device() -> bool:
 
 
 def _absent_gpu() -> Check:
-    """Why torch has no GPU to use.  The hint names a driver only if the machine has an NVIDIA
-    device.
+    """The check of a GPU that torch cannot use.  The hint names a driver only if the machine has an
+    NVIDIA device.
     """
     if hint := unusable_gpu():
         return _check("gpu", "missing", "torch cannot use the NVIDIA GPU", hint)
@@ -156,7 +160,9 @@ def _absent_gpu() -> Check:
 
 
 def _sharing(gpu_name: str) -> Iterator[Check]:
-    """Whether the GPU is a slice of a larger one, or is shared with other processes."""
+    """Checks whether the GPU is a slice of a larger one (nothing if it is not), and whether other
+    processes share it (nothing if the driver does not say).
+    """
     if "MIG" in gpu_name:
         hint = (
             "Times hold for slices of this size.  For all of the GPU, run as root: nvidia-smi "
@@ -177,7 +183,7 @@ def _sharing(gpu_name: str) -> Iterator[Check]:
 
 
 def _kernels() -> Check:
-    """How the bundled kernels run: compiled, in Triton's interpreter, or not at all."""
+    """A check of how the bundled kernels run: compiled, in Triton's interpreter, or not at all."""
     has_gpu = torch.cuda.is_available()
     if INTERPRETED:
         hint = "Results are correct but slow to compute; nothing is timed."
@@ -204,7 +210,9 @@ WITHOUT_NAMES = (
 
 
 def _libraries() -> Check:
-    """The installed packages of the libraries that --impl knows, and how to install the others."""
+    """A check that lists the installed packages of the libraries that --impl knows, and how to
+    install the others.  None of them is needed.
+    """
     names_of: dict[str, list[str]] = {}  # package -> names of implementations
     for operator in operators.records():
         for name, library in operator.libraries.items():
@@ -225,7 +233,9 @@ def _libraries() -> Check:
 
 
 def _served() -> Iterator[Check]:
-    """What servers run for each operator, on a GPU of compute capability 9.0."""
+    """A line for each operator on what servers run for it, on a GPU of compute capability 9.0;
+    nothing on other GPUs, where that is not known.
+    """
     device = gpu()
     if device is not None and device.compute_capability == "9.0":
         for operator in operators.records():
@@ -233,7 +243,7 @@ def _served() -> Iterator[Check]:
 
 
 def _ncu() -> Check:
-    """Whether NVIDIA Nsight Compute (ncu) is installed, and its version."""
+    """A check whether NVIDIA Nsight Compute (ncu) is installed and can be used."""
     path = find_ncu()
     if path is None:
         hint = f"It shows warp stalls.  Run: {installs('ncu')}"
@@ -247,7 +257,10 @@ def _ncu() -> Check:
 
 
 def _counters(parameters: Path) -> Check:
-    """Whether the driver lets this user read hardware counters.  parameters: the driver's file."""
+    """A check whether the driver lets this user read hardware counters.
+
+    parameters: the driver's file, which is missing without a driver.
+    """
     name = "hardware counters"
     if not parameters.exists():
         hint = "Warp stalls need an NVIDIA GPU and its driver."
@@ -265,7 +278,7 @@ def _counters(parameters: Path) -> Check:
 
 
 def _hub() -> Check:
-    """The hub's address, and whether downloads are allowed.  The hub is not contacted."""
+    """A check of the hub's address, and whether downloads are allowed, without contacting it."""
     # raises BadInputError for an environment variable that the hub's client cannot read
     import_module("ssdprof.checkpoint.hub")
     from huggingface_hub import constants, is_offline_mode
@@ -281,7 +294,7 @@ def _hub() -> Check:
 
 
 def _cache() -> Check:
-    """The hub's folder for checkpoints, and the free space there."""
+    """A check of the hub's folder for checkpoints, and of the free space there."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)

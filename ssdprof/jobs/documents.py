@@ -31,7 +31,7 @@ FORMATS_BY_SUFFIX = {
 def format_of(file: Path, formats: Container[str] = FORMATS_BY_SUFFIX.values()) -> str:
     """The format that the file's suffix names; Markdown for a file without a suffix.
 
-    Raises BadInputError if the suffix names none of `formats`.
+    formats: those that are possible.  Raises BadInputError if the suffix names none of them.
     """
     format = FORMATS_BY_SUFFIX.get(file.suffix.lower(), "" if file.suffix else "markdown")
     if format in formats:
@@ -44,11 +44,12 @@ def format_of(file: Path, formats: Container[str] = FORMATS_BY_SUFFIX.values()) 
 
 
 def exported(format: str, folder: Path | None, report: Report, target: Path | None = None) -> str:
-    """The text of a report in this format.
+    """The text of a report in this format.  Raises BadInputError for an unknown one.
 
-    folder: the report's folder, which may hold stalls; Markdown and HTML show them.
+    folder: the report's folder, whose stalls Markdown and HTML show, if there are any; None: no
+        stalls are shown.
     target: the Markdown file for which the text is meant.  The pictures of the stalls are written
-    next to it; None: the text has no pictures.
+        next to it; None: the text has no pictures.
     """
     profiled = stalls_of_run(folder) if folder else None
     if format == "html":
@@ -110,9 +111,10 @@ def write_stalls(folder: Path, report: StallReport) -> None:
 
 
 def write_stalls_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
-    """Write a Markdown file, and its pictures next to it: FILE-roofline.svg, and FILE-<design>.svg
-    for each design.
+    """Write a Markdown file, and its pictures next to it: for stalls.md stalls-roofline.svg, and a
+    file such as stalls-fused.svg for each implementation that was sampled.
 
+    replace: overwrite the Markdown file.  Pictures are overwritten in any case.
     Raises what `files.write_text` raises.
     """
     files.check_target(file, replace=replace)
@@ -134,6 +136,6 @@ def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
     """The end of a picture's file name -> its title, and the picture as SVG."""
     shown = {}
     for name, (title, drawing) in plots.of_stalls(report).items():
-        svg, _ = drawing
+        svg, _ = drawing  # and its data, which HTML shows
         shown[files.safe_name(name)] = title, svg
     return shown

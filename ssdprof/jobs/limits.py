@@ -36,8 +36,10 @@ def default_seqlens() -> tuple[int, ...]:
 
 
 def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
-    """Raises MissingCapabilityError if this machine cannot replay prompts of these lengths: without
-    a GPU they are too long, or Triton cannot compile kernels for the GPU.
+    """Raises MissingCapabilityError if this machine cannot replay prompts of these lengths.
+
+    Without a GPU, kernels need Triton's interpreter, and the prompts must be short.  With a GPU,
+    Triton must be able to compile kernels for it, unless the interpreter runs them.
 
     batch: number of prompts side by side.
     """
@@ -62,8 +64,8 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
 
 
 def check_capture() -> None:
-    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU, where a model's
-    operators need them.
+    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU on which a model's
+    operators would need them.
     """
     if not INTERPRETED and device().type == "cuda":
         require_toolchain()
@@ -82,5 +84,6 @@ def memory_errors() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise MissingCapabilityError(
             f"{device()} ran out of memory: {first_line(error)}",
-            "Use a shorter --seq, a shorter --segment, or --layers first:N with fewer layers.",
+            "Use a shorter --seq; with a model also a shorter --segment, or --layers first:N with "
+            "fewer layers.",
         ) from error

@@ -1,9 +1,10 @@
 """The options of every command: one class for each, whose docstring is the command's help.  The
 jobs get objects of these classes as their requests.
 
-A field is declared by `option`, `words`, `flag` or `argument`, or its type is annotated with
-`info`.  A field that is declared by `derived` is no option of the command.  A field that is
-declared by `words` is a string until `target.read` parses it.
+A field is declared by `option`, `words`, `flag` or `argument`; or its type is annotated with
+`info`; or, if it has no default, its metadata have its declaration.  A field that is declared by
+`derived` is no option of the command.  A field that is declared by `words` is a string until
+`target.read` parses it.
 
 This module imports nothing that takes long, because --help and the shell's completion import it.
 """
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind")
 _LARGEST = 1_000_000_000  # seconds or other units, of options that are no whole numbers
 COMPARED = ("unfused", "fused")  # implementations compared by default; the first is the baseline
-# Types in annotations whose import takes long.  They annotate only `words` and `derived` fields,
-# whose types Typer does not need.
+# Names, in annotations, of types whose import takes long.  Only fields that are declared by `words`
+# or `derived` have them, whose types Typer does not need.
 _LATER = dict.fromkeys(
     ("Cell", "Condition", "DType", "Implementation", "StateFormat", "Tokens"), Any
 )
@@ -64,7 +65,10 @@ def path(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    """An option parser for a file that can be read.  Raises BadInputError if it cannot."""
+    """An option parser for a file that can be read.
+
+    Raises typer.BadParameter for an empty string, and BadInputError for a file that cannot be read.
+    """
     file = path(text)
     try:
         with regular(file, math.inf).open("rb"):
@@ -73,13 +77,17 @@ def existing_file(text: str) -> Path:
         raise unreadable(f"The file {text}", error, "Give the path of a text file.") from None
 
 
+# fields whose text may name functions of the user
+_NAMING_KERNELS = ("implementations", "impl", "against", "baseline", "match_with", "decode_states")
+
+
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     """The names of implementations and state formats that are, or may be, the user's functions.
 
-    given: option name -> value, as parsed by Typer.
+    given: name of a field -> its text, None or another value, as Typer parsed it.
     """
     names: dict[str, None] = {}
-    for option_name in ("implementations", "impl", "baseline", "match_with", "decode_states"):
+    for option_name in _NAMING_KERNELS:
         text = given.get(option_name) or ""
         names |= dict.fromkeys(name.strip() for name in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
@@ -132,6 +140,7 @@ def derived(default: Any) -> Any:
 
 
 def flag(name: str, help: str) -> Any:
+    """A field that is True if the flag `name` is given."""
     return option(False, "", help, name)
 
 
@@ -144,7 +153,10 @@ def argument(
 
 
 def parameters(kind: type) -> Iterator[Parameter]:
-    """The options of a class as parameters of a function, those of its base classes first."""
+    """The options of a class as parameters of a function, those of its base classes first.
+
+    Types and defaults are those of the command line: text for a field that is declared by `words`.
+    """
     types = get_type_hints(kind, localns=_LATER, include_extras=True)
     for declaration in fields(kind):
         if "derived" in declaration.metadata:
@@ -153,7 +165,7 @@ def parameters(kind: type) -> Iterator[Parameter]:
         default = Parameter.empty if declaration.default is MISSING else declaration.default
         if "typed" in declaration.metadata:  # Typer passes the text on
             default = declaration.metadata["typed"]
-            type_ = str | None if default is None else str
+            type_ = (str | None) if default is None else str
         declared = declaration.metadata.get("typer")
         annotation = Annotated[type_, declared] if declared else type_
         yield Parameter(
@@ -173,7 +185,11 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
-    """The options of a class: the Python name, the flag as it is typed, and the parameter."""
+    """The long flags of a class, of which an option may have several.
+
+    Each is a Python name ("chunked_prefill"), the flag as it is typed ("--chunked-prefill"), and
+    the parameter of its option.
+    """
     declared = {parameter.name: parameter for parameter in parameters(kind)}
     for option in _single_command(kind, lambda **_: None).params:
         for word in option.opts:
@@ -183,12 +199,15 @@ def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
 
 
 def command_name(kind: type) -> str:
-    """The command's name: "run" for `RunOptions`."""
+    """The name of the command that has these options: "run" for `RunOptions`."""
     return kind.__name__.removesuffix("Options").lower()
 
 
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
-    """The options of a class from the words of a command line.  Raises BadInputError."""
+    """The options of a class from the words of a command line after the command's name.
+
+    Raises BadInputError for words that the command line would refuse.
+    """
     try:
         # a function, because Typer reads the signature that `as_command` gives it
         command = _single_command(kind, lambda **values: kind(**values))
@@ -214,7 +233,7 @@ _MODEL = "Hub id, local folder, family name, demo, demo-gdn or demo-kda."
 _LENGTHS = "Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."
 _BATCHES = "Batch sizes, each combined with every length."
 _DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
-_WAYS = (
+_KERNELS = (
     "unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), "
     "or your own kernel"
 )
@@ -269,18 +288,18 @@ ShapeOption = Annotated[
 ]
 Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
 FormatJson = Annotated[bool, info("", "The same as --format json.", "--json")]
-_PLACES = (
+_PLACEMENTS = (
     "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or "
     "on the disk."
 )
 PlacementOption = Annotated[
     Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
-    info("", _PLACES, shown="the fastest that fits"),
+    info("", _PLACEMENTS, shown="the fastest that fits"),
 ]
 
 
 def _implementations() -> Any:
-    how = f"Implementations: {_WAYS}: MODULE:FUNCTION."
+    how = f"Implementations: {_KERNELS}: MODULE:FUNCTION."
     return words(
         "I[,I...]", how, "--impl", "--implementations", default=COMPARED, typed="unfused,fused"
     )
@@ -314,7 +333,10 @@ def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
 
 @options
 class ModelOptions:
-    """The model, its layers, and the prompt."""
+    """The model, its layers, and the prompt.
+
+    Fields that are derived here are options of some of the subclasses.
+    """
 
     model: str = argument(..., "MODEL", _MODEL)
     seqlens: tuple[int, ...] | None = words(
@@ -443,7 +465,8 @@ class RunOptions(TimingOptions, ServedModelOptions):
     processes: int = _processes()
     dry_run: DryRunOption = False
     full: bool = flag("--full", "Print every table instead of one screen.")
-    sampler: int = derived(0)  # number of this process if it adds samples to the report in `out`
+    # number of this process if it only adds samples to the report in `out`; else 0
+    sampler: int = derived(0)
 
 
 @options
@@ -685,7 +708,7 @@ class PrefillOptions(TimingOptions, ModelOptions):
 
     @property
     def states(self) -> tuple[DType, ...]:
-        """The same as `RunOptions.states`."""
+        """The same as `RunOptions.states`, with the only dtype that is timed."""
         return (self.state_dtype,)
 
 
@@ -807,8 +830,9 @@ class BenchOptions(TimingOptions):
     # with unavailable ones, which are not measured, but which the report names
     compared: tuple[Implementation, ...] = derived(())
     # chunk sizes to try, for implementations that take the size from the inputs
-    sizes: tuple[int, ...] = derived(())
-    sampler: int = derived(0)  # number of this process if it adds samples to the report in `out`
+    chunk_sizes: tuple[int, ...] = derived(())
+    # number of this process if it only adds samples to the report in `out`; else 0
+    sampler: int = derived(0)
 
 
 @options

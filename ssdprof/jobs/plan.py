@@ -72,7 +72,8 @@ if TYPE_CHECKING:
 
 # the fastest first
 PLACEMENT_KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")
-# hints for models that do not fit: all layers are needed; not one fits; another placement may fit
+# hints for models that do not fit: if all layers are needed; if not one fits; if only the requested
+# placement does not fit
 _SMALLER_MODEL_HINT = (
     "Take a smaller model.  Without --decode and --answers, a run loads no layer after the "
     "deepest wanted one."
@@ -89,7 +90,7 @@ class ChosenPlacement:
     """A placement, with the arguments for loading the model.
 
     record: the placement as reports store it.
-    device_map: the device of each module; None: the whole model is on one device.
+    device_map: the device of each module; None: the whole model is on `limits.device()`.
     segment_lengths: tokens per forward call, for each prompt.
     rewritten_bytes: bytes of the weights that transformers converts on loading and writes to a
         temporary folder.
@@ -103,8 +104,8 @@ class ChosenPlacement:
     remark: str = ""
 
     def check_disk(self) -> None:
-        """MissingCapabilityError unless the temporary folder has room for the files of compilers,
-        and for the weights that transformers converts in each rank.
+        """Raises MissingCapabilityError unless the temporary folder has room for the files of
+        compilers, and for the weights that transformers converts in each rank.
         """
         free = shutil.disk_usage(tempfile.gettempdir()).free
         if free < _LEAST_TEMPORARY_BYTES:
@@ -148,8 +149,8 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
 
     copies: number of copies of each prompt, side by side in a batch.
 
-    Raises MissingCapabilityError if no placement fits, and BadInputError if the checkpoint does not
-    support the requested one.
+    Raises MissingCapabilityError if no placement fits or this machine lacks the devices of the
+    requested one, and BadInputError if the checkpoint does not support that.
     """
     wanted = target.request.placement
     method = target.ref.quantization
@@ -205,14 +206,14 @@ class Chooser:
         device = limits.device()
         self.main: Device = device.index if device.type == "cuda" else "cpu"
         self.fixed = target.serving.chunk or target.request.segment_length
-        # (seqlen, segment length) -> bytes without and with replaying; see `_predicted`
+        # (seqlen, segment length) -> the bytes that `_predicted` returns
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def least_bytes_beside_weights(self, seqlen: int | None = None) -> int:
-        """The least bytes that must be free in addition to the weights.
+        """The least bytes that must be free in addition to the weights, with the longest or the
+        shortest of the allowed segments; 0 if unknown.
 
-        seqlen: tokens of the prompt; None: the longest prompt.  The longest and the shortest of
-        the allowed segments are tried.
+        seqlen: tokens of the prompt; None: the longest prompt.
         """
         seqlen = seqlen or self._seqlen
         lengths = self._lengths(seqlen)
@@ -240,8 +241,8 @@ class Chooser:
             else:
                 mapped = infer_devices(self._model, dict(self._room(kind, bytes_beside_weights)))
             if mapped is not None:
-                # devices among which the weights are divided have more room than `free` says: at
-                # least what the longest prompt takes
+                # `free` is too low if the weights are divided among devices.  In any case there is
+                # room for the longest prompt.
                 return self.at(kind, mapped, length, max(bytes_beside_weights, free))
         return None
 
@@ -266,8 +267,9 @@ class Chooser:
     def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
         """The error for a model that does not fit with a placement of this kind.
 
-        If even a placement that streams the weights layer by layer has no room, the message says
-        so, and the hint names shorter prompts, fewer layers and smaller models that fit.
+        If the largest layer and the embedding fit, so that another placement may stream the
+        weights, the message says how much room this one has.  Otherwise, and for one GPU, the hint
+        names shorter prompts, fewer layers and smaller models that fit.
         """
         target = self._target
         free = limits.free_bytes()
@@ -317,8 +319,9 @@ class Chooser:
         """Options and models that fit in `free` bytes: "--seq 8192", "--layers first:3",
         "org/smaller".
 
-        weights: bytes of weights that must be in memory at once.  computed: bytes that the
-        computation of the longest prompt takes.
+        weights: bytes of weights that must be in memory at once, for a shorter prompt.
+        computed: bytes that the computation of the longest prompt takes, for fewer layers and for
+            other models, of which all weights are in memory.
         """
         target = self._target
         length = (1 << (self._seqlen - 1).bit_length()) // 2  # the next shorter power of two
@@ -331,7 +334,9 @@ class Chooser:
             fitting = [
                 layer
                 for layer in target.ref.layers
-                if target.located.weight_bytes(layer.index, dtype=target.dtype) + computed <= free
+                if target.located.weight_bytes(layer.index, head=target.head, dtype=target.dtype)
+                + computed
+                <= free
             ]
             if fitting:
                 yield f"--layers first:{len(fitting)}"
@@ -410,9 +415,10 @@ class Chooser:
         return free
 
     def _room(self, kind: PlacementKind, bytes_beside_weights: int) -> Iterator[tuple[Device, int]]:
-        """Each device, and the bytes that it has for weights.
+        """Each device, and the bytes that it has for weights; 0 for the disk, which takes what is
+        left.
 
-        bytes_beside_weights: bytes that the computation takes on each of them.
+        bytes_beside_weights: bytes that the computation takes on `main` and on each other GPU.
         """
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - bytes_beside_weights
@@ -435,7 +441,9 @@ class Chooser:
             return 0
         wanted = {layer.index for layer in self._target.layers}
         mixers = find_mixers(self._model.base_model)
-        per_token = max(capture_bytes_per_token(m) for m in mixers if m.layer_index in wanted)
+        per_token = max(
+            capture_bytes_per_token(mixer) for mixer in mixers if mixer.layer_index in wanted
+        )
         return 2 * self._batch * self._seqlen * per_token
 
     def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
@@ -445,14 +453,14 @@ class Chooser:
         """
         serving = self._target.serving
         by_device = weights_by_device(self._model, mapped)
-        layer, module = largest_streamed(self._model, mapped, self.main)
+        layer_bytes, module_bytes = largest_streamed(self._model, mapped, self.main)
         seqlens = serving.packed or (self._seqlen,)
         calls = sum(len(split_prompt(seqlen, length)) for seqlen in seqlens)
         predicted = self._predicted(self._seqlen, length)
         peak = None
         if predicted is not None:
             without_replaying, _ = predicted
-            peak = module + without_replaying
+            peak = module_bytes + without_replaying
             if self.main in by_device:
                 peak += by_device[self.main].bytes
         return Placement(
@@ -460,7 +468,7 @@ class Chooser:
             device=_device_name(self.main),
             allocated={_device_name(device): weights for device, weights in by_device.items()},
             predicted_peak_bytes=peak,
-            streamed_layer_bytes=layer,
+            streamed_layer_bytes=layer_bytes,
             forward_calls=calls + serving.decode,
         )
 
@@ -482,72 +490,72 @@ class Chooser:
 
 
 def _device_name(device: Device) -> str:
-    """The device as torch names it: "cuda:0", or "cpu", or "disk"."""
+    """The device in words: "cuda:0" or "cpu", as torch names it, or "disk"."""
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
 # --- a dry run
 
 
-def plan(found: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
-    """The plan of `run` or `capture`: downloads and memory.
+def plan(target: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
+    """The plan of `run`, `capture` or `answers`: downloads and memory.
 
     tensor_parallel: number of ranks among which a run divides the heads.
 
-    Raises BadInputError for a config that transformers cannot use, and for a missing file of a
-    capture.
+    If no placement fits, the plan has none.  Raises BadInputError for a config that transformers
+    cannot use, and for a missing file of a capture.
     """
-    planned = partial(
+    dry_run = partial(
         DryRun,
-        checkpoint=found.ref,
-        layers=found.layers,
-        seqlens=found.seqlens,
-        batch=found.batch,
-        serving=found.serving,
+        checkpoint=target.ref,
+        layers=target.layers,
+        seqlens=target.seqlens,
+        batch=target.batch,
+        serving=target.serving,
         tensor_parallel=tensor_parallel,
         device=str(limits.device()),
         free_bytes=limits.free_bytes(),
     )
-    if isinstance(found, Stored):
-        sizes = {capture.file: _size(found.folder / capture.file) for capture in found.chosen}
-        return planned(
-            dims=stored_dims(found.chosen[0]).words,
+    if isinstance(target, Stored):
+        sizes = {capture.file: _size(target.folder / capture.file) for capture in target.chosen}
+        return dry_run(
+            dims=stored_dims(target.chosen[0]).words,
             files=tuple(
                 PlannedFile(name=name, size_bytes=size, cached=True) for name, size in sizes.items()
             ),
             weight_bytes=0,
-            notes=() if found.manifest.complete else (BROKEN_OFF,),
+            notes=() if target.manifest.complete else (BROKEN_OFF,),
         )
-    files = found.located.files(found.deepest_layer, head=found.whole)
-    placement, remark = _placement(found)
-    return planned(
-        dims=found.located.size_words(found.layers[0]),
+    files = target.located.files(target.deepest_layer, head=target.head)
+    placement, remark = _placement(target)
+    return dry_run(
+        dims=target.located.size_words(target.layers[0]),
         files=files,
-        weight_bytes=found.weight_bytes,
+        weight_bytes=target.weight_bytes,
         placement=placement,
-        notes=(*found.located.notes, *found.located.caveats, *filter(None, [remark])),
+        notes=(*target.located.notes, *target.located.caveats, *filter(None, [remark])),
     )
 
 
-def check_start(planned: DryRun, found: Target | Stored) -> None:
-    """Raise the error that a run of the plan would raise: no placement fits, a prompt cannot be
-    built, the weights cannot be fetched, their headers do not fit the config, or stored captures
-    are damaged.
+def check_start(planned: DryRun, target: Target | Stored) -> None:
+    """Raise the error that a run of the plan would raise before it loads the model: no placement
+    fits, the temporary folder is full, a prompt cannot be built, the weights cannot be fetched,
+    their headers do not fit the config, or stored captures are damaged.
     """
-    if isinstance(found, Stored):
-        store.check(found.folder, found.manifest, found.chosen)
+    if isinstance(target, Stored):
+        store.check(target.folder, target.manifest, target.chosen)
         return
     if planned.placement is None:
-        choose(found).check_disk()
-    build_prompts(found)
-    check_fetch(found.located, found.deepest_layer, head=found.head)
+        choose(target).check_disk()
+    build_prompts(target)
+    check_fetch(target.located, target.deepest_layer, head=target.head)
 
 
 def _placement(target: Target) -> tuple[Placement | None, str]:
     """The placement, and the remark of `Chooser`.
 
-    None if no placement fits.  Then the dry run shows the rest of the plan, and `check_start`
-    raises the error.
+    None, and no remark, if no placement fits or the temporary folder is full.  Then the dry run
+    shows the rest of the plan, and `check_start` raises the error.
     """
     try:
         chosen = choose(target)
@@ -567,7 +575,7 @@ def _weights_file(target: Target) -> Path | None:
 
 
 def _size(file: Path) -> int:
-    """The size in bytes of a file of a capture.  BadInputError if it cannot be read."""
+    """The size in bytes of a file of a capture.  Raises BadInputError if it cannot be read."""
     try:
         return file.stat().st_size
     except OSError as error:
@@ -577,7 +585,7 @@ def _size(file: Path) -> int:
 def stored_dims(capture: LayerCapture) -> Dims:
     """The sizes of a captured call, from the shapes in its record.
 
-    BadInputError if the operator cannot have inputs of these shapes and dtypes.
+    Raises BadInputError if the operator cannot have inputs of these shapes and dtypes.
     """
     operator = operators.get(capture.layer.operator)
     try:
@@ -601,7 +609,7 @@ def stored_dims(capture: LayerCapture) -> Dims:
 class Loaded:
     """A model on its device, and its prompts.
 
-    target: the layers to capture, and how.
+    target: what was loaded, and the layers to capture.
     model: the base model, without the language-model head.
     whole: the model with its language-model head; None if only the base model was requested.
     ids: the token ids of each prompt, (b, l) int64.
@@ -623,6 +631,7 @@ class Loaded:
 
     @property
     def dtype(self) -> DType:
+        """The dtype of the model's weights."""
         return dtype_name(self.model.dtype)
 
     @property
@@ -676,11 +685,14 @@ class Loaded:
 
 
 def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
-    """Build the prompts, download the weights, then load the model.
+    """Choose the placement, build the prompts, download the weights, then load the model.
 
-    A wrong prompt is found before the download.
+    A wrong prompt is found before the download of the weights.
 
     copies: number of copies of each prompt, side by side, for which the placement leaves memory.
+
+    Raises what `choose`, `check_disk`, `build_prompts`, `refuse_large_download`, `fetch` and
+    `load_model` raise, and MissingCapabilityError if memory runs out.
     """
     # transformers warns about slow fallbacks of functions that capture replaces
     transformers.logging.set_verbosity_error()
@@ -695,9 +707,9 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         target.located, deepest_layer=target.deepest_layer, head=target.head, progress=watcher.say
     )
     chosen.check_disk()  # again: the download may have filled the disk
-    record = chosen.priced(_weights_file(target))
-    if record.kind != "one-gpu":
-        watcher.say(placement_words(record))
+    placement = chosen.priced(_weights_file(target))
+    if placement.kind != "one-gpu":
+        watcher.say(placement_words(placement))
     with (
         limits.memory_errors(),
         watcher.step(f"Loading {target.ref.repo_id}"),
@@ -715,21 +727,21 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=chosen.segment_lengths,
-        placement=record,
+        placement=placement,
         files=local,
         whole=loaded if target.head else None,
     )
 
 
-def sources(found: Target | Stored, implementations: Iterable[Implementation]) -> list[Path]:
+def sources(target: Target | Stored, implementations: Iterable[Implementation]) -> list[Path]:
     """Files on this machine on which a report depends: those of a local checkpoint or of captures,
-    and those of the user's kernels.
+    and those of the user's kernels.  Files of a checkpoint of the hub do not change.
     """
     files = source_files(implementations)
-    if isinstance(found, Stored):
-        folder = found.folder
-    elif found.ref.source == "local":
-        folder = found.located.source.folder
+    if isinstance(target, Stored):
+        folder = target.folder
+    elif target.ref.source == "local":
+        folder = target.located.source.folder
     else:
         return files
     return [*filter(Path.is_file, folder.iterdir()), *files]

@@ -55,7 +55,10 @@ NEEDS_GPU = (
 
 
 def find(request: ModelOptions) -> Target:
-    """The model with its head, and with its layers up to the last one that --layers names."""
+    """The model with its head, and with its layers up to the last one that --layers names.
+
+    Raises the errors of `target.find` and `refuse_large`.
+    """
     target = find_layers(request, whole=request.layers == "all", head=True)
     refuse_large(target.ref, target.sizes)
     return target
@@ -71,17 +74,18 @@ def prefill(request: PrefillOptions, watcher: Watcher) -> tuple[Path, Report]:
 
 
 def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
-    """Time every prompt, the shortest first; first with the model's own convolution and norm, then
-    with the bundled ones if they are requested.
+    """Time every prompt, the shortest first: all with the model's own convolution and norm, then
+    all with the bundled ones if they are requested.
 
-    Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
+    Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU, and if
+    memory runs out outside of the case of an implementation.
     """
     device = require_gpu(*NEEDS_GPU)
     names = dict.fromkeys(layer.operator for layer in target.layers)
     resolved = resolve_implementations(request, tuple(names))
     # With other placements, moving weights or activations would be part of the time.
     on_gpu = replace(target, request=replace(target.request, placement="one-gpu"))
-    steps: dict[str, float] = {}  # the seconds that each step of the command took
+    steps: dict[str, float] = {}  # step of the command -> its seconds
 
     def on_step(name: str, seconds: float) -> None:
         watcher.say(f"{name}: {seconds:.1f} s")
@@ -167,9 +171,10 @@ def _lengths(
 
 
 def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) -> Iterator[Case]:
-    """The cases of a prompt, the baseline's first.
+    """The cases of a prompt, the baseline's first, before they have run.
 
-    With bundled convolution and norm, libraries have no case, unless one is the baseline.
+    An implementation with precisions of its own runs at the first of them.  With bundled
+    convolution and norm, libraries have no case, unless one is the baseline.
     """
     config = length.model.config.get_text_config()
     dtype = dtype_name(length.model.get_input_embeddings().weight.dtype)
@@ -202,7 +207,7 @@ def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) 
             inputs=prompt.token_sha256,
             implementation=known.name,
             kind=known.kind,
-            version=known.version if known.kind == "library" else "",
+            version=known.version,
             precision=str(own_precisions(known, dtype, wanted)[0]),
             baseline="" if known.name == resolved.baseline else resolved.baseline,
             status="ran",
@@ -222,9 +227,10 @@ class _Length:
     layer: the layer whose operator is timed alone.
     bundled: the convolution and norm that replace the model's own; None: the model's own run.
     comparer: times the operators alone.
+    timer: times whole prefills.
     profile: runs a function under torch's profiler, and returns the trace.
     cases: the cases by implementation, the baseline's first.
-    seen: the implementations whose prefill has begun.
+    seen: the implementations that the budget has reached.
     logits: the baseline's logits of the first token, (b, vocabulary), fp32, on the CPU; None until
         its prefill has run.
     """
@@ -246,10 +252,12 @@ class _Length:
 
     @property
     def segment_count(self) -> int:
+        """The number of forward calls in one prefill."""
         return len(split_prompt(self.ids.shape[1], self.segment_length))
 
     @property
     def operator_calls(self) -> int:
+        """The number of operator calls in one prefill."""
         return len(self.mixers) * self.segment_count
 
     @property
@@ -259,7 +267,8 @@ class _Length:
         return f"{first.size}, {first.where.removeprefix('prefill, ')}"
 
     def is_done(self, earlier: Mapping[str, Case]) -> bool:
-        """Whether an interrupted command, which goes on now, has timed all cases.
+        """Whether an interrupted command, which goes on now, is done with all cases: each one was
+        timed, did not pass, or has a reason why it was not timed.
 
         earlier: the cases that it has written, by name.
         """
@@ -272,22 +281,25 @@ class _Length:
         return True
 
     def leave_out_unseen(self, writer: Writer, begun: bool) -> None:
-        """Note in the report the cases for which the budget had no time.
+        """Note in the report the cases that the budget did not reach.
 
-        begun: whether anything ran on this prompt.
+        begun: whether anything ran on this prompt.  If not, the whole prompt is left out.
         """
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
             case_key = next(iter(self.cases.values())).case_key
-            # only a budget leaves cases out
+            # there is a budget, because nothing else leaves cases out
             reason = f"the budget of {self.request.budget:g} s was spent"
+            # (): all implementations
             writer.leave_out(case_key, reason, unseen if begun else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:
         """Run all steps on this prompt, and write the cases.
 
-        A step begins only if the budget is not spent.  Raises BadInputError if the model bypasses
-        its operator.
+        clock: its budget is not spent yet.  Once it is, the step that runs is finished, and no
+        further implementation is profiled or timed.
+
+        Raises BadInputError if the model bypasses its operator.
         """
         with clock.step(f"{self.what}, one layer's operator alone"):
             self._compare_operators()
@@ -303,7 +315,7 @@ class _Length:
             self._sample(writer, clock)
 
     def first_token_logits(self) -> torch.Tensor:
-        """The logits of the first generated token, (b, vocabulary)."""
+        """Run a prefill.  Returns the logits of the first generated token, (b, vocabulary)."""
         return model_prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
@@ -312,9 +324,11 @@ class _Length:
 
     @contextmanager
     def running(self, compute: Compute, *, marks: bool = False) -> Iterator[CallCount]:
-        """While the context is open, `compute` replaces the model's operators.
+        """While the context is open, `compute` replaces the model's operators, and the bundled
+        convolution and norm replace the model's own, if this length has them.
 
-        marks: also mark the parts of the model for a profile.
+        The value of the context counts the operator's calls.  marks: also mark the parts of the
+        model for a profile.
         """
         with ExitStack() as stack:
             if self.bundled:
@@ -331,8 +345,9 @@ class _Length:
         return lambda call: self.resolve(call.mixer.operator, name).run(call.inputs, precision)
 
     @contextmanager
-    def _judging(self, *names: str) -> Iterator[None]:
-        """An error in the block becomes the status of these implementations' cases.
+    def _noting_errors(self, *names: str) -> Iterator[None]:
+        """An error in the block becomes the status of these implementations' cases.  Without names
+        it is dropped.
 
         Passes BadInputError on, and raises MissingCapabilityError if the GPU has become unusable.
         """
@@ -347,7 +362,9 @@ class _Length:
                 self._change(name, status=status, reason=reason)
 
     def _blaming_user(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """If the process ends in the block, the first user's kernel among `names` is named."""
+        """A context.  If the process ends in it, its parent blames the first of `names` that is a
+        user's kernel.  Without one, it blames nobody.
+        """
         users = [self.cases[name] for name in names if self.cases[name].kind == "own"]
         return while_it_runs(users[0] if users else None)
 
@@ -366,7 +383,7 @@ class _Length:
         This also compiles the kernels and tunes libraries.  Outputs are not compared with the
         oracle: `ssdprof run` does that.
         """
-        compared: list[str] = []  # the mixer, once its operator was timed
+        compared: list[str] = []  # the name of the mixer, once its operator is timed
 
         def compute(call: OperatorCall) -> Result:
             if call.mixer.layer_index == self.layer.index and not compared:
@@ -375,11 +392,13 @@ class _Length:
             return call.replacement()
 
         # Errors of the model itself are dropped here: its next prefill raises them again.
-        with self._judging(), self.running(compute):
+        with self._noting_errors(), self.running(compute):
             self.first_token_logits()
 
     def _compare_on(self, call: OperatorCall) -> None:
-        """Time all implementations on this call; faults become the status of their cases."""
+        """Time all implementations on this call.  Faults become the status of their cases; a reason
+        why one was not timed alone is dropped, because its prefill may still be timed.
+        """
         entries: list[Entry] = []
         for name, case in self.cases.items():
             bound = Call(
@@ -406,17 +425,19 @@ class _Length:
 
     def _whole_prefill(self, name: str) -> None:
         """Run one prefill under the profiler.  Add its memory, the times of the model's parts, and
-        the comparison of its logits with the baseline's to the case.
+        the comparison of its logits with the baseline's to the case; or the error, if there is one.
         """
         device = self.timer.device
-        latest = list[torch.Tensor]()
+        latest = list[torch.Tensor]()  # the logits of the latest run
 
         def run() -> None:
             latest[:] = [self.first_token_logits()]
             latest[0].argmax(-1)
 
-        with self._judging(name):
-            if self.segment_count > 1:  # a warm-up: launches of a tuner must not be in the profile
+        with self._noting_errors(name):
+            # `_compare_operators` has warmed up the calls of the first segment only.  A later one
+            # may compile or tune kernels, which must not be in the profile.
+            if self.segment_count > 1:
                 with self.running(self._compute(name)) as count:
                     run()
                 self._check(count)
@@ -429,8 +450,10 @@ class _Length:
             self._compare_logits(name, latest[0].float().cpu())
 
     def _compare_logits(self, name: str, logits: torch.Tensor) -> None:
-        """Add the difference from the baseline's logits to the case; logits: (b, vocabulary), fp32,
-        on the CPU.
+        """Note in the case that the logits are not finite.  If they are, add their difference from
+        the baseline's logits, if the baseline has some.
+
+        logits: (b, vocabulary), fp32, on the CPU.
         """
         if not torch.isfinite(logits).all():
             reason = "the first token's logits have NaN or Inf"
@@ -457,8 +480,8 @@ class _Length:
             )
 
     def _sample(self, writer: Writer, clock: StepClock) -> None:
-        """Time whole prefills of all implementations that passed in turns, if the budget is large
-        enough.
+        """Time whole prefills of all implementations that passed in turns.  If the rest of the
+        budget is too short for that, their cases say so.
         """
         passed = [name for name in self.seen if self.cases[name].result == "passed"]
         if not passed:
@@ -472,7 +495,7 @@ class _Length:
             )
             needed = plan.min_recordings * round_s
             fields: Mapping[str, Mapping[str, Any]]
-            if left < needed:
+            if left <= needed:
                 reason = f"the turns need {needed:.0f} s, and {left:.0f} s of the budget were left"
                 fields = {name: {"reason": reason} for name in runs}
             else:
@@ -484,15 +507,18 @@ class _Length:
             writer.case(self.cases[name])
 
     def _timed(self, compute: Compute) -> Any:
-        """The work that is timed; Any, because the timer is typed for outputs of operators."""
+        """A prefill with these operators, which is timed.  Returns the first tokens; typed as Any,
+        because the timer expects the output of an operator.
+        """
         with self.running(compute):
             return self.first_token()
 
     def _round_s(self, runs: Mapping[str, Callable[[], Any]], clock: StepClock) -> float:
         """Estimated seconds of one round: one prefill of every implementation.
 
-        If the GPU's work by the profiles is so long that samples will have no warm-up, it is the
-        estimate.  Otherwise one round is run, which also shows the time of the host.
+        If the GPU's work by the profiles is so long that samples will have no warm-up, or if the
+        budget is spent, that work is the estimate.  Otherwise one round is run, which also shows
+        the time of the host.
         """
         busy_s = 0.0
         for name in runs:
@@ -500,7 +526,8 @@ class _Length:
             if isinstance(task, Prefill):
                 busy_s += 1e-6 * sum(task.part_us.values())
         request = self.request
-        if not sampling_plan(busy_s, request.seconds, request.smallest_difference).warmup_rounds:
+        plan = sampling_plan(busy_s, request.seconds, request.smallest_difference)
+        if not plan.warmup_rounds or clock.left() == 0:
             return busy_s
         began = clock.now()
         for name, run in runs.items():
@@ -512,8 +539,8 @@ def sampling_plan(round_s: float, seconds: float, smallest_difference: float) ->
     """How to sample rounds that take about `round_s` seconds in about `seconds` seconds.
 
     If the time allows, five or more recordings are made, each in new memory and with a warm-up.
-    Else three or more are made, the fewest that give an interval, each with one round, in the same
-    memory and without a warm-up.
+    Else three or more are made (three are the fewest that give an interval), each with one round,
+    in the same memory and without a warm-up.
     """
     short = SamplingPlan(
         smallest_difference=smallest_difference,

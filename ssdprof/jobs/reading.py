@@ -34,7 +34,10 @@ CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size s
 def both(
     first: str, second: str, reason: str = "", hint: str = "Give one of them."
 ) -> BadInputError:
-    """The error for two options that cannot be given together."""
+    """The error for two options that cannot be given together.
+
+    reason: why, as the end of a sentence; empty if that is plain.
+    """
     because = f": {reason}" if reason else ""
     return BadInputError(f"{first} and {second} cannot be combined{because}.", hint)
 
@@ -60,7 +63,9 @@ def parse_seqs(seqs: str) -> tuple[int, ...]:
 
 
 def parse_packed(word: str) -> Tokens:
-    """Packed sequences of random lengths: "64x1k-4k".  Raises BadInputError."""
+    """Packed sequences of random lengths: "64x1k-4k" is 64 of 1,024 to 4,096 tokens.  Raises
+    BadInputError.
+    """
     if match := re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word):
         shortest = parse_seq(match[2])
         longest = parse_seq(match[3])
@@ -81,8 +86,7 @@ def parse_states(states: str) -> tuple[DType, ...]:
 
 def parse_state_formats(words: str) -> tuple[StateFormat, ...]:
     """ "fp32,int8" -> the formats of these names, without duplicates.  Raises BadInputError."""
-    names = dict.fromkeys(word.strip() for word in words.split(","))
-    return tuple(map(parse_state_format, names))
+    return tuple(map(parse_state_format, dict.fromkeys(_split(words))))
 
 
 def parse_implementations(option: str, words: str) -> tuple[str, ...]:
@@ -91,8 +95,8 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
     option: the option's name, for messages.  Whether the implementations exist depends on the
     operator, and is not checked here.
     """
-    names = tuple(dict.fromkeys(_words(words)))
-    if not names or "" in names:
+    names = tuple(dict.fromkeys(_split(words)))
+    if "" in names:
         raise BadInputError(
             f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
         )
@@ -109,9 +113,11 @@ def parse_tokens(
     `max_tokens` tokens.
 
     seqs, batches: lists like "1k,...,256k" and "1,8", of which every pair with at most `max_tokens`
-        tokens is measured.
+        tokens is measured; "": none.
     extra: pairs like "8x4k,32x1k", measured at any size; "": none.
-    packed: sequences of random lengths like "64x1k-4k"; "": none.
+    packed: sequences of random lengths like "64x1k-4k", measured at any size; "": none.
+
+    Raises BadInputError for other texts, and if nothing is left to measure.
     """
     pairs = [
         Tokens(sequences=batch, seqlen=seqlen)
@@ -123,7 +129,7 @@ def parse_tokens(
     wanted |= dict.fromkeys(map(parse_packed, _words(packed)))
     if not wanted:
         raise BadInputError(
-            f"Every cell has more than {max_tokens:,} tokens.",
+            f"No pair of --batch and --seq has {max_tokens:,} tokens or less.",
             "Raise --max-tokens, or ask for less.",
         )
     return tuple(wanted), tuple(pair for pair in pairs if pair not in wanted)
@@ -135,12 +141,15 @@ def parse_kept(
     """Layouts of tokens for calls that also return states inside of the sequences.
 
     verify: numbers of drafted tokens, "4,8", whose states are returned after each token; "": none.
-    every: distances, "64,1k": the states of `tokens` are returned after every so many tokens.
-    batches: see `parse_tokens`.  Raises BadInputError.
+    every: distances, "64,1k", if `verify` is empty: the states of `tokens` are returned after every
+        so many tokens.
+    batches: see `parse_tokens`.
+
+    Raises BadInputError for other texts, for too many drafted tokens, and if both are given.
     """
     if not verify:
         pairs = product(tokens, lengths(every))
-        return tuple(replace(cell, state_every=number) for cell, number in pairs)
+        return tuple(replace(laid_out, state_every=distance) for laid_out, distance in pairs)
     drafted = lengths(verify)
     if every or max(drafted) > MOST_STEP_TOKENS:
         raise BadInputError(
@@ -158,19 +167,19 @@ def in_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
 
     Raises BadInputError for fewer slots than sequences.
     """
-    needed = max(cell.sequences for cell in tokens)
+    needed = max(laid_out.sequences for laid_out in tokens)
     if slots < needed:
         raise BadInputError(
             f"A pool of {slots:,} slots has none for each of {needed:,} sequences.",
             f"Give --pool {needed} or more.",
         )
-    return tuple(replace(cell, pool=slots) for cell in tokens)
+    return tuple(replace(laid_out, pool=slots) for laid_out in tokens)
 
 
 def lengths(words: str) -> tuple[int, ...]:
     """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192).
 
-    Raises BadInputError.
+    Without duplicates; none in an empty text.  Raises BadInputError.
     """
     parsed: list[int] = []
     remaining = iter(_words(words))
@@ -219,13 +228,14 @@ def parse_chunk_sizes(words: str) -> tuple[int, ...]:
 
 
 def _known(option: str, words: str, known: Sequence[K], more: str = "") -> tuple[K, ...]:
-    """The values that the words name, without duplicates.  Raises BadInputError for other words.
+    """The values that the words name, without duplicates.  Raises BadInputError for other words,
+    and for an empty text.
 
     option, more: the option's name, and the end of the hint, for messages.
     """
     by_word = {str(value): value for value in known}
-    listed = _words(words)
-    for word in listed or [words]:
+    listed = _split(words)
+    for word in listed:
         if word not in by_word:
             raise BadInputError(
                 f"{option} does not know {word!r}.",
@@ -235,7 +245,7 @@ def _known(option: str, words: str, known: Sequence[K], more: str = "") -> tuple
 
 
 def _batches(words: str) -> Iterable[int]:
-    """ "1,8" -> 1, 8.  Raises BadInputError."""
+    """ "1,8" -> 1, 8; none in an empty text.  Raises BadInputError."""
     for word in _words(words):
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
             raise BadInputError(
@@ -249,25 +259,31 @@ def _pair(word: str) -> Tokens:
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", word)
     if match is None:
         raise BadInputError(
-            f"{word!r} is not a cell.", "Give sequences x length, such as 8x4k or 32x1k."
+            f"{word!r} is not a pair of batch x length.", "Give pairs such as 8x4k or 32x1k."
         )
     return Tokens(sequences=int(match[1]), seqlen=parse_seq(match[2]))
 
 
 def _words(text: str) -> list[str]:
     """The words between commas; none in an empty text."""
-    return [word.strip() for word in text.split(",")] if text else []
+    return _split(text) if text else []
+
+
+def _split(text: str) -> list[str]:
+    """The words between commas, some of which may be empty; an empty one in an empty text."""
+    return [word.strip() for word in text.split(",")]
 
 
 def parse_shapes(known: InputGenerator, words: str | None) -> tuple[Shape, ...]:
-    """ "mamba2-2.7b,80x64x128x1" -> shapes without duplicates.  Raises BadInputError.
+    """ "mamba2-2.7b,80x64x128x1" -> shapes without duplicates.  Raises BadInputError for other
+    words, and for an empty text.
 
     known: the operator's generator, which has the shapes of models.  words: "all" means all models,
     and None the first one.
     """
     if words is None:
         words = next(iter(known.shapes))
-    names = known.shapes if words == "all" else _words(words) or [words]
+    names = list(known.shapes) if words == "all" else _split(words)
     return tuple(dict.fromkeys(_shape(known, name) for name in names))
 
 
@@ -284,15 +300,17 @@ def _shape(known: InputGenerator, name: str) -> Shape:
 
 def parse_ways(operator: Operator, words: str) -> tuple[str, ...]:
     """ "normalised,quarter-ungated" -> the words, without duplicates, in the operator's order.
+    Empty words are ignored.
 
     Raises BadInputError for words that the operator's generator does not know.
     """
     known = operator.generated.ways
-    wanted = {*filter(None, _words(words))}
-    for word in sorted(wanted - known.keys()):
+    wanted = _words(words)
+    unknown = [word for word in wanted if word and word not in known]
+    if unknown:
         meanings = ", ".join(f"{name} ({meaning})" for name, meaning in known.items())
         raise BadInputError(
-            f"--draw does not know {word!r}.",
+            f"--draw does not know {unknown[0]!r}.",
             f"For {operator.name} there are: {meanings or 'none'}.",
         )
     return tuple(word for word in known if word in wanted)

@@ -1,8 +1,9 @@
 """Replays captured calls, for `run` and `ssdprof.compare`.
 
-A captured call is cut to the first rank's share, cast to another dtype, or cut to drafted tokens,
-as the options say.  Then each implementation and precision gets an entry, and `jobs.compare`
-compares them, unless an interrupted run did that before.
+A captured call is cut to the first rank's share, cast to another dtype, and cut to drafted tokens,
+if the options say so.  Then each implementation and precision gets an entry, and `jobs.compare`
+compares them, unless an interrupted run did that before.  With --decode-states, `jobs.states`
+decodes the call instead.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ class Resolved:
 
     resolve: gives an implementation of an operator by its name.
     names, baseline_name: the names of the implementations as they were typed.
-    precisions: the requested precisions, for implementations that declare none of their own.
-    requested: the named implementations of each operator, in the requested order.
+    precisions: gives the requested precisions, for implementations that declare none of their own.
+    requested: the named implementations, those of the first operator first, in the order of their
+        names.
     baselines: the baseline of each operator.
-    decode: whether there are decode steps; then users' kernels that work in place run on these
-        only.
+    decode: whether there are decode steps; then users' kernels and libraries that work in place run
+        on these only.
     """
 
     resolve: Resolve
@@ -92,7 +94,7 @@ class Resolved:
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """A sentence for each unavailable implementation."""
+        """The sentence of each unavailable implementation (`Implementation.absent`)."""
         return tuple(dict.fromkeys(known.absent for known in self.all if known.absent))
 
     @property
@@ -105,8 +107,8 @@ class Resolved:
 
         dtype: dtype of the inputs.  call: None if the whole prompt is one call.
 
-        Decode steps are computed by `STEPS` and by users' kernels that work in place, exactly and
-        with fp32 states, whatever the precisions of the prompt.
+        Decode steps are computed by `STEPS`, and by users' kernels and libraries that work in
+        place, exactly and with fp32 states, whatever the precisions of the prompt.
         """
         names = self.names
         baseline = self.baseline_name
@@ -138,11 +140,11 @@ def planned(
     wanted: Sequence[Precision],
     dtype: DType,
 ) -> list[Planned]:
-    """Every case of a call.
+    """Every case of a call, as it is planned.
 
     The cases are grouped by the precision of the baseline.  Each group begins with the baseline
     itself, whether or not it is in `compared`.  With `unfused` as the baseline of `fused` at
-    "relaxed" and "exact", the cases are
+    "relaxed" and "exact", all with fp32 states, the cases are
 
         (unfused, exact, exact), (fused, relaxed, exact), (fused, exact, exact)
 
@@ -155,7 +157,7 @@ def planned(
     def group_of(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
         """The group of the baseline with which an implementation at `precision` is compared: with
         exact intermediates and the same states.  If the baseline does not run at that precision, it
-        is the first one at which it does.
+        is compared at the first one at which it does.
         """
         exact = replace(precision, intermediates="exact")
         available = own_precisions(baseline, dtype, (exact,)) or (exact,)
@@ -167,7 +169,7 @@ def planned(
         for known in compared:
             if known.precisions is None:
                 group[known.name, precision] = known
-    for known in compared:
+    for known in compared:  # without precisions of their own, they are in a group already
         for precision in own_precisions(known, dtype, ()):
             group_of(precision)[known.name, precision] = known
     plans: list[Planned] = []
@@ -177,11 +179,11 @@ def planned(
 
 
 def resolve_implementations(
-    options: RunOptions | PrefillOptions, names: Sequence[str], *, decode: bool = False
+    options: RunOptions | PrefillOptions, operator_names: Sequence[str], *, decode: bool = False
 ) -> Resolved:
     """Resolve the implementations that the options name.
 
-    names: the names of the operators.  decode: see `Resolved`.
+    operator_names: the operators of the layers.  decode: see `Resolved`.
 
     Raises BadInputError for an unknown name and for a user's kernel that cannot be imported.
     Raises MissingCapabilityError if the baseline is unavailable, or if all implementations that
@@ -189,9 +191,9 @@ def resolve_implementations(
     """
     resolve = resolver(limits.device())
     requested: list[Implementation] = []
-    for operator in names:
+    for operator in operator_names:
         requested += [resolve(operator, name) for name in options.implementations]
-    baselines = [resolve(operator, options.baseline) for operator in names]
+    baselines = [resolve(operator, options.baseline) for operator in operator_names]
     others = [known for known in requested if known.name != baselines[0].name]
     needed = list(baselines)
     if all(known.absent for known in others):
@@ -225,8 +227,10 @@ class Replay:
         cast_to: DType | None,
         watcher: Watcher,
     ) -> None:
-        """planner: gives the cases of a call.  cast_to: the dtype to which inputs are cast; None:
-        they stay as captured.
+        """On a GPU, measures its ceilings, unless the report has them.
+
+        planner: gives the cases of a call.  cast_to: the dtype to which inputs are cast; None: they
+        stay as captured.
 
         Without a GPU, and in Triton's interpreter, outputs are compared and nothing is timed.
         """
@@ -272,7 +276,7 @@ class Replay:
         """The context's value is a function that compares implementations on a captured call.
 
         count: expected number of calls.  store: also stores the captures; None: they are not
-        stored.
+        stored.  Raises MissingCapabilityError if memory runs out outside of a case.
         """
         with (
             limits.memory_errors(),
@@ -310,7 +314,7 @@ class Replay:
             return
         if self._is_done(entries):
             writer.captured(layer)
-            # so that later layers of the kind do not test the implementations' laws again
+            # Later layers of the kind then do not test the implementations' laws again.
             for entry in entries:
                 if writer.earlier[entry.case.name].probes:
                     self._prober.probed(entry.call.implementation, inputs)
@@ -353,14 +357,14 @@ class Replay:
         server recorded, if there is one.
         """
         dims, work = operator.oracle.cost(inputs)
-        planned = list(self._planner(operator, dims.dtype, call))
+        plans = list(self._planner(operator, dims.dtype, call))
         # neither cast, nor a rank's share, nor drafted tokens alone
         unchanged = inputs is captured.inputs
         if captured.served and unchanged:
             model = self._writer.report.model
-            _, baseline_precision, _ = planned[0]
+            _, baseline_precision, _ = plans[0]
             implementation, precision = served(captured, model.model_type if model else "")
-            planned.append((implementation, precision, baseline_precision))
+            plans.append((implementation, precision, baseline_precision))
         prompt_seqlen = dims.seqlen
         prompt_batch = dims.batch
         if call is not None:
@@ -375,19 +379,21 @@ class Replay:
             "inputs": self._hash_of(prompt_seqlen, prompt_batch),
             **work,
         }
-        return self._by_baseline(inputs, planned, fields)
+        return self._by_baseline(inputs, plans, fields)
 
     def _by_baseline(
-        self, inputs: Inputs, planned: Sequence[Planned], fields: Mapping[str, Any]
+        self, inputs: Inputs, plans: Sequence[Planned], fields: Mapping[str, Any]
     ) -> list[Entry]:
-        """An entry for each planned case.  Entries with the same baseline are timed together.
+        """An entry for each planned case.  Those that are compared with the same precision of the
+        baseline are timed together.
 
+        plans: of a call, the baseline's case before those that are compared with it.
         fields: the fields that all cases share.
         """
-        first_implementation, *_ = planned[0]
+        first_implementation, *_ = plans[0]
         name = first_implementation.name  # of the baseline
         entries: dict[tuple[str, Precision], Entry] = {}
-        for implementation, precision, baseline_precision in planned:
+        for implementation, precision, baseline_precision in plans:
             baseline = entries.get((name, baseline_precision))  # None: this is the baseline
             entry = Entry.of(
                 implementation, inputs, precision, baseline=name if baseline else "", **fields
@@ -408,14 +414,17 @@ class Replay:
         return hashes.get((seqlen, batch), "")
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
-        """Whether an interrupted run, which goes on now, has compared all entries of the call."""
+        """Whether an interrupted run, which goes on now, has compared and timed all entries of the
+        call.
+        """
         earlier = [self._writer.earlier.get(entry.case.name) for entry in entries]
         return all(case and case.reason != NOT_TIMED for case in earlier)
 
     def _compare(self, entries: Sequence[Entry], layer: LayerRef) -> None:
         """Compare the entries, and write each case as soon as it is known.
 
-        Also traces the first call, if requested, and notes clocks and peak memory in the report.
+        Also traces the entries once, if --trace requests it and no earlier call was traced, and
+        notes clocks and peak memory in the report.
         """
         for case in self._comparer.compare(entries, layer.name):
             self._writer.case(case)
@@ -473,8 +482,8 @@ def served(captured: CapturedLayer, server: str) -> tuple[Implementation, Precis
 
 
 def first_rank(operator: Operator, inputs: Inputs, ranks: int) -> Inputs:
-    """The first rank's share of an operator's inputs, in the layout of the rank's own
-    projection.
+    """The first rank's share of an operator's inputs, in the layout of the rank's own projection;
+    the inputs themselves if there is one rank.
     """
     if ranks == 1:
         return inputs
@@ -485,8 +494,8 @@ def cast_inputs(operator: Operator, inputs: Inputs, to: DType | None) -> tuple[I
     """The inputs with the model's activations (`CallBinding.activations`) cast to dtype `to`, and
     a sentence for the report on elements that `to` cannot represent; it is empty if there are none.
 
-    The tensors get the layout that they would have in a model of that dtype.  to: None changes
-    nothing.
+    The tensors get the layout that they would have in a model of that dtype.  to: None returns the
+    inputs themselves.
     """
     if to is None:
         return inputs, ""
@@ -500,7 +509,10 @@ def cast_inputs(operator: Operator, inputs: Inputs, to: DType | None) -> tuple[I
 
 
 def _lost(name: str, original: torch.Tensor, cast: torch.Tensor) -> Iterator[str]:
-    """Phrases on the elements of the tensor `name` that the cast made infinite or 0."""
+    """Phrases on the elements of the tensor `name` that the cast made infinite or 0: at most two.
+
+    original, cast: the tensor before and after it.
+    """
     infinite = int((original.isfinite() & ~cast.isfinite()).sum())
     zero = int(((original != 0) & (cast == 0)).sum())
     if infinite:

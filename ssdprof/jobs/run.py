@@ -4,6 +4,7 @@ locate -> fetch -> build prompts -> load -> capture each layer -> compare on it 
 if requested
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -50,11 +51,13 @@ from ssdprof.store.tuned import use_saved
 
 
 def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> Resolved:
-    """Resolve the implementations, and raise an error if this machine cannot replay the target.
+    """Resolve the implementations, and raise an error if the options do not apply to the target, or
+    if this machine cannot replay it.
 
-    Loads nothing; `--dry-run` calls it too.  `plan.choose` decides whether a model's weights fit.
+    Loads nothing; `--dry-run` calls it for its errors.  `plan.choose` decides whether a model's
+    weights fit.
 
-    ranks: processes that share the layers.
+    ranks: processes that share the layers.  Raises BadInputError and MissingCapabilityError.
     """
     if ranks is not None and ranks.count > len(target.layers):
         raise BadInputError(
@@ -94,9 +97,9 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
 
 
 def refuse_sharding(ref: CheckpointRef, sizes_of_layers: Sizes, ranks: int) -> None:
-    """BadInputError for a layer whose heads a server could not divide among `ranks`.
+    """Raises BadInputError for a layer whose heads a server could not divide among `ranks`.
 
-    The hint lists the numbers of ranks that would fit.
+    The hint lists the numbers of ranks that would fit this layer.
     """
     for layer, sizes in sizes_of_layers:
         operator = operators.get(layer.operator)
@@ -121,7 +124,6 @@ def run(
 ) -> tuple[Path, Report]:
     """Capture a model's layers on each prompt, or open stored captures, and compare implementations
     on them.  Returns the run's folder and its report.
-
     ranks: processes that share the layers.  The first one returns the report of all.
     """
     options = _for_this_machine(options, watcher)
@@ -153,6 +155,7 @@ def run(
         samplers=options.processes if limits.device().type == "cuda" else 1,
         **source.header,
     ) as writer:
+        began = time.monotonic()
         storing: AbstractContextManager[captures.CaptureWriter | None] = nullcontext()
         if options.save_captures and isinstance(source, Loaded):
             storing = source.stored_in(writer.captures, overwrite=True)
@@ -173,6 +176,7 @@ def run(
                 states=options.states,
                 weights="own",
             )
+            writer.update(seconds=writer.report.first.seconds + time.monotonic() - began)
             compare_answers(source, answers, watcher, writer)
     return load_report(writer.folder)
 
@@ -186,9 +190,9 @@ def _replay_stored(source: Stored, replay: Replay) -> None:
 
 
 def _for_this_machine(options: RunOptions, watcher: Watcher) -> RunOptions:
-    """The options, without gates on speed if there is no GPU, where nothing is timed.
+    """The options; without a GPU, where nothing is timed, without gates on speed.
 
-    The watcher shows why a GPU of this machine cannot be used.
+    The watcher shows why a GPU of this machine cannot be used, and which gates are left out.
     """
     if reason := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {reason}")
@@ -228,8 +232,8 @@ def _requested(
 def _calls(
     target: Target | Stored, prompt: Prompt, layer: LayerRef, verify: int
 ) -> Iterator[tuple[int, int, CallRef | None]]:
-    """The calls of a layer on a prompt: tokens of a sequence, number of sequences, and the call;
-    None if the whole prompt is one call.
+    """The calls of a layer on a prompt, each as tokens of a row, number of rows, and the call; None
+    if the whole prompt is one call.  Packed sequences are one row.
 
     verify: number of drafted tokens; 0: none.
     """
@@ -246,7 +250,9 @@ def _calls(
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
-    """Tokens of each sequence in the call; of packed sequences, the tokens of all together."""
+    """Tokens of each sequence in a call of `Serving.calls`; of packed sequences, the tokens of all
+    together.
+    """
     if call is None or call.kind == "packed":
         return prompt.seqlen
     if call.kind == "decode":
@@ -260,8 +266,9 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
 
 
 def check_capture(out: Path | None, *, overwrite: bool) -> None:
-    """Raise the error of `capture` for a folder or a machine that it refuses; `--dry-run` calls it
-    too.
+    """Raise the error of `capture` for a folder or a machine that it refuses.
+
+    `--dry-run` calls it, too.  out, overwrite: see `capture`.
     """
     captures.check_folder(out, overwrite=overwrite)
     limits.check_capture()
@@ -316,7 +323,9 @@ def capture(
     """Store the inputs of a model's layers.  Returns the folder and manifest of the capture.
 
     out: the folder; None: one in the cache.  overwrite: replace a complete capture in it.
-    An interrupted capture keeps the calls that are complete, if that is any.
+
+    If it is interrupted, the calls that are stored stay, and KeyboardInterrupt says where; but an
+    earlier complete capture in the folder stays in their place.
     """
     check_capture(out, overwrite=overwrite)
     if reason := unusable_gpu():
@@ -337,7 +346,7 @@ def capture(
 
             loaded.run(add)
     except KeyboardInterrupt:
-        if writer.kept or not writer.manifest.layers:
+        if writer.kept or not writer.manifest.layers:  # an earlier capture stays, or nothing does
             raise
         done = f"{len(writer.manifest.layers):,} of {plural(target.call_count, 'call')}"
         raise KeyboardInterrupt(

@@ -1,4 +1,4 @@
-"""`python -m ssdprof.jobs.sample FOLDER NUMBER`: measures the cases of a report again, in a fresh
+"""`python -m ssdprof.jobs.sample FOLDER NUMBER`: times the cases of a report again, in a fresh
 process, and adds their samples to the report as process NUMBER.
 
 Clocks, temperature and memory addresses differ between processes, so that the interval of a call
@@ -18,10 +18,10 @@ from ssdprof.store import reports
 
 
 def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> None:
-    """Measure the cases of a report again, and add their samples to it.
+    """Time the cases of a report again, and add their samples to it.
 
     options: the options of the command that wrote the report.  folder: the report's folder.
-    number: the number of this process.
+    number: the number of this process in the report.
 
     Imports torch, after which the process must not be forked.
     """
@@ -39,11 +39,13 @@ def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> Non
 def main() -> None:
     """Sample in this process, or, if the options name kernels of the user, in a child process,
     whose crash is noted in the report.
+
+    If sampling fails, the report stays partial.  Nobody reads this process's exit code.
     """
     folder = Path(sys.argv[1])
     number = int(sys.argv[2])
     _, report = reports.load(folder)
-    words = list(report.command[2:])
+    words = list(report.command[2:])  # those after "ssdprof bench" or "ssdprof run"
     is_bench = report.kind == "bench"
     options = parsed(BenchOptions, words) if is_bench else parsed(RunOptions, words)
     ended = child.fork() if own_kernels(vars(options)) else None

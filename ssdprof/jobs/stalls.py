@@ -48,13 +48,16 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
 
     The tensors are those that the run read or stored, else newly captured ones.
     If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
-    Raises MissingCapabilityError without a GPU.
+
+    Raises MissingCapabilityError without a GPU, and BadInputError if there is nothing that can be
+    profiled as requested.
     """
     require_gpu(*NEEDS_GPU)
     if not request.no_tuned:
         request = replace(request, tuned=use_saved(watcher.say))
     where = request.where
     to_capture: Callable[[], ModelOptions]  # called if no folder holds captures
+    # a run, by default the latest one
     if where is None or any((path / HEADER).is_file() for path in (Path(where), RUNS / where)):
         run, report = load(where, "run")
         _refuse_changed(report)
@@ -67,7 +70,7 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
         folders = [Path(where).expanduser()]
         to_capture = partial(_of_model, request, where)
         out = request.out or new_folder(where)
-    with _new_folder(out / documents.STALLS_FOLDER, overwrite=request.force) as folder:
+    with _folder_of_stalls(out / documents.STALLS_FOLDER, overwrite=request.force) as folder:
         return folder, _profile(folders, to_capture, request, folder, watcher)
 
 
@@ -86,7 +89,7 @@ def _profile(
         torch.cuda.empty_cache()  # for the processes that ncu profiles
         created = datetime.now(UTC).isoformat(timespec="seconds")
         missing = ""  # the reason why there is no report of ncu
-        version = ""  # of ncu
+        version = ""  # of ncu; empty if it cannot profile
         with (
             tempfile.TemporaryDirectory(prefix="ssdprof-") as cache,
             watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,
@@ -97,11 +100,11 @@ def _profile(
                 for launch in launched.values()
             ]
             try:
-                program, newest = ncu.find()
+                program, found_version = ncu.find()
                 for (job, launch), report in zip(launched.items(), reports, strict=True):
                     ncu.profile(job, launch, program, report, timeout_s=request.timeout_s)
                     advance(1)
-                version = newest
+                version = found_version
             except MissingCapabilityError as error:
                 missing = f"{error.message} {error.hint}".rstrip()
         checkpoint = read_manifest(captures).checkpoint
@@ -140,8 +143,8 @@ def _launch(
     captures, layer: the folder of the captures, and the one that is replayed.  cache: a folder for
     compiled kernels, which the launches share with ncu's processes.
 
-    Raises the error if a bundled kernel or a user's kernel cannot be profiled, or if no library
-    can.
+    Raises the error of a bundled kernel or a user's kernel that cannot be launched or that launches
+    no Triton kernel, and that of the last library if nothing can be profiled.
     """
     launched: dict[ncu.Job, Launched] = {}
     left_out: list[str] = []
@@ -173,6 +176,7 @@ def _launch(
                     "'ssdprof run' shows what is wrong with it.",
                     code,
                 ) from error
+            # if it fails too, nothing is left to profile
             is_last_hope = name == request.implementations[-1] and not launched
             if kind == "bundled" or is_last_hope:
                 raise
@@ -222,8 +226,7 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
     """The capture of the requested layer and length; by default of the middle layer, and of the
     longest prompt.
 
-    Raises BadInputError if the folder has none of a whole prompt, or if an implementation does not
-    know the operators.
+    Raises BadInputError if the folder has none of a whole prompt that all implementations know.
     """
     captures = read_manifest(folder).layers
     fitting = [
@@ -271,7 +274,7 @@ def _refuse_changed(report: Report) -> None:
 
 
 def _of_run(report: Report, request: StallsOptions) -> StallsOptions:
-    """The request with its layer; by default the middle one of the run.
+    """The request for a run, with its layer; by default the middle one of the run.
 
     Raises BadInputError if the run has no such layer or no prompt of the requested length.
     """
@@ -324,11 +327,11 @@ def _of_model(request: StallsOptions, model: str) -> ModelOptions:
 
 
 @contextmanager
-def _new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Create a folder, and its parent if that does not exist.
+def _folder_of_stalls(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Create a folder, and its parents, if they do not exist.
 
-    At the end of the context, both are removed if nothing was written into them.
-    Raises BadInputError if the folder has stalls already, unless `overwrite` is set.
+    At the end of the context, the folder is removed if it is empty; then its parent, too, if that
+    is empty.  Raises BadInputError if the folder has stalls already, unless `overwrite` is set.
     """
     if (folder / documents.STALLS_RECORD).exists() and not overwrite:
         raise BadInputError(

@@ -55,7 +55,8 @@ def decode(
     """Write a case for each requested format, except those that an interrupted run or bench, which
     goes on now, has written.
 
-    inputs, call: the inputs that are decoded, and the call that they come from.
+    inputs, call: the inputs that are decoded, of sequences that are not packed, and the call that
+        they come from.
     prompt_hash: hash of the prompt's tokens; empty: there is no prompt.
     """
     task = DecodedStates(
@@ -65,7 +66,7 @@ def decode(
         marks=marks_of(call.dims.seqlen, options.decode_step),
         memories=head_memories(operator, inputs),
     )
-    exact: list[Output] = []  # computed for the first case
+    exact: list[Output] = []  # of the oracle; computed once, for the first case that needs it
     formats = options.decode_states or ()
     with watcher.step(f"{call.where}: decoding", len(formats), unit="formats") as advance:
         for state_format in formats:
@@ -111,7 +112,7 @@ def _decoded(
 
     exact: the fp64 output from each mark to the next, and the states at the latter.
     """
-    steps = [-(-mark // task.step) for mark in task.marks]  # rounded up
+    steps = [-(-mark // task.step) for mark in task.marks]  # up to each mark, rounded up
     try:
         out, states = stepped_states(inputs, state_format, task.step, steps)
     except BadInputError as error:  # the user's function returned no states
@@ -123,24 +124,25 @@ def _decoded(
     state_errors = []
     ranges = pairwise((0, *task.marks))
     for (start, stop), state, expected in zip(ranges, states, exact, strict=True):
+        # heads are dimension 2 of out (b, l, h, p), and 1 of states (sequences, h, ...)
         out_errors.append(errors_of_heads(out[:, start:stop], expected.out, 2))
         state_errors.append(errors_of_heads(state, expected.final_states, 1))
     value_dim = inputs.values.shape[-1]
     key_dim = math.prod(inputs.states_shape[2:]) // value_dim
-    bytes_of_head = state_format.state_bytes(key_dim, value_dim)  # None: not known
-    measured = task.changed(
-        out_errors=out_errors,
-        state_errors=state_errors,
-        slot_bytes=bytes_of_head and bytes_of_head * len(task.memories),
-    )
+    slot_bytes = state_format.state_bytes(key_dim, value_dim)  # of one head; None: not known
+    if slot_bytes is not None:
+        slot_bytes *= len(task.memories)  # there is a memory for each head
+    measured = task.changed(out_errors=out_errors, state_errors=state_errors, slot_bytes=slot_bytes)
     return case.changed(task=measured)
 
 
 def _exact(operator: Operator, inputs: Inputs, marks: Sequence[int]) -> Iterator[Output]:
-    """For each mark, the fp64 output of the tokens from the mark before, and the fp64 states."""
+    """For each mark, the fp64 output of the tokens from the mark before, and the fp64 states at the
+    mark.
+    """
     tensors = operator.binding.positional(inputs)
     states = inputs.initial
-    block = block_length(operator.oracle, inputs, inputs.device)
+    block = block_length(operator.oracle, inputs, inputs.device)  # in positions
     for start, stop in pairwise((0, *marks)):
         tokens = {name: tensor[:, start:stop] for name, tensor in tensors.items()}
         piece = replace(inputs, **tokens).after(states)
@@ -149,13 +151,13 @@ def _exact(operator: Operator, inputs: Inputs, marks: Sequence[int]) -> Iterator
         yield Output(out, states)
 
 
-def errors_of_heads(actual: Tensor, exact: Tensor, heads: int) -> tuple[float | None, ...]:
+def errors_of_heads(actual: Tensor, exact: Tensor, head_dim: int) -> tuple[float | None, ...]:
     """For each head, the RMS of the difference over the RMS of `exact`, to `_DIGITS` digits.
 
     None for a head whose error is not finite, or whose exact values are all 0 while its actual ones
-    are not.  heads: the dimension of the heads.
+    are not.  head_dim: the dimension of both tensors along which the heads are.
     """
-    other_dims = [dim for dim in range(exact.ndim) if dim != heads]
+    other_dims = [dim for dim in range(exact.ndim) if dim != head_dim]
     squares = (actual.double() - exact).square().sum(other_dims)
     ratios = torch.where(squares == 0, 0.0, squares / exact.square().sum(other_dims)).sqrt()
     return tuple(
@@ -164,14 +166,17 @@ def errors_of_heads(actual: Tensor, exact: Tensor, heads: int) -> tuple[float | 
 
 
 def head_memories(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
-    """For each head, after how many of the `MEMORIES` lengths its mean decay leaves more than
-    1/1000 of the state: from 0 to `len(MEMORIES)`.
+    """For each head, the number of `MEMORIES`, lengths in tokens, after which its mean decay leaves
+    more than 1/1000 of the state: from 0 to `len(MEMORIES)`.
+
+    A head of KDA has a decay for each channel; its slowest channel counts.
     """
     spans = [span for span in spans_of(inputs) if span.length]
-    # the logarithm of each head's decay over each sequence, (sequences, heads)
-    log_decays = [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
+    # In chunks of one position, exponents are the logarithms of single decays: (positions, heads,
+    # channels), with one channel except in KDA.  Their sums are of whole sequences.
+    log_decays = [operator.oracle.gate(inputs, span, 1).exponents.sum(0) for span in spans]
     tokens = sum(span.length for span in spans)
-    mean_log = torch.stack(log_decays).sum(0) / tokens  # of one token, (heads)
+    mean_log = torch.stack(log_decays).sum(0).amax(-1) / tokens  # of one token, (heads)
     lengths = torch.tensor(MEMORIES, device=mean_log.device)
     remembers = mean_log[:, None] * lengths > math.log(1e-3)  # (heads, lengths)
     return tuple(remembers.sum(1).tolist())

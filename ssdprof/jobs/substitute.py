@@ -21,15 +21,16 @@ from ssdprof.operators.implementations import required, resolve
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_SHOWN = 3  # the kernels of a part whose times are listed one by one
+_SHOWN = 3  # the number of kernels of a part whose times are listed one by one
 _LAYER_PATH = re.compile(r"(?:^|\.)layers\.\d+\.")
-# Computes a call of an operator in place of the model.  The result is `out`, and the final states
-# in fp32, or None if the call does not need them.
+# Computes a call of an operator in place of the model.  The result is `out`, and the final states,
+# or None in their place if the call does not want them.
 Compute = Callable[[OperatorCall], Result]
 
 
 def implemented(name: str, precision: Precision, mixers: Sequence[Mixer]) -> Compute:
-    """The implementation `name` at `precision`, for the operators that `mixers` call.
+    """A function that computes calls of the operators of `mixers` by the implementation `name` at
+    `precision`.
 
     Raises what `resolve` and `required` raise.  The returned function raises UnsupportedError for
     calls that the implementation does not support.
@@ -48,7 +49,8 @@ def implemented(name: str, precision: Precision, mixers: Sequence[Mixer]) -> Com
 
 
 def decoded(state_format: StateFormat) -> Compute:
-    """Compute every operator token by token, and store the states in a format of a server's pool.
+    """A function that computes calls token by token, with the states rounded after each token to a
+    format of a server's pool.
 
     Random numbers of a stochastic format differ from layer to layer, but are the same in every
     segment of a prompt.
@@ -103,8 +105,8 @@ def marking(part: str, function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def parts_marked(model: nn.Module, mixers: Sequence[Mixer]) -> Iterator[None]:
-    """While the context is open, the launches of all parts of the model except the operator are
-    marked.
+    """While the context is open, the launches of these parts of the model are marked: mixers, gated
+    norms, attention, MLPs and convolutions.
 
     Open it inside of the context that replaces the convolution, so that the replacement is marked.
     """
@@ -122,12 +124,17 @@ def parts_marked(model: nn.Module, mixers: Sequence[Mixer]) -> Iterator[None]:
 
 
 def part_times(work: Sequence[GpuWork]) -> dict[PartName, dict[str, float]]:
-    """Microseconds of the kernels of every part, as in `Prefill.parts`.
+    """Microseconds of the kernels of every part that has one, as in `Prefill.parts`.
 
     Work outside of all parts is in the part "rest", so that the sum is the time of all work.
     """
     names: tuple[PartName, ...] = get_args(PartName)
-    by_part = grouped(work, lambda kernel: kernel[0] if kernel[0] in names else "rest")
+
+    def part_of(launch: GpuWork) -> str:
+        part, *_ = launch
+        return part if part in names else "rest"
+
+    by_part = grouped(work, part_of)
     return {name: _kernel_times(by_part[name]) for name in names if name in by_part}
 
 
@@ -147,7 +154,7 @@ def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
 
 
 def _modules(model: nn.Module, mixers: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:
-    """The modules of each part of the model, each module once."""
+    """The modules of each part of the model that is made of modules, each module once."""
     mixer_modules = [mixer.module for mixer in mixers]
     attention = [module for module in model.modules() if is_attention(module)]
     norms: dict[nn.Module, None] = {}
@@ -162,8 +169,8 @@ def _modules(model: nn.Module, mixers: Sequence[Mixer]) -> dict[PartName, list[n
 
 
 def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
-    """The modules of decoder layers that have weight matrices and are neither in `others` nor
-    contain one of them, such as MLPs, experts and routers.
+    """The modules of decoder layers that have weight matrices, and neither are one of `others`, nor
+    contain one, nor are inside of one: such as MLPs, experts and routers.
 
     A module inside of a listed one is not listed.  A single linear layer is not listed either.
     """

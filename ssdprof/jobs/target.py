@@ -1,8 +1,8 @@
 """Checks and parses the options of each command, and finds the model or the captures they name.
 
-Runs before torch is imported, so that wrong options, names and layers are refused at once.  Every
-function may raise BadInputError; functions that find a model raise ModelUnavailableError if it is
-not there.
+Checks what it can before it imports torch, so that most wrong options, names and layers are refused
+at once.  Every function may raise BadInputError; functions that find a model raise
+ModelUnavailableError if it is not there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
 SEED = 0  # for the random lengths of packed sequences
-# options that have no effect together with --decode-states
+# Fields whose options have no effect together with --decode-states, and are refused.  --no-tuned is
+# not, because tuned kernels run while inputs are captured.
 _NO_EFFECT_ON_DECODING = {
     "implementations",
     "baseline",
@@ -77,6 +78,9 @@ _NO_EFFECT_ON_DECODING = {
     "stalls",
     "trace",
     "processes",
+    "budget",
+    "first_call_s",
+    "smallest_difference",
 }
 # names in a config's layer_types for layers without an operator that ssdprof measures
 _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")
@@ -84,9 +88,9 @@ _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target of a request: a checkpoint, its selected layers, and the prompt lengths.
+    """The model that a request names: a checkpoint, its selected layers, and the prompt lengths.
 
-    request: the options that name the target.
+    request: the options that name the model.
     located: the checkpoint.
     layers: the selected layers.
     seqlens: for each prompt, the tokens of one row; of all sequences together if they are packed.
@@ -116,7 +120,7 @@ class Target:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the selected layers' operators."""
+        """The selected layers, each with the sizes of its operator."""
         pairs = zip(self.located.layers, self.located.mixers, strict=True)
         return [(layer, mixer.sizes) for layer, mixer in pairs if layer in self.layers]
 
@@ -141,9 +145,9 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The target of a request for stored captures.
+    """The stored captures that a request names.
 
-    request: the options that name the target.  folder, manifest: the stored captures.
+    request: the options that name them.  folder, manifest: where they are, and what they are.
     chosen: the captures of the selected layers, of every prompt.
     """
 
@@ -175,7 +179,7 @@ class Stored:
 
     @property
     def serving(self) -> Serving:
-        """How each prompt is served; it is the same for all."""
+        """How a server runs each prompt; it is the same for all."""
         return self.manifest.prompts[0].serving
 
     @property
@@ -220,7 +224,8 @@ def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = Fa
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     kinds = located.config.get("layer_types")
     if isinstance(kinds, list) and {"mamba", "linear_attention"} & set(map(str, kinds)):
-        # The config names the layers, so that a wrong --layers is refused before torch is imported.
+        # The config says which layers have an operator, so that a wrong --layers is refused here.
+        # `located.layers` imports torch.
         select_indices(
             request.layers, [i for i, kind in enumerate(kinds) if kind not in _WITHOUT_OPERATOR]
         )
@@ -318,7 +323,9 @@ def _refuse_unfinished(calls: Path) -> None:
 
 
 def _model_options(request: declared.ServedModelOptions) -> set[str]:
-    """The names of the options of `ServedModelOptions` that differ from their defaults."""
+    """The names of the fields of `ServedModelOptions` that differ from their defaults; `model` has
+    none, and is always among them.
+    """
     return {
         option.name
         for option in fields(declared.ServedModelOptions)
@@ -345,6 +352,8 @@ def refuse_large(ref: CheckpointRef, sizes_of_layers: Sizes) -> None:
 
 def read(options: Options) -> Options:
     """The options, with the text of each `words` field parsed, and with their conditions.
+
+    A value that is no text has been parsed before, and stays.
 
     Raises BadInputError for text that cannot be parsed, and for options of a model that exclude
     each other.
@@ -379,10 +388,11 @@ def _conditions(options: Any) -> tuple[Condition, ...]:
 
 
 def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
-    """The options of a run or a bench.  With --decode-states, only gates on decoded states stay.
+    """The options of a run or a bench.  With --decode-states, only gates on decoded states stay of
+    those in the settings file.
 
-    Raises BadInputError for options that have no effect with --decode-states, and for --decode-step
-    without it.
+    Raises BadInputError for options and for gates on the command line that have no effect with
+    --decode-states, and for --decode-step without it.
     """
     if not options.decode_states:
         if options.decode_step > 1:
@@ -455,7 +465,7 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Sto
         # an interrupted run, which goes on now, may have written its trace
         goes_on = request.out is not None and (request.out / HEADER).exists()
         check_target(request.trace, replace=goes_on, hint="Name another file.")
-    # options that are for a single process
+    # the given options that are for a single process
     single = list(parts)
     if request.save_captures:
         single.append("--save-captures")
@@ -471,17 +481,18 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Sto
 
 
 def _with_drafted_tokens(request: declared.RunOptions) -> declared.RunOptions:
-    """The options that --verify implies: exact intermediates and fp32 states, as for decode steps.
+    """The request with what --verify implies: exact intermediates and fp32 states, as for decode
+    steps.
 
-    Unless the user names implementations, `fused`, which computes the drafted tokens step by step,
-    is compared with `recurrent`, and is the baseline.
+    In place of the default implementations, `fused`, which computes the drafted tokens step by
+    step, is compared with `recurrent`; in place of the default baseline, it is the baseline.
     """
-    step = "fused"
     names = request.implementations
+    baseline = request.baseline
     return replace(
         request,
-        implementations=(step, "recurrent") if names == declared.COMPARED else names,
-        baseline=step if request.baseline == declared.COMPARED[0] else request.baseline,
+        implementations=("fused", "recurrent") if names == declared.COMPARED else names,
+        baseline="fused" if baseline == declared.COMPARED[0] else baseline,
         intermediates="exact",
         states=("fp32",),
     )
@@ -540,7 +551,7 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
     from ssdprof.jobs import limits  # imports torch, as in `find`
 
     if request.weights == "auto":
-        # no model is served in 16 bit without a GPU: only the operators' error remains
+        # No model is served in 16 bit without a GPU.  fp32 leaves only the operators' error.
         on_gpu = limits.device().type == "cuda"
         request = replace(request, weights="own" if on_gpu else "fp32")
     if request.weights == "fp32":
@@ -549,7 +560,7 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
-    """The request; its model is found by `jobs.prefill`."""
+    """The request; `jobs.prefill` finds its model."""
     refuse_ranks("ssdprof prefill")
     request = read(options)
     check_folder(request.out)
@@ -577,12 +588,12 @@ def bench(
         if request.implementations == declared.COMPARED:
             request = replace(request, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
-    against = filter(None, map(str.strip, options.against.split(",")))
-    libraries = tuple(dict.fromkeys(against))
-    sizes = reading.parse_chunk_sizes(options.chunk_size)
+    names = filter(None, map(str.strip, options.against.split(",")))
+    against = tuple(dict.fromkeys(names))
+    chunk_sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not (options.sampler or follows()):
         check_folder(options.out)
-    if sizes and not operator.generated.chunk_sizes:
+    if chunk_sizes and not operator.generated.chunk_sizes:
         raise BadInputError(
             f"--chunk-size does not apply to {operator.name}: its kernels choose their own.",
             "Leave it out.",
@@ -593,39 +604,44 @@ def bench(
         measured=reading.expand(
             shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, ways
         ),
-        baseline=options.baseline or next(iter(libraries), baseline),
-        sizes=sizes or operator.generated.chunk_sizes,
+        baseline=options.baseline or next(iter(against), baseline),
+        chunk_sizes=chunk_sizes or operator.generated.chunk_sizes,
     )
-    return request, (*libraries, *request.implementations), too_large, join()
+    return request, (*against, *request.implementations), too_large, join()
 
 
 def tokens_of_bench(
     options: declared.BenchOptions,
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
-    """The layouts of tokens that are measured, and those that --max-tokens leaves out."""
-    most = reading.parse_seq(options.max_tokens)
-    tokens, too_large = reading.parse_tokens(
-        options.seq, options.batch, options.cells, options.packed, max_tokens=most
-    )
+    """The layouts of tokens that are measured, and those that --max-tokens leaves out.
+
+    --verify, which takes the place of --seq, leaves out none.
+    """
+    tokens: tuple[Tokens, ...] = ()
+    too_large: tuple[Tokens, ...] = ()
+    if not options.verify:
+        most = reading.parse_seq(options.max_tokens)
+        tokens, too_large = reading.parse_tokens(
+            options.seq, options.batch, options.cells, options.packed, max_tokens=most
+        )
+    elif options.cells:
+        raise reading.both("--verify", "--cells")
     if options.verify or options.state_every:
-        option = "--verify" if options.verify else "--state-every"
         if options.packed:
+            option = "--verify" if options.verify else "--state-every"
             raise reading.both(option, "--packed")
-        if options.verify and options.cells:
-            raise reading.both(option, "--cells")
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
     if options.pool:
         tokens = reading.in_pool(options.pool, tokens)
-    if options.verify:
-        too_large = ()
     return tokens, too_large
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:
-    """The request, and the cells whose configurations are searched; none with --clear."""
+    """The request, and the cells for which configurations are searched; none with --clear."""
     refuse_ranks("ssdprof tune")
     if options.clear:
         return options, ()
+    # any number of tokens: what does not fit in memory is left out later
     tokens, _ = reading.parse_tokens(options.seq, options.batch, "", "", max_tokens=2**31)
     shapes = reading.parse_shapes(operators.get(options.operator).generated, options.shape)
     dtypes = reading.parse_dtypes(options.dtype)
@@ -633,7 +649,7 @@ def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cel
 
 
 def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
-    """The request; the run, the model or the captures are found by `jobs.stalls`."""
+    """The request; `jobs.stalls` finds the run, the model or the captures."""
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():
         raise BadInputError(

@@ -47,6 +47,7 @@ from ssdprof.store.reports import Writer
 # A tuned configuration must be faster by more than this share, with 95 % confidence: the times of a
 # GPU vary by as much between days.
 MARGIN = 0.01
+# how the best candidate is timed against the committed configuration at the end of a search
 DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 # the name of the built-in configuration; others are named by their difference from it
 COMMITTED = "committed"
@@ -79,8 +80,8 @@ class Problem:
 
 
 def difference(config: Config, committed: Config) -> str:
-    """The settings that differ from the committed ones, in words: "segment 43, ring 2"; empty if
-    there are none.
+    """The settings of `config` that differ from the committed ones, in words: "segment 43, ring 2";
+    empty if there are none.  The reason of a configuration is no setting.
     """
     committed_settings = asdict(committed)
     return ", ".join(
@@ -109,7 +110,9 @@ def problems(
             waiting.setdefault(kernel, []).append((cell, inputs))
         else:
             yield _problem(operator, [(cell, inputs)], kernel, intermediates)
-        del inputs  # frees its memory before the next cell's inputs are generated
+        # Unless the cell waits, frees its memory before the next cell's inputs are generated.  The
+        # caller must also drop the problem.
+        del inputs
     for kernel, together in waiting.items():
         yield _problem(operator, together, kernel, intermediates)
 
@@ -120,7 +123,7 @@ def _problem(
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
-    """The problem of cells, with their inputs, that share a tuned configuration."""
+    """The problem of cells that share a tuned configuration.  together: each with its inputs."""
     tuning = operator.tunable
     together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
     largest, longest = together[-1]  # the cell with the longest sequences, and its inputs
@@ -171,10 +174,11 @@ def tune(
 
     The report has a case for each candidate on each input, and a note for each search that found
     nothing.  It names the searches that are left out, because they do not fit in the GPU's memory
-    or in the budget.
+    or in the budget.  After the budget is spent, no search begins; the one that runs is finished.
 
+    device: the GPU.
     on_search: called after each search with the report so far, the calls that were tuned, and the
-    configuration that was found; None if none was faster.
+        configuration that was found; None if none was faster.
     """
     began = time.monotonic()
     timer = CudaTimer(device)
@@ -190,7 +194,7 @@ def tune(
         baseline=COMMITTED,
         smallest_difference=MARGIN,
     )
-    writer = Writer(Path(), header, None)
+    writer = Writer(Path(), header, None)  # keeps the report in memory
 
     layers = grouped(cells, lambda cell: f"{cell.shape} {cell.dtype}").values()
     for cells_of_layer, wanted in product(layers, intermediates):
@@ -209,9 +213,10 @@ def tune(
                     writer.note(f"{problem}: the committed configuration stays: {outcome}.")
                 writer.update(seconds=time.monotonic() - began)
                 on_search(writer.report, problem.calls, tuned)
+                del problem  # frees its inputs before those of the next one are generated
         except torch.OutOfMemoryError as error:
             writer.leave_out(
-                f"{operator.name}, {wanted}",
+                f"{cells_of_layer[0].shape.name}, {wanted}",
                 f"not all of it was searched: out of memory: {first_line(error)}",
             )
     writer.update(complete=True)
@@ -233,7 +238,7 @@ def search(problem: Problem, timer: CudaTimer) -> tuple[tuple[Case, ...], TunedC
     if best is None:
         faults = [trials.cases[case.name].why for case in problem.cases]
         first_fault = next(filter(None, faults), "")
-        outcome: TunedConfig | str = f"of itself: {first_fault}"
+        outcome: TunedConfig | str = f"it cannot be timed: {first_fault}"
     elif best == trials.committed:
         outcome = "no candidate was faster"
     else:
@@ -253,7 +258,8 @@ def _screened(trials: _Trials) -> Config | None:
     if not trials.passing([committed]):
         return None
     # Every configuration that is timed keeps its output in a CUDA graph.  Two of the outputs that
-    # fit in memory are those of the committed and the best configuration.
+    # fit in memory are those of the committed and the best configuration, which each batch times
+    # again.
     entry = trials.entry(committed, problem.cases[-1], longest)
     fitting = max(1, entry.call.outputs_that_fit - 2)
     for axis in problem.operator.tunable.axes(committed):
@@ -264,6 +270,7 @@ def _screened(trials: _Trials) -> Config | None:
             timed = trials.time([committed, best, *batch], FIRST_LOOK)
             if committed not in timed:
                 return None
+            # by the geometric mean over the inputs
             fastest = min(timed, key=lambda config: math.prod(_us(timed[config])))
             if best not in timed:
                 best = fastest  # the best so far could not be timed again
@@ -277,8 +284,9 @@ def _screened(trials: _Trials) -> Config | None:
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     """Time `best` against the committed configuration with many samples.
 
-    Returns the tuned configuration, or the reason why the committed one stays: `best` is not faster
-    by `MARGIN`, is slower at some length, or is wrong on inputs to which it would apply.
+    Returns the tuned configuration, or the reason why the committed one stays: `best` cannot be
+    timed again, is not faster by `MARGIN`, is slower at some length, or is wrong on inputs to which
+    it would apply.
     """
     problem = trials.problem
     tuning = problem.operator.tunable
@@ -296,7 +304,7 @@ def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     ]
     if slower:
         return f"the fastest was slower at {' and '.join(slower)} tokens"
-    # `also_checked`: other inputs to which the tuned configuration would apply
+    # `time` has verified the short input only.
     for inputs in (*problem.inputs, *tuning.also_checked(best, problem.inputs[-1])):
         (verified,) = trials.verify([best], inputs)
         if verified.result != "passed":
@@ -333,12 +341,13 @@ class _Trials:
         self._on_short: dict[Config, Case] = {}
 
     def passing(self, configs: Sequence[Config]) -> list[Config]:
-        """The configurations whose outputs are right on a short input.  The cases of the others
-        get the fault.
+        """The configurations whose outputs are right on a short input.
+
+        For each of the others, `cases` gets a case with the fault on each of the problem's inputs.
         """
         short_configs = {config: self._for_short(config) for config in configs}
-        unknown = dict.fromkeys(short_configs.values())
-        new = [config for config in unknown if config not in self._on_short]
+        distinct = dict.fromkeys(short_configs.values())
+        new = [config for config in distinct if config not in self._on_short]
         verified_cases = self.verify(new, self._tuning.short(self._longest))
         self._on_short.update(zip(new, verified_cases, strict=True))
         passed = []
@@ -349,20 +358,25 @@ class _Trials:
                 continue
             for committed_case in self.problem.cases:
                 case = self.entry(config, committed_case, self._longest).case
-                fault = {name: getattr(verified, name) for name in ("status", "reason", "accuracy")}
-                self.keep(case.changed(**fault))
+                fault = case.changed(
+                    status=verified.status, reason=verified.reason, accuracy=verified.accuracy
+                )
+                self.keep(fault)
         return passed
 
     def verify(self, configs: Sequence[Config], inputs: Inputs) -> list[Case]:
-        """Each configuration's case on these inputs, compared with the oracle but not timed."""
+        """Each configuration's case on these inputs, compared with the oracle but not timed.
+
+        The sizes in these cases are those of the problem's longest input.
+        """
         entries = [self.entry(config, self.problem.cases[-1], inputs) for config in configs]
         return list(replace(self._comparer, timer=None).compare(entries, str(self.problem)))
 
     def time(self, configs: Iterable[Config], plan: SamplingPlan) -> dict[Config, list[Case]]:
         """Time the configurations in turns on each of the problem's inputs.
 
-        Returns the cases, one for each input, of the configurations that are right and could be
-        timed on all inputs.
+        Returns the cases, one for each input, of the configurations that are right on the short
+        input and could be timed on all inputs.  All cases are kept in `cases`.
         """
         comparer = replace(self._comparer, sampling=plan, process=str(next(self._turns)))
         right = self.passing(list(dict.fromkeys(configs)))
@@ -387,7 +401,10 @@ class _Trials:
         return self._tuning.for_short(config, self._longest)
 
     def keep(self, case: Case) -> None:
-        """Add the case to `cases`, in place of an earlier one of its name."""
+        """Add the case to `cases`, in place of an earlier one of its name.
+
+        The committed configuration's new samples are added to its earlier ones.
+        """
         known = self.cases.get(case.name)
         if known and case.samples and case.implementation == COMMITTED:
             case = case.changed(samples=(*known.samples, *case.samples))
@@ -396,21 +413,20 @@ class _Trials:
     def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
         """The entry of a configuration on these inputs.
 
-        committed_case: the committed configuration's case on them, from which the entry's case is
-        made.
+        committed_case: the committed configuration's case, from which the entry's case is made.
         """
         problem = self.problem
         change = difference(config, self.committed)
         kernel = str(problem.calls["kernel"])
-        values = self._tuning.settings(config)
-        settings = ", ".join(f"{name} {value}" for name, value in values.items())
-        label = f"The candidate {change or 'the committed configuration'}"
+        settings = self._tuning.settings(config)
+        settings_words = ", ".join(f"{name} {value}" for name, value in settings.items())
+        label = f"The candidate {change}" if change else "The committed configuration"
 
         def run(inputs: Inputs, _precision: Precision) -> Output:
             return problem.run(inputs, config)
 
         def plan(_inputs: Inputs, _precision: Precision) -> Plan:
-            return Plan(variant=kernel, launches=1, reason=settings)
+            return Plan(variant=kernel, launches=1, reason=settings_words)
 
         candidate = Implementation(operator=problem.operator.name, name=label, run=run, plan=plan)
         call = Call(
@@ -418,7 +434,7 @@ class _Trials:
         )
         if change:
             committed_case = committed_case.changed(implementation=change, baseline=COMMITTED)
-        return Entry(case=committed_case.changed(variant=kernel, plan=settings), call=call)
+        return Entry(case=committed_case.changed(variant=kernel, plan=settings_words), call=call)
 
 
 def _us(cases: Sequence[Case]) -> list[float]:
@@ -427,6 +443,9 @@ def _us(cases: Sequence[Case]) -> list[float]:
 
 
 def _ratios(base: Sequence[Case], cases: Sequence[Case]) -> list[Estimate]:
-    """How many times as fast as the base's case each case is, by device time."""
+    """How many times as fast each case is as that of `base` on the same input, by device time.
+
+    Pairs of which one was not timed are left out.
+    """
     pairs = zip(cases, base, strict=True)
     return list(filter(None, (case.over(base_case) for case, base_case in pairs)))

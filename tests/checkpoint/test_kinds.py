@@ -372,7 +372,8 @@ def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("weight", "part"), [("lm_head.weight", "head, lm_head,"), ("layers.1.mlp.up", "layers")]
+    ("weight", "part"),
+    [("lm_head.weight", "head, lm_head, gives"), ("layers.1.mlp.up", "layers give")],
 )
 def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part):
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
@@ -386,7 +387,7 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part
     rewrite(folder, broken)
     words = (*PROMPT, "--impl", "unfused", "--dtypes", "exact")
     answer = ending(2, "answers", str(folder), *words)
-    assert f"The model's {part} give NaN or infinity at position 0 with the reference itself" in (
+    assert f"The model's {part} NaN or infinity at position 0 with the reference itself" in (
         answer.err
     )
     assert "it is not the implementations" in answer.err

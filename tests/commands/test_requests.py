@@ -97,6 +97,8 @@ def test_the_conditions_of_every_command():
 
 
 def test_the_cells_and_names_of_a_bench():
+    # --verify is in place of --seq
+    assert target.tokens_of_bench(BenchOptions(operator="gdn", verify="4", batch="512"))[0]
     request, names, too_large, _ = target.bench(
         BenchOptions(
             operator="ssd",
@@ -124,7 +126,11 @@ def test_the_cells_and_names_of_a_bench():
     assert [str(one) for one in too_large] == ["128 x 4,096"]
     assert (request.baseline, request.match_with) == ("mamba_ssm", None)
     assert names == ("mamba_ssm", "published=mamba", "unfused", "fused", "recurrent_in_place")
-    assert (request.sizes, request.intermediates, request.states) == ((64,), "exact", ("bf16",))
+    assert (request.chunk_sizes, request.intermediates, request.states) == (
+        (64,),
+        "exact",
+        ("bf16",),
+    )
     assert request.conditions == gates("rms:2")
 
 

@@ -56,23 +56,7 @@ def cpu_trace(run: Callable[[], object]) -> Trace:
             "aten::addmm",
             "aten::pow",
         ):
-            arguments = {"correlation": number}
-            launch = {
-                "cat": "cuda_runtime",
-                "name": "launch",
-                "ts": event["ts"],
-                "tid": event["tid"],
-                "dur": 1,
-            }
-            trace.append(launch | {"args": arguments})
-            trace.append(
-                {
-                    "cat": "kernel",
-                    "name": event["name"],
-                    "ts": 0,
-                    "tid": 7,
-                    "dur": 10,
-                    "args": arguments,
-                }
-            )
+            launch = event | {"cat": "cuda_runtime", "name": "launch", "dur": 1}
+            kernel = event | {"cat": "kernel", "ts": 0, "tid": 7, "dur": 10}
+            trace += [work | {"args": {"correlation": number}} for work in (launch, kernel)]
     return trace

@@ -63,7 +63,7 @@ def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields) 
         "operator": operator.name,
         "measured": of,
         "compared": tuple(resolve(operator, name) for name in names),
-        "sizes": (16,) if operator is SSD else (),
+        "chunk_sizes": (16,) if operator is SSD else (),
         "baseline": "unfused",
         "match_with": "unfused",
     }
@@ -117,7 +117,7 @@ def test_short_checks_are_shared_and_named(monkeypatch, sizes):
         return whole(self, entries, label, verdicts)
 
     monkeypatch.setattr(job.Comparer, "compare", counting)
-    report = benched(*cells(36, 40), check="short", sizes=sizes)
+    report = benched(*cells(36, 40), check="short", chunk_sizes=sizes)
     assert compared == [(16, True), (36, False), (40, False)]
     assert [task_of(case, Generated).checked for case in report.cases] == [16] * 4
     assert {result for _, result in results(report)} == {"passed"}
@@ -205,7 +205,7 @@ def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, 
         "operator": "ssd",
         "measured": cells(36, 40),
         "compared": tuple(resolve(SSD, one) for one in NAMES),
-        "sizes": (16,),
+        "chunk_sizes": (16,),
         "baseline": "unfused",
         "match_with": "unfused",
         "processes": 3,

@@ -193,12 +193,9 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_w
 def test_all_take_turns_and_nothing_moves_without_a_warm_up():
     one, timer = length(*map(contender, US))
     timed(one)
-    first = timer.events.index("call fused")
+    first = min(timer.events.index(f"call {name}") for name in US)
     calls = [event for event in timer.events if event.startswith("call ")]
-    assert (
-        "reallocate"
-        not in timer.events[min(first, *(timer.events.index(f"call {name}") for name in US)) :]
-    )
+    assert "reallocate" not in timer.events[first:]
     for number in range(0, len(calls), 3):
         assert sorted(calls[number : number + 3]) == ["call fused", "call library", "call unfused"]
 
@@ -250,9 +247,7 @@ def test_what_goes_wrong_is_a_status_and_has_no_time():
         "broken": raising(RuntimeError("misaligned address")),
         "nan": nan,
     }
-    one, timer = length(
-        contender("unfused"), *(contender(name, run) for name, run in wrong.items())
-    )
+    one, timer = length(contender("unfused"), *map(contender, wrong, wrong.values()))
     found = cases(timed(one))
     assert {name: found[name].result for name in wrong} == {
         "refusing": "refused",
@@ -269,18 +264,15 @@ def test_what_goes_wrong_is_a_status_and_has_no_time():
 
 
 def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup():
-    logits_rms = of(
-        cases(timed(length(contender("unfused"), contender("fused", zeros))[0]))["fused"]
-    ).logits_rms
-    assert logits_rms > 0.1
+    report = timed(length(contender("unfused"), contender("fused", zeros))[0])
+    assert (of(cases(report)["fused"]).logits_rms or 0) > 0.1
     broken = contender("unfused", raising(RuntimeError("no")))
     report = timed(length(broken, contender("fused"))[0])
     case = cases(report)["fused"]
     assert case.call_us is not None
     assert report.speedup(case) is None
-    assert [case.result for case in timed(length(broken)[0]).cases] == ["failed"], (
-        "no error if nothing passed"
-    )
+    (case,) = timed(length(broken)[0]).cases  # no error if nothing passed
+    assert case.result == "failed"
 
 
 def test_a_model_that_bypasses_its_operator_is_refused():
@@ -314,15 +306,15 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept():
 
     def slow(run: Callable[[], object]) -> Trace:
         """The duration of a round, which exceeds the remaining time."""
-        return [
-            event | {"dur": 1e6} if event.get("cat") == "kernel" else event
-            for event in cpu_trace(run)
-        ]
+        return [event | {"dur": 1e6} for event in cpu_trace(run)]
 
-    one, _ = length(contender("unfused"), profile=slow)
-    (case,) = timed(one, StepClock(10)).cases
+    (case,) = timed(length(contender("unfused"), profile=slow)[0], StepClock(10)).cases
     assert (case.result, case.call_us) == ("passed", None)
     assert "s of the budget were left" in case.why
+
+    one, timer = length(contender("unfused"), profile=ticking.profile)
+    timed(one, StepClock(0.5, now=ticking.now))
+    assert timer.events.count("call unfused") == 2, "of the operator alone"
 
 
 def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows():

@@ -14,7 +14,7 @@ from ssdprof import operators
 from ssdprof.core.case import Case, DecodedStates
 from ssdprof.core.statistics import exponent
 from ssdprof.jobs.states import errors_of_heads, head_memories, marks_of
-from ssdprof.kernels import GDNInputs
+from ssdprof.kernels import KDAInputs
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -95,11 +95,14 @@ def test_a_format_that_loses_a_head_is_found_in_every_operator(operator):
 
 
 def test_memories_of_heads_are_those_of_their_mean_decay():
-    """exp(-6.9) is 1/1000: after 63, 65, 16,000 and 17,000 tokens."""
+    """exp(-6.9) is 1/1000: after 63, 65, 16,000 and 17,000 tokens in the first channel, the slowest
+    one.
+    """
     g = -6.9078 / torch.tensor([63.0, 65.0, 16e3, 17e3]) * torch.tensor([[0.5], [1.5]])
     qkv = torch.ones(1, 2, 4, 8)
-    inputs = GDNInputs(q=qkv, k=qkv, v=qkv, g=g[None], beta=torch.ones(1, 2, 4))
-    assert head_memories(operators.get("gdn"), inputs) == (0, 1, 2, 3)
+    gates = g[None, ..., None] * torch.arange(1, 9)
+    inputs = KDAInputs(q=qkv, k=qkv, v=qkv, g=gates, beta=torch.ones(1, 2, 4))
+    assert head_memories(operators.get("kda"), inputs) == (0, 1, 2, 3)
 
 
 def test_a_longer_step_rounds_less_often():
@@ -157,7 +160,7 @@ WRONG = """\
 --decode-states nowhere:half => 2 => The module of nowhere:half cannot be imported
 --decode-states int8:fixed=0 => 2 => 'int8:fixed=0' names no scale of states.
 --decode-step 4 => 2 => --decode-step needs --decode-states.
---decode-states fp32 --impl fused => 2 => --decode-states and --impl cannot be combined
+--decode-states fp32 --budget 9 => 2 => --decode-states and --budget cannot be combined
 --decode-states fp32 --gate rms:2 => 2 => and --gate rms:2 cannot be combined
 --decode-states fp32 --gate kept-steps:99 => 1 => kept-steps:99: 2x4x4x1, bf16, decoded
 --decode-states mine:short => 1 => mine:short must return a tensor (1, 2, 4, 4), not

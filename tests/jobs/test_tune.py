@@ -338,7 +338,7 @@ def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
         ),
         (
             FakeTimer(refused=lambda _: True),
-            "of itself: RuntimeError: out of resources: shared memory",
+            "it cannot be timed: RuntimeError: out of resources: shared memory",
         ),
         (FakeTimer(unrecorded=lambda _: True), "captured as a CUDA graph: it synchronises"),
     ],

@@ -548,8 +548,8 @@ def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load):
     sizes = SSD.generated.chunk_sizes
 
     def compared(cell: Cell) -> list[tuple[str, str]]:
-        request = BenchOptions(operator="ssd", states=("fp32",), compared=of, sizes=sizes)
-        assert all(bench.sizes(request, SSD, each) == sizes for each in of)
+        request = BenchOptions(operator="ssd", states=("fp32",), compared=of, chunk_sizes=sizes)
+        assert all(bench.chunk_sizes(request, SSD, each) == sizes for each in of)
         return [
             (each.name, str(precision)) for each, precision in bench.compared(request, SSD, cell)
         ]
