@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import fla, generate
-from ssdprof.operators.definition import rows
+from ssdprof.operators.definition import states_in
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, SIZE_WORDS
 from ssdprof.operators.generate import Library, installed
@@ -86,7 +86,7 @@ def recorded(
 
     def states_of_sequences(pool: Tensor) -> Tensor:
         """(slots, HV, V, K) -> (sequences, HV, K, V)."""
-        return (pool if slots is None else rows(pool, slots)).mT
+        return (pool if slots is None else states_in(pool, slots)).mT
 
     inputs = kernels.GDNInputs(
         **{name: arguments[name][None] for name in ("q", "k", "v")},

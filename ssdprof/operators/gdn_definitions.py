@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssdprof.kernels import GDNInputs
 from ssdprof.kernels.oracle import initial_states, spans_of
-from ssdprof.operators.definition import Definition, Values, rows, unwritten
+from ssdprof.operators.definition import Definition, Values, states_in, unwritten
 from ssdprof.operators.operator import Output
 
 PER_TOKEN = ("q", "k", "v", "a", "b")
@@ -64,7 +64,7 @@ def read_verified(
     Each sequence begins with the state in its slot of the pool `initial_state`.  The buffer is an
     output of the kernel, and is ignored here.
     """
-    return read(state=rows(initial_state, initial_state_indices), **others)
+    return read(state=states_in(initial_state, initial_state_indices), **others)
 
 
 def write(inputs: GDNInputs) -> Values:

@@ -38,7 +38,7 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     otherwise.
     """
     heads = cell.shape.sizes["value_heads"]
-    rows, length, _ = generate.positions(cell)
+    rows, length, _ = generate.extents(cell)
     dt_bias = generate.gate_bias(heads, generator)
     A = generate.uniform(heads, SLOWEST, FASTEST, generator)
     raw = torch.randn(rows, length, heads, device=generator.device, generator=generator)

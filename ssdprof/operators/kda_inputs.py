@@ -39,7 +39,7 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     for each channel, unless `WAYS` says otherwise.
     """
     sizes = cell.shape.sizes
-    rows, length, _ = generate.positions(cell)
+    rows, length, _ = generate.extents(cell)
     heads, key_dim = sizes["value_heads"], sizes["key_dim"]
     dt_bias = generate.gate_bias(heads * key_dim, generator).view(heads, key_dim)
     A = generate.uniform(heads, gdn_inputs.SLOWEST, gdn_inputs.FASTEST, generator)[:, None]

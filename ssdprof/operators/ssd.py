@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import generate
-from ssdprof.operators.definition import Definition, rows
+from ssdprof.operators.definition import Definition, states_in
 from ssdprof.operators.generate import InputDType, Library, installed
 from ssdprof.operators.late import deferred, lazy, torch
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, Stages, computed, from_call
@@ -136,7 +136,7 @@ def read_step(
     inputs: kernels.SSDInputs
     inputs, _, _ = bind_step(
         torch.nn.Identity(),  # a mixer without attributes
-        rows(state, state_batch_indices),
+        states_in(state, state_batch_indices),
         x,
         dt,
         A,
