@@ -65,10 +65,8 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
     - with relaxed intermediates, also decays, C B^T, dt and their products, and operands in fp32:
       to 16 bits, which are the input's dtype, or bfloat16 for fp32 inputs
 
-    The decay of a state over a chunk, D and the gate z stay in fp32.  The function imitates no
-    kernel, and no constant is fitted: an implementation that rounds at fewer places only gets
-    closer to the oracle.  The gate's cumulative sums in fp32 add one number after the other, the
-    order that may lose most to rounding.
+    The decay of a state over a chunk, D and z stay in fp32.  The function imitates no kernel, and
+    no constant is fitted: an implementation that rounds at fewer places only gets closer.
     """
     q = gate.exponents.shape[2]
     h, p = inputs.x.shape[2:]

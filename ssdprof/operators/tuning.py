@@ -104,17 +104,10 @@ class Tuning:
         same compiled kernels run it: its last chunk is incomplete if that of the whole sequence is.
         Inputs of at most that length stay whole.
         """
-        binding = operators.get(self.operator).binding
+        positional = operators.get(self.operator).binding.positional(inputs)
         length = inputs.length
         short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
-        tensors = {name: getattr(inputs, name) for name in (*binding.views, *binding.per_position)}
-        return replace(
-            inputs,
-            **{
-                name: None if tensor is None else tensor[:, :short]
-                for name, tensor in tensors.items()
-            },
-        )
+        return replace(inputs, **{name: tensor[:, :short] for name, tensor in positional.items()})
 
     def calls(self, inputs: Inputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
         """The stored form of `key`, without the GPU: a file of tuned configurations is of one GPU.
