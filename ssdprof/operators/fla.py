@@ -12,10 +12,12 @@ _ALONE = "FLA_DISABLE_BACKEND_DISPATCH"  # environment variable that fla reads w
 
 
 def keep_alone() -> None:
-    """Turn off fla's calls to other libraries, unless the user has set the variable.  Must run
-    before models are built, because transformers then imports fla.
+    """Turn off fla's calls to other libraries, unless the user has set the variable, or has
+    imported fla, which has then read it.  Must run before models are built, because transformers
+    imports fla for them.
     """
-    os.environ.setdefault(_ALONE, "1")
+    if "fla" not in sys.modules:
+        os.environ.setdefault(_ALONE, "1")
 
 
 def imported(module: str) -> ModuleType:

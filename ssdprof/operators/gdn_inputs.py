@@ -110,7 +110,7 @@ def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]
     draw: draws inputs of a cell.
     """
     kinds = [_forms(like, lengths, draw) for lengths in generate.EDGES]
-    plain = _forms(like, (320, 320), draw)[-1]
+    plain = _forms(like, (320, 320), draw)[-1]  # without initial states
     traits = [*plain.traits, Trait("short q and k, not normalised", short_keys), SCALED]
     return [*kinds, [replace(plain, traits=traits)]]
 

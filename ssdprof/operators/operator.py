@@ -58,7 +58,7 @@ class Stages:
     """The stages of the algorithm, as its kernels name them in their STAGES.
 
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
-    words: name of a part -> the same in plain words, for parts whose names do not say it.
+    words: name of a stage or part -> the same in plain words, where the name does not say it.
     kernels: function name of a bundled kernel -> the implementation that launches it.
     sources: SHA-256 of a file with another library's kernels -> its entry in `stages/`.  An entry
         has `stages`: function -> its stage, or "caller" for a helper that is inlined into several
@@ -212,13 +212,13 @@ class OracleSpec(Generic[I]):
 
     def forms(self, inputs: Inputs) -> Output:
         """Empty out and final_states on the meta device, in the shapes and dtypes of an output."""
-        values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
-        return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
+        out = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
+        return out, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
 
     def fitting_chunk(self, inputs: I, length: int) -> int:
         """The chunk for a span of `length` positions: `chunk_size`, or less for a shorter span: the
-        least power of two from `LEAST_CHUNK` on that holds it.  The span is one chunk in both
-        cases, with the same result.
+        least power of two from `LEAST_CHUNK` on that holds it.  A shorter span is one chunk of
+        either size, with the same result.
         """
         return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 

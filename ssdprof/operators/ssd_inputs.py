@@ -73,7 +73,7 @@ def edges(like: SSDInputs) -> list[list[EdgeInputs[SSDInputs]]]:
     dt has no bias, no softplus and no upper limit.
     """
     kinds = [_forms(like, lengths) for lengths in generate.EDGES]
-    plain = _forms(like, (320, 320))[-1]
+    plain = _forms(like, (320, 320))[-1]  # without initial states
     return [*kinds, [replace(plain, traits=(STEPS_AS_THEY_ARE,))]]
 
 

@@ -373,8 +373,8 @@ def _waits(tree: ast.Module, stages: Mapping[str, str]) -> dict[int, str]:
     stages: NAME -> stage: `WAITS` of the file.
     """
     waits: dict[int, str] = {}
-    for node in ast.walk(tree) if stages else ():
-        if not isinstance(node, ast.Call):
+    for node in ast.walk(tree):
+        if not (stages and isinstance(node, ast.Call)):
             continue
         if ast.unparse(node.func) == "mbarrier.wait":
             barrier: ast.AST = node.args[0] if node.args else node.func

@@ -625,7 +625,9 @@ def _readable(
     """The folders of reports directly under a folder, each with what `read` returns for it, or the
     SsdprofError that it raises.
     """
-    for path in folder.iterdir() if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
         if header_of(path).is_file():
             try:
                 yield path, read(path)
