@@ -104,8 +104,8 @@ def draw(
 
 
 def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]]]:
-    """`InputGenerator.edges`: `_forms` for each of `generate.EDGES`, then a kind of one form, with
-    short q and k that are not normalised, and with another scale.
+    """`InputGenerator.edges`: `_forms` for each of `generate.EDGES`, then a kind with one entry,
+    whose q and k are short and not normalised, and whose scale is another.
 
     draw: draws inputs of a cell.
     """

@@ -69,8 +69,8 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
 
 
 def edges(like: SSDInputs) -> list[list[EdgeInputs[SSDInputs]]]:
-    """`InputGenerator.edges`: `_forms` for each of `generate.EDGES`, then a kind of one form, whose
-    dt has no bias, no softplus and no upper limit.
+    """`InputGenerator.edges`: `_forms` for each of `generate.EDGES`, then a kind with one entry,
+    whose dt has no bias, no softplus and no upper limit.
     """
     kinds = [_forms(like, lengths) for lengths in generate.EDGES]
     plain = _forms(like, (320, 320))[-1]  # without initial states

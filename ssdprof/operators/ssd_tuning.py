@@ -244,14 +244,16 @@ def _check(config: SSDConfig) -> None:
 
 
 def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
-    """`Tuning.for_short`: one segment if the whole sequence has one, otherwise several."""
+    """`Tuning.for_short`: one segment if the whole sequence has one, otherwise several.  A
+    configuration of the portable kernel is for all lengths, and stays as it is.
+    """
     if not isinstance(config, SSDHopperConfig):
         return config
     if config.count(_hopper_chunk_count(inputs)) == 1:
         return replace(
             config, segment=_hopper_chunk_count(TUNING.short(inputs)), long_count=0, long_segment=0
         )
-    # long segments take at most half of the short inputs
+    # long segments take at most half of the short inputs, of 16 chunks, and others 5 chunks each
     half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
     longest = max(1, half // (config.long_count or 1))
     return replace(

@@ -98,7 +98,9 @@ def analyse(
     origin: further fields of `StallReport`.
     """
     requested = () if missing else launched
-    names = [call.implementation for call in requested] or [""] * len(reports)
+    names = [""] * len(reports)  # not known: `stalls_of` infers them
+    if requested:
+        names = [call.implementation for call in requested]
     gpu = ""
     kernels: list[KernelStalls] = []
     words: dict[str, str] = {}
