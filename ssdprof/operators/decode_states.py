@@ -148,8 +148,8 @@ def _rounded(state_format: StateFormat, states: Tensor) -> Tensor:
     """
     assert state_format.function is not None
     rounded = state_format.function(states)
-    if not isinstance(rounded, torch.Tensor) or rounded.shape != states.shape:
-        is_tensor = isinstance(rounded, torch.Tensor)
+    is_tensor = isinstance(rounded, torch.Tensor)
+    if not is_tensor or rounded.shape != states.shape:
         returned = tuple(rounded.shape) if is_tensor else type(rounded).__name__
         raise BadInputError(
             f"{state_format.name} must return a tensor {tuple(states.shape)}, not {returned}.",

@@ -60,9 +60,9 @@ def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortabl
     """Configurations with each chunk size.  Segments keep their lengths in positions, rounded up to
     whole chunks.
     """
-    sizes: tuple[int, ...] = (32, 64, 128)
+    sizes = [32, 64, 128]
     if inputs.q.dtype == torch.float32:
-        sizes = (16, 32)
+        sizes = [16, 32]
     positions = config.segment * config.chunk
     for chunk in sizes:
         yield replace(config, chunk=chunk, segment=triton.cdiv(positions, chunk))

@@ -244,9 +244,8 @@ class EdgeInputs(Generic[I]):
 class KnownOutputs:
     """Those outputs of one sequence that follow from the inputs in closed form, for some heads.
 
-    kind: of these heads: text such as "windows of 16 tokens".
-    batch, positions (n), heads (h): indices of the outputs in `out`: the row, and its positions and
-        heads.
+    kind: text that tells these heads from others, such as "windows of 16 tokens".
+    batch, positions (n), heads (h): indices of the outputs in `out`.
     expected: the outputs, (n, h, V) in fp64.
     """
 

@@ -190,8 +190,10 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
     Raises BadInputError for a missing or superfluous checkout, and for one that is no folder.
     """
     if source.repository and checkout is None:
-        hint = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
-        raise BadInputError(f"No package contains the {name} kernel.", hint)
+        raise BadInputError(
+            f"No package contains the {name} kernel.",
+            f"Give a checkout of {source.repository}: {name}=DIRECTORY.",
+        )
     if checkout is not None and not source.repository:
         raise BadInputError(
             f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}."

@@ -38,8 +38,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     x, B, C = generate.empty([(h, p), (g, n), (g, n)], cell, device)
     # a model's input projection holds z, x, B, C and dt side by side: dt is a view of its end
     before_dt = 2 * h * p + 2 * g * n if cell.layout == "views" else 0
-    contiguous = replace(cell, layout="contiguous")
-    (projected,) = generate.empty([(before_dt + h,)], contiguous, device)
+    (projected,) = generate.empty([(before_dt + h,)], replace(cell, layout="contiguous"), device)
     dt = projected[..., before_dt:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 
+from ssdprof import operators
 from ssdprof.core.base import Count, Size
 from ssdprof.kernels import device
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
@@ -148,9 +149,9 @@ def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortabl
     """Configurations with each chunk size.  The limits of a segment keep their lengths in
     positions, rounded down to whole chunks, at least one.
     """
-    sizes: tuple[int, ...] = (32, 64, 128)
+    sizes = [32, 64, 128]
     if inputs.x.dtype == torch.float32:
-        sizes = (16, 32, 64)
+        sizes = [16, 32, 64]
     for chunk in sizes:
         yield replace(
             config,
@@ -270,12 +271,12 @@ def _also_checked(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
         return ()
     short = TUNING.short(inputs)
     length = short.length
-    first_row = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
+    positional = operators.get("ssd").binding.positional(short)
+    first_row: dict[str, Any] = {name: tensor[:1] for name, tensor in positional.items()}
     boundaries = torch.tensor(
         [0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device
     )
-    z = None if short.z is None else short.z[:1]
-    return (replace(short, **first_row, z=z, initial_states=None, cu_seqlens=boundaries),)
+    return (replace(short, **first_row, initial_states=None, cu_seqlens=boundaries),)
 
 
 # A tuned configuration of the kernel "hopper" is for one length, one of "portable" for all lengths

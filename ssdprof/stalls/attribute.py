@@ -65,8 +65,9 @@ def attribute(
     by_stage: dict[str, Counter[str]] = defaultdict(Counter)
     by_line: dict[tuple[str, int, str, str, str], Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
-    stages_of_points = _stages(line_stages)
-    for point, line_stage, stage in zip(kernel.points, line_stages, stages_of_points, strict=True):
+    for point, line_stage, stage in zip(
+        kernel.points, line_stages, _stages(line_stages), strict=True
+    ):
         # In the header of a kernel with warp roles, the only block-wide barriers are those at which
         # warps wait for a role, and for the end of the other roles.
         may_idle = specialized and line_stage.header

@@ -8,6 +8,7 @@ shown with it.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ssdprof import __version__, operators
@@ -66,7 +67,7 @@ _LIMITS = {
     "barriers": "launch__occupancy_limit_barriers",
 }
 _SAMPLE_COUNT = "smsp__pcsamp_sample_count"
-# followed by a stall reason in group 1
+# its group is a stall reason
 _AVERAGE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _INTEGERS = {  # fields of KernelStalls whose values are whole numbers
     "block",
@@ -90,21 +91,23 @@ def analyse(
     missing: str = "",
     **origin: Any,
 ) -> StallReport:
-    """The stall report of ncu's reports.  It depends on the arguments alone, not on the machine.
+    """The stall report of ncu's reports.  It depends on the arguments and on this version of
+    ssdprof, not on the machine.
 
     launched: the launches of each implementation.  If there are reports, they are one for each
         implementation, in this order; empty for reports that were made without ssdprof.
     missing: the reason why there are no reports; empty if there are.
     origin: further fields of `StallReport`.
     """
+    reports = _named_apart(reports)
     requested = () if missing else launched
-    names = [""] * len(reports)  # not known: `stalls_of` infers them
+    implementations = [""] * len(reports)  # not known: `stalls_of` infers them
     if requested:
-        names = [call.implementation for call in requested]
+        implementations = [call.implementation for call in requested]
     gpu = ""
     kernels: list[KernelStalls] = []
     words: dict[str, str] = {}
-    for report, implementation in zip(reports, names, strict=True):
+    for report, implementation in zip(reports, implementations, strict=True):
         for kernel in report.kernels:
             gpu = gpu or str(kernel.metrics.get("device__attribute_display_name", ""))
             kernels.append(stalls_of(kernel, implementation))
@@ -120,6 +123,19 @@ def analyse(
         missing=missing,
         **origin,
     )
+
+
+def _named_apart(reports: Sequence[RawReport]) -> list[RawReport]:
+    """The reports, of which none has the name of another, as files of two folders may: the second
+    "r.ncu-rep" becomes "r.ncu-rep (another)".
+    """
+    by_name: dict[str, RawReport] = {}
+    for report in reports:
+        name = report.name
+        while name in by_name:
+            name += " (another)"
+        by_name[name] = replace(report, name=name)
+    return list(by_name.values())
 
 
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
@@ -184,11 +200,11 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
     collect it.
     """
     grid = [kernel.number(f"launch__grid_dim_{axis}") for axis in "xyz"]
-    blocks_per_sm: dict[str, float] = {}
-    for name, metric in _LIMITS.items():
-        blocks = kernel.number(metric)
-        if blocks is not None:
-            blocks_per_sm[name] = blocks
+    blocks_per_sm = {
+        name: blocks
+        for name, metric in _LIMITS.items()
+        if (blocks := kernel.number(metric)) is not None
+    }
     fewest = min(blocks_per_sm.values(), default=0)
     facts: dict[str, Any] = {name: kernel.number(*metrics) for name, metrics in _METRICS.items()}
     shared = [
@@ -556,10 +572,12 @@ def _whole(kernel: KernelStalls) -> Iterator[str]:
             "tiles must let more programs in."
         )
     if waves is not None and waves < _FULL_WAVE:
-        full = f"The grid fills {100 * waves:.0f} % of the GPU once."
-        yield f"{full}  More programs: split the sequence or the heads further."
-    elif waves is not None and 1 < waves < 4 and 0 < waves % 1 < 0.5:
-        last = f"{waves:.2f} waves: the last one keeps {100 * (waves % 1):.0f} % of the GPU busy."
         yield (
-            f"{last}  Cut the grid so that the last wave is fuller, or launch persistent programs."
+            f"The grid fills {100 * waves:.0f} % of the GPU once.  More programs: split the "
+            "sequence or the heads further."
+        )
+    elif waves is not None and 1 < waves < 4 and 0 < waves % 1 < 0.5:
+        yield (
+            f"{waves:.2f} waves: the last one keeps {100 * (waves % 1):.0f} % of the GPU busy.  Cut "
+            "the grid so that the last wave is fuller, or launch persistent programs."
         )

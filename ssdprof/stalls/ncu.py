@@ -169,7 +169,7 @@ def _environment(job: Job) -> dict[str, str]:
 def find() -> tuple[str, str]:
     """The path and the version of the newest ncu that is found on this machine.
 
-    Raises MissingCapabilityError if there is none, or if it is too old.
+    Raises MissingCapabilityError if there is none, if it does not run, or if it is too old.
     """
     program = find_ncu()
     if program is None:

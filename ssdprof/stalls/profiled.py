@@ -83,8 +83,11 @@ def refusal_of(error: Exception) -> dict[str, str | int]:
     an SsdprofError, an UnsupportedError or torch's OutOfMemoryError.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        message = "The layer's tensors do not fit into the GPU's memory."
-        error = SsdprofError(message, "Use a shorter --seq.", ExitCode.MISSING_CAPABILITY)
+        error = SsdprofError(
+            "The layer's tensors do not fit into the GPU's memory.",
+            "Use a shorter --seq.",
+            ExitCode.MISSING_CAPABILITY,
+        )
     elif not isinstance(error, SsdprofError):
         error = SsdprofError(
             f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT
@@ -188,8 +191,7 @@ def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
     sources: the files that the PTX names; None to read them on this machine.
     """
     files = dict(_FILE.findall(ptx))
-    texts = {path: _text(path) for path in files.values()}
-    known = sources or SourceFiles({path: text for path, text in texts.items() if text})
+    known = sources or SourceFiles({path: _text(path) for path in files.values()})
     # name of a file without its folder -> the numbers of such files
     numbers: dict[str, list[str]] = defaultdict(list)
     for number, path in files.items():

@@ -20,11 +20,10 @@ def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
 
     fields: further fields of `Report`, at least kind, target, environment and baseline.
     """
-    created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(
         version=VERSION,
         id="",
-        created=created,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         commit=_commit(),
         ssdprof_version=__version__,
