@@ -578,6 +578,6 @@ def _whole(kernel: KernelStalls) -> Iterator[str]:
         )
     elif waves is not None and 1 < waves < 4 and 0 < waves % 1 < 0.5:
         yield (
-            f"{waves:.2f} waves: the last one keeps {100 * (waves % 1):.0f} % of the GPU busy.  Cut "
-            "the grid so that the last wave is fuller, or launch persistent programs."
+            f"{waves:.2f} waves: the last one keeps {100 * (waves % 1):.0f} % of the GPU busy.  "
+            "Cut the grid so that the last wave is fuller, or launch persistent programs."
         )
