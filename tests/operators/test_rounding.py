@@ -50,16 +50,10 @@ def advanced(lo, inputs, batch: int, start: int, stop: int) -> Output:
     return found
 
 
-def size(inputs) -> tuple[int, int]:
-    """Sequences, and the tokens of each."""
-    batch, length = inputs.values.shape[:2]
-    return batch, length
-
-
 def rounded(inputs, precision: Precision, *, block: int = 10**6) -> Output:
     outs = []
     states = []
-    sequences, length = size(inputs)
+    sequences, length = inputs.values.shape[:2]
     for batch in range(sequences):
         lo = begun(inputs, precision)
         pieces = []
@@ -126,7 +120,7 @@ def test_every_sequence_begins_with_its_own_state(make: Make):
     apart = rounded(inputs, Precision())
     together = begun(inputs, Precision())
     for batch in range(2):
-        found = advanced(together, inputs, batch, 0, size(inputs)[1])
+        found = advanced(together, inputs, batch, 0, inputs.length)
         assert all(torch.equal(one, other[batch]) for one, other in zip(found, apart, strict=True))
 
 
