@@ -96,7 +96,7 @@ class TerminalWatcher(LineWatcher):
 
 def reports(ranks: Ranks | None) -> bool:
     """Whether this process prints the report, which the first rank does for all ranks."""
-    return ranks is None or ranks.first
+    return ranks is None or ranks.is_first
 
 
 def watcher_of(ranks: Ranks | None) -> Watcher:

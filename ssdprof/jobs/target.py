@@ -475,7 +475,7 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Sto
         single.append("--trace")
     refuse_ranks(*single)
     ranks = join()
-    if (ranks is None or ranks.first) and not request.sampler:
+    if (ranks is None or ranks.is_first) and not request.sampler:
         check_folder(request.out)
     return request, find_to_replay(request), ranks
 

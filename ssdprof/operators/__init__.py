@@ -1,4 +1,4 @@
-"""The registry of operators.  Neither this module nor `get` imports torch."""
+"""The registry of operators.  Importing this module imports no torch, and nor does `get`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _OPERATORS: dict[str, Operator] = {
 
 
 def register(operator: Operator) -> Operator:
-    """Add an operator from outside the package.  Raises ValueError if the name is taken."""
+    """Add an operator from outside the package, and return it.  Raises ValueError if its name is
+    taken.
+    """
     if operator.name in _OPERATORS:
         raise ValueError(f"an operator {operator.name!r} is registered already")
     _OPERATORS[operator.name] = operator
@@ -45,7 +47,7 @@ def records() -> tuple[Operator, ...]:
 
 
 def definitions() -> Iterator[tuple[Operator, Definition]]:
-    """Each operator with each of the calls of it that flashinfer-bench defines."""
+    """Each operator with each of its definitions; none for an operator without.  Imports torch."""
     for operator in records():
         for definition in operator.load_definitions():
             yield operator, definition

@@ -1,5 +1,5 @@
-"""States of decoding in the format in which a server's pool stores them: formats by name, and
-calls step by step.
+"""States of decoding in the format in which a server's pool stores them: formats by name, and the
+operator computed step by step with states in a format.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LEAST_RANGE, LARGEST_RANGE = 1e-20, 1e20  # limits of R in "fixed=R", the range 
 
 
 def parse_state_format(text: str) -> StateFormat:
-    """The format that a text names: `int8`, with a scale `int8:head` or `fp8:fixed=2`, or the
-    user's MODULE:FUNCTION.
+    """The format that a text names: one of `_FORMATS`, such as `int8`; one with a scale of its own,
+    `int8:head` or `fp8:fixed=2`; or the user's MODULE:FUNCTION.
 
     Raises BadInputError for another text, and for a function that cannot be imported.
     """
@@ -67,8 +67,8 @@ def parse_state_format(text: str) -> StateFormat:
 
 
 def _fixed_range(text: str, scale: str) -> float:
-    """The number 4 of a scale "fixed=4".  Raises BadInputError for another scale, and for a number
-    outside of LEAST_RANGE to LARGEST_RANGE.
+    """R of a scale "fixed=R": 4.0 for "fixed=4".  Raises BadInputError for another scale, and for a
+    number outside of LEAST_RANGE to LARGEST_RANGE.
 
     text: the whole format, for the message.
     """
@@ -93,12 +93,12 @@ def stepped_states(
     tokens.
 
     The initial states are rounded first.  A step computes in fp32 from the rounded states; its
-    outputs are computed before its states are rounded.  Returns out, in the shape of the values,
-    and states (marks, sequences, heads, K, V), for SSD (marks, sequences, heads, P, N), both in
-    fp32.
+    outputs are computed before its states are rounded.  The last step of a sequence may have fewer
+    tokens, and its states are rounded, too.  Returns out, in the shape of the values, and states
+    (marks, sequences, heads, K, V), for SSD (marks, sequences, heads, P, N), both in fp32.
 
-    marks: numbers of steps after which states are returned; 0 stands for the rounded initial
-        states.  A sequence that ended earlier has its last state.
+    marks: numbers of steps after which states are returned, at least one; 0 stands for the rounded
+        initial states.  A sequence that ended earlier has its last state.
     seed: seed of the random numbers of stochastic formats, 0 to 2**31 - 1.
 
     Raises UnsupportedError for inputs that the kernel does not take, BadInputError for a user's
@@ -116,8 +116,8 @@ def stepped_states(
 def _by_function(
     inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """`stepped_states` for a user's function: one launch and one call of the function for each step
-    of each sequence.
+    """`stepped_states` for a user's function: one call of the implementation `DECODER` and one of
+    the function for each step of each sequence.
     """
     positional = operators.get(inputs.operator).binding.positional(inputs)
     run = kernels.get(inputs.operator, DECODER).run
@@ -137,19 +137,19 @@ def _by_function(
             call = replace(inputs, **tokens, **one_sequence, state_indices=None, state_every=0)
             out[row, cut], state = run(call, exact)
             state = _rounded(state_format, state)
-            # the state for every later mark, until a later step overwrites it
+            # the state for this and every later mark, until the next step overwrites it there
             states[[mark >= number for mark in marks], span.sequence] = state
     return out, states
 
 
 def _rounded(state_format: StateFormat, states: Tensor) -> Tensor:
-    """The states as the user's function rounds them.  Raises BadInputError unless it returns a
-    tensor of the same shape.
+    """The states as the user's function rounds them, in fp32.  Raises BadInputError unless it
+    returns a tensor of the same shape.
     """
     assert state_format.function is not None
     rounded = state_format.function(states)
-    if not isinstance(rounded, torch.Tensor) or rounded.shape != states.shape:
-        is_tensor = isinstance(rounded, torch.Tensor)
+    is_tensor = isinstance(rounded, torch.Tensor)
+    if not is_tensor or rounded.shape != states.shape:
         returned = tuple(rounded.shape) if is_tensor else type(rounded).__name__
         raise BadInputError(
             f"{state_format.name} must return a tensor {tuple(states.shape)}, not {returned}.",

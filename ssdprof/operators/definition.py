@@ -1,7 +1,8 @@
 """Definitions of flashinfer-bench: what a kernel computes, in that project's names and layouts.
 
 https://bench.flashinfer.ai/docs/flashinfer-trace: a definition has axes, inputs, outputs and a
-reference; a workload has inputs for it, and a solution is a kernel of it.
+reference.  A workload has values of its inputs, and a solution is a kernel that computes its
+outputs.
 """
 
 from __future__ import annotations
@@ -18,35 +19,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Document: TypeAlias = "dict[str, Any]"  # a JSON object
-Values: TypeAlias = "dict[str, Tensor]"  # by name; a scalar is a tensor without axes
+# inputs of a definition by name; a scalar is a tensor without axes, or a number when it is read
+Values: TypeAlias = "dict[str, Tensor]"
 
-
+# why a call is left out of the definitions that ssdprof writes
 UNWRITTEN = "ssdprof writes no definition of it"
 
 
 def unwritten(*_: object) -> NoReturn:
-    """Stands for the functions of a kind of definition that ssdprof only reads."""
+    """Stands for `write`, `finish` and `reference` of a kind that ssdprof only reads.  Raises
+    ValueError.
+    """
     raise ValueError(UNWRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Definition(Generic[I]):
-    """A kind of definition, which stands for a kind of call of an operator.
+    """A kind of definition: all definitions of one kind of call of an operator, which differ in the
+    sizes of their axes.
 
-    name: the name of definitions of this kind, with the sizes of axes in braces.
+    name: the name of definitions of this kind, with axes in braces where the name has their sizes.
     tokens: the axes whose product is the number of tokens.
     sequences: the axis of sequences.
-    read: (inputs of the definition by name) -> the operator's inputs, packed.  Raises ValueError
-        for values that the operator cannot have.
+    read: (**inputs of the definition) -> the operator's inputs, packed.  Raises ValueError for
+        values that the operator cannot have.
 
     A kind that ssdprof also writes has these fields:
 
-    inputs: name -> its axes, in the order of a call; empty for a scalar.
+    inputs: name -> its axes, in the order of a call; a scalar has none.
     outputs: name -> the input that has its shape and dtype.
-    write: (the operator's inputs) -> inputs of the definition by name.  Raises ValueError for a
-        call that is not of this kind.
+    write: (the operator's inputs) -> inputs of the definition by name, and perhaps others that it
+        does not have.  Raises ValueError for a call that is not of this kind.
     finish: (inputs of the definition, out, final_states) -> the outputs of the definition.
-    reference: (inputs by name) -> the outputs of the definition, computed with torch alone.
+    reference: (**inputs) -> the outputs of the definition, computed with torch alone.
     """
 
     name: str
@@ -60,8 +65,8 @@ class Definition(Generic[I]):
     reference: Callable[..., Output] = unwritten
 
     def defines(self, document: Document) -> bool:
-        """Whether a definition is of this kind: whether its name matches `name`, and `read` takes
-        its inputs.
+        """Whether a definition is of this kind: `read` can be called with inputs of its names, and
+        its name is `name` with any sizes.
         """
         try:
             inspect.signature(self.read).bind(**document["inputs"])
@@ -71,8 +76,10 @@ class Definition(Generic[I]):
         return bool(re.fullmatch(pattern, document["name"]))
 
 
-def rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """The states in these slots of a pool.  Raises ValueError for a slot outside of the pool."""
+def states_in(pool: Tensor, slots: Tensor) -> Tensor:
+    """Copies of the states in these slots of a pool.  Raises ValueError for a slot outside of the
+    pool, and waits for the device to find out.
+    """
     if not bool(((slots >= 0) & (slots < len(pool))).all()):
         raise ValueError(f"slots are named outside of a pool of {len(pool)}")
     return pool[slots.long()]

@@ -1,5 +1,5 @@
 """Inputs that no model has but a faulty recording may have: outside the domain of the operator's
-formulas, or the same in every position.
+formulas, the same in every position, or 0 in most positions.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,13 +9,15 @@ from torch import Tensor
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Operator
 
-MANY = 0.1  # share of positions; a smaller share may be padding
-MOST = 0.6  # share of positions
-LONGEST_KEY = 2.0  # of calls that do not normalise k inside; a normalised key has about 1
+MANY = 0.1  # share of a mask's elements; a smaller share may be padding
+MOST = 0.6  # share of positions; a smaller share may be padding
+LONGEST_KEY = 2.0  # l2 norm of k in calls that do not normalise it; a normalised k has about 1
 
 
 def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
-    """A sentence for each input that makes results worthless, however accurate they are."""
+    """A sentence for each fault of the inputs that makes results worthless, however accurate they
+    are.
+    """
     tensors = operator.binding.positional(inputs)
     for name, values in tensors.items():
         is_zero = (values == 0).flatten(2).all(-1)
@@ -33,12 +35,14 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
         share = float(is_outside.float().mean())
         if share >= MANY:
             extent = "all" if share == 1 else "many"
-            yield f"{fault} in {extent} positions: {consequence}."
+            places = "heads" if is_outside.ndim == 1 else "positions"
+            yield f"{fault} in {extent} {places}: {consequence}."
 
 
 def _faults_of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
-    """Possible faults of inputs of GDN and KDA: a name, a mask of the elements that have the fault,
-    and what follows from it.
+    """Possible faults of inputs of GDN and KDA: (a clause that names the fault; a mask of the
+    elements that have it, which are in positions, or for a parameter of heads in heads; what
+    follows from it).
     """
     tensors = inputs.tensors
     yield (

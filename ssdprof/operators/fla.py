@@ -1,5 +1,5 @@
 """Imports flash-linear-attention (fla) with its calls to other libraries turned off, so that fla's
-kernels are what is timed.
+own kernels are timed.
 """
 
 import os
@@ -12,17 +12,19 @@ _ALONE = "FLA_DISABLE_BACKEND_DISPATCH"  # environment variable that fla reads w
 
 
 def keep_alone() -> None:
-    """Turn off the calls.  Must run before models are built, because transformers then imports
-    fla.
+    """Turn off fla's calls to other libraries, unless the user has set the variable, or has
+    imported fla, which has then read it.  Must run before models are built, because transformers
+    imports fla for them.
     """
-    os.environ.setdefault(_ALONE, "1")
+    if "fla" not in sys.modules:
+        os.environ.setdefault(_ALONE, "1")
 
 
 def imported(module: str) -> ModuleType:
-    """A module of fla.
+    """The module of fla with this full name.
 
-    Raises ImportError if fla is not installed, and if it was imported while its calls to other
-    libraries were not turned off.
+    Raises ImportError if fla is not installed, and if the module was imported while fla's calls to
+    other libraries were not turned off.
     """
     if module in sys.modules and os.environ.get(_ALONE) != "1":
         raise ImportError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import fla, generate
-from ssdprof.operators.definition import rows
+from ssdprof.operators.definition import states_in
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, SIZE_WORDS
 from ssdprof.operators.generate import Library, installed
@@ -54,7 +54,9 @@ def bind(
     kind: str = "GDNInputs",
     **arguments: Any,
 ) -> BoundCall:
-    """The call of a mixer as inputs of the type `kind` in `ssdprof.kernels`."""
+    """The call of a mixer, for a prompt or a step, as inputs of the type `kind` in
+    `ssdprof.kernels`: see `CallBinding.bind`.
+    """
     arguments |= {
         "q": q,
         "k": k,
@@ -72,27 +74,30 @@ def recorded(
     """The inputs of a recorded call of FlashInfer's prefill, and its output; None in place of the
     output if the call returned no final states.
 
-    In FlashInfer's call g is the decay and not its log, states are (slots, HV, V, K), and tokens
-    are packed: (tokens, heads, ...).
+    In FlashInfer's call tokens are packed: (tokens, heads, ...).  g is the decay and not its log;
+    without g nothing is forgotten, and without beta it is 1.  States are (sequences, HV, V, K), or
+    with state_indices a pool, (slots, HV, V, K).
+
+    Raises ValueError if g is no decay, and for a slot outside of the pool.
     """
     slots = arguments.get("state_indices")
     decay = arguments.get("g")
     beta = arguments.get("beta")
-    initial_pool = arguments.get("initial_state")
+    initial_state = arguments.get("initial_state")
     if decay is None:
         decay = arguments["v"].new_ones(arguments["v"].shape[:2], dtype=torch.float32)
-    if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
+    if not bool(((decay >= 0) & (decay <= 1.0001)).all()):  # exp may be rounded to above 1
         raise ValueError("g is not a decay between 0 and 1")
 
-    def states_of_sequences(pool: Tensor) -> Tensor:
-        """(slots, HV, V, K) -> (sequences, HV, K, V)."""
-        return (pool if slots is None else rows(pool, slots)).mT
+    def states_of_sequences(states: Tensor) -> Tensor:
+        """(sequences or slots, HV, V, K) -> (sequences, HV, K, V)."""
+        return (states if slots is None else states_in(states, slots)).mT
 
     inputs = kernels.GDNInputs(
         **{name: arguments[name][None] for name in ("q", "k", "v")},
         g=decay.log()[None],
         beta=(torch.ones_like(decay) if beta is None else beta)[None],
-        initial_state=None if initial_pool is None else states_of_sequences(initial_pool),
+        initial_state=None if initial_state is None else states_of_sequences(initial_state),
         scale=arguments.get("scale"),
         use_qk_l2norm=bool(arguments.get("use_qk_l2norm_in_kernel")),
         cu_seqlens=arguments["cu_seqlens"],
@@ -104,7 +109,7 @@ def recorded(
 
 
 def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
-    """`CallBinding.gate_bytes`: beta has `item` bytes, and g is in fp32."""
+    """`CallBinding.gate_bytes`: beta has `item` bytes, a number of the model, and g is in fp32."""
     return item + 4
 
 
@@ -136,7 +141,9 @@ BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
 
 
 def fla_libraries(operator: str) -> dict[str, Library]:
-    """fla's two kernels of an operator: one for prompts, and one that goes token by token."""
+    """fla's two implementations of an operator: one in chunks for prompts, and one that goes token
+    by token.
+    """
 
     def load() -> Implementation:
         return adapters.load_fla(fla.imported(adapters.FLA[operator]), operator)
@@ -156,7 +163,9 @@ def of_servers(operator: str) -> dict[str, Library]:
 
 
 def of_transformers(operator: str) -> dict[str, Library]:
-    """The functions that models of transformers call: in torch, and in fla if it is installed."""
+    """The functions that models of transformers call: "model" in torch, and "model:installed" in
+    fla, which they call if it is installed.
+    """
 
     def version_with_fla() -> str:
         transformers_version = packages.package_version("transformers")
@@ -190,9 +199,7 @@ LIBRARIES = {
 
 
 def refusal(sizes: Mapping[str, int], ranks: int) -> str:
-    """Why so many ranks cannot divide the heads; empty if they can.  Every rank takes the same
-    number of key heads, with their value heads.
-    """
+    """`Operator.refusal`: every rank takes the same number of key heads, with their value heads."""
     heads = sizes["key_heads"]
     return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssdprof.kernels import GDNInputs
 from ssdprof.kernels.oracle import initial_states, spans_of
-from ssdprof.operators.definition import Definition, Values, rows, unwritten
+from ssdprof.operators.definition import Definition, Values, states_in, unwritten
 from ssdprof.operators.operator import Output
 
 PER_TOKEN = ("q", "k", "v", "a", "b")
@@ -29,10 +29,11 @@ def read(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm: bool = False,
 ) -> GDNInputs:
-    """Inputs of GDN from the inputs of a definition: packed sequences (tokens, ...), or, without
-    cu_seqlens, n sequences of one length (n, T, ...).
+    """Packed inputs of GDN from the inputs of a definition: packed sequences (tokens, ...), or,
+    without cu_seqlens, n sequences of one length (n, T, ...).
 
-    a, b (..., HV): raw gates, from which g and beta are computed.
+    state: (n, HV, V, K).
+    a, b (..., HV): raw gates.  g is -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b).
     scale: factor of q; 0 stands for the default.
     """
     if cu_seqlens is None:
@@ -59,19 +60,22 @@ def read_verified(
     intermediate_states_buffer: Tensor | None = None,  # noqa: ARG001
     **others: Any,
 ) -> GDNInputs:
-    """Inputs of GDN from a definition that verifies drafted tokens.
+    """Packed inputs of GDN from the inputs of a definition that verifies drafted tokens.
 
-    Each sequence begins with the state in its slot of the pool `initial_state`.  The buffer is an
-    output of the kernel, and is ignored here.
+    Each sequence begins with the state in its slot of the pool `initial_state`.  The buffer, to
+    which a kernel writes states, is ignored.  others: inputs that `read` takes.
     """
-    return read(state=rows(initial_state, initial_state_indices), **others)
+    return read(state=states_in(initial_state, initial_state_indices), **others)
 
 
 def write(inputs: GDNInputs) -> Values:
     """The inputs of a definition, with the tokens of all sequences packed.
 
-    The raw gates a and b, from which a kernel computes g and beta, are the inverse softplus and
-    sigmoid in fp64, rounded to the dtype of q.  A g above 0 counts as 0.
+    A definition knows no norm inside the call, so q and k are normalised here.  The raw gates are
+    the inverse softplus of -g, and the logit of beta, both in fp64 and rounded to the dtype of q;
+    A_log and dt_bias are 0.  A g above 0 counts as 0.
+
+    Raises ValueError if a beta is not between 0 and 1, or if K and V differ.
     """
     beta = inputs.beta.double()
     g = inputs.g.double().clamp(max=0)
@@ -97,11 +101,12 @@ def write(inputs: GDNInputs) -> Values:
 
 
 def write_step(inputs: GDNInputs) -> Values:
-    """The inputs of a definition of one decode step, with tokens (n, 1, ...).  Raises ValueError
-    unless every sequence has one token.
+    """The inputs of a definition of one decode step, with tokens (n, 1, ...), and cu_seqlens, which
+    such a definition does not have.  Raises ValueError as `write` does, and unless every sequence
+    has one token.
     """
     if any(span.length != 1 for span in spans_of(inputs)):
-        raise ValueError("it has several tokens")
+        raise ValueError("a sequence has not just one token")
     values = write(inputs)
     for name in PER_TOKEN:
         values[name] = values[name][:, None]
@@ -128,7 +133,8 @@ def gated_delta_rule(
     """The reference of the definitions: token by token, in fp64.
 
     q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), state (n, HV, V, K).  Without
-    cu_seqlens there is one token of each sequence: (n, 1, ...).
+    cu_seqlens there is one token of each sequence: (n, 1, ...).  Returns out, with the shape and
+    dtype of v, and the final states, (n, HV, V, K) in fp32.
     """
     heads = v.shape[-2]
     state = state.double()
@@ -153,13 +159,13 @@ def gated_delta_rule(
 
 
 def _axes(*tokens: str, sequences: str, **packed: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Name of an input -> its axes.
+    """`Definition.inputs`.
 
-    tokens: the axes of tokens.  sequences: the first axis of states.  packed: further inputs that
-    only definitions of packed sequences have, with their axes.
+    tokens: the axes of tokens.  sequences: the axis of sequences.  packed: further inputs that only
+    definitions of packed sequences have, with their axes.
     """
     heads = ("num_v_heads",)
-    return {
+    return {  # head_size is both K and V
         "q": (*tokens, "num_q_heads", "head_size"),
         "k": (*tokens, "num_k_heads", "head_size"),
         "v": (*tokens, *heads, "head_size"),
@@ -194,5 +200,6 @@ _STEP = replace(
     write=write_step,
 )
 _VERIFIED = replace(_STEP, name=f"gdn_mtp{_SIZES}", read=read_verified, write=unwritten)
-# if no kind fits a call, the message is that of the last kind
+# A call is written as the first kind that can be written and fits it.  If none does, the user reads
+# the reason of the last one.
 DEFINITIONS = (_VERIFIED, _STEP, _PREFILL)

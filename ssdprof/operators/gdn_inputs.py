@@ -21,6 +21,7 @@ Draw = Callable[[Cell, "torch.device"], "GDNInputs"]
 Gates = Callable[[Cell, "torch.Generator"], "torch.Tensor"]
 SCALE = 0.3  # scale of those edge inputs that do not have the default
 SLOWEST, FASTEST = 1.0, 16.0  # range of A in new models: g = -A softplus(a + dt_bias)
+# words of --draw
 NORMALISED = "normalised"
 QUARTER_UNGATED = "quarter-ungated"
 QUARTER_SLOW = "quarter-slow"
@@ -29,7 +30,7 @@ WAYS = {
     NORMALISED: "q and k are normalised before the call and not inside",
     QUARTER_UNGATED: "every fourth value head has no gate: g = 0",
     QUARTER_SLOW: "every fourth value head keeps thousands of tokens: g is -1e-4 in the mean",
-    SLOW: "every value head does",
+    SLOW: "every value head keeps thousands of tokens: g is -1e-4 in the mean",
 }
 
 
@@ -38,14 +39,14 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     otherwise.
     """
     heads = cell.shape.sizes["value_heads"]
-    rows, length, _ = generate.positions(cell)
+    rows, length, _ = generate.extents(cell)
     dt_bias = generate.gate_bias(heads, generator)
     A = generate.uniform(heads, SLOWEST, FASTEST, generator)
     raw = torch.randn(rows, length, heads, device=generator.device, generator=generator)
     g = -A * torch.nn.functional.softplus(raw + dt_bias)
-    for way, slow_heads in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
+    for way, heads_of_way in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
         if way in cell.ways:
-            g[..., slow_heads].uniform_(-2e-4, 0, generator=generator)
+            g[..., heads_of_way].uniform_(-2e-4, 0, generator=generator)
     if QUARTER_UNGATED in cell.ways:
         g[..., ::4] = 0
     return g
@@ -57,9 +58,12 @@ def draw(
     """Random inputs: q, k, v ~ N(0, 1), with q and k normalised inside the call; g from `gates`;
     beta = sigmoid(N(0, 1)) times its largest value in the model.
 
-    As "views", q, k and v are slices of one tensor, as a model passes them.  Packed and very short
-    sequences, and those in a pool, have an initial state ~ N(0, 1) too.  `WAYS` says what
-    `cell.ways` changes.  kind: the type of the inputs in `ssdprof.kernels`.
+    As "views", q, k and v are slices of one tensor, as a model passes them.  Packed sequences,
+    decode steps and sequences on a pool have initial states ~ N(0, 1), too.  `WAYS` says what
+    `cell.ways` changes.
+
+    kind: the type of the inputs in `ssdprof.kernels`.
+    gates: (cell, generator) -> g.
     """
     key_heads, heads, key_dim, value_dim, largest_beta = (
         cell.shape.sizes[name] for name in GENERATOR.names
@@ -78,7 +82,7 @@ def draw(
     states, slots = None, None
     if cell.tokens.has_states:
         states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
-        if cell.tokens.pool:  # in memory V is before K, as in servers
+        if cell.tokens.pool:  # in the pool's memory V is before K, as in servers
             pool, slots = generate.pool(states.mT, cell.tokens.pool)
             states = pool.mT
     inputs: GDNInputs = getattr(kernels, kind)(
@@ -100,21 +104,24 @@ def draw(
 
 
 def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]]]:
-    """`_forms` for each of `generate.EDGES`, then a kind with short q and k that are not
-    normalised, and with another scale.
+    """`InputGenerator.edges`: `_forms` for each of `generate.EDGES`, then a kind with one entry,
+    whose q and k are short and not normalised, and whose scale is another.
+
+    draw: draws inputs of a cell.
     """
     kinds = [_forms(like, lengths, draw) for lengths in generate.EDGES]
-    plain = _forms(like, (320, 320), draw)[-1]
+    plain = _forms(like, (320, 320), draw)[-1]  # without initial states
     traits = [*plain.traits, Trait("short q and k, not normalised", short_keys), SCALED]
     return [*kinds, [replace(plain, traits=traits)]]
 
 
 def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeInputs[GDNInputs]]:
-    """Edge inputs of one kind: K = V, initial states, and the traits `VALUES` or `LAYOUTS`; without
-    these traits; the same in the sizes of `like`; and these without initial states.
+    """The edge inputs of one kind: K = V, initial states, and `FIRST_TRAITS` or `OTHER_TRAITS`;
+    without these traits; the same with V of `like`; and these without initial states.  All have
+    `TINY_KEYS`, K of `like`, 2 key heads and 6 value heads.
     """
     key_dim = like.q.shape[3]
-    special = VALUES if lengths == generate.EDGES[0] else LAYOUTS
+    special = FIRST_TRAITS if lengths == generate.INCOMPLETE_CHUNKS else OTHER_TRAITS
 
     def generated(value_dim: int) -> GDNInputs:
         shape = GENERATOR.shape("edges", 2, 6, key_dim, value_dim)
@@ -144,19 +151,21 @@ def g_above_0(inputs: GDNInputs) -> None:
 
 
 def slow_heads(inputs: GDNInputs) -> None:
-    """Heads 0 and 2 that hardly forget; head 2 forgets twice as fast as head 0."""
+    """Heads 0 and 2 that hardly forget: their g is 2^7 and 2^6 times smaller."""
     inputs.g[:, :, :3:2] = inputs.g[:, :, :3:2].clamp(max=0) * 2.0**-7
     inputs.g[:, :, 2] *= 2
 
 
 def hardly_written(inputs: GDNInputs) -> None:
-    """Head 0 writes nothing in row 0 of the batch, and little in row 1."""
+    """Head 0 writes nothing in row 0 of the batch, and little in row 1.  There must be two rows."""
     inputs.beta[0, :, 0] = 0
     inputs.beta[1, :, 0] *= 2.0**-6
 
 
 def equal_keys(inputs: GDNInputs) -> None:
-    """48 equal keys of key head 1 in one chunk, written with a large beta."""
+    """48 equal keys of key head 1 in one chunk of 64, written with a large beta by its value heads,
+    3 to 5.
+    """
     inputs.k[:, 128:176, 1] = inputs.k[:, 128:129, 1]
     inputs.beta[:, 128:176, 3:] = 0.875
 
@@ -166,8 +175,8 @@ def forgetting(inputs: GDNInputs) -> None:
     inputs.g[:, ::11, 1] = -torch.inf
 
 
-def closing(inputs: GDNInputs) -> None:
-    """Head 5 forgets so fast in one chunk that a product of its decays underflows."""
+def underflowing_decays(inputs: GDNInputs) -> None:
+    """Head 5 forgets so fast in one chunk of 64 that a product of its decays underflows."""
     inputs.g[:, 64:128, 5] = -30
 
 
@@ -195,7 +204,7 @@ def in_wider_tensors(inputs: GDNInputs) -> GDNInputs:
 
 
 def short_keys(inputs: GDNInputs) -> GDNInputs:
-    """The inputs with q and k of norm 0.7, which the call does not normalise."""
+    """The inputs with q and k of norm 0.7, and a call that does not normalise them."""
     q, k = (
         0.7 * torch.nn.functional.normalize(tensor.float(), dim=-1).to(tensor.dtype)
         for tensor in (inputs.q, inputs.k)
@@ -204,7 +213,7 @@ def short_keys(inputs: GDNInputs) -> GDNInputs:
 
 
 def with_scale(inputs: GDNInputs) -> GDNInputs:
-    """The inputs with a scale that is not the default."""
+    """The inputs with the scale `SCALE`, which is not the default."""
     return replace(inputs, scale=SCALE)
 
 
@@ -213,20 +222,27 @@ TINY_KEYS: Trait[GDNInputs] = Trait(
 )
 SCALED: Trait[GDNInputs] = Trait(f"a scale of {SCALE:g}", with_scale)
 FORGETTING: Trait[GDNInputs] = Trait("g of -inf", forgetting, "exp(-inf) is 0, and never NaN")
-BETA: Trait[GDNInputs] = Trait("beta up to 2", beta_up_to_2)
-POSITIVE: Trait[GDNInputs] = Trait("g above 0", g_above_0, "g above 0 counts as 0")
-VALUES = (
-    BETA,
-    POSITIVE,
+BETA_UP_TO_2: Trait[GDNInputs] = Trait("beta up to 2", beta_up_to_2)
+G_ABOVE_0: Trait[GDNInputs] = Trait("g above 0", g_above_0, "g above 0 counts as 0")
+# Traits of the first edge inputs of the kind INCOMPLETE_CHUNKS.  Some need its two rows and the
+# positions up to 176.
+FIRST_TRAITS = (
+    BETA_UP_TO_2,
+    G_ABOVE_0,
     Trait("heads that hardly forget", slow_heads),
     Trait("a head that writes nothing, or little", hardly_written),
     Trait("equal keys in a chunk", equal_keys, "the chunk's system is solved, not a series summed"),
     FORGETTING,
-    Trait("g of -30 at 64 tokens", closing, "a product of decays is 0, and no factor may overflow"),
+    Trait(
+        "g of -30 at 64 tokens",
+        underflowing_decays,
+        "a product of decays is 0, and no factor may overflow",
+    ),
 )
-LAYOUTS = (
-    BETA,
-    POSITIVE,
+# Traits of the first edge inputs of every other kind of `generate.EDGES`
+OTHER_TRAITS = (
+    BETA_UP_TO_2,
+    G_ABOVE_0,
     Trait("q and k 100 times as long", long_keys),
     Trait("beta below 0", beta_below_0),
     FORGETTING,

@@ -19,7 +19,8 @@ else:
 
 CHUNK = 64  # positions of a chunk of the rounded form
 _LEAF = 16  # rows of the diagonal blocks that are inverted in fp32
-FORGOTTEN_LN = -110.0  # log of a decay; exp(-110) is zero in fp32
+# least g of a position: exp of it is zero in fp32, and sums of it are finite
+FORGOTTEN_LN = -110.0
 
 
 def bytes_per_position(inputs: GDNInputs) -> int:
@@ -32,7 +33,9 @@ def bytes_per_position(inputs: GDNInputs) -> int:
 
 
 def gate(inputs: GDNInputs, span: Span, chunk: int = CHUNK) -> Gate:
-    """The cumulative sum of g in each chunk, (c, h, chunk) in fp32; the padding has g = 0."""
+    """`OracleSpec.gate`: the cumulative sum of g in each chunk, (c, h, chunk) in fp32; the padding
+    has g = 0.
+    """
     g = span.of(inputs.g).float().clamp(FORGOTTEN_LN, 0)
     return rounding.Gate(exponents=rounding.running_sum(rounding.split_chunks(g, chunk)))
 
@@ -46,17 +49,19 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
 
     - operands of matrix products, to the input's dtype, or from fp32 to two tf32 numbers, as tensor
       cores take it.  Operands are q and k (after their norm), the inverse, beta v, beta times decay
-      times k, w, u, the state, the corrected values v_new, and the scores
-    - operands of the products between the inverse's blocks of 16 rows: cut to tf32, or for fp32
-      inputs rounded to two tf32 numbers
+      times k, w, u, the state, the corrected values v_new, also times the decay to the chunk's end,
+      and the scores
+    - operands of the products between the inverse's blocks of 16 rows: cut to tf32, or if operands
+      are in fp32 rounded to two tf32 numbers
     - states that pass from chunk to chunk, and the final state, to the state dtype
     - the output, to the input's dtype
-    - with relaxed intermediates, also decays, q k^T, beta and their products, v_new, and operands
-      in fp32: to 16 bits, which are the input's dtype, or bfloat16 for fp32 inputs
+    - with relaxed intermediates, also decays between positions, q k^T, beta and their products,
+      v_new, and operands in fp32: to 16 bits, which are the input's dtype, or bfloat16 for fp32
+      inputs
 
-    k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  The
-    function imitates no kernel beyond that, and no constant is fitted: an implementation that
-    rounds at fewer places only gets closer to the oracle.
+    k k^T, its decays and betas, the substitution inside blocks of 16 rows, and the decay of a state
+    over a chunk stay in fp32.  The function imitates no kernel beyond that, and no constant is
+    fitted: an implementation that rounds at fewer places only gets closer to the oracle.
     """
     operand, intermediate, exp = low.operand, low.intermediate, rounding.gpu_exp
     g = gate.exponents
@@ -77,7 +82,7 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
     to_end = intermediate(exp((last - g).clamp(max=0)))[..., None]
     chunk_decay = exp(last)[..., None]
     scores = operand(intermediate(intermediate(q @ k.mT) * intermediate(decay)))
-    # few operations for each chunk: on a GPU, each takes the time of its launch
+    # the loop has few operations: on a GPU, each takes the time of its launch
     entering, v_new = [], []
     for c in range(len(v)):
         entering.append(operand(low.state))
@@ -89,14 +94,14 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
 
 
 def operands(inputs: GDNInputs, low: Rounded, span: Span, chunk: int) -> tuple[Tensor, ...]:
-    """q, k, v and beta of a span in chunks, (c, h, chunk, K, K, V and 1).
+    """q, k, v and beta of a span in chunks, (c, h, chunk, width), of the widths K, K, V and 1.
 
     q and k are normalised if the call asks for it, repeated for each value head, and rounded as
     operands.  v and beta are in fp32.
     """
     q, k, v, beta = reference.load(inputs, span, torch.float32)
-    q, k = (low.operand(rows).repeat_interleave(inputs.values_per_key, 1) for rows in (q, k))
-    return tuple(rounding.split_chunks(rows, chunk) for rows in (q, k, v, beta[..., None]))
+    q, k = (low.operand(keys).repeat_interleave(inputs.values_per_key, 1) for keys in (q, k))
+    return tuple(rounding.split_chunks(tensor, chunk) for tensor in (q, k, v, beta[..., None]))
 
 
 def in_positions(out: Tensor, inputs: GDNInputs, span: Span) -> Tensor:
@@ -108,7 +113,8 @@ def in_positions(out: Tensor, inputs: GDNInputs, span: Span) -> Tensor:
 
 
 def inverse_of(system: Tensor, round_operand: Callable[[Tensor], Tensor]) -> Tensor:
-    """(I + system)^-1 for strictly lower triangular systems (..., chunk, chunk).
+    """(I + system)^-1 for strictly lower triangular systems (..., chunk, chunk), where chunk is a
+    power of two, at least `_LEAF`.
 
     Blocks of `_LEAF` rows on the diagonal are inverted in fp32.  Then the inverses of neighbouring
     blocks A and B, with the block C below A, are joined to the inverse of the block twice as wide:
@@ -162,9 +168,9 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     In a chunk of C positions, a position reads from (C + 1) / 2 positions on average, because a
     chunk is causal.  Per position:
 
-        k k^T, q k^T                               2 H K (C + 1) / 2 each
-        inverse times v_new, scores times v_new    2 HV V (C + 1) / 2 each
-        k S, q S, and the state's update           2 HV K V each
+        k k^T, q k^T                                 2 H K (C + 1) / 2 each
+        inverse times (v - k S), scores times v_new  2 HV V (C + 1) / 2 each
+        k S, q S, and the state's update             2 HV K V each
 
     It grows with C.  The default, the smallest chunk that fills a tensor core's tile, is the least
     that any chunked kernel does, so that no choice of chunk beats the floor.  The inverse itself,

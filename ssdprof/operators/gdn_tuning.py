@@ -24,7 +24,7 @@ from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_for
 
 KERNEL = "portable"
 _SEGMENT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of a sequence
-_SHORTEST = 4  # chunks of the shortest segment, if there are several
+_SHORTEST_SEGMENT = 4  # chunks, if there are several segments
 _LARGEST_STATE = 256 * 128  # numbers that a program can hold in registers; more would be spilled
 
 
@@ -44,22 +44,27 @@ def slice_fits(config: Any, inputs: GDNInputs) -> bool:
 
 
 def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """Configurations that cut a sequence into 1 to 32 segments.  A `segment` of 0 chunks stands for
-    the whole sequence.
+    """Configurations that cut a sequence into 1 to 32 segments, as far as these are long enough.  A
+    `segment` of 0 chunks stands for the whole sequence.
     """
     chunks = triton.cdiv(inputs.length, config.chunk)
     for count in _SEGMENT_COUNTS:
         segment = triton.cdiv(chunks, count)
         if count == 1:
             yield replace(config, segment=0)
-        elif segment >= _SHORTEST:
+        elif segment >= _SHORTEST_SEGMENT:
             yield replace(config, segment=segment)
 
 
 def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """Configurations with other chunk sizes.  Segments keep their lengths in positions."""
+    """Configurations with each chunk size.  Segments keep their lengths in positions, rounded up to
+    whole chunks.
+    """
+    sizes = [32, 64, 128]
+    if inputs.q.dtype == torch.float32:
+        sizes = [16, 32]
     positions = config.segment * config.chunk
-    for chunk in (16, 32) if inputs.q.dtype == torch.float32 else (32, 64, 128):
+    for chunk in sizes:
         yield replace(config, chunk=chunk, segment=triton.cdiv(positions, chunk))
 
 
@@ -77,7 +82,9 @@ _AXES: tuple[Axis, ...] = (
 
 
 def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
-    """The kernel that runs the inputs.  Raises BadInputError if it is not one of `tuned`."""
+    """The name of the kernel that runs the inputs with exact intermediates and fp32 states.  Raises
+    BadInputError if it is not one of `tuned`.
+    """
     variant, *_ = fused.variant_for(FusedCall(inputs=inputs, precision=Precision()))
     name: str = variant.name
     if name not in tuned:
@@ -91,7 +98,7 @@ def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
 def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, Any], GDNOutput]:
     """`Tuning.run`: runs inputs with a configuration, and prepares each launch once.
 
-    prepare: has the arguments of `portable_launch`, and returns a launch.
+    prepare: (inputs, precision, configuration, state_v_first=False) -> the launch.
     """
     launches: dict[Hashable, PreparedLaunch] = {}
     prepare = partial(prepare, state_v_first=False)
@@ -104,8 +111,8 @@ def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, 
 
 
 def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
-    """The configuration for the short inputs: two segments at least if that of the whole sequence
-    has several.
+    """`Tuning.for_short`: segments are at most half of the short inputs, unless there is only one
+    segment.
     """
     chunks = triton.cdiv(TUNING.short(inputs).length, config.chunk)
     return replace(config, segment=min(config.segment, max(1, chunks // 2)))

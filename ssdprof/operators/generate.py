@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.inputs import Inputs
 
 MOST_STEP_TOKENS = 32  # longest sequences, in tokens, on which token-by-token implementations run
-SEED = 0
+SEED = 0  # of all random inputs, so that every run has the same
 # range of softplus(bias), the gate's step at a raw gate of 0: log-uniform, as in new models
 GATE_STEPS = (1e-3, 1e-1)
 I = TypeVar("I", bound="Inputs", default=Any)
@@ -39,8 +39,9 @@ Layout = Literal["contiguous", "views", "transposed"]
 class Shape:
     """The sizes of a layer, and the other numbers from which its inputs are generated.
 
-    name: the name or the sizes as the user typed them.  words: text such as "80x64, N 128, G 1".
-    sizes: by the operator's names for them.
+    name: the model's name, or the sizes as the user typed them.
+    words: text such as "80x64, N 128, G 1".
+    sizes: all these numbers, by the operator's names for them.
     """
 
     name: str
@@ -53,8 +54,10 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """A batch of sequences of one length, or `packed` sequences of random lengths up to `seqlen`.
+    """The layout of tokens in a call: a batch of sequences of one length, or `packed` sequences of
+    random lengths.
 
+    seqlen: length of each sequence, in tokens; of packed sequences the greatest.
     shortest: least length of packed sequences; None: they are not packed.
     state_every: `Inputs.state_every`.
     pool: number of slots of the pool that has the initial states; 0: there is no pool.
@@ -73,33 +76,35 @@ class Tokens:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether sequences are short enough to be computed token by token, as in decoding."""
+        """Whether sequences are not packed, and short enough to be computed token by token, as in
+        decoding.
+        """
         return not self.packed and self.seqlen <= MOST_STEP_TOKENS
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences begin with a state, as in packed calls and in decoding."""
+        """Whether sequences begin with a state, as in packed calls, in decoding and on a pool."""
         return self.packed or self.is_decoding or self.pool > 0
 
     def __str__(self) -> str:
-        slots = f", pool of {self.pool:,}" if self.pool else ""
+        text = f"{self.sequences} x {self.seqlen:,}"
         if self.shortest is not None:
-            lengths = f"{_brief(self.shortest)}-{_brief(self.seqlen)}"
-            return f"{self.sequences} packed x {lengths}{slots}"
-        kept = ""
+            text = f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"
         if self.state_every == 1:
-            kept = ", every state"
+            text += ", every state"
         elif self.state_every:
-            kept = f", state every {self.state_every:,}"
-        return f"{self.sequences} x {self.seqlen:,}{kept}{slots}"
+            text += f", state every {self.state_every:,}"
+        if self.pool:
+            text += f", pool of {self.pool:,}"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """The generated inputs of one case key of a bench.
 
-    layout: contiguous tensors; views of a wide projection, as a model passes them; or transposed
-        tensors, whose neighbouring elements are neighbouring positions.
+    layout: "contiguous" tensors; "views" of a wide projection, as a model passes them; or
+        "transposed" tensors, whose neighbouring elements are neighbouring positions.
     ways: the `InputGenerator.ways` in which the inputs differ from the default.
     """
 
@@ -109,7 +114,7 @@ class Cell:
     tokens: Tokens
     ways: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # without the layout, which all cells of a bench share
         return ", ".join((self.shape.name, str(self.tokens), self.dtype, *self.ways))
 
 
@@ -143,13 +148,15 @@ def installed(
     """An installed library.
 
     package: what pip installs.
+    load: () -> the implementation.  Raises ImportError.
     precisions: (name of the inputs' dtype) -> the precisions of the library.
     version: () -> the version in reports; None: that of the package.
+    needs_gpu: see `Library`.
     """
 
     def load_installed(_checkout: Path | None) -> Implementation:
-        number = packages.package_version(package) if version is None else version()
-        return replace(load(), version=number, precisions=precisions)
+        version_text = packages.package_version(package) if version is None else version()
+        return replace(load(), version=version_text, precisions=precisions)
 
     return Library(
         load=load_installed,
@@ -162,11 +169,10 @@ def installed(
 def of_servers(
     load: str, precisions: Callable[[Any], tuple[Any, ...]], *arguments: str
 ) -> dict[str, Library]:
-    """The kernels of vLLM and of SGLang: for prompts, at these precisions, and for steps on a pool,
-    with fp32 states.
+    """Two kernels of each of vLLM and SGLang, by name: "vllm" for prompts, at these precisions, and
+    "vllm_step" for steps on a pool, with fp32 states.
 
-    load: "module:function" in `ssdprof.kernels`; the function takes the name of the kernel, then
-        `arguments`.
+    load: "module:function" in `ssdprof.kernels`; the function takes such a name, then `arguments`.
     """
     libraries = {}
     for package in ("vllm", "sglang"):
@@ -207,7 +213,11 @@ class Trait(Generic[I]):
 
 @dataclass(frozen=True)
 class EdgeInputs(Generic[I]):
-    """Random inputs with traits.  draw: () -> inputs, the same at every call."""
+    """Random inputs with traits.
+
+    draw: () -> inputs without the traits: new tensors with the same values at every call.
+    traits: in the order in which they are applied.
+    """
 
     draw: Callable[[], I]
     traits: Sequence[Trait[I]]
@@ -232,10 +242,10 @@ class EdgeInputs(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownOutputs:
-    """Outputs that follow from the inputs in closed form, for heads of one kind in one sequence.
+    """Those outputs of one sequence that follow from the inputs in closed form, for some heads.
 
-    kind: text such as "windows of 16 tokens".
-    batch, positions (n), heads (h): indices of the outputs.
+    kind: text that tells these heads from others, such as "windows of 16 tokens".
+    batch, positions (n), heads (h): indices of the outputs in `out`.
     expected: the outputs, (n, h, V) in fp64.
     """
 
@@ -246,8 +256,8 @@ class KnownOutputs:
     expected: Tensor
 
 
-# Inputs, and their outputs that are known.  These consist of what earlier tokens wrote, although a
-# bound from the decays alone would say that this history has no influence.
+# (inputs, those of their outputs that are known).  These outputs consist of what earlier tokens
+# wrote, although a bound from the decays alone would say that this history has no influence.
 History: TypeAlias = "tuple[I, Sequence[KnownOutputs]]"
 
 
@@ -270,14 +280,15 @@ class InputGenerator(Generic[I]):
     largest: size -> its largest value that is measured.
     draw: (cell, device) -> random inputs with gates as in new models, the same at every call.
     edges: (inputs) -> kinds of edge inputs in the dtype of `inputs`.  A kind is a sequence of
-        inputs: the first has every feature of the operator, later ones have fewer, for kernels that
-        refuse some features.
+        inputs: the first has most features, later ones have fewer, for kernels that refuse some.
     histories: (inputs, numbers of heads) -> kinds of histories: first one in the shape of the
-        inputs, then long ones with each number of heads.  A kind is a sequence of histories: first
-        packed and with initial states, then without.  None for an operator in which the sum of a
-        head's gates bounds what is left of its state, so that the amplified history suffices.
+        inputs, then long ones with each number of heads.  A kind is a sequence of histories with
+        ever fewer features, for kernels that refuse some: packed with initial states, then not
+        packed, then without initial states.  None for an operator in which the sum of a head's
+        gates bounds what is left of its state, so that the amplified history suffices.
     ways: word of --draw -> what it changes in the drawn inputs.
-    chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
+    chunk_sizes: usual ones of implementations that take it from the inputs; empty if the inputs
+        have none.
     chunks_itself: names of implementations that choose their own chunk size.
     alternatives: names of other forms of bundled implementations, which run only when a user names
         them.
@@ -300,7 +311,7 @@ class InputGenerator(Generic[I]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the sizes in `form`, then of `others`."""
+        """The names of the sizes in `form`, then those of `others`."""
         return (*re.findall(r"{(\w+)}", self.form), *self.others)
 
     def shape(self, name: str, *values: int) -> Shape:
@@ -320,7 +331,8 @@ class InputGenerator(Generic[I]):
         return f"{self.order}, such as {self.form.format(**first.sizes)}"
 
     def parse(self, text: str) -> Shape | None:
-        """The shape that a user writes in the form of `form`; None for text of another form.
+        """The shape that a user writes as `form` says; None for text of another form.
+
         Raises BadInputError for sizes that are impossible or too large.
         """
         match = re.fullmatch(re.sub(r"{\w+}", r"(\\d{1,5})", self.form), text)
@@ -328,7 +340,7 @@ class InputGenerator(Generic[I]):
             return None
         shape = self.shape(text, *map(int, match.groups()))
         sizes = shape.sizes
-        # name of a size -> what `order` calls it
+        # name of a size in `form` -> what `order` calls it
         titles = dict(zip(self.names, re.split(" [x/] ", self.order), strict=False))
         hint = f"Order: {self.order}."
         is_possible = all(sizes[name] for name in titles)
@@ -341,11 +353,9 @@ class InputGenerator(Generic[I]):
             raise BadInputError(f"{text} is impossible: sizes must be positive{rule}.", hint)
         if any(sizes[name] > most for name, most in self.largest.items()):
             limits = ", ".join(
-                f"{titles[name]} at most {most}" for name, most in self.largest.items()
+                f"{titles[name]} is at most {most}" for name, most in self.largest.items()
             )
-            raise BadInputError(
-                f"{text} is not measured: {limits.replace(' at', ' is at', 1)}.", hint
-            )
+            raise BadInputError(f"{text} is not measured: {limits}.", hint)
         return shape
 
 
@@ -359,14 +369,17 @@ def models_of(operator: str) -> dict[str, tuple[int, ...]]:
 
 
 Lengths = tuple[int, ...]  # in tokens, of each sequence; sequences of unequal lengths are packed
-# Lengths of the kinds of edge inputs: no multiples of a chunk; a decode step; two packs of as many
-# tokens with an empty sequence; multiples of a chunk.
-EDGES: tuple[Lengths, ...] = ((321, 321), (1, 1), (1, 17, 0, 303), (303, 0, 17, 1), (256, 256))
+INCOMPLETE_CHUNKS: Lengths = (321, 321)  # no multiples of a chunk
+PACK_WITH_INT64_BOUNDS: Lengths = (303, 0, 17, 1)
+WHOLE_CHUNKS: Lengths = (256, 256)
+# Lengths of the kinds of edge inputs.  The second kind is a decode step.  The two packs have the
+# same sequences in reverse order, one of them empty.
+EDGES = (INCOMPLETE_CHUNKS, (1, 1), (1, 17, 0, 303), PACK_WITH_INT64_BOUNDS, WHOLE_CHUNKS)
 
 
-def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
-    """Sizes b and l of the tensors, and the boundaries of packed sequences; None if sequences are
-    not packed.
+def extents(cell: Cell) -> tuple[int, int, list[int] | None]:
+    """(b, l, boundaries): the sizes b and l of the tensors, and the boundaries of packed sequences
+    in tokens, from 0; None if sequences are not packed.
     """
     tokens = cell.tokens
     if tokens.shortest is None:
@@ -377,21 +390,21 @@ def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
 
 def cu_seqlens(cell: Cell, device: torch.device) -> Tensor | None:
     """The boundaries of packed sequences, (sequences + 1) in int32; None unless they are packed."""
-    bounds = positions(cell)[2]
+    _, _, bounds = extents(cell)
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:
-    """Boundaries of the sequences in tokens, from 0.  The lengths of packed sequences are uniform
-    between the shortest and the longest.
+    """Boundaries of the sequences in tokens, from 0: (sequences + 1) numbers.  The lengths of
+    packed sequences are random, uniform from the shortest to the longest.
     """
     lengths = [tokens.seqlen] * tokens.sequences
     if tokens.shortest is not None:
         generator = torch.Generator().manual_seed(seed)
-        sizes = torch.randint(
+        random_lengths = torch.randint(
             tokens.shortest, tokens.seqlen + 1, (tokens.sequences,), generator=generator
         )
-        lengths = [int(length) for length in sizes]
+        lengths = [int(length) for length in random_lengths]
     return [0, *accumulate(lengths)]
 
 
@@ -408,7 +421,7 @@ def gate_bias(count: int, generator: torch.Generator) -> Tensor:
 
 def edge_cell(shape: Shape, like: Tensor, lengths: Lengths) -> Cell:
     """The cell of edge inputs: views, in the dtype of `like`.  Packed sequences are drawn as one
-    sequence, and get their boundaries later.
+    sequence, and get their boundaries from `as_edge`.
     """
     dtype: Any = dtype_name(like.dtype)
     if is_packed(lengths):
@@ -419,7 +432,7 @@ def edge_cell(shape: Shape, like: Tensor, lengths: Lengths) -> Cell:
 
 
 def edge_bounds(lengths: Lengths, device: torch.device) -> Tensor | None:
-    """The boundaries of packed sequences, in int32; None unless they are packed."""
+    """The boundaries of sequences of these lengths, in int32; None unless they are packed."""
     if not is_packed(lengths):
         return None
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -428,11 +441,11 @@ def edge_bounds(lengths: Lengths, device: torch.device) -> Tensor | None:
 def edge_forms(
     draws: Sequence[Callable[[], I]], always: Sequence[Trait[I]], special: Sequence[Trait[I]]
 ) -> list[EdgeInputs[I]]:
-    """The edge inputs of one kind: with the traits `special`, `always` and initial states; without
-    `special`; the same in the model's sizes; and these without initial states.
+    """The four edge inputs of one kind: with the traits `always`, `special` and initial states;
+    without `special`; the same in the model's sizes; and these without initial states.
 
-    draws: three functions that draw inputs: for the special traits; in sizes that differ from the
-        model's; in the model's sizes.
+    draws: three functions that draw inputs: in sizes for the special traits; in other sizes than
+        the model's; in the model's sizes.
     """
     draw_special, draw_plain, draw_like_model = draws
     with_states = (*always, INITIAL)
@@ -445,8 +458,8 @@ def edge_forms(
 
 
 def as_edge(inputs: I, like: Any, lengths: Lengths) -> I:
-    """Drawn inputs as sequences of these lengths, without initial states, in the chunk size of
-    `like`.
+    """Inputs that were drawn in an `edge_cell` as sequences of these lengths, without initial
+    states, in the chunk size of `like`.
     """
     bounds = edge_bounds(lengths, like.device)
     return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, **{like.STATES: None})
@@ -468,33 +481,36 @@ def with_int64_bounds(inputs: Any) -> Any:
 
 def traits_of(lengths: Lengths) -> list[Trait[Any]]:
     """Traits of edge inputs of these lengths: one of the two packs has boundaries in int64."""
-    if lengths != EDGES[3]:
+    if lengths != PACK_WITH_INT64_BOUNDS:
         return []
     rule = "cu_seqlens are int32 or int64"
     return [Trait("cu_seqlens in int64", with_int64_bounds, rule)]
 
 
 def is_packed(lengths: Lengths) -> bool:
-    """Whether sequences of these lengths are packed, because the lengths differ."""
+    """Whether sequences of these lengths are packed: only if the lengths differ."""
     return len(set(lengths)) > 1
 
 
 def states(*shape: int, device: torch.device) -> Tensor:
-    """Initial states ~ N(0, 1) in fp32."""
+    """A tensor ~ N(0, 1) in fp32, such as initial states: the same for every call with this
+    shape.
+    """
     return torch.randn(
         *shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 1)
     )
 
 
-def pool(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Put states into a pool of `count` slots in random order; the other slots are NaN.
+def pool(initial: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Put initial states (n, ...) into a pool of `count` slots, at least n, in random order.  The
+    other slots are NaN.
 
-    Returns the pool (count, ...), and the slot of each state in int32.
+    Returns the pool (count, ...), and the slot of each state, (n) in int32.
     """
     order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED))
-    slots = order[: len(states)].to(states.device)
-    pool = states.new_full((count, *states.shape[1:]), math.nan).index_copy_(0, slots, states)
-    return pool, slots.int()
+    slots = order[: len(initial)].to(initial.device)
+    unused = initial.new_full((count, *initial.shape[1:]), math.nan)
+    return unused.index_copy_(0, slots, initial), slots.int()
 
 
 def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
@@ -504,12 +520,12 @@ def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) ->
     Views are slices of one tensor.  Transposed tensors are slices of one tensor whose neighbouring
     elements are neighbouring positions.
     """
-    rows, length, _ = positions(cell)
+    rows, length, _ = extents(cell)
     new = partial(torch.empty, rows, length, dtype=dtype_named(cell.dtype), device=device)
     if cell.layout == "contiguous":
         return tuple(new(*size) for size in sizes)
     widths = [math.prod(size) for size in sizes]
-    whole = new(sum(widths))
+    whole = new(sum(widths))  # (b, l, sum of the widths), of which each tensor is a slice
     if cell.layout == "transposed":
         whole = whole.view(rows, sum(widths), length).mT
     parts = torch.split(whole, widths, -1)
@@ -517,5 +533,5 @@ def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) ->
 
 
 def _brief(length: int) -> str:
-    """A number of tokens as a user writes it: "4k" for 4096."""
+    """A number of tokens, at least 1, as a user writes it: "4k" for 4096."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,4 +1,4 @@
-"""Resolves names of implementations, which are words on the command line:
+"""Resolves words of the command line that name implementations:
 
 unfused, fused, ...      an implementation of ssdprof, or an alternative form of one
 mamba_ssm, fla, ...      another library, as installed
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 GROUP = "ssdprof.implementations"
 Kind = Literal["bundled", "library", "own"]
-Resolve = Callable[[str, str], Implementation]  # (operator, word)
+Resolve = Callable[[str, str], Implementation]  # (operator's name, word) -> the implementation
 
 
 def required(implementation: Implementation) -> Implementation:
@@ -62,9 +62,9 @@ def resolver(device: torch.device) -> Resolve:
     """A form of `resolve` for one device that takes the operator's name.
 
     It resolves each word once, so that a library that tunes itself keeps its configurations.  An
-    implementation that cannot run on this kind of device is unavailable.  After a word with a
-    checkout, the library's name alone stands for the same.  The returned function also raises
-    BadInputError for a second checkout of a library.
+    implementation that needs a GPU is unavailable on another device.  After a word with a checkout,
+    the library's name alone stands for the same.  The returned function raises what `resolve`
+    raises, and BadInputError for a second checkout of a library.
     """
     resolved: dict[tuple[str, str], Implementation] = {}
 
@@ -84,7 +84,7 @@ def resolver(device: torch.device) -> Resolve:
 
 
 def refuse_two_checkouts(words: Iterable[str]) -> None:
-    """Raises BadInputError if two words name the same library, because reports identify
+    """Raises BadInputError if two different words name the same library, because reports identify
     implementations by name.
     """
     names = [word.partition("=")[0] for word in dict.fromkeys(words)]
@@ -101,7 +101,9 @@ def _two_checkouts(name: str) -> BadInputError:
 
 
 def known(operator: Operator) -> tuple[str, ...]:
-    """Every name that `resolve` knows for the operator, except MODULE:FUNCTION."""
+    """Every name that `resolve` knows for the operator, except the user's MODULE:FUNCTION, which
+    may be any.
+    """
     return tuple(
         dict.fromkeys((*kernels.names(operator.name), *operator.libraries, *entry_points()))
     )
@@ -116,9 +118,9 @@ def knows(operator: Operator, word: str) -> bool:
 
 def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
     """Raise BadInputError for words of an option that no operator knows, and for the names in
-    `besides`.
+    `besides`, which the option does not take.
 
-    Nothing is imported: an implementation that is known may still be missing on this machine.
+    No implementation is imported: one that is known may still be missing on this machine.
     """
     names: dict[str, None] = {}  # a set in order
     for operator in operators.records():
@@ -134,7 +136,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 
 
 def kind_of(operator: Operator, word: str) -> Kind:
-    """The kind of implementation of a known name, without importing anything."""
+    """The kind of the implementation that a known word names, without importing it."""
     name = word.partition("=")[0]
     if name in operator.libraries:
         return "library"
@@ -146,8 +148,8 @@ def resolve(operator: Operator, word: str) -> Implementation:
     precedence over entry points of the same name.
 
     An unavailable library is not an error: the result has the reason.  Raises BadInputError for an
-    unknown name, for a library whose checkout is missing or no folder, and for a user's kernel that
-    cannot be imported or takes another operator's inputs.
+    unknown name; for a checkout that is missing, superfluous or no folder; and for a user's kernel
+    that cannot be imported or takes another operator's inputs.
     """
     return replace(_resolved(operator, word), word=word)
 
@@ -188,8 +190,10 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
     Raises BadInputError for a missing or superfluous checkout, and for one that is no folder.
     """
     if source.repository and checkout is None:
-        hint = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
-        raise BadInputError(f"No package contains the {name} kernel.", hint)
+        raise BadInputError(
+            f"No package contains the {name} kernel.",
+            f"Give a checkout of {source.repository}: {name}=DIRECTORY.",
+        )
     if checkout is not None and not source.repository:
         raise BadInputError(
             f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}."
@@ -205,8 +209,12 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
 
 
 def _own(operator: Operator, name: str, reference: str) -> Implementation:
-    """The user's kernel "module:function" as an implementation of this name.  Raises BadInputError
-    if its parameters are annotated with another operator's inputs.
+    """The user's kernel as an implementation of this name.
+
+    reference: "module:function".  It is the name, unless an entry point has another name.
+
+    Raises BadInputError if the function cannot be imported, or if a parameter of it is annotated
+    with another operator's inputs.
     """
     try:
         function = load(reference)
@@ -236,7 +244,7 @@ def _own(operator: Operator, name: str, reference: str) -> Implementation:
 
 
 def entry_points() -> tuple[str, ...]:
-    """The names that installed packages register."""
+    """The names that installed packages register in `GROUP`."""
     return tuple(sorted(metadata.entry_points(group=GROUP).names))
 
 
@@ -254,8 +262,10 @@ def entry_point(name: str) -> str:
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """Import "module:function" and return the function.  Raises BadInputError if that fails, with
-    the message of a failed import.
+    """Import a user's "module:function" and return the function.
+
+    The module may be in the current directory, and what it prints goes to stderr.  Raises
+    BadInputError if there is no such function, with the message of a failed import.
     """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
@@ -269,8 +279,7 @@ def load(reference: str) -> Callable[..., Any]:
             module = import_module(name)
     except KeyboardInterrupt:
         raise
-    # the user's module may raise anything: pytest's skip is not an Exception
-    except BaseException as error:
+    except BaseException as error:  # of any class: pytest's skip is not an Exception
         raise BadInputError(
             f"The module of {reference} cannot be imported: {library_message(error)}.",
             "Give MODULE:FUNCTION, where MODULE is importable, also from the current directory.",
@@ -313,7 +322,7 @@ def own_implementation(
     operand_precision = "tf32"    it cuts the operands of matrix products to tf32
     keeps_states = True           it returns the states that `Inputs.state_every` asks for
     pools = True                  it reads initial states by `Inputs.state_indices`
-    in_place = True               it writes new states to a pool, in every call
+    in_place = True               it writes new states to a pool, in every call, and returns it
     batch_invariant = True        see `Implementation`
 
     Raises BadInputError for another `operand_precision`.
@@ -364,8 +373,8 @@ def _call_function(
     """Call the user's function with the inputs' GPU as the current device, because Triton launches
     there.
 
-    Raises RuntimeError if the function raises what is no Exception, such as SystemExit, because
-    that would end ssdprof.
+    Raises RuntimeError in place of what is no Exception, such as SystemExit, because that would end
+    ssdprof.  A Ctrl-C of the user, and what ssdprof itself raises, pass as they are.
     """
     index = inputs.device.index
     options = {"precision": precision} if "precision" in _parameters(function) else {}
@@ -375,7 +384,7 @@ def _call_function(
     except Exception:
         raise
     except BaseException as error:
-        # while SIGINT is ignored, no Ctrl-C arrives, and the function raised KeyboardInterrupt
+        # while SIGINT is ignored, no Ctrl-C arrives: then the function itself raised the error
         ctrl_c = (
             isinstance(error, KeyboardInterrupt)
             and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
@@ -386,7 +395,7 @@ def _call_function(
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
-    """Parameters by name; none for a built-in function, which has no signature."""
+    """Parameters by name; none for a function without a signature, as some built-in ones are."""
     try:
         return signature(function).parameters
     except ValueError:
@@ -394,7 +403,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
 
 
 def _type(value: object) -> str:
-    """The name of the type, with the number of elements of a sequence: "tuple of 3"."""
+    """The name of the value's type; for a tuple or a list with its length: "tuple of 3"."""
     size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
     return f"{type(value).__name__}{size}"
 

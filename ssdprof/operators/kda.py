@@ -27,7 +27,9 @@ STAGES = Stages.of("kda")
 
 
 def gate_bytes(item: int, sizes: Mapping[str, int]) -> int:
-    """`CallBinding.gate_bytes`: beta has `item` bytes, and each of g's channels is in fp32."""
+    """`CallBinding.gate_bytes`: beta has `item` bytes, a number of the model, and each of g's
+    channels is in fp32.
+    """
     return item + 4 * sizes["key_dim"]
 
 

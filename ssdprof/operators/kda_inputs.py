@@ -28,18 +28,18 @@ WAYS = {
     gdn_inputs.NORMALISED: "q and k are normalised before the call and not inside",
     BOUNDED: "bounded gates that forget, g = -5 sigmoid(a)",
     SATURATED: (
-        "every fourth value head forgets most channels at every token: g is below -50 in the mean"
+        "every fourth value head forgets most channels at every token: g is -46 in the mean"
     ),
     LOW_GATES: "g in the model's dtype, as in bailing_hybrid",
 }
 
 
 def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
-    """g (B, T, HV, K): -A softplus(a + dt_bias) with a ~ N(0, 1), an A for each head and a dt_bias
-    for each channel, unless `WAYS` says otherwise.
+    """g (B, T, HV, K) in fp32: -A softplus(a + dt_bias) with a ~ N(0, 1), an A for each head and a
+    dt_bias for each channel, unless `WAYS` says otherwise.
     """
     sizes = cell.shape.sizes
-    rows, length, _ = generate.positions(cell)
+    rows, length, _ = generate.extents(cell)
     heads, key_dim = sizes["value_heads"], sizes["key_dim"]
     dt_bias = generate.gate_bias(heads * key_dim, generator).view(heads, key_dim)
     A = generate.uniform(heads, gdn_inputs.SLOWEST, gdn_inputs.FASTEST, generator)[:, None]
@@ -59,26 +59,27 @@ draw = partial(gdn_inputs.draw, kind="KDAInputs", gates=gates)
 
 
 def edges(like: kernels.GDNInputs) -> list[list[EdgeInputs[kernels.GDNInputs]]]:
-    """The edge inputs of GDN with gates of channels.  The first of each kind also has channels that
-    forget everything; that of the kind with whole chunks also has `DECAYED` and `LOW`.
+    """`InputGenerator.edges`: those of GDN with a gate for each channel.  The first of each kind
+    also has channels that forget everything; that of the kind WHOLE_CHUNKS also has `DECAYED_STATE`
+    and `G_AS_Q`.
     """
     kinds = gdn_inputs.edges(like, draw)
-    for lengths, forms in zip_longest(generate.EDGES, kinds):
-        traits = (*forms[0].traits, FORGETTING)
-        if lengths == generate.EDGES[-1]:
-            traits = (*traits, DECAYED, LOW)
+    for lengths, forms in zip_longest(generate.EDGES, kinds):  # the last kind is none of EDGES
+        traits = (*forms[0].traits, FORGETTING_CHANNELS)
+        if lengths == generate.WHOLE_CHUNKS:
+            traits = (*traits, DECAYED_STATE, G_AS_Q)
         forms[0] = replace(forms[0], traits=traits)
     return kinds
 
 
 def forgetting_channels(inputs: kernels.GDNInputs) -> None:
-    """Some channels of heads 1 and 2, which are no heads that hardly forget."""
+    """Every third channel of heads 1 and 2 forgets everything at every eleventh position."""
     inputs.g[:, ::11, 1:3, ::3] = -torch.inf
 
 
 def decayed_state(inputs: kernels.GDNInputs) -> None:
-    """Change head 5 so that its state is large compared with what is written, and decays by 2^-46
-    within a chunk.
+    """Change head 5 so that its initial state is large compared with what is written, and decays to
+    exp(-32) = 2^-46 of it in the first 32 positions.
     """
     if inputs.initial_state is not None:
         inputs.initial_state[:, 5] *= 2.0**8
@@ -91,32 +92,33 @@ def low_gates(inputs: kernels.GDNInputs) -> kernels.GDNInputs:
     return replace(inputs, g=inputs.g.to(inputs.q.dtype))
 
 
-DECAYED: Trait[kernels.GDNInputs] = Trait(
+DECAYED_STATE: Trait[kernels.GDNInputs] = Trait(
     "a state that decays in all channels", decayed_state, "what is left of it is read"
 )
-LOW: Trait[kernels.GDNInputs] = Trait("g in the dtype of q", low_gates, "g is summed in fp32")
-FORGETTING: Trait[kernels.GDNInputs] = Trait(
+G_AS_Q: Trait[kernels.GDNInputs] = Trait("g in the dtype of q", low_gates, "g is summed in fp32")
+FORGETTING_CHANNELS: Trait[kernels.GDNInputs] = Trait(
     "g of -inf in some channels", forgetting_channels, "exp(-inf) is 0, and never NaN"
 )
 
 
 # --- the law of turning keys: outputs that are known in closed form.  They consist of history,
-# although a bound from the decays alone would say that nothing is left of it.  docs/measuring.md
-# has the formulas
+# although a bound from the decays alone would say that nothing is left of it.  `turning_keys` has
+# the formulas
 
 # tokens of a window -> number of keys that turn the state in it
 WINDOWS = {16: 7, 64: 11, 256: 11, 1024: 11}
-# share of the state that the first token of a window keeps, and share of v that it writes
+# the first token of a window keeps this share of the state for its key, and writes this share of v
 KEPT, WRITTEN = 15 / 16, 1 / 16
-LONG = (2779, 1317)  # tokens of two packed sequences, or in sum of a row
-RESOLUTION = 2.0**-60  # a smaller influence of a window on the output is left out
+LONG = (2779, 1317)  # tokens of two packed sequences; their sum, 4,096, is the length of a row
+RESOLUTION = 2.0**-60  # a window's influence on a later output is left out if it is smaller
 
 
 def histories(
     like: kernels.GDNInputs, heads: Sequence[int]
 ) -> Iterator[Iterator[History[kernels.GDNInputs]]]:
     """`InputGenerator.histories`: `turning_keys` in the shape of `like`, then in 4,096 tokens with
-    each number of heads; none if no two windows fit in the longest sequence of `like`.
+    each number of heads; none at all if no two windows of a length fit in the longest sequence of
+    `like`.
 
     A call has at most as many kinds of windows as heads; further kinds get calls of their own.
     """
@@ -133,8 +135,8 @@ def histories(
 def _short_history(
     like: kernels.GDNInputs, windows: Sequence[int]
 ) -> Iterator[History[kernels.GDNInputs]]:
-    """`turning_keys` in the shape of `like`.  As a generator it is computed only when it is needed,
-    because it takes as much memory as `like`.
+    """`turning_keys` in the shape of `like`.  A generator computes it only when it is needed: it
+    takes as much memory as `like`.
     """
     yield turning_keys(like, windows)
 
@@ -142,8 +144,9 @@ def _short_history(
 def _long_histories(
     like: kernels.GDNInputs, heads: int, windows: Sequence[int]
 ) -> Iterator[History[kernels.GDNInputs]]:
-    """`turning_keys` of `LONG` tokens.  Several heads are first tried in a pack with initial
-    states, then in a row with initial states.  The last form is a row without.
+    """`turning_keys` of `LONG` tokens.  Several heads come first in a pack with initial states,
+    then in a row with an initial state.  The last history, for one head the only one, is a row
+    without.
     """
     key_dim = like.q.shape[3]
     value_dim = like.v.shape[3]
@@ -164,8 +167,8 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
     state is kept: keys turn the state from one half of the channels to the other half before the
     first half decays.
 
-    like: has the shapes, dtypes and scale.
-    windows: lengths of windows in tokens; the heads take them in turn.
+    like: has the shapes, dtypes and scale, and says whether there are initial states.
+    windows: lengths of windows in tokens, of `WINDOWS`; the key heads take them in turn.
 
     x and y are unit vectors in the two halves of the channels.  They change places after every
     window.  A window has these tokens:
@@ -182,7 +185,8 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
 
         out = scale M_i,   M_i = cos(a)^(n+1) (15/16 M_(i-1) + v_i / 16)
 
-    M_(-1) is 0 without an initial state; with one, the initial state is x M_(-1)^T.
+    M_(-1) is 0 without an initial state; with one, the initial state is x M_(-1)^T.  Only whole
+    windows have known outputs.
     """
     device = like.v.device
     key_heads = like.q.shape[2]
@@ -208,11 +212,12 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
 def _turn(
     inputs: kernels.GDNInputs, window: int, key_heads: Tensor, normal: Callable[..., Tensor]
 ) -> Iterator[KnownOutputs]:
-    """Write the windows of some key heads and of their value heads into the inputs, and yield the
-    known outputs of each sequence.
+    """Write windows of one length for some key heads and their value heads into the inputs, and
+    yield the known outputs of each sequence.
 
-    The halves of the channels, signs and initial states are random.  normal: (*shape) -> random
-    numbers ~ N(0, 1).
+    The halves of the channels, the signs of x and y, and initial states are random.
+
+    normal: (*shape) -> random numbers ~ N(0, 1).
     """
     per_key = inputs.values_per_key
     device = inputs.v.device
@@ -223,7 +228,7 @@ def _turn(
     x, y = (torch.nn.functional.normalize(signs * half, dim=-1) for half in (in_x, ~in_x))
     q, k, g, beta = _two_windows(window, x, y, normal)
     turns = WINDOWS[window] + 1
-    turned = math.cos(math.pi / 2 / turns) ** turns  # what is left of a state after a window
+    turned = math.cos(math.pi / 2 / turns) ** turns  # the share of a state that all turns keep
     for span in oracle.spans_of(inputs):
         rows = slice(span.start, span.stop)
         tokens = torch.arange(span.length, device=device) % (2 * window)
@@ -276,9 +281,10 @@ def _two_windows(
 
 
 def decaying_sums(terms: Tensor, ratio: float) -> Tensor:
-    """The sum over j of ratio^j terms[i - j], for each i of terms (n, ...).
+    """The sum over j = 0 to i of ratio^j terms[i - j], for each i of terms (n, ...).
 
-    Each pass doubles the number of terms that are summed, until ratio^j is below `RESOLUTION`.
+    Each pass doubles the number of terms that are summed.  Terms with ratio^j below `RESOLUTION`
+    may be left out.
     """
     step = 1
     while step < len(terms) and ratio**step > RESOLUTION:

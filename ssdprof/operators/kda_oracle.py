@@ -37,7 +37,9 @@ def bytes_per_position(inputs: KDAInputs) -> int:
 
 
 def gate(inputs: KDAInputs, span: Span, chunk: int = CHUNK) -> Gate:
-    """The cumulative sum of g in each chunk, (c, h, chunk * K) in fp32; the padding has g = 0."""
+    """`OracleSpec.gate`: the cumulative sum of g in each chunk, (c, h, chunk * K) in fp32; the
+    padding has g = 0.
+    """
     g = span.of(inputs.g).float().clamp(FORGOTTEN_LN, 0)
     sums = rounding.running_sum(rounding.split_chunks(g, chunk).mT)
     return rounding.Gate(exponents=sums.mT.flatten(2))
@@ -46,21 +48,21 @@ def gate(inputs: KDAInputs, span: Span, chunk: int = CHUNK) -> Gate:
 def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:
     """`OracleSpec.chunks`: out of a span in one precision, which docs/measuring.md calls `lo`.
 
-    It is the chunked algorithm of `reference.py` with the gate's chunks, in plain torch.
-    Everything is computed in fp32.  These values are rounded:
+    It is the chunked algorithm of `kernels/kda/reference.py` with the gate's chunks, in plain
+    torch.  Everything is computed in fp32.  These values are rounded:
 
     - operands of matrix products, to the input's dtype, or from fp32 to two tf32 numbers, as tensor
-      cores take it.  Operands are q and k (after their norm), q and k with the decays from the
-      chunk's start and to its end, the inverse, beta v, u, w, the state, the corrected values
-      v_new, and the scores
+      cores take it.  Operands are q and k (after their norm), both with the decays from the chunk's
+      start, k with those to its end, beta k with those from its start, the inverse, beta v, u, w,
+      the state, the corrected values v_new, and the scores
     - operands of the scores' products, which are q and k with the decays of each half of a chunk,
-      and of the products between the inverse's blocks of 16 rows: bf16 inputs are cut to tf32,
-      fp16 inputs rounded to fp16, and fp32 inputs to two tf32 numbers
+      and of the products between the inverse's blocks of 16 rows: cut to tf32 if operands are in
+      bf16, rounded to fp16 if in fp16, and to two tf32 numbers if in fp32
     - states that pass from chunk to chunk, and the final state, to the state dtype
     - the output, to the input's dtype
 
-    beta and the substitution inside blocks of 16 rows stay in fp32.  Relaxed intermediates round
-    fp32 operands to 16 bits and nothing else.
+    Decays, beta and the substitution inside blocks of 16 rows stay in fp32.  Relaxed intermediates
+    change fp32 operands to bf16 ones, and nothing else.
     """
     operand, exp = low.operand, rounding.gpu_exp
     if low.operand_dtype == torch.float32:
@@ -82,7 +84,7 @@ def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> t
 
     # the outputs, chunk after chunk
     queries, keys = operand(q * since_start), operand(k * to_end)
-    # few operations for each chunk: on a GPU, each takes the time of its launch
+    # the loop has few operations: on a GPU, each takes the time of its launch
     entering, v_new = [], []
     for c in range(len(v)):
         entering.append(operand(low.state))

@@ -11,7 +11,8 @@ __all__ = ["deferred", "lazy", "packages", "precision", "rounding", "torch"]
 
 
 def lazy(name: str, prepare: Callable[[], object] | None = None) -> Any:
-    """A stand-in for the module `name`, which is imported when an attribute of it is used.
+    """A stand-in for the module `name`, which is imported when an attribute of the stand-in is
+    used.
 
     prepare: called before each such use.
     """
@@ -27,8 +28,10 @@ def lazy(name: str, prepare: Callable[[], object] | None = None) -> Any:
 
 
 def deferred(reference: str, *arguments: object) -> Callable[..., Any]:
-    """The function `reference`, "module:function" in `ssdprof.kernels`, with its first arguments
-    bound.  The module is imported when the function is called.
+    """The function `reference` with its first arguments bound.  Its module is imported when it is
+    first called.
+
+    reference: "module:function", with a module in `ssdprof.kernels`.
     """
 
     def call(*later_arguments: object, **options: object) -> object:

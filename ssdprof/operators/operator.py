@@ -3,16 +3,18 @@
 A job uses parts of the record and never compares an operator's name.  `Operator` has the name, the
 title, the sizes, the share of one tensor-parallel rank, and these parts:
 
-    stages      the stages of the algorithm, as kernels name them
-    binding     how models call the operator, and how a captured call is stored
-    oracle      the oracle in blocks, the roundings that a precision allows, and the sizes and the
-                cost of a call
-    generated   shapes of models, and random inputs                  `generate.py`
-    tuning      what `ssdprof tune` may vary                         `tuning.py`
+    stages        the stages of the algorithm, as kernels name them
+    binding       how models call the operator, and how a captured call is stored
+    oracle        the oracle in blocks, the roundings that a precision allows, and the sizes and the
+                  cost of a call
+    generated     shapes of models, and random inputs                `generate.py`
+    tuning        what `ssdprof tune` may vary                       `tuning.py`
+    definitions   the calls that flashinfer-bench defines            `definition.py`
+    libraries     how other libraries are loaded                     `generate.py`
 
 The output of every operator is (out, final_states).  out (b, l, h, ...) has the inputs' dtype.
 final_states (sequences, h, ...) are in fp32; if `Inputs.state_every` asks for states on the way,
-they have a row for each.  Reports use these two names for all operators.
+they have a row for each of these.  Reports use these two names for all operators.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ class Stages:
     """The stages of the algorithm, as its kernels name them in their STAGES.
 
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
-    words: name of a part -> the same in plain words.
+    words: name of a stage or part -> the same in plain words, where the name does not say it.
     kernels: function name of a bundled kernel -> the implementation that launches it.
     sources: SHA-256 of a file with another library's kernels -> its entry in `stages/`.  An entry
-        has `implementation`, which launches the kernels; `stages`: function -> its stage, or
-        "caller" for a helper that is inlined into several stages; `starts`: line -> the stage that
-        begins there, inside a function.
+        has `stages`: function -> its stage, or "caller" for a helper that is inlined into several
+        stages; `starts`: line -> the stage that begins there, inside a function; and, unless all
+        functions are helpers, `implementation`, which launches the kernels.
     """
 
     order: tuple[str, ...] = ()
@@ -87,10 +89,12 @@ class Stages:
         )
 
     @classmethod
-    def together(cls, of_operators: Sequence[Stages]) -> Stages:
-        """The stages of several operators, concatenated."""
+    def together(cls, several: Sequence[Stages]) -> Stages:
+        """The stages of several operators, concatenated.  If two have the same part, kernel or file
+        in a table, the later entry counts.
+        """
         merged = cls()
-        for stages in of_operators:
+        for stages in several:
             merged = cls(
                 order=(*merged.order, *stages.order),
                 words={**merged.words, **stages.words},
@@ -101,7 +105,7 @@ class Stages:
 
 
 AHEAD = "ahead"  # stage of warps that wait for slower ones; this wait costs no time
-LEAST_CHUNK = 16  # the edge of a tensor core's tile
+LEAST_CHUNK = 16  # positions of the shortest chunk: the edge of a tensor core's tile
 _SHARED_STAGE_WORDS = {
     "setup.load": "loading the initial state",
     "setup.store": "storing the final state",
@@ -122,8 +126,8 @@ class CallBinding(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
     function: name of the global in a modeling file that a mixer calls for a prompt.
-    step: name of the global that a mixer calls for one token with a cached state; a capture leaves
-        its result to the model.  Empty: the model has none.
+    step: name of the global that a mixer calls for one token with a cached state.  A capture takes
+        the inputs of such a call, and lets the model compute it.  Empty: the model has none.
     bind: (mixer, *args, **kwargs) of a call of `function` -> the inputs, without a copy; whether
         the call wants final states; a sentence for the report if the inputs differ from the call or
         from the config.  Raises ValueError or TypeError for a call that the inputs cannot express.
@@ -139,8 +143,8 @@ class CallBinding(Generic[I]):
     per_position: the other tensors (b, l, ...).  All remaining tensors belong to the whole call.
     always_fp32: tensors that a model computes in fp32 whatever its own dtype.
     gate_bytes: (bytes of a number in the model's dtype, sizes of the layer) -> bytes of the
-        `per_position` tensors for one head and position.
-    replacement: computes the operator in the model during a capture.
+        `per_position` tensors that models pass, for one head and position.
+    replacement: (inputs) -> their output.  It computes the operator in the model during a capture.
     """
 
     function: str
@@ -159,7 +163,7 @@ class CallBinding(Generic[I]):
     replacement: Callable[[I], Output]
 
     def positional(self, inputs: I) -> dict[str, Tensor]:
-        """The tensors (b, l, ...)."""
+        """The tensors (b, l, ...) by name, `views` first, without those that are None."""
         tensors = inputs.tensors
         return {
             name: tensors[name] for name in (*self.views, *self.per_position) if name in tensors
@@ -190,8 +194,10 @@ class OracleSpec(Generic[I]):
     gate: (inputs, span, chunk) -> the gate of the span, in chunks of `chunk` positions; without the
         last argument in chunks of `chunk_size`.
     chunks: (inputs, rounded, span, gate) -> out of the span in one precision: see `Rounded`.
-    bytes_per_position: working memory of a block, for the oracle and the rounded form together.
-    chunk_size: chunk of the rounded form; spans begin at multiples of it.
+    bytes_per_position: (inputs) -> bytes of working memory for each position of a block, of the
+        oracle and the rounded form together.
+    chunk_size: (inputs) -> positions of a chunk of the rounded form.  In its sequence, a span
+        begins at a multiple of it.
     words: (sizes) -> the same as text for people.
     flops: (sizes, positions) -> the least number of multiplications and additions.
     """
@@ -206,18 +212,19 @@ class OracleSpec(Generic[I]):
 
     def forms(self, inputs: Inputs) -> Output:
         """Empty out and final_states on the meta device, in the shapes and dtypes of an output."""
-        values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
-        return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
+        out = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
+        return out, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
 
     def fitting_chunk(self, inputs: I, length: int) -> int:
-        """The chunk for a span of `length` positions: `chunk_size`, or the power of two that holds
-        a shorter span, which gives the same result.
+        """The chunk for a span of `length` positions: `chunk_size`, or less for a shorter span: the
+        least power of two from `LEAST_CHUNK` on that holds it.  A shorter span is one chunk of
+        either size, with the same result.
         """
         return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 
     def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
         """Chunk sizes besides `chunk_size` that kernels also use: a half and a quarter of it, as
-        far as they cut the longest sequence into several chunks.
+        far as they are not below `LEAST_CHUNK`, and cut the longest sequence into several chunks.
         """
         size = self.chunk_size(inputs)
         longest = max(span.length for span in oracle.spans_of(inputs))
@@ -243,11 +250,12 @@ class OracleSpec(Generic[I]):
         )
 
     def cost(self, inputs: I) -> tuple[Dims, dict[str, int]]:
-        """The sizes of a call, and its least work: `bytes_moved`, which counts every input read
-        once, and out and the fp32 final states written once, and `flops`.
+        """The sizes of a call, and its least work: `bytes_moved` and `flops`.  The bytes are those
+        of every input, read once, and of out and the fp32 final states, written once.
         """
         tensors = inputs.tensors
-        if "state_indices" in tensors:  # only one slot of the pool for each sequence is read
+        # a sequence reads one slot of a pool; which one does not matter for the bytes
+        if "state_indices" in tensors:
             tensors[inputs.STATES] = tensors[inputs.STATES][: inputs.sequences]
         bytes_read = sum(tensor.nbytes for tensor in tensors.values())
         bytes_written = sum(form.nbytes for form in self.forms(inputs))
@@ -263,7 +271,8 @@ class OracleSpec(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Generic[I]):
-    """One operator.  A part that is None is not implemented.
+    """One operator.  A part that is None is not implemented.  The top of this file explains the
+    parts that are not listed here.
 
     name: the operator's name in stored records and on the command line.
     title: the operator's name for people.
@@ -274,11 +283,11 @@ class Operator(Generic[I]):
     words: format string for these sizes.
     load_tuning: () -> what `ssdprof tune` may vary.
     load_definitions: () -> the calls that flashinfer-bench defines.
-    refusal: (sizes by the names of `Dims`, ranks) -> a sentence that says why so many
-        tensor-parallel ranks cannot divide the heads; empty if they can.
+    refusal: (sizes by the names of `Dims`, ranks) -> a clause that says why so many tensor-parallel
+        ranks cannot divide the heads; empty if they can.
     divided: tensor of which each rank has a part -> the dimension of its heads or groups.
     baseline: the implementation that others are compared with.
-    served: which libraries vLLM and SGLang choose on Hopper by default.
+    served: text that names the libraries that vLLM and SGLang choose on Hopper by default.
     libraries: other libraries by name.
     """
 
@@ -307,7 +316,7 @@ class Operator(Generic[I]):
 
     @property
     def tunable(self) -> Tuning:
-        """The interface of `tune`.  Raises BadInputError if there is none."""
+        """What `ssdprof tune` may vary.  Raises BadInputError if it does not tune the operator."""
         if self.load_tuning is None:
             raise BadInputError(
                 f"ssdprof does not tune kernels of {self.layers} layers ({self.name}) yet."
@@ -316,7 +325,7 @@ class Operator(Generic[I]):
 
     def first_rank(self, inputs: I, ranks: int) -> I:
         """The inputs of the first of `ranks` tensor-parallel ranks, as views: the first heads with
-        their groups.  A single group is on every rank.
+        their groups.  A rank has at least one group.
         """
 
         def first(tensor: Tensor | None, dim: int) -> Tensor | None:
@@ -330,8 +339,9 @@ class Operator(Generic[I]):
         )
 
     def repeated(self, inputs: I, span: rounding.Span, count: int) -> tuple[I, rounding.Span]:
-        """Inputs of the span alone in which the row of heads is repeated `count` times, and the
-        span's place in them.  For a count of 1 both are returned as they are.
+        """Inputs of the span alone in which all heads are repeated `count` times, side by side, and
+        the span's place in them: the whole of row 0.  For a count of 1 both are returned as they
+        are.  For other counts, `divided` must name the dimension of heads.
         """
         if count == 1:
             return inputs, span
@@ -345,7 +355,7 @@ class Operator(Generic[I]):
             for name, dim in self.divided.items()
             if name in tensors
         }
-        if inputs.initial is not None:
+        if inputs.initial is not None:  # a row for each sequence: the span keeps its number
             states = wide[inputs.STATES]
             wide[inputs.STATES] = states.expand(inputs.sequences, *states.shape[1:])
         whole = replace(span, batch=0, start=0, stop=span.length)
@@ -353,8 +363,9 @@ class Operator(Generic[I]):
 
 
 def from_call(kind: type[I], **arguments: Any) -> I:
-    """The inputs from a call's arguments.  Arguments of a mixer's forward that are no fields of
-    `kind` have no effect on the operator, and are dropped.
+    """Inputs of the type `kind` from the arguments of a mixer's call.  Arguments that are no fields
+    of `kind` are dropped: those in `CallBinding.refused` were refused before, and the others have
+    no effect on the operator.
     """
     names = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in arguments.items() if name in names})
@@ -364,11 +375,12 @@ def from_call(kind: type[I], **arguments: Any) -> I:
 
 
 def pieces(inputs: I, positional: Mapping[str, Tensor]) -> list[I]:
-    """Cut the inputs into one call for each state that `inputs.state_every` asks for.
+    """Cut the inputs into calls, each of which ends at the next positions after which
+    `inputs.state_every` asks for states.
 
     Every call has the initial states of the whole; `in_pieces` replaces them.  Packed sequences
-    want a state after each token: call t has token t of every sequence that is longer than t.  For
-    these, the function reads the lengths on the host.
+    want a state after each token: call t has token t of every sequence that is longer than t, and
+    nothing of the others.  For these, the function reads the lengths on the host.
 
     positional: the tensors (b, l, ...), from `CallBinding.positional`.
     """
@@ -398,9 +410,11 @@ def in_pieces(
     """Run the calls one after the other, each from the states that the previous one left, and join
     their outputs.  Waits for nothing on the device.
 
-    The first call gets copies of its initial states, unless the implementation reads a pool.
+    If the first call begins with slots of a pool, and the implementation reads no pool, it gets
+    copies of these states.
 
-    is_cut: whether `pieces` made the calls; otherwise there is only one.
+    is_cut: whether `pieces` made the calls; otherwise there is only one, and its output is returned
+        as it is.
     """
     outputs: list[Output] = []
     for inputs in calls:
@@ -414,12 +428,15 @@ def in_pieces(
         return outputs[0]
     outs, finals = zip(*outputs, strict=True)
     out, states = torch.cat(outs, 1), torch.stack(finals, 1).flatten(0, 1)
-    if bounds:  # reorder both from step by step to sequence by sequence
+    # Each call of packed sequences has at most one token of a sequence.  `out` has these tokens
+    # step by step, and must have them sequence by sequence.  `states` has a row for every step of
+    # every sequence, also for steps without a token.
+    if bounds:
         exists = torch.stack(bounds).diff()  # (steps, sequences): 1 where the sequence has a token
         by_sequence = exists.T.flatten()
         # the sort is stable: indices of existing tokens come first, in order
         rows = by_sequence.argsort(descending=True, stable=True)[: out.shape[1]]
-        # number of each token in the order of `out`, which is step by step
+        # the place of each existing token in `out`, counted from 1
         numbers = exists.flatten().cumsum(0).view_as(exists)
         tokens = numbers.T.flatten()[rows] - 1
         out, states = out[:, tokens], states[rows]
@@ -428,7 +445,8 @@ def in_pieces(
 
 def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
     """Inputs of a verification of drafted tokens: the last `count` positions of every sequence of a
-    batch, begun from the states before them, with a state after each position.
+    batch, begun from the states before them, with a state after each position.  The function
+    computes these states.  The sequences are not packed.
     """
     positional = binding.positional(inputs)
 
@@ -443,10 +461,11 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
 
 
 def computed(chunked: Callable[..., Output], inputs: Inputs) -> Output:
-    """The output of `fused`, or of `unfused` if that refuses the inputs, with exact intermediates
-    and fp32 states.  Without a GPU, the output of the operator's `chunked` form in fp32.
+    """The output of `fused`, or of `unfused` if `fused` refuses the inputs, with exact
+    intermediates and fp32 states.  For inputs on a CPU, the output of the operator's `chunked` form
+    in fp32.
 
-    Raises BadInputError with the reason of each refusal.
+    Raises BadInputError with the reason of each refusal if both refuse.
     """
     if inputs.device.type != "cuda":
         out, final_states = chunked(inputs, dtype=torch.float32)

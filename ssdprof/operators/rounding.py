@@ -21,10 +21,10 @@ from ssdprof.kernels.oracle import split_chunks as split_chunks
 from ssdprof.kernels.precision import Precision
 
 _LOG2_E = math.log2(math.e)
-# spacing at 1 of tf32 numbers, and of sums of two tf32 numbers
+# spacing at 1 of tf32 numbers, which have 11 significant bits, and of sums of two of them: 22 bits
 _TF32_EPS, _TWO_TF32_EPS = 2.0**-10, 2.0**-21
 _SIGN_AND_EXPONENT = -0x800000  # mask of these bits of an fp32 number, as an int32
-# a GPU may flush numbers below the least normal fp32 number to zero
+# the least normal fp32 number; a GPU may flush smaller ones to zero
 FLUSHED = torch.finfo(torch.float32).tiny
 
 
@@ -34,9 +34,9 @@ def coarsest_rounding(
     """The largest relative error that a single rounding may make in the terms of each head, (h) in
     fp64, at most 1.
 
-    Operands, weights and states have the unit roundoff of their dtype.  A decay is exp of an fp32
-    exponent of up to `largest_exponent` (h), whose absolute rounding error is the decay's relative
-    error.
+    Operands, intermediates and states have the unit roundoff of their dtype.  A decay is exp of an
+    fp32 exponent of magnitude up to `largest_exponent` (h), whose absolute rounding error is the
+    decay's relative error.
     """
     dtypes = (input_dtype, precision.intermediate_dtype(input_dtype), precision.state_dtype)
     coarsest = max(unit_roundoff(dtype) for dtype in dtypes)
@@ -44,7 +44,7 @@ def coarsest_rounding(
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding to nearest: half the spacing at 1."""
+    """The bound of the relative error of rounding to nearest: half the spacing at 1."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -62,8 +62,8 @@ def two_tf32(tensor: Tensor) -> Tensor:
 
 
 def running_sum(tensor: Tensor) -> Tensor:
-    """Cumulative sum along the last dimension, one addend after the other: of all orders, this one
-    loses most to rounding.
+    """Cumulative sum along the last dimension, which must not be empty.  It adds one number after
+    the other, the order that may lose most to rounding.
     """
     sums = [tensor[..., 0]]
     for i in range(1, tensor.shape[-1]):
@@ -86,10 +86,12 @@ def _ieee_matmul() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The values of a span that are the same in all precisions.  Spans begin at a chunk's start.
+    """The values of a span that are the same in all precisions.  The span begins at a chunk's
+    start.
 
-    exponents: logs of the decays since the start of each chunk, (c, h, q) in fp32.
-    dt: SSD's time steps, in the same shape.
+    exponents: natural logs of the decays since the start of each chunk, (c, h, q) in fp32; of KDA,
+        whose channels have decays of their own, (c, h, q K).
+    dt: SSD's time steps, (c, h, q); None for other operators.
     """
 
     exponents: Tensor
@@ -97,8 +99,8 @@ class Gate:
 
     @cached_property
     def decays(self) -> Tensor:
-        """The decay from position j to position i of a chunk, (c, h, i, j).  Above the diagonal,
-        where i is before j, it is 1, because exponents fall.
+        """The decay from position j to position i of a chunk, (c, h, i, j), for one decay of a
+        head.  Where i is before j it is 1, because exponents do not rise.
         """
         return gpu_exp((self.exponents[..., :, None] - self.exponents[..., None, :]).clamp(max=0))
 
@@ -112,8 +114,8 @@ class Rounded:
     """Evaluates an operator span after span, with every rounding that one precision allows.
 
     inputs: inputs of the dtype and device of those that `advance` will get.
-    chunks: (inputs, self, span, gate) -> out of a span that has positions; sets `state` (h, ...) to
-        the state after the span.
+    chunks: (inputs, self, span, gate) -> out of a span that has positions.  It also changes
+        `state`, (h, ...) in fp32, from the state before the span to the one after it.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Rounded:
         self._state_dtype = precision.state_dtype
         self._chunks = chunks
         self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
-        # relaxed intermediates also enter matrix products
+        # with relaxed intermediates, operands are rounded to the dtype of intermediates, too
         self.operand_dtype = inputs.values.dtype if precision.exact else self._intermediate_dtype
         self._sequence: int | None = None
         self._generator: torch.Generator | None = None
@@ -134,19 +136,21 @@ class Rounded:
         self.state = torch.empty(0)
 
     def perturb(self, seed: int, *, cuts: bool = False) -> Rounded:
-        """From now on, replace each rounding of an operand and each rounding to 16 bits by an
-        independent random error of up to half a unit in the last place.  Returns itself.
+        """From now on, add an independent random error of up to half a unit in the last place
+        instead of each rounding of an operand and of each rounding to 16 bits.  Returns itself.
 
-        cuts: 16-bit operands instead get an independent error of up to one unit in the last place
-            of tf32 towards zero, as if they were cut to tf32.
+        cuts: instead of a rounding to 16 bits, operands get an error of up to one unit in the last
+            place of tf32, towards zero, as if they were cut to tf32.
         """
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._cuts = cuts
         return self
 
     def advance(self, inputs: Inputs, span: Span, gate: Gate) -> tuple[Tensor, Tensor]:
-        """Evaluate the span, which follows the previous one or begins another sequence.  Returns
-        out (l, h, ...) in the inputs' dtype, and the state (h, ...) after the span in fp32.
+        """Evaluate the span, which follows the previous one or begins another sequence.
+
+        Returns out (l, h, ...) in the inputs' dtype, and the state (h, ...) after the span, whose
+        numbers are those of the state dtype, in fp32.
         """
         if span.sequence != self._sequence:
             self._sequence = span.sequence
@@ -160,8 +164,8 @@ class Rounded:
         return out, self.state
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """fp32 numbers rounded as operands of a matrix product on tensor cores, which takes fp32 as
-        two tf32 numbers.
+        """fp32 numbers rounded as operands of a matrix product on tensor cores: to `operand_dtype`,
+        or if that is fp32 to the sum of two tf32 numbers.
         """
         if self.operand_dtype == torch.float32:
             if self._generator is None:
@@ -180,7 +184,9 @@ class Rounded:
         return self._in(tensor, self._state_dtype)
 
     def _in(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """fp32 numbers rounded to `dtype`; after `perturb`, with a random error of that size."""
+        """fp32 numbers rounded to `dtype`, in fp32.  After `perturb`, 16-bit dtypes stand for a
+        random error of up to half a unit in their last place.
+        """
         if self._generator is None or dtype == torch.float32:
             return tensor.to(dtype).float()
         info = torch.finfo(dtype)
@@ -189,14 +195,15 @@ class Rounded:
     def _with_error(
         self, tensor: Tensor, eps: float, least: float, smallest: float = 0.0
     ) -> Tensor:
-        """The tensor with a random error in each element: uniform between `least` and `least` + 1
-        units in the last place.
+        """The tensor with a random error in each element, uniform between `least` and `least` + 1
+        units in the last place.  A positive error moves an element away from zero.
 
-        eps: the unit in the last place of 1.  smallest: the smallest normal number; smaller
-            elements have its unit.
+        eps: the unit in the last place of 1.
+        smallest: the smallest normal number of the dtype; smaller elements have its unit.  At most
+            `FLUSHED`: all elements have a unit of their own.
         """
         tensor = tensor.contiguous()
-        # 2 to the exponent of each element, with its sign: a positive error moves away from zero
+        # 2 to the exponent of each element, with the element's sign
         power = (tensor.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
         if smallest > FLUSHED:
             power = tensor.sign() * power.abs().clamp(min=smallest)

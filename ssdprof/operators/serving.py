@@ -1,6 +1,6 @@
 """Adapts implementations to a server's pool of states, in both directions.
 
-gathered    calls an implementation that takes and returns states on a pool
+gathered    calls an implementation that takes and returns states, with states of a pool
 in_pool     gives an implementation that works in place on a pool the interface of the others
 """
 
@@ -28,7 +28,9 @@ GATHERED = ("fused",)  # bundled implementations that servers would call on gath
 
 
 def pool_run(implementation: Implementation) -> PoolRun | None:
-    """The function that calls an implementation on a pool; None if it is not called on one."""
+    """The function that calls an implementation on a pool: its own, or for those in `GATHERED` one
+    that gathers states; None for other implementations.
+    """
     if implementation.in_place is not None:
         return implementation.in_place
     if implementation.name in GATHERED and implementation.kind == "bundled":
@@ -39,12 +41,12 @@ def pool_run(implementation: Implementation) -> PoolRun | None:
 def _step_or_gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
-    """Call an implementation on a pool: `recurrent` in place if the implementation runs that kernel
-    on sequences as short as these, or if the call writes a state after every token, which the
-    implementation does not keep; otherwise the implementation on gathered states.
+    """Call an implementation on a pool: `recurrent` in place if the call writes a state after every
+    token, because the implementation does not keep them, or if the implementation takes the kernel
+    of `recurrent` for such short sequences; otherwise the implementation on gathered states.
     """
     every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
-    # planned only if need be: servers make this call for each token
+    # the plan comes last, because it takes time, and servers make this call for each token
     if every_state or implementation.plan(inputs.after(None), precision).variant == "recurrent":
         recurrent = kernels.get(inputs.operator, "recurrent").in_place
         assert recurrent is not None
@@ -55,11 +57,12 @@ def _step_or_gathered(
 def gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
-    """Run an implementation that takes no pool on copies of the slots that the call reads, and
-    write its new states to the slots that the call writes.  The host reads no index.
+    """Run an implementation that takes no pool on copies of the states that the call reads, and
+    write its new states to the slots of the call.  Returns out, and the pool.  The host reads no
+    index.
 
-    Raises UnsupportedError if the call writes a state after every token and the implementation does
-    not keep these.
+    Raises UnsupportedError for what the implementation refuses, such as a call that writes a state
+    after every token if it does not keep these.
     """
     pool = getattr(inputs, inputs.STATES)
     slots = inputs.slots_read
@@ -83,7 +86,8 @@ def in_pool(implementation: Implementation) -> Implementation:
     returns new ones.  Without a `pool_run` it stays as it is.
 
     The pool is a copy of the inputs' pool, or has copies of their states.  It is made once for
-    inputs and a precision, because new states go to slots behind those that are read.
+    inputs and a precision: new states go to slots behind those that are read, so that further calls
+    find the same states.
     """
     run = pool_run(implementation)
     if run is None:
@@ -95,26 +99,26 @@ def in_pool(implementation: Implementation) -> Implementation:
         return {}
 
     def prepare(inputs: Inputs) -> tuple[Inputs, slice]:
-        """Inputs with a new pool, and the slots to which their final states go."""
+        """Inputs with a new pool, and the slots to which their new states go."""
         states = getattr(inputs, inputs.STATES)
         # a user's kernel gets the layout of the documents, a bundled one that of the server's pool
         from_server = implementation.kind == "bundled" and inputs.state_indices is not None
         turned = from_server and not states.is_contiguous()
-        in_place, new_pool, _, final_slots = pools.own_pool(inputs, turned=turned, apart=True)
+        in_place, new_pool, _, new_slots = pools.own_pool(inputs, turned=turned, apart=True)
         pool = new_pool().mT if turned else new_pool()
         if inputs.cu_seqlens is not None and inputs.initial is not None and not inputs.state_every:
-            # a sequence without tokens writes no slot
+            # a sequence without tokens writes no slot, and its final state is its initial one
             empty = inputs.cu_seqlens.diff() == 0
-            pool[final_slots][empty] = inputs.initial[empty].float()
-        return replace(in_place, **{inputs.STATES: pool}), final_slots
+            pool[new_slots][empty] = inputs.initial[empty].float()
+        return replace(in_place, **{inputs.STATES: pool}), new_slots
 
     def call(inputs: Inputs, precision: Precision) -> kernels.Output:
         calls = prepared_calls(inputs)
         if precision not in calls:
             calls[precision] = prepare(inputs)
-        in_place, final_slots = calls[precision]
+        in_place, new_slots = calls[precision]
         out, pool = run(in_place, precision)
-        return kernels.Output(out, pool[final_slots])
+        return kernels.Output(out, pool[new_slots])
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
         calls = prepared_calls(inputs)
@@ -135,12 +139,13 @@ def in_pool(implementation: Implementation) -> Implementation:
 def _scatter(
     pool: torch.Tensor, slots: torch.Tensor, is_written: torch.Tensor, states: torch.Tensor
 ) -> None:
-    """Write each of the states (n, ...) for which `is_written` (n) to its slot (n).
+    """Write each state (n, ...) to its slot (n), but only where `is_written` (n).
 
-    The host does not read the mask, so n states are written: each state without a slot is replaced
-    by the first that has one, or, if none has, by what its target already holds.
+    The host does not read the mask, so n states are written.  In place of a state that is not
+    written, the first one that is goes to its slot again.  If none is written, the slots keep what
+    they have.
     """
     numbers = torch.arange(len(is_written), device=pool.device)
     rows = torch.where(is_written, numbers, is_written.byte().argmax())
-    target = slots[rows]
-    pool[target] = torch.where(is_written.any(), states[rows].to(pool.dtype), pool[target])
+    targets = slots[rows]
+    pool[targets] = torch.where(is_written.any(), states[rows].to(pool.dtype), pool[targets])

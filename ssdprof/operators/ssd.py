@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import generate
-from ssdprof.operators.definition import Definition, rows
+from ssdprof.operators.definition import Definition, states_in
 from ssdprof.operators.generate import InputDType, Library, installed
 from ssdprof.operators.late import deferred, lazy, torch
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, Stages, computed, from_call
@@ -47,7 +47,9 @@ def bind(
     return_final_states: bool = False,
     **arguments: Any,
 ) -> BoundCall:
-    """The call of a mixer for a prompt as inputs."""
+    """The call of a mixer for a prompt as inputs, with a remark on the limits of dt if there is
+    one: see `CallBinding.bind`.
+    """
     arguments |= {"x": x, "dt": dt, "A": A, "B": B, "C": C, "chunk_size": chunk_size}
     limits = tuple(map(float, dt_limit))
     inputs = from_call(kernels.SSDInputs, **arguments, dt_limit=limits)
@@ -83,11 +85,15 @@ def bind_step(
     dt_softplus: bool = False,
     **_: Any,
 ) -> BoundCall:
-    """The call of a mixer for one token as inputs.  x is (b, h, p), B and C (b, g, n); dt, A, D and
-    dt_bias are repeated over the channels of a head.
+    """The call of a mixer for one token as inputs: see `CallBinding.bind_step`.
 
-    Such a call updates the state in place and returns only the output.  The limits of dt are not
-    among its arguments, because a model applies them to prompts only.
+    state (b, h, p, n), x (b, h, p), B and C (b, g, n).  A model repeats dt, A, D and dt_bias over
+    the channels of a head: dt (b, h, p), A (h, p, n), D and dt_bias (h, p); dt (b, h), A, D and
+    dt_bias (h) will do as well.  Such a call updates the state in place and returns only the
+    output.  The limits of dt are not among its arguments, because a model applies them to prompts
+    only.
+
+    Raises ValueError if a repeated value differs between the channels of a head.
     """
     inputs = kernels.SSDInputs(
         x=x[:, None],
@@ -107,11 +113,12 @@ def bind_step(
 
 def _of_heads(name: str, tensor: Tensor, dims: int) -> Tensor:
     """The value for each head of a tensor that repeats it over the dimensions after the first
-    `dims`.  Raises ValueError if the values in these dimensions differ.
+    `dims`, as a view.  Raises ValueError if the values in these dimensions differ.
     """
     first = tensor
     for _ in range(tensor.ndim - dims):
         first = first.select(-1, 0)
+    # strides of 0: the values are in memory once, and need no comparison
     is_expanded = not any(tensor.stride()[dims:])
     if not is_expanded and not bool((tensor.flatten(dims) == first[..., None]).all()):
         raise ValueError(f"{name} differs between the channels of a head")
@@ -136,7 +143,7 @@ def read_step(
     inputs: kernels.SSDInputs
     inputs, _, _ = bind_step(
         torch.nn.Identity(),  # a mixer without attributes
-        rows(state, state_batch_indices),
+        states_in(state, state_batch_indices),
         x,
         dt,
         A,
@@ -179,8 +186,14 @@ BINDING: CallBinding[kernels.SSDInputs] = CallBinding(
 # --- other libraries
 
 
+_MAMBA = "mamba-ssm"
+_MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
+
+
 def _mamba_ssm_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    """The precisions of `mamba_ssm`, which multiplies fp32 inputs in tf32."""
+    """The precisions of `mamba_ssm`.  It multiplies fp32 inputs in tf32, which is a relaxed
+    precision.  Some versions pass states in the dtype of the inputs only.
+    """
     if dtype == "fp32":
         return requested_precisions(dtype, "relaxed", ("fp32",))
     if adapters.mamba_ssm_passes_any_states():
@@ -189,8 +202,9 @@ def _mamba_ssm_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
 
 
 def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    """The precisions of the published kernel: its setting "high"; with fp16 inputs also its setting
-    "medium", and each of the two with the state dtype of the other.
+    """The precisions of the published kernel: that of its setting "high", exact intermediates and
+    fp32 states; with fp16 inputs also that of "medium", relaxed intermediates and fp16 states, and
+    each of the two with the state dtype of the other.
     """
     if dtype == "fp16":
         return requested_precisions(dtype, "all", ("fp32", "fp16"))
@@ -199,16 +213,12 @@ def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
 
 def _load_published(checkout: Path | None) -> Implementation:
     """`Library.load` of the published kernel."""
-    folder = checkout or Path()
+    assert checkout is not None  # because the library has a `repository`
     return replace(
-        adapters.load_published(folder),
-        version=adapters.published_version(folder),
+        adapters.load_published(checkout),
+        version=adapters.published_version(checkout),
         precisions=_published_precisions,
     )
-
-
-_MAMBA = "mamba-ssm"
-_MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
 
 
 def _fork_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
@@ -245,8 +255,8 @@ LIBRARIES = {
 
 
 def refusal(sizes: Mapping[str, int], ranks: int) -> str:
-    """Why so many ranks cannot divide the heads; empty if they can.  Every rank takes the same
-    number of heads.  Groups are divided too, except for a single group, which is on every rank.
+    """`Operator.refusal`: every rank takes the same number of heads.  Groups are divided too,
+    except for a single group, which is on every rank.
     """
     heads, groups = sizes["nheads"], sizes["ngroups"]
     if heads % ranks:

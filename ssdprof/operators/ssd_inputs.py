@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 SLOWEST, FASTEST = -1.0, -16.0  # range of A in new models
 EDGE_LIMITS = (0.01, 5.0)  # limits of dt in edge inputs
-LARGE_STEP = (
-    4.5  # added to dt_bias: dt is about e^8.5 times as large, and a chunk's decay underflows
-)
+# added to dt_bias: dt becomes about 40 times as large, 1.5 in the mean, and a chunk's decay
+# underflows
+LARGE_STEP = 4.5
 USUAL_CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
 
@@ -28,8 +28,8 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     inverse softplus of a log-uniform step.
 
     As "views", x, B and C are slices of one tensor, and dt is a slice of the input projection, as a
-    model passes them.  Packed and very short sequences, and those in a pool, have initial states
-    ~ N(0, 1) too.
+    model passes them.  Packed sequences, decode steps and sequences on a pool have initial states
+    ~ N(0, 1), too.
     """
     h, p, n, g = (cell.shape.sizes[name] for name in GENERATOR.names)
     generator = torch.Generator(device).manual_seed(generate.SEED)
@@ -38,8 +38,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     x, B, C = generate.empty([(h, p), (g, n), (g, n)], cell, device)
     # a model's input projection holds z, x, B, C and dt side by side: dt is a view of its end
     before_dt = 2 * h * p + 2 * g * n if cell.layout == "views" else 0
-    contiguous = replace(cell, layout="contiguous")
-    (projected,) = generate.empty([(before_dt + h,)], contiguous, device)
+    (projected,) = generate.empty([(before_dt + h,)], replace(cell, layout="contiguous"), device)
     dt = projected[..., before_dt:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
@@ -69,17 +68,18 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
 
 
 def edges(like: SSDInputs) -> list[list[EdgeInputs[SSDInputs]]]:
-    """`_forms` for each of `generate.EDGES`, then a kind whose dt has no bias, no softplus and no
-    upper limit.
+    """`InputGenerator.edges`: `_forms` for each of `generate.EDGES`, then a kind with one entry,
+    whose dt has no bias, no softplus and no upper limit.
     """
     kinds = [_forms(like, lengths) for lengths in generate.EDGES]
-    plain = _forms(like, (320, 320))[-1]
+    plain = _forms(like, (320, 320))[-1]  # without initial states
     return [*kinds, [replace(plain, traits=(STEPS_AS_THEY_ARE,))]]
 
 
 def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInputs]]:
-    """Edge inputs of one kind: P = N, groups, initial states, and the traits `SPECIAL`; without
-    these traits; the same in the P and N of `like`; and these without initial states.
+    """The edge inputs of one kind: P = N, two groups, initial states, and the traits `SPECIAL`;
+    without these traits; the same with P of `like` and one group; and these without initial states.
+    All have N of `like`.
     """
     n = like.B.shape[3]
 
@@ -97,7 +97,7 @@ def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInp
 
 
 def large_steps(inputs: SSDInputs) -> None:
-    """Large time steps in head 1."""
+    """Large time steps in head 1: see `LARGE_STEP`."""
     assert inputs.dt_bias is not None
     inputs.dt_bias[1] += LARGE_STEP
 
@@ -108,7 +108,7 @@ def without_values(inputs: SSDInputs) -> None:
 
 
 def with_skip_of_channels(inputs: SSDInputs) -> SSDInputs:
-    """The inputs with a D (h, p) for every channel."""
+    """The inputs with D (h, p), a number for every channel."""
     return replace(inputs, D=generate.states(*inputs.x.shape[2:], device=inputs.device))
 
 
@@ -120,12 +120,12 @@ def with_gate(inputs: SSDInputs) -> SSDInputs:
 
 
 def with_limits(inputs: SSDInputs) -> SSDInputs:
-    """The inputs with limits of dt that many steps exceed."""
+    """The inputs with limits of dt; many steps are below the lower one."""
     return replace(inputs, dt_limit=EDGE_LIMITS)
 
 
 def steps_as_they_are(inputs: SSDInputs) -> SSDInputs:
-    """The inputs with positive dt, no bias, no softplus and no upper limit."""
+    """The inputs with positive dt, no bias, no softplus, and a lower limit only."""
     dt = torch.nn.functional.softplus(inputs.dt.float() - 3).to(inputs.dt.dtype)
     limits = (0.02, math.inf)
     return replace(inputs, dt=dt, dt_bias=None, dt_softplus=False, dt_limit=limits)
@@ -135,7 +135,7 @@ STEPS_AS_THEY_ARE: Trait[SSDInputs] = Trait(
     "no bias and no softplus of dt", steps_as_they_are, "dt is taken as it is, above its limit"
 )
 SPECIAL = (
-    Trait("large steps in a head", large_steps, "a difference of sums of dt A has one exp"),
+    Trait("large steps in a head", large_steps, "exp is taken of a difference of sums of dt A"),
     Trait("x of 0", without_values),
     Trait("D of every channel", with_skip_of_channels),
     Trait("a gate z", with_gate),

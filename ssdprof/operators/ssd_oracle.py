@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ssdprof.kernels import SSDInputs
     from ssdprof.operators.rounding import Gate, Rounded, Span
 
-# rows of a chunk's scores that the rounded form computes at once, by type of the device
+# most rows of a chunk's scores that the rounded form computes at once, by type of the device: a
+# power of two, as chunks are
 ROWS = {"cuda": 64, "cpu": 256}
 
 
@@ -34,10 +35,11 @@ def bytes_per_position(inputs: SSDInputs) -> int:
 
 
 def gate(inputs: SSDInputs, span: Span, chunk: int = 0) -> Gate:
-    """dt and the cumulative sum of dt A in each chunk, (c, h, q) in fp32.  chunk: 0 stands for the
-    chunk size of the inputs.
+    """`OracleSpec.gate`: dt and the cumulative sum of dt A in each chunk, (c, h, q) in fp32.
 
     The last chunk is padded with dt = 0, which neither decays a state nor adds to it.
+
+    chunk: q; 0 stands for `chunk_size` of the inputs.
     """
     dt = span.of(inputs.dt).float()
     if inputs.dt_bias is not None:
@@ -60,12 +62,11 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
       cores take it
     - states that pass from chunk to chunk, and the final state, to the state dtype
     - the output, to the input's dtype
-    - with relaxed intermediates, also decays, C B^T, dt and their products: to 16 bits, which are
-      the input's dtype, or bfloat16 for fp32 inputs
+    - with relaxed intermediates, also decays, C B^T, dt and their products, and operands in fp32:
+      to 16 bits, which are the input's dtype, or bfloat16 for fp32 inputs
 
-    The function imitates no kernel, and no constant is fitted: an implementation that rounds at
-    fewer places only gets closer to the oracle.  Cumulative sums in fp32 add one number after the
-    other, which is the order that loses most to rounding.
+    The decay of a state over a chunk, D and z stay in fp32.  The function imitates no kernel, and
+    no constant is fitted: an implementation that rounds at fewer places only gets closer.
     """
     q = gate.exponents.shape[2]
     h, p = inputs.x.shape[2:]
@@ -74,7 +75,9 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
     intermediate = low.intermediate
 
     def operand(tensor: Tensor) -> Tensor:
-        """(b, l, h, ...) -> (c, h, q, ...)."""
+        """The span's positions of a tensor, in chunks and rounded: (b, l, h, ...) -> (c, h, q,
+        ...).
+        """
         return low.operand(rounding.split_chunks(span.of(tensor).float(), q))
 
     x = operand(inputs.x).reshape(-1, g, r, q, p)
@@ -114,8 +117,8 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
 def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tensor) -> Tensor:
     """The part of the output that comes from positions of the same chunk, (c, g, r, q, p).
 
-    decays (c, g, r, q, s), CB (c, g, q, s), dt (c, g, r, s), x (c, g, r, s, p).  `ROWS` of q are
-    computed at a time, because scores need most of the memory.
+    decays (c, g, r, q, s), CB (c, g, q, s), dt (c, g, r, s), x (c, g, r, s, p).  At most `ROWS`
+    positions q are computed at a time, because scores need most of the memory.
     """
     q = x.shape[3]
     intermediate = low.intermediate

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 
+from ssdprof import operators
 from ssdprof.core.base import Count, Size
 from ssdprof.kernels import device
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
@@ -39,18 +40,19 @@ def _hopper_chunk_count(inputs: SSDInputs) -> int:
     return ceil_div(inputs.length, HOPPER_CHUNK)
 
 
-def _checked(axis: Axis, fits: Callable[[Any, SSDInputs], bool]) -> Axis:
+def _restricted(axis: Axis, fits: Callable[[Any, SSDInputs], bool]) -> Axis:
     """The axis without the configurations that do not fit the inputs."""
 
     def fitting(config: Any, inputs: SSDInputs) -> Iterator[Any]:
-        return (other for other in axis(config, inputs) if fits(other, inputs))
+        return (candidate for candidate in axis(config, inputs) if fits(candidate, inputs))
 
     return fitting
 
 
 def _keeps_addresses(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
     """Whether ptxas compiles the kernel correctly.  For matrix products of 64 rows and more whose
-    rows have less than 128 bytes it computes wrong addresses (benchmarks/log/ssd.md#row-57).
+    rows have less than 128 bytes it computes wrong addresses (benchmarks/log/ssd.md#row-57).  The
+    rows are the positions of a chunk.
     """
     return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
 
@@ -106,7 +108,7 @@ def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHoppe
 
 
 def _segments_nearby(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """Configurations with one to three segments more and fewer, and with long segments that are a
+    """Configurations with up to three segments more and fewer, and with long segments that are a
     little longer and shorter.
     """
     if config.shares:
@@ -144,8 +146,13 @@ def _rings_fit(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
 
 
 def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
-    """Configurations with other chunk sizes.  Segments keep their lengths in positions."""
-    for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
+    """Configurations with each chunk size.  The limits of a segment keep their lengths in
+    positions, rounded down to whole chunks, at least one.
+    """
+    sizes = [32, 64, 128]
+    if inputs.x.dtype == torch.float32:
+        sizes = [16, 32, 64]
+    for chunk in sizes:
         yield replace(
             config,
             chunk=chunk,
@@ -178,7 +185,7 @@ def _stages(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConf
 
 
 def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
-    """Configurations with more or fewer, shorter or longer segments."""
+    """Configurations with another limit of the number of segments, or of a segment's chunks."""
     for name, least, factors in (
         ("max_segments", 1, (0.5, 2, 4)),
         ("min_chunks", 1, (0.5, 2)),
@@ -193,7 +200,7 @@ def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig
 # --- the interface of the search
 
 _ON_HOPPER = tuple(
-    _checked(axis, _is_as_exact)
+    _restricted(axis, _is_as_exact)
     for axis in (
         _equal_segments,
         _long_segments_first,
@@ -203,7 +210,7 @@ _ON_HOPPER = tuple(
     )
 )
 _ON_PORTABLE = tuple(
-    _checked(axis, _keeps_addresses)
+    _restricted(axis, _keeps_addresses)
     for axis in (
         varied(num_warps=(2, 4, 8)),
         _chunks,
@@ -238,8 +245,8 @@ def _check(config: SSDConfig) -> None:
 
 
 def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
-    """The configuration for the short inputs on which outputs are compared: one segment if the
-    whole sequence has one, otherwise several.
+    """`Tuning.for_short`: one segment if the whole sequence has one, otherwise several.  A
+    configuration of the portable kernel is for all lengths, and stays as it is.
     """
     if not isinstance(config, SSDHopperConfig):
         return config
@@ -247,7 +254,7 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
         return replace(
             config, segment=_hopper_chunk_count(TUNING.short(inputs)), long_count=0, long_segment=0
         )
-    # long segments take at most half of the short inputs
+    # long segments take at most half of the short inputs, of 16 chunks, and others 5 chunks each
     half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
     longest = max(1, half // (config.long_count or 1))
     return replace(
@@ -256,19 +263,20 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
 
 
 def _also_checked(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
-    """The first of the short inputs, cut into three packed sequences: a tuned configuration of the
-    portable kernel also applies to packed sequences.
+    """`Tuning.also_checked`: the first row of the short inputs, cut into three packed sequences: a
+    tuned configuration of the portable kernel also applies to packed sequences.  None for the
+    Hopper kernel, which refuses these.
     """
     if isinstance(config, SSDHopperConfig):
         return ()
     short = TUNING.short(inputs)
     length = short.length
-    first_row = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
+    positional = operators.get("ssd").binding.positional(short)
+    first_row: dict[str, Any] = {name: tensor[:1] for name, tensor in positional.items()}
     boundaries = torch.tensor(
         [0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device
     )
-    z = None if short.z is None else short.z[:1]
-    return (replace(short, **first_row, z=z, initial_states=None, cu_seqlens=boundaries),)
+    return (replace(short, **first_row, initial_states=None, cu_seqlens=boundaries),)
 
 
 # A tuned configuration of the kernel "hopper" is for one length, one of "portable" for all lengths

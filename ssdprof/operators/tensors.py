@@ -8,6 +8,7 @@ from typing import Literal
 from ssdprof.core.base import DType, StoredDType, precisions_for
 from ssdprof.operators.late import precision, torch
 
+# name in records -> name in torch, which must not be imported here
 _TORCH: dict[StoredDType, str] = {
     "fp64": "float64",
     "fp32": "float32",
@@ -21,7 +22,9 @@ _INTEGERS = ("int32", "int64")
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
-    """torch.bfloat16 -> "bf16".  Raises KeyError for a dtype that records do not have."""
+    """torch.bfloat16 -> "bf16".  Raises KeyError for an integer dtype, and for one without a
+    name.
+    """
     name = _NAMES[str(dtype)]
     if name in _INTEGERS:
         raise KeyError(dtype)
@@ -34,19 +37,21 @@ def dtype_named(name: StoredDType) -> torch.dtype:
 
 
 def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
-    """The same as `dtype_name`, also for the integer dtypes of `cu_seqlens`."""
+    """The same as `dtype_name`, also for int32 and int64, the dtypes of `cu_seqlens`."""
     return _NAMES[str(dtype)]
 
 
 def requested_precisions(
     dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
 ) -> tuple[precision.Precision, ...]:
-    """The precisions whose names `precisions_for` gives for these arguments."""
+    """The precisions of the names that `core.base.precisions_for` returns for these arguments."""
     return tuple(map(precision.Precision.named, precisions_for(dtype, intermediates, states)))
 
 
 def exact_fp32(_dtype: DType) -> tuple[precision.Precision, ...]:
-    """Exact intermediates and fp32 states: the only precision of many implementations."""
+    """Exact intermediates and fp32 states, for inputs of any dtype: the only precision of many
+    implementations.
+    """
     return (precision.Precision(),)
 
 

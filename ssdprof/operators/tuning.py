@@ -22,12 +22,14 @@ from ssdprof.operators.tensors import dtype_name, dtype_named
 if TYPE_CHECKING:
     from ssdprof.kernels.inputs import Inputs
 
-CHECKED_POSITIONS = 1024  # length of the beginning of a sequence on which a candidate is verified
-CALL_CHUNK = 64  # positions; the shortened length has the same remainder as the whole sequence's
+# Positions of the beginning of a sequence on which a candidate is verified first, to which `short`
+# adds the remainder of the whole length by CALL_CHUNK
+CHECKED_POSITIONS = 1024
+CALL_CHUNK = 64
 PowerOfTwo = Literal[16, 32, 64, 128, 256]
 Warps = Literal[1, 2, 4, 8, 16]
 Config = Any  # a frozen dataclass with a field `reason`; hashable
-# (configuration, inputs) -> configurations that differ from it in one respect
+# (configuration, inputs) -> configurations that differ from it in one respect, perhaps with itself
 Axis = Callable[[Config, Any], Iterable[Config]]
 
 
@@ -43,9 +45,9 @@ def stored_form(kind: type[Config], **fields: Any) -> tuple[type[Config], type[R
 def varied(
     fits: Callable[[Config, Any], bool] = lambda _config, _inputs: True, **values: Iterable[Any]
 ) -> Axis:
-    """The axis that sets fields of a configuration to every combination of their values.
+    """The axis that sets fields of a configuration to every combination of `values`.
 
-    fits: (configuration, inputs) -> whether to keep the combination.
+    fits: (configuration, inputs) -> whether to keep this configuration.
     values: name of a field -> its values.
     """
     combinations = [
@@ -54,9 +56,9 @@ def varied(
 
     def axis(config: Config, inputs: Inputs) -> Iterator[Config]:
         for fields in combinations:
-            varied = replace(config, **fields)
-            if fits(varied, inputs):
-                yield varied
+            candidate = replace(config, **fields)
+            if fits(candidate, inputs):
+                yield candidate
 
     return axis
 
@@ -77,12 +79,12 @@ class Tuning:
     axes: (configuration) -> its axes in search order; each starts from the best candidate of the
         previous one.
     run: (inputs, precision, configuration) -> the operator's output.
-    for_short: (configuration, inputs) -> the configuration for the `short` inputs, cut into
-        segments if the whole sequence is.
+    for_short: (configuration, inputs) -> the configuration for `short(inputs)`, which cuts these
+        into several segments if `configuration` cuts `inputs`.
     shares_config: (kernel) -> whether one tuned configuration applies to every length of a layer.
     also_checked: (configuration, inputs) -> other inputs to which the configuration would apply,
         and on which it is verified too.
-    check: raises ValueError for a configuration that the kernel does not take.
+    check: (configuration); raises ValueError for one that the kernel does not take.
     """
 
     operator: str
@@ -98,25 +100,21 @@ class Tuning:
     check: Callable[[Config], None] = lambda _: None
 
     def short(self, inputs: I) -> I:
-        """The beginning of each sequence, on which a candidate is verified first.  The same
-        compiled kernels run it: its last chunk is incomplete if that of the whole sequence is.
+        """The beginning of each sequence of a batch, on which a candidate is verified first.  The
+        same compiled kernels run it: its last chunk is incomplete if that of the whole sequence is.
+        Inputs of at most that length stay whole.
         """
-        binding = operators.get(self.operator).binding
+        positional = operators.get(self.operator).binding.positional(inputs)
         length = inputs.length
         short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
-        tensors = {name: getattr(inputs, name) for name in (*binding.views, *binding.per_position)}
-        return replace(
-            inputs,
-            **{
-                name: None if tensor is None else tensor[:, :short]
-                for name, tensor in tensors.items()
-            },
-        )
+        return replace(inputs, **{name: tensor[:, :short] for name, tensor in positional.items()})
 
     def calls(self, inputs: Inputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
-        """The stored form of `key`, without the GPU."""
+        """The stored form of `key`, without the GPU: a file of tuned configurations is of one GPU.
+        "intermediates" takes the place of "exact".
+        """
         key = dict(self.key(inputs, Precision(intermediates=intermediates), kernel))
-        for name in ("gpu", "exact"):  # `intermediates` stands for "exact"
+        for name in ("gpu", "exact"):
             del key[name]
         return key | {"intermediates": intermediates, "dtype": dtype_name(key["dtype"])}
 
@@ -126,8 +124,10 @@ class Tuning:
         return {name: getattr(config, name) for name in stored.model_fields}
 
     def config(self, kernel: str, settings: Mapping[str, Setting], reason: str = "") -> Config:
-        """The inverse of `settings`.  Raises ValueError (pydantic.ValidationError is one) for
-        settings that the kernel does not take.
+        """The configuration of a kernel with stored settings: the inverse of `settings`.
+
+        Raises ValueError (pydantic.ValidationError is one) for settings that the kernel does not
+        take, and for an unknown kernel.
         """
         if kernel not in self.configs:
             raise ValueError(f"no settings of a {kernel!r} kernel of {self.operator} are known")
@@ -137,8 +137,9 @@ class Tuning:
         return config
 
     def use(self, gpu: str, configs: Iterable[TunedConfig]) -> None:
-        """From now on, kernels of this process take these configurations on GPUs of this name.
-        They replace those of earlier calls.
+        """From now on, this operator's kernels in this process take these configurations on GPUs of
+        this name.  They replace all those of earlier calls, also for other GPUs.  Raises ValueError
+        as `config` does.
         """
         overrides = {}
         for tuned in configs:

@@ -8,15 +8,15 @@ meaning:
     WAITS = {"full": "waiting.chunk"}     the stage of lines with `mbarrier.wait(shared.full...)`
     # stage chunk_scan.previous: ...      the stage of the lines that follow in the function
 
-For files of other libraries, tables in `operators/stages/` have the same information by the hash of
-the file.  In any other file, every function is a stage of its own name.
+For files of other libraries, tables in `operators/stages/` have the stages of functions and of
+lines, by the hash of the file.  In any other file, every @jit function is a stage of its own name.
 
 A report has one source line for each instruction.  If ssdprof recorded the report, it is the
 innermost line of the chain of inlined calls that has a stage (`profiled.py`).  In other reports it
-is a line of the innermost inlined function.  Lines of "caller", of libraries, and of the header of
-a function (where the compiler's own instructions are) have no stage.  Instructions on them get the
-stage of the last instruction before them that has one, or of the first one after them, because
-compilers keep the instructions of a line together.  The number of such samples is reported.
+is a line of the innermost inlined function.  Lines of "caller", of Triton's own libraries, and of
+the header of a function (where the compiler's own instructions are) have no stage.  Instructions on
+them get the stage of the last instruction before them that has one, or of the first one after them,
+because compilers keep the instructions of a line together.  The number of such samples is reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ssdprof.stalls.read import RawKernel, base_name
 
 CALLER = "caller"  # in STAGES: the function has the stage of its caller
 IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
-UNKNOWN = "unknown"
+UNKNOWN = "unknown"  # the stage of lines to which no function, table or comment gives one
 _BLOCK_BARRIER = "barrier"  # a stall reason
 # a comment with the stage of the lines that follow
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
@@ -50,23 +50,24 @@ _PACKAGE = Path(__file__).parent.parent
 def attribute(
     kernel: RawKernel,
     sources: SourceFiles,
-    known: Stages = Stages(),  # noqa: B008
+    operator_stages: Stages = Stages(),  # noqa: B008
 ) -> tuple[dict[str, StallSamples], tuple[Line, ...], int]:
     """Attribute the samples of a kernel's instructions.
 
-    known: the stages of the kernel's operator.
+    operator_stages: the stages of the kernel's operator, which give the order.
 
     Returns (stage -> its samples, in the order of the algorithm; the lines with their samples, the
-    hottest first, with an entry for each stage of a line; the number of samples that got the stage
-    of a neighbouring instruction).
+    hottest first, with an entry for each stage of a line; the number of samples on lines without a
+    stage, which got that of a neighbouring instruction, or `UNKNOWN` if no line has one).
     """
     line_stages = [sources.stage_of(point.file, point.line) for point in kernel.points]
     specialized = sources.specialized(kernel.function)
     by_stage: dict[str, Counter[str]] = defaultdict(Counter)
     by_line: dict[tuple[str, int, str, str, str], Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
-    stages_of_points = _stages(line_stages)
-    for point, line_stage, stage in zip(kernel.points, line_stages, stages_of_points, strict=True):
+    for point, line_stage, stage in zip(
+        kernel.points, line_stages, _stages(line_stages), strict=True
+    ):
         # In the header of a kernel with warp roles, the only block-wide barriers are those at which
         # warps wait for a role, and for the end of the other roles.
         may_idle = specialized and line_stage.header
@@ -90,17 +91,23 @@ def attribute(
         for (file, line, sass, function, stage), samples in by_line.items()
     ]
     lines.sort(key=lambda line: (-line.total, line.file, line.line, line.stage, line.text))
-    stages = sorted(by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), known))
+    stages = sorted(
+        by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), operator_stages)
+    )
     return {name: most_first(by_stage[name]) for name in stages}, tuple(lines), from_neighbours
 
 
 def is_idle(stage: str) -> bool:
-    """Whether the warps in a stage wait for others, which costs no time."""
+    """Whether the warps in a stage have nothing to do, or are ahead of others: this costs no
+    time.
+    """
     return stage in (IDLE_WARPS, AHEAD)
 
 
 def _stages(line_stages: Sequence[LineStage]) -> list[str]:
-    """The stage of each instruction: that of its line, or a neighbour's if the line has none."""
+    """The stage of each instruction: that of its line, or a neighbour's if the line has none;
+    `UNKNOWN` if no line has one.
+    """
     stages = []
     last_known = ""
     for line_stage in line_stages:
@@ -110,17 +117,16 @@ def _stages(line_stages: Sequence[LineStage]) -> list[str]:
     return [stage or first_known for stage in stages]
 
 
-def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
+def _stage_order(name: str, total: int, operator_stages: Stages) -> tuple[int, int, str]:
     """A key that sorts stages: in the order of the algorithm, then the other stages by the total of
-    their samples, then idle ones.
+    their samples, the largest first, then idle ones.
     """
-    order = (*known.order, IDLE_WARPS)
-    if name not in order:
-        return len(order), -total, name
-    position = order.index(name)
+    order = operator_stages.order
     if is_idle(name):
-        position += len(order)
-    return position, 0, name
+        return len(order) + 1, 0, name
+    if name in order:
+        return order.index(name), 0, name
+    return len(order), -total, name
 
 
 # --- the files of a report
@@ -129,22 +135,27 @@ def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
 class SourceFiles:
     """The source files of a report, with the stage and the text of each line.
 
-    A file of ssdprof that the report does not contain is read from the installed package.
+    A file of ssdprof's kernels that the report does not contain is read from the installed package.
 
-    not_recorded: the names of requested files that the report lacks.
-    unlabelled: the names of requested files that do not declare the stages of their kernels.
+    not_recorded: the names of those files asked for that the report lacks.
+    unlabelled: the names of those files asked for in which the stages of kernels are not known.
     """
 
     def __init__(self, recorded: Mapping[str, str]) -> None:
         """recorded: name of a file, as ncu's report has it -> its text."""
         self._recorded = recorded
-        self._known = Stages.together([operator.stages for operator in operators.records()]).sources
+        # SHA-256 of a file -> its entry in a table: see `Stages.sources`
+        self._entries = Stages.together(
+            [operator.stages for operator in operators.records()]
+        ).sources
         self._files: dict[str, SourceFile | None] = {}
         self.not_recorded: set[str] = set()
         self.unlabelled: set[str] = set()
 
     def stage_of(self, file: str, line: int) -> LineStage:
-        """The stage of a line.  A line of a library of Triton, or no line, has none."""
+        """The stage of a line.  A line of a library of Triton, or no line, has none.  A file of
+        which neither the report nor this machine has the text is one stage, with the file's name.
+        """
         if not file or not line or _LIBRARY.search(file):
             return LineStage()
         parsed = self._file(file)
@@ -160,16 +171,16 @@ class SourceFiles:
         return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
 
     def specialized(self, kernel: str) -> bool:
-        """Whether a kernel, which may be in any of the files, gives roles to its warps."""
+        """Whether a kernel, which may be in any of the report's files, gives roles to its warps."""
         files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
         return any(parsed and kernel in parsed.specialized for parsed in files)
 
     def implementation(self, kernel: str) -> str:
-        """The implementation of a kernel whose file is a known one of another library; empty for
-        any other kernel.
+        """The implementation that launches a kernel of another library, if a table has the file of
+        the kernel; empty for any other kernel.
         """
         for file, text in self._recorded.items():
-            entry = None if _LIBRARY.search(file) else self._known.get(_sha256(text))
+            entry = None if _LIBRARY.search(file) else self._entries.get(_sha256(text))
             if entry and kernel in entry["stages"]:
                 return str(entry["implementation"])
         return ""
@@ -181,7 +192,7 @@ class SourceFiles:
             if text is None:
                 self.not_recorded.add(base_name(file))
                 text = _installed(file)
-            self._files[file] = parse(text, self._known.get(_sha256(text))) if text else None
+            self._files[file] = parse(text, self._entries.get(_sha256(text))) if text else None
         return self._files[file]
 
 
@@ -208,8 +219,11 @@ def _installed(file: str) -> str | None:
 class LineStage:
     """The function and the stage of a source line.
 
-    stage: None if the line has the stage of the function's caller.
-    header: whether the line is between the name of the function and its body.
+    function: the innermost @jit function that has the line; empty if there is none.
+    stage: None if the line has none of its own: it is in a function with the stage of its caller,
+        in the header of a function, or in a library of Triton.
+    header: whether the line is in the header of the function, from the first decorator to the line
+        before the body.
     """
 
     function: str = ""
@@ -224,7 +238,8 @@ class SourceFile:
     text: the lines of the file.
     lines: number of a line in a @jit function -> its function and stage.
     specialized: the names of functions that give roles to their warps.
-    labelled: whether the stages are known, from the file itself or from a table.
+    labelled: whether the stages of @jit functions are known, from the file itself or from a table,
+        or there are no such functions.
     """
 
     text: tuple[str, ...]
@@ -233,17 +248,17 @@ class SourceFile:
     labelled: bool = True
 
     def stage_of(self, line: int) -> LineStage:
-        """The stage of a line; unknown for a line outside of @jit functions, which the compiler
-        must have named by mistake.
+        """The stage of a line.  That of a line outside of @jit functions is `UNKNOWN`: the compiler
+        should name no such line.
         """
         return self.lines.get(line, LineStage("", UNKNOWN))
 
 
-def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
+def parse(text: str, entry: Mapping[str, Any] | None = None) -> SourceFile:
     """The functions and stages of a file.  A text that is not Python has none.
 
-    known: the file's entry in a table of `operators/stages/`; None if there is none, so that only
-        the file itself can declare its stages.
+    entry: the file's entry in a table of `operators/stages/`, which counts instead of the file's
+        own declarations; None if no table has the file.
     """
     lines = tuple(text.splitlines())
     try:
@@ -256,12 +271,12 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list))
     ]
     stages, starts, waits = _labels(tree, lines, functions)
-    if known:
-        stages = known["stages"]
-        starts = known["starts"]
+    if entry:
+        stages = entry["stages"]
+        starts = entry["starts"]
         waits = {}
     line_stages: dict[int, LineStage] = {}
-    for node in functions:  # a nested function comes after the one that contains it
+    for node in functions:  # a nested function comes after the one that contains it, and counts
         line_stages |= _line_stages(node, lines, stages, starts, waits)
     return SourceFile(
         text=lines,
@@ -297,13 +312,14 @@ def _line_stages(
 ) -> Iterator[tuple[int, LineStage]]:
     """(line number, stage) of the lines of a function, from its first decorator on.
 
-    stages: function -> stage; None if the file declares none, so that each function is a stage of
-        its own name.
-    starts: number of a line -> the stage that begins there, up to the end of its function.
+    stages: function -> stage, where a function that is missing is `UNKNOWN`; None if the file
+        declares none, so that each function is a stage of its own name.
+    starts: number of a line -> the stage that begins there, up to the next one or the end of the
+        function.  In a function with the stage of its caller, `starts` and `waits` do not count.
     waits: number of a line that waits at a barrier -> its stage.
     """
     body = node.body[0].lineno
-    # a comment with a stage may be between the header and the first statement
+    # comments above the first statement belong to the body, because one may begin a stage
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
         body -= 1
     stage = node.name
@@ -335,9 +351,8 @@ def _specializes(function: ast.FunctionDef) -> bool:
 
 
 def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
-    """The dictionary that a file assigns to a name; None if there is none.
-
-    A user's file may assign anything else to the name.
+    """The dictionary that a file assigns to a name, with keys and values as text; None if there is
+    none, also if a user's file assigns something else to the name.
     """
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(item) for item in node.targets] == [name]:
@@ -354,13 +369,13 @@ def _waits(tree: ast.Module, stages: Mapping[str, str]) -> dict[int, str]:
     """Number of a line that waits -> its stage.
 
     The lines are those of `mbarrier.wait(shared.NAME...)`, `rings.NAME.wait_full(...)` and
-    `rings.NAME.wait_empty(...)`.
+    `rings.NAME.wait_empty(...)`, for every NAME in `stages`.
 
-    stages: NAME -> stage.
+    stages: NAME -> stage: `WAITS` of the file.
     """
     waits: dict[int, str] = {}
-    for node in ast.walk(tree) if stages else ():
-        if not isinstance(node, ast.Call):
+    for node in ast.walk(tree):
+        if not (stages and isinstance(node, ast.Call)):
             continue
         if ast.unparse(node.func) == "mbarrier.wait":
             barrier: ast.AST = node.args[0] if node.args else node.func
@@ -376,5 +391,7 @@ def _waits(tree: ast.Module, stages: Mapping[str, str]) -> dict[int, str]:
 
 
 def _called(node: ast.AST) -> str:
-    """The last name of the function that a node calls; empty if it is no call."""
+    """The name of the function that a node calls, without the names before its last dot; empty if
+    the node is no call.
+    """
     return ast.unparse(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""

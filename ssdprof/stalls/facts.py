@@ -1,4 +1,5 @@
-"""The stall report from what ncu measured: numbers, attributed samples, self-checks and hints.
+"""Makes the stall report from what ncu measured: numbers, attributed samples, self-checks and
+hints.
 
 The names of ncu's metrics differ by chip and version.  Self-checks are made on every report and
 shown with it.
@@ -7,6 +8,7 @@ shown with it.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ssdprof import __version__, operators
@@ -65,8 +67,9 @@ _LIMITS = {
     "barriers": "launch__occupancy_limit_barriers",
 }
 _SAMPLE_COUNT = "smsp__pcsamp_sample_count"
+# its group is a stall reason
 _AVERAGE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-_INTEGERS = {  # fields of KernelStalls
+_INTEGERS = {  # fields of KernelStalls whose values are whole numbers
     "block",
     "registers",
     "spill_requests",
@@ -88,23 +91,27 @@ def analyse(
     missing: str = "",
     **origin: Any,
 ) -> StallReport:
-    """The stall report of ncu's reports.  It depends on the arguments alone, not on the machine.
+    """The stall report of ncu's reports.  It depends on the arguments and on this version of
+    ssdprof, not on the machine.
 
-    launched: the launches of each implementation, in the order of the reports; empty for reports
-        that were made without ssdprof.
+    launched: the launches of each implementation.  If there are reports, they are one for each
+        implementation, in this order; empty for reports that were made without ssdprof.
     missing: the reason why there are no reports; empty if there are.
     origin: further fields of `StallReport`.
     """
+    reports = _named_apart(reports)
     requested = () if missing else launched
-    names = [call.implementation for call in requested] or [""] * len(reports)
+    implementations = [""] * len(reports)  # not known: `stalls_of` infers them
+    if requested:
+        implementations = [call.implementation for call in requested]
     gpu = ""
     kernels: list[KernelStalls] = []
     words: dict[str, str] = {}
-    for report, implementation in zip(reports, names, strict=True):
+    for report, implementation in zip(reports, implementations, strict=True):
         for kernel in report.kernels:
             gpu = gpu or str(kernel.metrics.get("device__attribute_display_name", ""))
             kernels.append(stalls_of(kernel, implementation))
-            words |= _stages(kernel).words
+            words |= _operator_stages(kernel).words
     return StallReport(
         ssdprof_version=__version__,
         sources={report.name: report.sha256 for report in reports},
@@ -118,18 +125,32 @@ def analyse(
     )
 
 
+def _named_apart(reports: Sequence[RawReport]) -> list[RawReport]:
+    """The reports, of which none has the name of another, as files of two folders may: the second
+    "r.ncu-rep" becomes "r.ncu-rep (another)".
+    """
+    by_name: dict[str, RawReport] = {}
+    for report in reports:
+        name = report.name
+        while name in by_name:
+            name += " (another)"
+        by_name[name] = replace(report, name=name)
+    return list(by_name.values())
+
+
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     """The results of one launch.
 
     implementation: empty to infer it from the kernel's name or its source file.
     """
     sources = SourceFiles(kernel.sources)
-    known = _stages(kernel)
-    stages, lines, from_neighbours = attribute(kernel, sources, known)
+    operator_stages = _operator_stages(kernel)
+    stages, lines, from_neighbours = attribute(kernel, sources, operator_stages)
     facts = numbers(kernel)
     averages = {} if kernel.totals else average(kernel)
     not_collected = [name for name, value in facts.items() if value in (None, ())]
-    if facts["tensor_flops"] == 0:  # no operands, so that their type, which has a peak, is unknown
+    # without products there is no type of operands, and no peak of such a type is missing
+    if facts["tensor_flops"] == 0:
         not_collected.remove("tensor_peak_tflops")
     if not kernel.totals and not averages:
         not_collected.append("stall reasons")
@@ -137,7 +158,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         not_collected.append("source lines")
     name = kernel.function
     if not implementation:
-        implementation = known.kernels.get(name, "") or sources.implementation(name)
+        implementation = operator_stages.kernels.get(name, "") or sources.implementation(name)
     count = kernel.number(_SAMPLE_COUNT)
     if count is None:
         count = sum(kernel.totals.values()) or None
@@ -159,9 +180,9 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     return stalls.model_copy(update={"checks": checks, "hints": hints(stalls)})
 
 
-def _stages(kernel: RawKernel) -> Stages:
-    """The stages of the operator that has a kernel of this name; for an unknown kernel, the stages
-    of all operators.
+def _operator_stages(kernel: RawKernel) -> Stages:
+    """The stages of the first operator that has a kernel of this name; for an unknown kernel, the
+    stages of all operators.
     """
     all_stages = [operator.stages for operator in operators.records()]
     for stages in all_stages:
@@ -175,15 +196,15 @@ def _stages(kernel: RawKernel) -> Stages:
 
 
 def numbers(kernel: RawKernel) -> dict[str, Any]:
-    """Field of KernelStalls -> the resource or the speed of a launch; None or () if ncu did not
+    """The numbers of a launch: field of KernelStalls -> its value; None or () if ncu did not
     collect it.
     """
     grid = [kernel.number(f"launch__grid_dim_{axis}") for axis in "xyz"]
-    blocks_per_sm: dict[str, float] = {}
-    for name, metric in _LIMITS.items():
-        blocks = kernel.number(metric)
-        if blocks is not None:
-            blocks_per_sm[name] = blocks
+    blocks_per_sm = {
+        name: blocks
+        for name, metric in _LIMITS.items()
+        if (blocks := kernel.number(metric)) is not None
+    }
     fewest = min(blocks_per_sm.values(), default=0)
     facts: dict[str, Any] = {name: kernel.number(*metrics) for name, metrics in _METRICS.items()}
     shared = [
@@ -192,7 +213,7 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
     ]
     if facts["shared_bytes"] is None and any(part is not None for part in shared):
         facts["shared_bytes"] = sum(filter(None, shared))
-    facts["duration_us"] = _product(facts["duration_us"], 1e-3)
+    facts["duration_us"] = _product(facts["duration_us"], 1e-3)  # ncu's value is in nanoseconds
     if facts["issue_pct"] is None:
         facts["issue_pct"] = _product(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
     if facts["l2_bytes"] is None:
@@ -220,7 +241,7 @@ def _tensor_work(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | Non
     """The work of the tensor cores: (operations, the dense peak in TFLOP/s of the operand type with
     the most operations).  Each is None if it is not known.
 
-    pipe_pct: the percentage of cycles in which the tensor cores worked.
+    pipe_pct: the percentage of cycles in which the tensor cores worked; None if it is not known.
     """
     flops_of_types: dict[str, float] = {}
     for name in kernel.metrics:
@@ -238,15 +259,17 @@ def _tensor_work(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | Non
     peak_pct = kernel.number(f"{most_used}.sum.pct_of_peak_sustained_elapsed")
     if not (peak and peak_pct and pipe_pct):
         return flops, None
-    # The tensor cores worked much longer than their rate explains: the peak is that of sparse
-    # operands, which is twice the dense one.
+    # pipe_pct / peak_pct is about 1 if ncu's peak is the dense one, and about 2 if it is that of
+    # sparse operands, which is twice the dense one
     if pipe_pct / peak_pct > 1.5:
         peak /= 2
     return flops, peak * 1e-12
 
 
 def _fp32_flops(kernel: RawKernel) -> float | None:
-    """The fp32 operations outside of the tensor cores, a fused multiply-add counted as two."""
+    """The fp32 operations outside of the tensor cores, a fused multiply-add counted as two; None if
+    ncu did not collect them.
+    """
     cycles = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg")
     total = 0.0
     if cycles is None:
@@ -263,7 +286,8 @@ def _fp32_flops(kernel: RawKernel) -> float | None:
 
 
 def average(kernel: RawKernel) -> dict[str, float]:
-    """Stall reason -> the waiting warps per issuing warp, over the whole kernel.
+    """Stall reason -> the warps that wait for it, on average whenever a warp issues, over the whole
+    kernel; the largest first, without zeros.
 
     ncu counted these warps, and did not sample them.
     """
@@ -288,7 +312,9 @@ def _product(value: float | None, factor: float | None) -> float | None:
 def _result(holds: bool | None, detail: str, lacking: str = "not collected") -> CheckResult:
     """The result of a self-check.
 
-    holds: None if it cannot be checked.  lacking: the reason why it cannot.
+    holds: whether the condition holds; None if it cannot be checked.
+    detail: the evidence, for both results.
+    lacking: the reason why it cannot be checked.
     """
     if holds is None:
         return "not checked", lacking
@@ -359,12 +385,13 @@ def _checks_of_reports(reports: Sequence[RawReport], requested: Sequence[Launche
     """The self-checks of ncu's files: whether each is complete, and whether only the requested
     launches were profiled.
 
-    requested: empty if the requested launches are not known.
+    requested: the launches of each report, in the same order; empty if they are not known.
     """
     checks: SelfChecks = {}
     for report in reports:
-        end = "its last block" if report.whole else "a block"
-        detail = f"{'ends' if report.whole else 'does not end'} at the end of {end}"
+        detail = "does not end at the end of a block"
+        if report.whole:
+            detail = "ends at the end of its last block"
         checks[f"{report.name} is complete"] = _result(report.whole, detail, "no way to tell")
     if not requested:
         lacking = "the report does not say which kernels were requested"
@@ -396,22 +423,31 @@ _MOST_HINTS = 6  # hints on stages of a kernel
 _WORTH_PCT = 5.0  # a smaller percentage of the busy samples is not worth a change
 _BUSY_MEMORY_PCT = 70.0  # from this percentage of its bandwidth on, a memory counts as full
 _MOST_HIT_PCT = 80.0  # from this hit rate of L2 on, loads wait for L2 and not for DRAM
-_FULL_WAVE = 0.8  # a grid that fills less of the GPU once is too small
+_FULL_WAVE = 0.8  # a grid whose blocks take less than this share of the GPU's places is too small
 
 # Stall reason -> remedy.  `_advice` has the reasons whose remedy depends on something else, too.
 ADVICE = {
-    "short_scoreboard": "Shared memory, exponentials or shuffles answer too late: issue them "
-    "earlier, have fewer of them in the chain, or compute them once for several uses.",
-    "barrier": "Warps wait for the slowest of their block: give them equal work, put fewer "
-    "barriers into the loop, or let only the warps that share data wait for each other.",
-    "wait": "The chain of dependent instructions is the limit, at a fixed latency each: more "
-    "independent work per warp or more warps hide it.",
+    "short_scoreboard": (
+        "Shared memory, exponentials or shuffles answer too late: issue them earlier, have fewer "
+        "of them in the chain, or compute them once for several uses."
+    ),
+    "barrier": (
+        "Warps wait for the slowest of their block: give them equal work, put fewer barriers into "
+        "the loop, or let only the warps that share data wait for each other."
+    ),
+    "wait": (
+        "The chain of dependent instructions is the limit, at a fixed latency each: more "
+        "independent work per warp or more warps hide it."
+    ),
     "math_pipe_throttle": "A compute pipe is full here: this is work, and only less work helps.",
     "mio_throttle": (
         "Too many shared-memory, exponential or shuffle instructions at once: wider accesses, or "
         "fewer."
     ),
-    "lg_throttle": "Too many small global accesses at once: wider ones, or TMA copies.",
+    "lg_throttle": (
+        "Too many small global or local accesses at once: wider ones, or TMA copies.  Registers "
+        "that spilled count as local."
+    ),
     "no_instructions": (
         "The code does not fit the instruction cache: unroll less, or specialise less."
     ),
@@ -422,14 +458,14 @@ ADVICE = {
         "The tensor cores' operands are not ready: prepare registers and fences earlier."
     ),
     "sleeping": "Warps sleep while they poll a flag: the warps that set it are late.",
-    "dispatch_stall": "The dispatcher holds instructions back, mostly for register-file "
-    "conflicts: this is rarely in a kernel's hand.",
+    "dispatch_stall": (
+        "The dispatcher holds instructions back, mostly for register-file conflicts: this is "
+        "rarely in a kernel's hand."
+    ),
     "branch_resolving": "Short loops and branches: unroll, or use predicates.",
     "imc_miss": "Constants miss their cache: fewer kernel arguments in the inner loop.",
     "drain": "Programs end while their stores are still under way: fewer, larger programs.",
-    "tex_throttle": (
-        "Too many local or surface accesses at once; registers that spilled count as such."
-    ),
+    "tex_throttle": "Too many texture or surface accesses at once: fewer, or global ones.",
 }
 
 
@@ -437,7 +473,7 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
     """The hints on a kernel: on a stall reason in a stage, the most frequent first, then on the
     whole kernel.  See `KernelStalls.hints`.
     """
-    by_count: list[tuple[int, str, float]] = []
+    shares: dict[str, float] = {}
     for stage, samples in kernel.stages.items():
         if stage in kernel.idle:
             continue
@@ -454,18 +490,16 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
                     f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples, "
                     f"{share_of_line:.0f} % of them on {hottest.file}:{hottest.line}{quote}{advice}"
                 )
-                by_count.append((count, hint, share))
-    by_count.sort(key=lambda hint: -hint[0])
-    return {text: share for _, text, share in by_count[:_MOST_HINTS]} | dict.fromkeys(
-        _whole(kernel)
-    )
+                shares[hint] = share
+    most_frequent = sorted(shares, key=shares.__getitem__, reverse=True)[:_MOST_HINTS]
+    return {hint: shares[hint] for hint in most_frequent} | dict.fromkeys(_whole(kernel))
 
 
 def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
-    """The end of a hint: what may help against a stall reason in a stage; empty if it is no stall
-    or nothing is known to help.
+    """The end of a hint: what may help against a stall reason in a stage; empty if the reason is no
+    stall, or nothing is known to help.
 
-    text: the hottest line.
+    text: the line that has most of these samples.
     """
     if reason in ("selected", "not_selected"):  # the warp could issue: no stall
         return ""
@@ -491,7 +525,9 @@ def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
 
 
 def _global_load(kernel: KernelStalls) -> str:
-    """The end of a hint on warps that wait for global memory: which memory limits, if one does."""
+    """The end of a hint on warps that wait for global memory: which memory is full, or else what
+    may hide its latency.
+    """
     known = (("L2 hit rate", kernel.l2_hit_pct), ("L2", kernel.l2_pct), ("DRAM", kernel.dram_pct))
     memory = ", ".join(f"{name} {value:.0f} %" for name, value in known if value is not None)
     evidence = f"; {memory}." if memory else "."
@@ -536,10 +572,12 @@ def _whole(kernel: KernelStalls) -> Iterator[str]:
             "tiles must let more programs in."
         )
     if waves is not None and waves < _FULL_WAVE:
-        full = f"The grid fills {100 * waves:.0f} % of the GPU once."
-        yield f"{full}  More programs: split the sequence or the heads further."
-    elif waves is not None and 1 < waves < 4 and 0 < waves % 1 < 0.5:
-        last = f"{waves:.2f} waves: the last one keeps {100 * (waves % 1):.0f} % of the GPU busy."
         yield (
-            f"{last}  Cut the grid so that the last wave is fuller, or launch persistent programs."
+            f"The grid fills {100 * waves:.0f} % of the GPU once.  More programs: split the "
+            "sequence or the heads further."
+        )
+    elif waves is not None and 1 < waves < 4 and 0 < waves % 1 < 0.5:
+        yield (
+            f"{waves:.2f} waves: the last one keeps {100 * (waves % 1):.0f} % of the GPU busy.  "
+            "Cut the grid so that the last wave is fuller, or launch persistent programs."
         )

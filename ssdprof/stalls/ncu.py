@@ -33,8 +33,8 @@ _REMEDIES = (
     "'options nvidia NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and "
     "load the driver again."
 )
-# The environment variables that a child process gets.  They are an allow list, so that no unknown
-# variable with a token is passed.
+# The names of environment variables that a child process gets.  No other variable is passed,
+# because it may have a token.
 _PASSED = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|LANG|TZ|TERM|CC|CXX|CPATH|VIRTUAL_ENV|LIBRARY_PATH|"
     r"LD_LIBRARY_PATH|C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|"
@@ -42,7 +42,8 @@ _PASSED = re.compile(
 )
 
 
-# a pattern in ncu's output -> the message and the hint for the user
+# a pattern in ncu's output -> the message and the hint for the user; the first one that is found
+# counts
 ERRORS = {
     "ERR_NVGPUCTRPERM": (
         "The driver does not let this user read the GPU's hardware counters.",
@@ -75,7 +76,8 @@ ERRORS = {
 class Job(Record):
     """A call for ncu to profile.
 
-    folder: with captures, among them those of layer `layer` (its index) with `seqlen` tokens.
+    folder: with captures, among them one of the whole prompt of `seqlen` tokens of layer `layer`
+        (its index).
     cache: a folder for compiled kernels that only such jobs use, because kernels that other
         processes compiled may lack source lines.
     tuned: a file with configurations for the kernels; None for the committed ones.
@@ -91,9 +93,9 @@ class Job(Record):
 
 
 def target(job: Job, launched: Path) -> tuple[str, ...]:
-    """The command of the process that runs the job once inside the range `RANGE`.
+    """The command of the process that makes the job's call, at last once inside the range `RANGE`.
 
-    launched: the file into which it writes the launches of the call.
+    launched: the file into which it writes the launches of the call, or its error.
     """
     return (*child.python("ssdprof.stalls.profiled"), job.model_dump_json(), str(launched))
 
@@ -104,7 +106,8 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
     This also compiles every kernel, so that none is compiled under ncu.
 
     Raises SsdprofError with the exit code of the failure, such as BAD_INPUT if the implementation
-    refuses the layer.
+    refuses the layer, and MissingCapabilityError if the process fails without having written its
+    error.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         launched = Path(folder) / "launched.json"
@@ -157,16 +160,16 @@ def profile(
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """The environment of the processes of a job."""
+    """The environment of the processes of a job, whose kernels are compiled into its own cache."""
     return (
         clean_environment(os.environ) | child.search_path() | {"TRITON_CACHE_DIR": str(job.cache)}
     )
 
 
 def find() -> tuple[str, str]:
-    """The path and the version of the newest ncu on this machine.
+    """The path and the version of the newest ncu that is found on this machine.
 
-    Raises MissingCapabilityError if there is none, or if it is too old.
+    Raises MissingCapabilityError if there is none, if it does not run, or if it is too old.
     """
     program = find_ncu()
     if program is None:
@@ -195,9 +198,9 @@ def command(
     """The command that profiles a process.
 
     It profiles the first `launches` launches of the kernels `kernels` in the range `RANGE` of the
-    process `target`, and writes the file `report`.  In its mode "kernel replay", ncu runs a kernel
-    several times, and saves and restores memory in between.  This includes tickets and flags, so
-    kernels whose programs wait for each other do not hang.
+    process with the command `target`, and writes the file `report`.  In its mode "kernel replay",
+    ncu runs a kernel several times, and saves and restores memory in between.  This includes
+    tickets and flags, so kernels whose programs wait for each other do not hang.
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     options: list[str] = []
@@ -235,9 +238,11 @@ def command(
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process, without variables that might be secrets.
+    """The environment of a child process: the variables of `environ` whose names are allowed, and
+    do not look like that of a secret.
 
-    Triton's line information is switched on.
+    In the child, Triton's line information is on, Hugging Face's hub is offline, and no other tool
+    is injected into CUDA.
     """
     passed = {
         name: value
@@ -254,8 +259,8 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> str:
     """Run a command and return its output: see `child.run`.
 
-    Raises MissingCapabilityError if it fails, with an explanation of its output, or if it takes too
-    long.
+    Raises MissingCapabilityError with an explanation of its output if it fails or reports an error
+    of ncu, and if it takes too long.
     """
     code, output = child.run(command, timeout_s=timeout_s, environ=environ)
     if code is None:
@@ -269,9 +274,10 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
 
 
 def explain(output: str, returncode: int) -> MissingCapabilityError:
-    """The error for a failed command, from its output.
+    """The error for a failed command, from its output and its exit code.
 
-    For an unknown failure its message ends with the last line that looks like an error.
+    For an unknown failure its message ends with the last line that looks like an error, or without
+    such a line with the last line.
     """
     for pattern, (message, hint) in ERRORS.items():
         if re.search(pattern, output):

@@ -79,12 +79,15 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Inputs:
 
 
 def refusal_of(error: Exception) -> dict[str, str | int]:
-    """The message and hint for the user and the exit code of the command, for an error of the
-    call.
+    """The message and hint for the user and the exit code of the command, for an error of the call:
+    an SsdprofError, an UnsupportedError or torch's OutOfMemoryError.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        message = "The layer's tensors do not fit into the GPU's memory."
-        error = SsdprofError(message, "Use a shorter --seq.", ExitCode.MISSING_CAPABILITY)
+        error = SsdprofError(
+            "The layer's tensors do not fit into the GPU's memory.",
+            "Use a shorter --seq.",
+            ExitCode.MISSING_CAPABILITY,
+        )
     elif not isinstance(error, SsdprofError):
         error = SsdprofError(
             f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT
@@ -95,9 +98,8 @@ def refusal_of(error: Exception) -> dict[str, str | int]:
 def call_at(
     operator: Operator, implementation: Implementation, inputs: Inputs, wanted: Precision
 ) -> Call:
-    """The call at the wanted precision, or at the most similar one that the implementation has.
-
-    Raises MissingCapabilityError if the implementation is unavailable.
+    """The call at the wanted precision, or at the most similar one that the implementation has:
+    with the same intermediates if there is one, then with the same state dtype.
     """
     dtype = operator.oracle.dims(inputs).dtype
 
@@ -119,13 +121,13 @@ def warm_up(implementation: Implementation, call: Call) -> Launched:
     later calls have its final launches.
     """
     call.run()
-    with recorded_launches() as launches, counted_launches() as count:
+    with recorded_launches() as launches, counted_launches() as all_launches:
         call.run()
     return Launched(
         implementation=implementation.name,
         variant=implementation.plan(call.inputs, call.precision).variant,
         precision=str(call.precision),
-        launch_count=len(count),
+        launch_count=len(all_launches),
         launches=tuple(with_occupancy(launch, call.device) for launch in launches),
     )
 
@@ -142,8 +144,11 @@ def profiled(call: Call) -> None:
 
 # --- lines of callers
 
-# A part of the key of kernels with replaced lines in Triton's cache, in versions that ask for it.
+# Versions of Triton that ask for it add this to the keys of compiled kernels in Triton's cache, so
+# that kernels with replaced lines are told from others.
 _KEY = "ssdprof: lines of callers"
+# in PTX: the number and the path of a file; a .loc with the comment that has the chain of calls;
+# and a file, line and column in such a chain
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
 _LOC = re.compile(r"^(\s*\.loc\s+)(\d+) (\d+) (\d+)(\s*//\s*)(.+)$", re.MULTILINE)
 _FRAME = re.compile(r"([^\s@\[\]:]+):(\d+):(\d+)")
@@ -153,7 +158,7 @@ def install() -> None:
     """Replace the lines of every kernel that Triton compiles in this process from now on.
 
     Triton 3.6 does not ask for a part of its cache's key, so TRITON_CACHE_DIR must be a folder
-    without compiled kernels.
+    without kernels that other processes compiled.
     """
     triton.knobs.runtime.add_stages_inspection_hook = _hook
 
@@ -161,8 +166,9 @@ def install() -> None:
 def _hook(*arguments: Any) -> tuple[str, str] | None:
     """A hook of Triton's compiler, which makes its stage "ptx" replace the lines in PTX.
 
-    Triton calls the hook without arguments to get a part of its cache's key.  Otherwise the second
-    argument is a dictionary of the compiler's stages, which the hook may change.
+    Triton calls the hook without arguments to get a part of its cache's key, and a hash
+    of it.  Otherwise the second argument is a dictionary of the compiler's stages, which the hook
+    changes, and the result is None.
     """
     if not arguments:
         return _KEY, _KEY
@@ -170,31 +176,29 @@ def _hook(*arguments: Any) -> tuple[str, str] | None:
     make_ptx = stages.get("ptx")
     if make_ptx is not None:
 
-        def make_and_name(*module_and_metadata: object) -> str:
+        def make_with_call_sites(*module_and_metadata: object) -> str:
             return name_call_sites(make_ptx(*module_and_metadata))
 
-        stages["ptx"] = make_and_name
+        stages["ptx"] = make_with_call_sites
     return None
 
 
 def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
     """The PTX with every .loc at the innermost line of its chain of calls that has a stage.
 
-    A .loc is unchanged if no line of the chain has a stage.
+    A .loc without a chain is unchanged, and one in whose chain no line has a stage.
 
-    sources: the files that the PTX names; None to read them.
+    sources: the files that the PTX names; None to read them on this machine.
     """
     files = dict(_FILE.findall(ptx))
-    texts = {path: _text(path) for path in files.values()}
-    known = sources or SourceFiles({path: text for path, text in texts.items() if text})
-    numbers: dict[str, list[str]] = defaultdict(
-        list
-    )  # name of a file without its folder -> numbers
+    known = sources or SourceFiles({path: _text(path) for path in files.values()})
+    # name of a file without its folder -> the numbers of such files
+    numbers: dict[str, list[str]] = defaultdict(list)
     for number, path in files.items():
         numbers[base_name(path)].append(number)
 
     def innermost(loc: re.Match[str]) -> str:
-        """The .loc with the innermost line whose stage is known."""
+        """The .loc with the innermost line of its chain that has a stage, or as it is."""
         before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):

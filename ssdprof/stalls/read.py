@@ -1,4 +1,4 @@
-"""Reads an .ncu-rep file with NVIDIA's package ncu-report.  It needs neither a GPU nor ncu.
+"""Reads an .ncu-rep file with NVIDIA's package ncu-report, which needs neither a GPU nor ncu.
 
     python -m ssdprof.stalls.read FILE OUT         writes the launches in FILE into OUT, as JSON
 
@@ -44,7 +44,9 @@ _TO_NS = {  # unit of a metric -> nanoseconds
 }
 _NOT_INSTALLED = 9  # exit code of the child process if ncu-report is not installed
 _MAGIC = b"NVR\0"  # the start of a report
-_LAYOUT = b"\x08\x07"  # the file header of version 7, the only one whose block sizes are known here
+# the file header of version 7 of the layout; of other versions this module does not know how a
+# block says its size
+_LAYOUT = b"\x08\x07"
 _TIMEOUT_S = 600  # far above the time for the largest intact report
 _COPY_HINT = "Copy or record it again."
 
@@ -53,10 +55,11 @@ _COPY_HINT = "Copy or record it again."
 class Point:
     """An instruction of a kernel, with the warps that were sampled there.
 
+    address: that of the instruction in the GPU's memory.
     file, line: the source line, with the file as the report names it; "" and 0 if the instruction
         has no line information.
     sass: the instruction as text.
-    samples: stall reason -> the number of samples.
+    samples: stall reason -> the number of samples, without zeros.
     """
 
     address: int
@@ -71,7 +74,8 @@ class RawKernel:
     """One profiled launch.
 
     function: the name of the kernel.
-    metrics: ncu's name -> value in base units (nanoseconds, bytes, cycles, percent).
+    metrics: ncu's name -> value in base units (nanoseconds, bytes, cycles, percent), without those
+        whose value is not finite.
     totals: stall reason -> the samples of the whole kernel, as the report itself adds them up;
         empty if they were not collected.
     points: the instructions in the order of their addresses; empty if source counters were not
@@ -86,7 +90,9 @@ class RawKernel:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def number(self, *names: str) -> float | None:
-        """The value of the first of these metrics that was collected; None if none was."""
+        """The value of the first of these metrics that was collected as a number; None if none
+        was.
+        """
         for name in names:
             value = self.metrics.get(name)
             if isinstance(value, int | float):
@@ -102,7 +108,8 @@ class RawReport:
     """The contents of an .ncu-rep file.
 
     name: of the file, without folders.
-    whole: whether its length agrees with its headers; None if that is not known.
+    sha256: of the contents.
+    whole: whether the file ends where its last block ends; None if that is not known.
     """
 
     name: str
@@ -120,7 +127,8 @@ def read(path: Path) -> RawReport:
     """Read a file of ncu with all its launches.
 
     Raises BadInputError for a file that is missing, not a report, truncated, damaged or without a
-    launch, and MissingCapabilityError if ncu-report is not installed.
+    launch, and MissingCapabilityError if ncu-report is not installed.  A compressed report,
+    .ncu-repz, begins otherwise than an .ncu-rep.
     """
     try:
         content = path.read_bytes()
@@ -147,7 +155,9 @@ def read(path: Path) -> RawReport:
 
 
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
-    """The launches in a file, which a child process reads."""
+    """The launches in a file, which a child process reads.  Raises BadInputError if it fails, and
+    MissingCapabilityError if ncu-report is not installed.
+    """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
         command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
@@ -179,7 +189,9 @@ _SIZE_FIELD = 5  # the number of the field with the size of a block's payload
 
 
 def _is_whole(content: bytes) -> bool | None:
-    """Whether the blocks end where the file ends; None if the layout of the file is not known."""
+    """Whether the last block ends where the file ends; None if the layout of the file is not
+    known.
+    """
     if not content.startswith(_MAGIC):
         return None
     try:
@@ -195,14 +207,18 @@ def _is_whole(content: bytes) -> bool | None:
 
 
 def _header(content: bytes, offset: int) -> tuple[bytes, int]:
-    """The header that begins at byte `offset` with its length, and the byte after it."""
+    """The header whose length is at byte `offset`, without that length, and the place of the byte
+    after it.
+    """
     start = offset + 4
     end = start + int(struct.unpack_from("<I", content, offset)[0])
     return content[start:end], end
 
 
 def _payload_size(header: bytes) -> int:
-    """The size in bytes of the payload that follows the header of a block."""
+    """The size in bytes of the payload that follows the header of a block.  The headers of this
+    layout have only integers and fields of bytes.
+    """
     offset = 0
     size = 0
     while offset < len(header):
@@ -217,8 +233,8 @@ def _payload_size(header: bytes) -> int:
 
 
 def _varint(content: bytes, offset: int) -> tuple[int, int]:
-    """The variable-length integer of a protocol buffer that begins at byte `offset`, and the byte
-    after it.
+    """The variable-length integer of a protocol buffer that begins at byte `offset`, and the place
+    of the byte after it.
 
     Each byte has seven bits of the number, the lowest ones first; its highest bit is set if more
     bytes follow.
@@ -262,7 +278,7 @@ def _launch(action: Any) -> RawKernel:
     totals: Counter[str] = Counter()
     samples: dict[int, Counter[str]] = defaultdict(Counter)  # address -> stall reason -> samples
     for name in action.metric_names():
-        if "TriageCompute" in name:
+        if "TriageCompute" in name:  # a group of ncu's, from which nothing here is computed
             continue
         metric = action.metric_by_name(name)
         if name.startswith(_SAMPLED) and not name.endswith("_not_issued"):
@@ -270,7 +286,8 @@ def _launch(action: Any) -> RawKernel:
             reason = CANONICAL.get(reason, reason)
             totals[reason] += int(metric.value() or 0)
             for address, count in _instances(metric):
-                of_address = samples[address]  # an instruction without samples is a point, too
+                # an instruction without samples is a point, too: this adds its address
+                of_address = samples[address]
                 if count:
                     of_address[reason] += count
         if (value := _value(metric)) is not None:
@@ -292,7 +309,9 @@ def _instances(metric: Any) -> Iterator[tuple[int, int]]:
 
 
 def _value(metric: Any) -> MetricValue | None:
-    """The value of a metric in base units; None if it is not a finite number or a text."""
+    """The value of a metric in base units, times in nanoseconds; None if it is neither a finite
+    number nor a text.
+    """
     value = metric.value()
     if isinstance(value, float) and not math.isfinite(value):
         return None

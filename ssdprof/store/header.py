@@ -13,17 +13,17 @@ from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, Placement
 
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
-    """The header of a report that is about to start, with notes on its model.
+    """The header of a report that is about to start.  If it has a model, it also gets notes on the
+    model and on its inputs.
 
-    `opened` sets its id.
+    The id is empty until `reports.opened` sets it.
 
     fields: further fields of `Report`, at least kind, target, environment and baseline.
     """
-    created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(
         version=VERSION,
         id="",
-        created=created,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         commit=_commit(),
         ssdprof_version=__version__,
@@ -35,8 +35,8 @@ def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
 
 
 def _commit() -> str:
-    """The commit that is checked out in the working directory; empty without a repository or
-    without git.
+    """The commit that is checked out in the working directory, with "-dirty" after it if files have
+    changed since; empty without a repository or without git.
     """
     words = ("git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
     with suppress(OSError):

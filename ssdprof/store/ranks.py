@@ -20,7 +20,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 T = TypeVar("T")
 POLL_S = 0.2  # seconds between two looks at the store or at a lock
 FIRST = 0  # the rank that makes the folder and prints the report
-# set by torchrun, with WORLD_SIZE
+# torchrun sets these besides WORLD_SIZE
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is divided
 
@@ -29,10 +29,12 @@ SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is
 class Ranks:
     """This process as one of several ranks.
 
+    rank: the number of this one, from 0.
     count: the number of ranks.
     store: torchrun's store, which outlives every rank.
     divided: whether this process has taken its share of the cases.  Until then all ranks do the
-        same, and have the same errors.
+        same, and have the same errors.  It belongs to the class, because the error handler of the
+        command line has no `Ranks`.
     """
 
     divided: ClassVar[bool] = False
@@ -42,11 +44,13 @@ class Ranks:
     store: Any
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == FIRST
 
     def share(self, items: Sequence[T]) -> tuple[T, ...]:
-        """The items of this rank: every `count`th one, beginning with item `rank`."""
+        """The items of this rank: every `count`th one, beginning with item `rank`.  Sets
+        `divided`.
+        """
         Ranks.divided = True
         return tuple(items[self.rank :: self.count])
 
@@ -57,7 +61,8 @@ class Ranks:
     def told(self, key: str, by: int) -> str:
         """The value under a key, which this call waits for.
 
-        by: the rank that gives the value.  Raises MissingCapabilityError if that rank dies before.
+        by: the rank that gives the value.  Raises MissingCapabilityError if that rank dies before
+            it has given it.
         """
         while not self.store.check([key]):
             if not self.alive(by):
@@ -81,10 +86,11 @@ class Ranks:
 
 
 def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the first rank reports the error that this rank has.
+    """Whether the first rank reports the error that this rank has, so that this one need not.
 
-    Before work is divided, all ranks have the same error.  torchrun then ends this process after
-    the first rank has ended.  If it does not, this rank alone has the error.
+    Before work is divided, all ranks have the same error, and torchrun interrupts this process when
+    the first rank has ended with it.  This function waits for that, for `SLOWEST_S` at most; if
+    nothing comes, this rank alone has the error.
     """
     if not follows(environment):
         return False
@@ -108,7 +114,7 @@ def follows(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
-    """Join the other processes of torchrun, and select this process's GPU.
+    """Join the other processes of torchrun, and select this process's GPU if there are any.
 
     Returns None if there is only one process.
 
@@ -150,7 +156,9 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
 
 
 def _runs(process: int) -> bool:
-    """Whether the process with this number is running.  A zombie is not."""
+    """Whether the process with this number is running; one of another user counts as running, a
+    zombie does not.
+    """
     try:
         os.kill(process, 0)
     except ProcessLookupError:

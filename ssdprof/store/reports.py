@@ -8,7 +8,7 @@ N, which only grows.  A line of such a file is one of these:
 
 Every file has one writer, which holds its lock, so a reader can see whether the process is still
 running.  However a process ends, by SIGKILL too, at most the case in progress is lost.  The same
-command with the same folder resumes after the last case.
+command with --out and the same folder resumes after the last case.
 
 `ssdprof ... --json` prints a report as one document, which can be read as well.
 """
@@ -58,7 +58,7 @@ from ssdprof.store.header import draft
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
 RUNS = Path("runs")
-KINDS = ("run", "bench", "prefill", "answers")  # of reports that are kept there
+KINDS = ("run", "bench", "prefill", "answers")  # kinds of reports that are kept under RUNS
 HEADER = "run.json"
 DOCUMENT = "report.json"  # what --json printed, in a folder of its own
 CAPTURES = "captures"
@@ -70,7 +70,7 @@ _VERSION_HINT = "Use the ssdprof that wrote it, or measure again."
 _LOCKED = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
 # fields of a header that may differ if the same request is run twice
 _MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}
-# field of a header -> what an interrupted report is of if the field differs
+# field of a header -> what an interrupted report is of if its field differs from the request's
 _FAULT_BY_FIELD = {
     "model": "another model",
     "prompts": "another prompt",
@@ -86,7 +86,8 @@ class Writer:
 
     folder: of the report.
     report: the report as far as this process knows it, which does not include other processes.
-    earlier: name -> the cases of an interrupted process that this process resumes.
+    earlier: name -> case, of the cases that were there before: those of an interrupted process that
+        this one resumes, or for a sampler those of the ranks.
     """
 
     def __init__(self, folder: Path, header: Report, file: BinaryIO | None) -> None:
@@ -118,9 +119,8 @@ class Writer:
         return bool(self._cases)
 
     def case(self, case: Case) -> None:
-        """Append a case.  If it was appended before, append what is new: its samples or a fault.
-
-        Its layer is noted as captured.
+        """Append a case.  If it was appended before, append it without its accuracy, unless that
+        has changed.  Its layer is noted as captured.
         """
         if case.layer:
             self.captured(case.layer)
@@ -171,7 +171,7 @@ class Writer:
             self.update(notes=(*self.report.first.notes, text))
 
     def doubt(self, layer: int, sentences: Iterable[str]) -> None:
-        """Note, in sentences, in what the inputs of a layer differ from those of any model."""
+        """Note sentences on how the inputs of a layer differ from those of any model."""
         doubts = dict(self.report.first.doubts)
         for text in sentences:
             doubts[text] = tuple(dict.fromkeys((*doubts.get(text, ()), layer)))
@@ -186,14 +186,14 @@ class Writer:
     def note_gates(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
         """Note how many heads of a layer forget within which time, unless it was noted before.
 
-        heads: computes the numbers of heads (see `ProcessLine.gates`).
+        heads: () -> the numbers of heads (see `ProcessLine.gates`); it is called only if need be.
         """
         gates = self.report.first.gates
         if str(layer) not in gates:
             self.update(gates=gates | {str(layer): heads()})
 
     def _write(self, line: dict[str, object]) -> None:
-        """Append a line to the file.
+        """Append a line to the file, if there is one.
 
         Raises MissingCapabilityError if it cannot be written, or if the report was removed.
         """
@@ -210,19 +210,20 @@ class Writer:
 
 
 def check_folder(out: Path | None) -> None:
-    """Raise what `opened` would raise for a folder, so that it is known before a model is
-    loaded.
+    """Raise what `opened` would raise for a folder whatever the request is, before a model is
+    loaded: the folder cannot be written, another process is writing into it, or it has a complete
+    report or a document.
     """
     check_writable(out or RUNS)
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
         with locked(file, *_LOCKED):
             pass
     if out and header_of(out).exists():
-        _refuse_complete(out)
+        _interrupted(out)
 
 
-def _refuse_complete(folder: Path) -> Report:
-    """The interrupted report in a folder.
+def _interrupted(folder: Path) -> Report:
+    """The interrupted report in a folder that has a report.
 
     Raises BadInputError if the report is complete, and if the folder has a whole document, which
     would be read instead of what is written beside it.
@@ -238,11 +239,11 @@ def _refuse_complete(folder: Path) -> Report:
 def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> None:
     """Raise BadInputError unless the report in a folder can be resumed.
 
-    It can if it was interrupted, its request is that of `header`, and the files `sources` have not
-    changed since it began.
+    It can if it was interrupted, its request is that of `header`, and the files `sources`, which
+    must exist, have not changed since it began.
     """
-    interrupted = _refuse_complete(folder)
-    began = datetime.fromisoformat(interrupted.created).timestamp()
+    interrupted = _interrupted(folder)
+    began = datetime.fromisoformat(interrupted.created).timestamp()  # in whole seconds
     changed = [path for path in sources if path.stat().st_ctime > began + 1]
     fault = f"from before {changed[0]} was changed" if changed else ""
     now = _request(header)
@@ -251,12 +252,14 @@ def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> No
         fault = f"of {_FAULT_BY_FIELD.get(differing[0], 'another request')}"
     if fault:
         command = shlex.join([*_without_folder(interrupted.command), "--out", str(folder)])
-        hint = f"Name another folder with --out.  What goes on there is: {command}"
+        hint = f"Name another folder with --out, or resume that run: {command}"
         raise BadInputError(f"{folder} holds an interrupted run {fault}.", hint)
 
 
 def _request(header: Report) -> dict[str, object]:
-    """The fields of a header that are equal if the same request is run twice."""
+    """The fields of a header that are equal if the same request is run twice, with the command
+    without its folder.
+    """
     fields = {name: value for name, value in header.field_values.items() if name not in _MAY_DIFFER}
     return fields | {"command": _without_folder(header.command)}
 
@@ -284,14 +287,16 @@ def opened(
     """Write a report while the context is open.
 
     If the folder has an interrupted report of the same request, this process resumes it: its cases
-    are `Writer.earlier`.  After an exception the cases that were measured stay, and the user is
+    are `Writer.earlier`.  At the end of the context, the first process starts the further samplers
+    that the report asks for.  After an exception the cases that were measured stay, and the user is
     told where they are.  Without a case the files are removed.
 
     out: the folder; None for `runs/<time>-<target>/`.
-    ranks: the processes that share the cases.  The first one makes the folder, and waits for the
-        others at the end.
-    sources: gives the files on which the results depend and which `fields` do not describe.
-    sampler: the number of this process if it only adds samples to the report in `out`; else 0.
+    ranks: the processes that share the cases; None if this is the only one.  The first one makes
+        the folder, and waits for the others at the end.
+    sources: () -> the files on which the results depend and which `fields` do not describe.
+    sampler: the number of this process if it only adds samples to the report in `out`; else 0, and
+        the other arguments describe the report.
     fields: see `draft`.
 
     Raises BadInputError if `out` has another report, or if another process is writing into it;
@@ -324,7 +329,7 @@ def opened(
             seconds = writer.report.first.seconds or round(time.monotonic() - began, 3)
             writer.update(complete=True, seconds=seconds)
             writer.flush()
-            if ranks and ranks.first:
+            if ranks and ranks.is_first:
                 _wait(path, ranks)
         except BaseException as error:
             _clean_up(writer, error, watcher, ranks, is_new)
@@ -333,15 +338,16 @@ def opened(
 
 def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
     """The folder of the report.  The first rank chooses it, and the others wait for its name."""
-    if ranks and not ranks.first:
+    if ranks and not ranks.is_first:
         return Path(ranks.told("folder", FIRST))
     return out or new_folder(header.target)
 
 
 def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
-    """Write the header, unless the folder has an interrupted report that can be resumed.
+    """Write the header, unless the folder has an interrupted report that can be resumed.  Files of
+    cases without a header are emptied.
 
-    Raises BadInputError if it has any other report.
+    Raises BadInputError if the folder has any other report.
     """
     if header_of(path).exists():
         _refuse_another(path, header, sources())
@@ -353,7 +359,7 @@ def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) ->
 
 def _tell_open(path: Path, ranks: Ranks) -> None:
     """Tell the other ranks that this one has opened its file, and if it is the first one, where."""
-    if ranks.first:
+    if ranks.is_first:
         ranks.tell("folder", str(path.resolve()))
     ranks.tell(f"{ranks.rank}/open")
 
@@ -371,8 +377,8 @@ def _resumed(path: Path, header: Report, file: BinaryIO, watcher: Watcher) -> Wr
 
 
 def _sample_in_others(writer: Writer, watcher: Watcher) -> None:
-    """Start the further samplers of the report, one after another, each of which samples every
-    case.  Samplers that completed before an interruption are not started again.
+    """Start the further samplers of the report, one after another, each of which is a process that
+    samples every case.  Samplers that completed before an interruption are not started again.
     """
     header = writer.report
     for number in range(header.ranks, header.process_count):
@@ -383,9 +389,10 @@ def _sample_in_others(writer: Writer, watcher: Watcher) -> None:
 
 @contextmanager
 def _sampled(folder: Path, number: int) -> Iterator[Writer]:
-    """`opened` for a sampler.
+    """`opened` for a sampler.  `Writer.earlier` are the cases of the ranks, which it samples again.
+    What the sampler itself wrote before an interruption is dropped.
 
-    number: of the process.  `Writer.earlier` are the cases of the ranks, which it samples again.
+    number: of the process.
     """
     with locked(folder / f"cases.{number}.jsonl", *_LOCKED) as file:
         file.truncate(0)
@@ -405,10 +412,10 @@ def _sampled(folder: Path, number: int) -> Iterator[Writer]:
 def _clean_up(
     writer: Writer, error: BaseException, watcher: Watcher, ranks: Ranks | None, is_new: bool
 ) -> None:
-    """Store why the report ended with an error, and tell the user where its cases are.  Remove a
-    report without a case.
+    """Store why the report ended with an error.  Tell the user where its cases are, unless another
+    rank died: then its error is all that the user reads.  Remove a report without a case.
 
-    is_new: whether this process made the folder.
+    is_new: whether the folder did not exist before this report.
 
     Raises the error of a rank that died, or a KeyboardInterrupt with the sentence for the user.
     """
@@ -416,7 +423,7 @@ def _clean_up(
         # if another rank died, that is the cause: torchrun then interrupts this one
         death = _dead(writer.folder, ranks) if ranks else None
         sentence = _note_end(writer, death or error)
-        if not writer.has_cases and (ranks is None or ranks.first):
+        if not writer.has_cases and (ranks is None or ranks.is_first):
             _remove_empty(writer.folder, is_new)
     if death:
         raise death from None
@@ -442,7 +449,9 @@ def _remove_empty(folder: Path, is_new: bool) -> None:
 
 
 def _note_end(writer: Writer, error: BaseException) -> str:
-    """Store why the process ended.  Returns a sentence that says where its cases are."""
+    """Store why the process ended, if it has cases.  Returns a sentence that says where they are,
+    or that there are none.
+    """
     if not writer.has_cases:
         return "Nothing had been compared yet, and no report is kept."
     if isinstance(error, KeyboardInterrupt):
@@ -472,9 +481,10 @@ def _note_end(writer: Writer, error: BaseException) -> str:
 def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
     """Store why the process of a rank ended, which the process itself could not.
 
-    Returns the report; None if there is none.
+    Returns the report; None if there is none, or if the rank has no case and none was running.
 
-    case: the case that was running, as JSON; empty if none was.  why: the reason.
+    case: the case that was running, as JSON, which is stored as failed; empty if none was.
+    why: the reason.
     """
     file = folder / f"cases.{rank}.jsonl"
     if not file.is_file() or not (folder / HEADER).is_file():
@@ -517,7 +527,8 @@ def _wait(path: Path, ranks: Ranks) -> None:
 def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
     """The error for another rank that died; None if none did.
 
-    A rank that stored why it ended has already reported its error, unless it is the first one.
+    A rank that completed its share, or stored why it ended, does not count as dead.  The first rank
+    always does when it has ended.
     """
     for rank in range(ranks.count):
         if rank != ranks.rank and not ranks.alive(rank):
@@ -528,7 +539,7 @@ def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
 
 
 def _is_free(file: Path) -> bool:
-    """Whether no process holds the lock of a file."""
+    """Whether no process is writing into a file: a writer holds the file's lock."""
     with file.open("rb") as opened_file:
         try:
             fcntl.flock(opened_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -550,7 +561,8 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
     where: the folder of a report, its run.json, a name under `runs/`, or a document that `--json`
         printed; None for the latest report of the kinds under `runs/`.
-    kinds: the allowed kinds of reports; all if there are none.
+    kinds: the allowed kinds of reports.  Without any, all are allowed, and the latest report is
+        that of kind "run".
 
     Raises BadInputError if there is no such report, if it cannot be read, or if it is of another
     kind.
@@ -568,12 +580,12 @@ def latest(*kinds: str) -> Path | None:
     """The newest report under `runs/` of one of the kinds that no process is still writing; None if
     there is none.
     """
-    started = [
+    by_age = [
         (report.created, report.id, path)
         for path, report in _readable(RUNS, _header)
         if isinstance(report, Report) and report.kind in kinds
     ]
-    for *_, path in sorted(started, reverse=True):
+    for *_, path in sorted(by_age, reverse=True):
         if all(map(_is_free, path.glob("cases.[0-9]*.jsonl"))):
             return path
     return None
@@ -582,7 +594,7 @@ def latest(*kinds: str) -> Path | None:
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
     """The reports directly under a folder with their paths, the newest first.
 
-    An unreadable report is represented by the error of reading it.  These come last.
+    In place of an unreadable report there is the error of reading it.  These come last.
     """
 
     def age(item: tuple[Path, Report | SsdprofError]) -> tuple[str, Path]:
@@ -610,8 +622,12 @@ def _header(folder: Path) -> Report:
 def _readable(
     folder: Path, read: Callable[[Path], Report]
 ) -> Iterator[tuple[Path, Report | SsdprofError]]:
-    """The folders of reports directly under a folder, each with what `read` returns or raises."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+    """The folders of reports directly under a folder, each with what `read` returns for it, or the
+    SsdprofError that it raises.
+    """
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
         if header_of(path).is_file():
             try:
                 yield path, read(path)
@@ -620,7 +636,9 @@ def _readable(
 
 
 def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
-    """The folder or the document of a report: see `load`."""
+    """The folder or the document of a report: see `load`.  Raises BadInputError if there is no such
+    report.
+    """
     if where is None:
         newest = latest(*(kinds or ("run",)))
         if newest is None:
@@ -663,7 +681,7 @@ def _document(file: Path) -> Report:
 
 def _folder(path: Path) -> Report:
     """The report in a folder with the cases of all ranks, in the order in which they were
-    requested, and the samples of all samplers.
+    requested, and the samples of all samplers.  Raises BadInputError if it cannot be read.
     """
     header = _header(path)
     if header.cases:  # the user gave a whole document the name of a header
@@ -735,7 +753,7 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
 
 
 def _last(folder: Path, number: int) -> ProcessLine:
-    """The last line of a process; an empty one if there is none."""
+    """The last line of the process with this number; an empty one if there is none."""
     return _lines(folder / f"cases.{number}.jsonl")[1] or ProcessLine()
 
 
@@ -752,9 +770,9 @@ def _text(file: Path) -> str:
 
 
 def new_folder(target: str) -> Path:
-    """A new folder runs/<time>-<target>.
+    """The path of a new folder runs/<time>-<target>, which is not created yet.
 
-    Its name ends with -2, -3, ... if that folder exists, as if two runs start within a second.
+    Its name ends with -2, -3, ... if that folder exists, as when two runs start within a second.
     """
     path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(target)}"
     number = 1

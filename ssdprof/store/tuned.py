@@ -29,13 +29,15 @@ def folder() -> Path:
 
 
 def file_of(gpu: Gpu) -> Path:
+    """The file for GPUs of this name, which need not exist."""
     return folder() / f"{files.safe_name(gpu.name)}.json"
 
 
 def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
-    """The valid configurations for GPUs of this name, and the reason if there are invalid ones.
+    """The valid configurations for GPUs of this name, and why what is stored is not valid.
 
-    (None, "") if nothing is stored; (None, reason) if what is stored is not valid any more.
+    (configurations, "") if they are valid; (None, "") if nothing is stored; (None, reason) if the
+    file cannot be read, or its configurations are not valid any more.
     """
     file = file_of(gpu)
     if not file.is_file():
@@ -61,10 +63,12 @@ def _checked(document: object) -> TunedConfigs:
 def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) -> Path:
     """Store the result of a search.  Returns the file.
 
-    An earlier configuration for the same calls is deleted, as are all that are not valid any more.
+    An earlier configuration for the same calls is deleted; if what is stored is not valid any more,
+    all of it is.
 
-    found_on: the machine of the search.  calls: the calls for which it was.  tuned: its result;
-    None if no configuration was faster than the committed one.
+    found_on: the machine of the search, with a GPU.
+    calls: the calls for which it was.
+    tuned: its result; None if no configuration was faster than the committed one.
 
     Raises MissingCapabilityError if the file cannot be written.
     """
@@ -103,8 +107,8 @@ def clear() -> tuple[Path, ...]:
 
 
 def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
-    """Why the saved configurations are not valid for this GPU and these kernels; empty if they
-    are.
+    """Why the saved configurations are not valid for this GPU, these kernels and this Triton; empty
+    if they are.
     """
     environment = saved.environment
     triton = installed_version("triton")
@@ -129,9 +133,10 @@ def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
 def use_saved(say: Callable[[str], None]) -> Path | None:
     """Let kernels in this process use the configurations that are stored for the current GPU.
 
-    Returns their file; None if there are no valid ones.
+    Returns their file; None if there are no valid ones, or there is no GPU.
 
-    say: prints a line.  It gets the number of configurations, or the reason why they are ignored.
+    say: prints a line.  It gets a sentence with the number of configurations, or with the reason
+        why they are ignored; nothing if none are stored.
     """
     gpu = machine.gpu()
     if gpu is None:
@@ -158,6 +163,7 @@ def use_file(file: Path) -> None:
 
 
 def _use(saved: TunedConfigs) -> None:
+    """Let kernels in this process use these configurations, operator by operator."""
     assert saved.environment.gpu is not None
     for operator, configs in grouped(saved.configs, lambda config: config.operator).items():
         operators.get(operator).tunable.use(saved.environment.gpu.name, configs)

@@ -756,5 +756,9 @@ def test_fla_calls_no_other_library_also_where_a_model_imports_it_first(monkeypa
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")
     monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")
     monkeypatch.setattr(checkpoint, "transformers", checkpoint.transformers)
+    put(monkeypatch, "fla")
     assert importlib.reload(checkpoint).transformers.__version__
+    assert "FLA_DISABLE_BACKEND_DISPATCH" not in os.environ, "fla has read it"
+    monkeypatch.delitem(sys.modules, "fla")
+    assert checkpoint.transformers.__version__
     assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"

@@ -77,8 +77,8 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("ssd", "dt", torch.neg, "dt is below 0 and the call asks for no softplus in all positions"),
     ("ssd", "dt", lambda dt: dt - 1, "dt is below 0 and the call asks for no softplus in many"),
     ("ssd", "dt_bias", lambda bias: bias - 99, "dt is below 0 and the call asks for no softplus"),
-    ("ssd", "A", torch.neg, "A is not below 0 in all positions"),
-    ("ssd", "A", torch.zeros_like, "A is not below 0 in all positions"),
+    ("ssd", "A", torch.neg, "A is not below 0 in all heads"),
+    ("ssd", "A", torch.zeros_like, "A is not below 0 in all heads"),
     ("ssd", "x", torch.zeros_like, "x is 0 in every position"),
     ("ssd", "B", lambda B: B[:, :1].expand_as(B), "B is the same in every position"),
 ]

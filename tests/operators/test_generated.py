@@ -68,13 +68,9 @@ def test_a_batch_is_drawn_as_a_model_passes_it():
     assert inputs.use_qk_l2norm
     assert (inputs.g < 0).all()
     assert 1 < inputs.beta.max() <= 2
-    assert torch.equal(inputs.q, generated("gdn", layout="views", **SMALL).q), (
-        "the same at every call"
-    )
+    assert torch.equal(inputs.q, generated("gdn", layout="views", **SMALL).q)
     inputs = generated("ssd", layout="views", sequences=1, sizes=(4, 16, 32, 2))
-    x = inputs.x
-    B = inputs.B
-    C = inputs.C
+    x, B, C = inputs.x, inputs.B, inputs.C
     assert x.stride(1) == B.stride(1) == C.stride(1) == 4 * 16 + 2 * 2 * 32
     assert (B.data_ptr() - x.data_ptr(), C.data_ptr() - B.data_ptr()) == (2 * 4 * 16, 2 * 2 * 32)
     assert inputs.dt.stride(1) == 2 * 4 * 16 + 2 * 2 * 32 + 4
@@ -92,6 +88,8 @@ def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(ope
     assert (out.shape, out.dtype) == (inputs.values.shape, torch.bfloat16)
     assert (final_states.shape, final_states.dtype) == (inputs.initial.shape, torch.float32)
     assert inputs.initial.shape == {"ssd": (16, 2, 16, 16), "gdn": (16, 8, 16, 16)}[operator]
+    tokens = Tokens(sequences=2, seqlen=64, shortest=8, state_every=1)
+    assert str(tokens) == "2 packed x 8-64, every state"
 
 
 def test_dims_and_cost():

@@ -45,22 +45,15 @@ def begun(inputs, precision: Precision):
 
 def advanced(lo, inputs, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
-    found: Output = lo.advance(
-        inputs, span, operators.get(inputs.operator).oracle.gate(inputs, span)
-    )
+    gate = operators.get(inputs.operator).oracle.gate(inputs, span)
+    found: Output = lo.advance(inputs, span, gate)
     return found
-
-
-def size(inputs) -> tuple[int, int]:
-    """Sequences, and the tokens of each."""
-    batch, length = (inputs.q if isinstance(inputs, GDNInputs) else inputs.x).shape[:2]
-    return batch, length
 
 
 def rounded(inputs, precision: Precision, *, block: int = 10**6) -> Output:
     outs = []
     states = []
-    sequences, length = size(inputs)
+    sequences, length = inputs.values.shape[:2]
     for batch in range(sequences):
         lo = begun(inputs, precision)
         pieces = []
@@ -122,17 +115,12 @@ def test_spans_carry_the_state(make: Make):
 
 
 def test_every_sequence_begins_with_its_own_state(make: Make):
-    gdn = make is make_gdn
-    states = (
-        {"initial_state": torch.randn(2, 4, 32, 24)}
-        if gdn
-        else {"initial_states": torch.randn(2, 4, 32, 16)}
-    )
+    states = {make(seqlen=1).STATES: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
     inputs = make(batch=2, **states)
     apart = rounded(inputs, Precision())
     together = begun(inputs, Precision())
     for batch in range(2):
-        found = advanced(together, inputs, batch, 0, size(inputs)[1])
+        found = advanced(together, inputs, batch, 0, inputs.length)
         assert all(torch.equal(one, other[batch]) for one, other in zip(found, apart, strict=True))
 
 
@@ -141,10 +129,10 @@ def test_heads_side_by_side_are_computed_as_alone(make: Make, length):
     states = {make(seqlen=1).STATES: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
     inputs = make(seqlen=150, batch=2, **states)
     span = Span(sequence=1, batch=1, start=0, stop=length)
-    wide, whole = operators.get(inputs.operator).repeated(inputs, span, 3)
-    found = begun(inputs, Precision()).advance(
-        wide, whole, operators.get(inputs.operator).oracle.gate(wide, whole)
-    )
+    operator = operators.get(inputs.operator)
+    wide, whole = operator.repeated(inputs, span, 3)
+    gate = operator.oracle.gate(wide, whole)
+    found = begun(inputs, Precision()).advance(wide, whole, gate)
     for dim, three, one in zip(
         (1, 0), found, advanced(begun(inputs, Precision()), inputs, 1, 0, length), strict=True
     ):

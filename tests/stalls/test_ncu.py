@@ -365,14 +365,11 @@ def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most
     library = replace(
         kernels.get("ssd", "fused"), name="them", kind="library", precisions=lambda _: both
     )
-    assert (
-        profiled.call_at(
-            operators.get(inputs.operator), library, inputs, Precision()
-        ).precision.state_dtype
-        == torch.float32
-    )
+    ssd = operators.get("ssd")
+    call = profiled.call_at(ssd, library, inputs, Precision())
+    assert call.precision.state_dtype == torch.float32
     fixed = replace(library, precisions=lambda dtype: (Precision.named(f"exact, {dtype} states"),))
-    call = profiled.call_at(operators.get(inputs.operator), fixed, inputs, Precision())
+    call = profiled.call_at(ssd, fixed, inputs, Precision())
     assert call.precision.state_dtype == torch.bfloat16
     found = profiled.warm_up(fixed, call)
     assert (found.implementation, found.precision) == ("them", "exact, bf16 states")

@@ -368,7 +368,7 @@ def test_another_request_does_not_go_on(fields, of):
     assert str(caught.value) == f"my run holds an interrupted run {of}."
     assert (
         caught.value.hint
-        == "Name another folder with --out.  What goes on there is: ssdprof run --out 'my run'"
+        == "Name another folder with --out, or resume that run: ssdprof run --out 'my run'"
     )
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
