@@ -154,11 +154,11 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch):
 def sampled_here(monkeypatch):
     """Further processes are calls in this one."""
 
-    def sample_again(folder: Path, number: int):
+    def run_sampler(folder: Path, number: int):
         monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
         sample.main()
 
-    monkeypatch.setattr(reports, "sample_again", sample_again)
+    monkeypatch.setattr(reports, "run_sampler", run_sampler)
 
 
 @pytest.mark.usefixtures("sampled_here")
@@ -190,7 +190,7 @@ def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, 
 
     usual = FakeTimer.device_us
 
-    def sample_again(folder: Path, number: int):
+    def run_sampler(folder: Path, number: int):
         with pytest.MonkeyPatch.context() as patch:
             if fault == "slow":
                 patch.setattr(
@@ -211,7 +211,7 @@ def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, 
         "processes": 3,
     }
     monkeypatch.setattr(compare.Comparer, "_accuracies", noted)
-    monkeypatch.setattr(reports, "sample_again", sample_again)
+    monkeypatch.setattr(reports, "run_sampler", run_sampler)
     report = bench(BenchOptions(**request, out=Path("result")), SSD, Watcher())[1]
     assert (report.complete, len(report.processes), report.samplers, report.missing) == (
         True,
