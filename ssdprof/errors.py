@@ -269,25 +269,25 @@ def first_fault(error: Any, whole: str = "the document") -> str:
     faults = error.errors(include_url=False)
     fault = faults[0]
     kind = fault["type"]
-    words = fault.get("ctx", {})
+    context = fault.get("ctx", {})
     path = list(map(str, fault["loc"]))
     expected = [_expected(fault)]
     if path and _ONE_OF_TYPES.fullmatch(path[-1]):
         expected = [_expected(other) for other in faults if other["loc"][:-1] == fault["loc"][:-1]]
         path.pop()
     if kind.startswith("union_tag"):
-        path.append(words["discriminator"].strip("'"))
+        path.append(context["discriminator"].strip("'"))
     place = ".".join(path) or whole
     if kind in ("missing", "union_tag_not_found"):
         return f"{place} is missing"
     if kind == "extra_forbidden":
         return f"{place} is not a known key"
-    found = words["tag"] if kind == "union_tag_invalid" else fault["input"]
+    found = context["tag"] if kind == "union_tag_invalid" else fault["input"]
     if kind != "value_error":
         return f"{place} is {_shown(found)}, not {' or '.join(dict.fromkeys(expected))}"
     if path and isinstance(found, str | int | float):
         place += f" is {_shown(found)}"
-    return f"{place}: {words['error']}"
+    return f"{place}: {context['error']}"
 
 
 def explain_option(error: Any) -> None:
