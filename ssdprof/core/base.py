@@ -159,7 +159,9 @@ def precisions_for(
 REPEATS: Final = "repeats bitwise"
 # The names of laws about a pool of states (measure/pools.py) begin with this.
 BETWEEN_CALLS: Final = "between calls: "
-Holds = Literal["yes", "no", "not applicable"]
+# "not applicable": the law says nothing about such a call, or the kernel declares that it does not
+# support it.  "not tested": the law could not be tested here.
+Holds = Literal["yes", "no", "not tested", "not applicable"]
 Laws = Literal["quick", "default", "all"]  # which laws are tested
 
 
@@ -167,8 +169,8 @@ class Probe(Record):
     """The result of testing a law, which every correct kernel obeys (measure/laws.py).
 
     name: of the law.
-    detail: the first position that broke the law, the reason why the law is not applicable, or the
-        limits within which it holds.
+    detail: the first position that broke the law, the reason why the law was not tested or is not
+        applicable, or the limits within which it holds.
     """
 
     name: Text

@@ -41,12 +41,18 @@ def search_path() -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    environ: Mapping[str, str],
+    signs: Path | None = None,
 ) -> tuple[int | None, str]:
     """Run a command in a process group of its own.  Afterwards no process of the group is left.
 
     Returns the exit code, or None if the command took longer than `timeout_s` seconds, and the
     text of stdout and stderr together.
+
+    signs: a file.  Each time that the command changes it, the command may take `timeout_s` more.
     """
     code: int | None = None
     with (
@@ -62,8 +68,12 @@ def run(
     ):
         try:
             deadline = time.monotonic() + timeout_s
+            size = 0  # bytes of `signs`
             while code is None and time.monotonic() < deadline:
                 alive()
+                if signs and signs.is_file() and signs.stat().st_size > size:
+                    size = signs.stat().st_size
+                    deadline = time.monotonic() + timeout_s
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(min(1.0, timeout_s))
         finally:  # the command may have started other processes, and any of them may hang
@@ -130,7 +140,9 @@ class Ended(NamedTuple):
         # 1 is the exit code of faulthandler, which `tell` starts
         if self.code == 1 and self.quiet_s >= _SILENT_S:
             return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
-        return f"ended early, with {how_ended(self.code)}"
+        law = self.last("law")
+        where = f", in the law '{law}'" if law else ""
+        return f"ended early, with {how_ended(self.code)}{where}"
 
     def last(self, word: str) -> str | None:
         """What follows `word` in the last line that begins with it; None if no line does."""
