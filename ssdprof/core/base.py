@@ -163,6 +163,7 @@ BETWEEN_CALLS: Final = "between calls: "
 # support it.  "not tested": the law could not be tested here.
 Holds = Literal["yes", "no", "not tested", "not applicable"]
 Laws = Literal["quick", "default", "all"]  # which laws are tested
+ENDED: Final = ("its call ", "after its call ")  # begin the detail of a law whose process ended
 
 
 class Probe(Record):

@@ -116,6 +116,37 @@ class Prober:
 
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
+        names, tests_kind = self._due(implementation, inputs, interpreted)
+        if not names:
+            return ()
+        every = self._thorough or implementation.kind != "bundled"
+        trial = _trial(
+            implementation, inputs, precision, self._isolated, every=every, one=interpreted
+        )
+        too_slow = interpreted and not self._thorough
+        listed = [name for name in laws_of(trial) if name in names]
+        slow = set(listed) if too_slow else set()
+        if tests_kind and not self._quick and applies(implementation, inputs):
+            listed += [BETWEEN_CALLS + name for name in pools.LAWS]
+            if too_slow:
+                slow.add(BETWEEN_CALLS + pools.SLOW)
+        due = [name for name in listed if name not in slow]
+        # In later layers the amplified history alone is due, in calls of forms that were tried
+        # before.  Another process would take seconds for each layer.
+        is_apart = implementation.isolated and implementation.word and due != [AMPLIFIED_HISTORY]
+        if is_apart:
+            probes = list(_tested_elsewhere(trial, due, self._isolated.limit_s, keep))
+        else:
+            probes = [try_law(trial, name, keep) for name in due]
+        results = {probe.name: probe for probe in probes}
+        return tuple(results.get(name) or untested(name) for name in listed)
+
+    def _due(
+        self, implementation: Implementation, inputs: Inputs, interpreted: bool
+    ) -> tuple[set[str], bool]:
+        """The names of the laws of single calls that are due, and whether all laws of this kind of
+        layer are, also those between calls.
+        """
         kind, shape = self._keys(implementation, inputs)
         latest = self._latest.get(implementation.name)
         same_inputs = latest is not None and latest() is inputs
@@ -140,28 +171,7 @@ class Prober:
                 names &= {self._only}
             if self._quick or too_slow:
                 names.clear()
-        if not names:
-            return ()
-
-        trial = _trial(
-            implementation, inputs, precision, self._isolated, every=by_every_law, one=interpreted
-        )
-        listed = [name for name in laws_of(trial) if name in names]
-        slow = set(listed) if too_slow else set()
-        if tests_kind and not self._quick and applies(implementation, inputs):
-            listed += [BETWEEN_CALLS + name for name in pools.LAWS]
-            if too_slow:
-                slow.add(BETWEEN_CALLS + pools.SLOW)
-        due = [name for name in listed if name not in slow]
-        # In later layers the amplified history alone is due, in calls of forms that were tried
-        # before.  Another process would take seconds for each layer.
-        is_apart = implementation.isolated and implementation.word and due != [AMPLIFIED_HISTORY]
-        if is_apart:
-            probes = list(_tested_elsewhere(trial, due, self._isolated.limit_s, keep))
-        else:
-            probes = [try_law(trial, name, keep) for name in due]
-        results = {probe.name: probe for probe in probes}
-        return tuple(results.get(name) or untested(name) for name in listed)
+        return names, tests_kind
 
     def probed(self, implementation: Implementation, inputs: Inputs) -> None:
         """Note that the laws of this call have been tested, now or by an earlier process."""

@@ -9,9 +9,11 @@ from itertools import chain
 from ssdprof.core import words as fmt
 from ssdprof.core.base import (
     BETWEEN_CALLS,
+    ENDED,
     LONGEST_SEQLEN,
     PRECISIONS,
     PrecisionName,
+    Probe,
     distinct,
     grouped,
     intermediates_of,
@@ -119,7 +121,7 @@ def shortcomings(outcome: Outcome) -> list[str]:
         )
     for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
         laws = distinct(case.broken_laws for case in failed)
-        if faults := dict.fromkeys(_consequence(law.name) for law in laws):
+        if faults := dict.fromkeys(map(_consequence, laws)):
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if outcome.refused:
         reasons = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in outcome.refused))
@@ -132,11 +134,14 @@ def shortcomings(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _consequence(law: str) -> str:
+def _consequence(law: Probe) -> str:
     """What a broken law means for a user."""
-    if law.startswith(BETWEEN_CALLS):
-        return f"states between calls are wrong ({law.removeprefix(BETWEEN_CALLS)})"
-    return CONSEQUENCES[law]
+    name = law.name.removeprefix(BETWEEN_CALLS)
+    if law.detail.startswith(ENDED):
+        return f"a call ends its process, or does not return ({name})"
+    if law.name.startswith(BETWEEN_CALLS):
+        return f"states between calls are wrong ({name})"
+    return CONSEQUENCES[name]
 
 
 def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
