@@ -56,12 +56,13 @@ from ssdprof.operators.rounding import unit_roundoff
 
 Watched = Callable[[Inputs], AbstractContextManager[object]]
 Form = TypeVar("Form")  # the type of one form of inputs; a kernel may refuse some forms
-LONGEST = {"cuda": 2048, "cpu": 512}  # positions to which sequences are cut, by type of device
+LONGEST = {"cuda": 2048, "cpu": 320}  # positions to which sequences are cut, by type of device
 REPEATED_CALLS = 4  # repeated calls that must agree for a kernel to count as repeating its bits
 REPLACED_FROM = 257  # a position that is one past a border of chunks of 16 to 256
 AMPLIFICATION = 2.0**40  # the factor of a history, unless the implementation neglects a share of it
 AMPLIFIED_SHARE = 32  # the first 1/32 of a sequence is its amplified history
 NEGLIGIBLE_SHARE = 2.0**-6  # a neglected share of a history may be this share of a unit roundoff
+EDGE_INPUTS = "edge inputs"
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
 DROPPED = 0.08  # RMS error from which known outputs are wrong; roundings cause up to 0.03
@@ -284,6 +285,11 @@ class Trial:
         return joined(self.inputs, parts, packed=True)
 
     @cached_property
+    def several_outputs(self) -> Output:
+        """The output for `several_sequences`."""
+        return self.run(self.several_sequences)
+
+    @cached_property
     def longest(self) -> Inputs:
         """The longest sequence alone, not packed."""
         return alone(self.inputs, longest_of(self.inputs))
@@ -444,7 +450,7 @@ def other_sequences(trial: Trial) -> None:
     """If the values of every second sequence become larger, the outputs of the others stay."""
     inputs = trial.several_sequences
     spans = spans_of(inputs)
-    original = trial.run(inputs)
+    original = trial.several_outputs
     changed = trial.run(amplified(inputs, spans[::2], trial.leak_factor))
     for span in spans[1::2]:
         output = output_of(inputs, changed, span)
@@ -461,7 +467,7 @@ def sequence_alone(trial: Trial) -> None:
     inputs = trial.several_sequences
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
-    together = trial.run(inputs)
+    together = trial.several_outputs
     output = trial.run(inputs_alone)
     if difference := first_difference(output_of(inputs, together, last), output):
         context = f"a sequence alone is not as among others: {difference}; "
@@ -723,7 +729,7 @@ LAWS: dict[str, Law] = {
     "cut in two": cut_in_two,
     "single steps": single_steps,
     "accepted tokens": accepted_tokens,
-    "edge inputs": edge_inputs,
+    EDGE_INPUTS: edge_inputs,
     AMPLIFIED_HISTORY: amplified_history,
     TURNING_KEYS: turning_keys,
     "finer inputs": finer_inputs,

@@ -44,6 +44,7 @@ from ssdprof.measure.isolate import (
 )
 from ssdprof.measure.laws import (
     AMPLIFIED_HISTORY,
+    EDGE_INPUTS,
     LAWS,
     LONGEST,
     SAME_FORM_LAWS,
@@ -95,6 +96,8 @@ class Prober:
         self._quick = laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
+        # The results of edge inputs.  These are the same for all calls of a form.
+        self._edges: dict[Hashable, Probe] = {}
         self.kinds = {"own", "library"}
         if self._thorough or not INTERPRETED:
             self.kinds.add("bundled")
@@ -130,7 +133,11 @@ class Prober:
             listed += [BETWEEN_CALLS + name for name in pools.LAWS]
             if too_slow:
                 slow.add(BETWEEN_CALLS + pools.SLOW)
-        due = [name for name in listed if name not in slow]
+        form = implementation.name, precision, inputs.form
+        results: dict[str, Probe] = {}
+        if form in self._edges:
+            results[EDGE_INPUTS] = self._edges[form]
+        due = [name for name in listed if name not in slow and name not in results]
         # In later layers the amplified history alone is due, in calls of forms that were tried
         # before.  Another process would take seconds for each layer.
         is_apart = implementation.isolated and implementation.word and due != [AMPLIFIED_HISTORY]
@@ -138,7 +145,9 @@ class Prober:
             probes = list(_tested_elsewhere(trial, due, self._isolated.limit_s, keep))
         else:
             probes = [try_law(trial, name, keep) for name in due]
-        results = {probe.name: probe for probe in probes}
+        results |= {probe.name: probe for probe in probes}
+        if EDGE_INPUTS in results and implementation.kind != "library":  # whose budget varies
+            self._edges[form] = results[EDGE_INPUTS]
         return tuple(results.get(name) or untested(name) for name in listed)
 
     def _due(
