@@ -371,6 +371,22 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough():
     assert found == [2, 0, 2, 2, 2, 2]
 
 
+def test_edge_inputs_are_tried_once_for_a_form():
+    calls = []
+
+    def counted(inputs):
+        calls.append(inputs)
+        return oracle_output(inputs)
+
+    thorough = Prober(Here(), laws="all")
+    with only("edge inputs"):
+        found = [
+            (probed(counted, inputs, thorough)["edge inputs"].holds, len(calls))
+            for inputs in (ssd(), ssd(seed=1), ssd(chunk_size=16))
+        ]
+    assert found == [("yes", len(calls) // 2)] * 2 + [("yes", len(calls))]
+
+
 def test_quick_laws_are_two_and_once():
     quick = Prober(Here(), laws="quick")
     assert probed(oracle_output, ssd(), quick).keys() == {"causality", "cut in two"}

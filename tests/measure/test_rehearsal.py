@@ -49,6 +49,7 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
     [
         ("raising", "ssd", "ZeroDivisionError: seven by zero"),
         ("refusing", "ssd", "refusing: not on a Tuesday"),
+        ("leaving", "ssd", "RuntimeError: bad_kernels:leaving raised SystemExit: 5"),
         ("changing", "ssd", "it changes its inputs: x"),
         ("changing", "gdn", "it changes its inputs: q"),
         ("beyond_its_output", "ssd", OUT_OF_BOUNDS),
@@ -83,25 +84,11 @@ def test_what_a_bad_kernel_does_is_told(function, operator, reason):
     assert reason in found[1]
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        ("crashing", "its first call ended its process by SIGSEGV"),
-        pytest.param(
-            "leaving",
-            "RuntimeError: bad_kernels:leaving raised SystemExit: 5",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("beyond_its_output", OUT_OF_BOUNDS, marks=pytest.mark.slow),
-    ],
-)
-def test_what_ends_the_other_process_is_told(function, reason):
-    assert verdict(function, ssd()) == ("failed", reason)
-
-
-@pytest.mark.parametrize(("last", "why"), [("", ""), ("No folder", ": No folder")])
-def test_a_process_that_ended_without_a_verdict(last, why):
-    assert isolate.ending((7, f"{last}\n"), 1.0) == f"ended its process with exit code 7{why}"
+def test_what_ends_the_other_process_is_told():
+    reason = "its first call ended its process by SIGSEGV"
+    assert verdict("crashing", ssd()) == ("failed", reason)
+    for output, words in ("", ""), ("a\nNo folder\n", ": No folder"):
+        assert isolate.ending((7, output), 1.0) == f"ended its process with exit code 7{words}"
 
 
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
