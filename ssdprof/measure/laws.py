@@ -56,7 +56,8 @@ from ssdprof.operators.rounding import unit_roundoff
 
 Watched = Callable[[Inputs], AbstractContextManager[object]]
 Form = TypeVar("Form")  # the type of one form of inputs; a kernel may refuse some forms
-LONGEST = {"cuda": 2048, "cpu": 320}  # positions to which sequences are cut, by type of device
+LONGEST = {"cuda": 2048, "cpu": 512}  # positions to which sequences are cut, by type of device
+LONGEST_INTERPRETED = 320  # the same in Triton's interpreter
 REPEATED_CALLS = 4  # repeated calls that must agree for a kernel to count as repeating its bits
 REPLACED_FROM = 257  # a position that is one past a border of chunks of 16 to 256
 AMPLIFICATION = 2.0**40  # the factor of a history, unless the implementation neglects a share of it

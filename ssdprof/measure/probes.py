@@ -47,6 +47,7 @@ from ssdprof.measure.laws import (
     EDGE_INPUTS,
     LAWS,
     LONGEST,
+    LONGEST_INTERPRETED,
     SAME_FORM_LAWS,
     TURNING_KEYS,
     Skipped,
@@ -124,7 +125,7 @@ class Prober:
             return ()
         every = self._thorough or implementation.kind != "bundled"
         trial = _trial(
-            implementation, inputs, precision, self._isolated, every=every, one=interpreted
+            implementation, inputs, precision, self._isolated, every=every, interpreted=interpreted
         )
         too_slow = interpreted and not self._thorough
         listed = [name for name in laws_of(trial) if name in names]
@@ -209,16 +210,17 @@ def _trial(
     isolated: IsolatedFirstCall,
     *,
     every: bool,
-    one: bool,
+    interpreted: bool,
 ) -> Trial:
     """The trial of an implementation on these inputs, or on the beginnings of their sequences.
 
     every: all laws will be tested, in which case sequences are cut to `LONGEST` positions.
-    one: histories that are longer than the call have one head, else also several.
+    interpreted: whether Triton's interpreter runs the calls.  Then sequences are cut to
+        `LONGEST_INTERPRETED` positions, and histories that are longer than the call have one head.
     """
     part = inputs
     if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
-        longest = LONGEST[inputs.device.type]
+        longest = LONGEST_INTERPRETED if interpreted else LONGEST[inputs.device.type]
         spans = [
             replace(span, stop=min(span.stop, span.start + longest))
             for span in spans_of(inputs)
@@ -233,7 +235,7 @@ def _trial(
         precision=precision,
         isolated=isolated,
         whole=inputs,
-        long_heads=long_heads[:1] if one else long_heads,
+        long_heads=long_heads[:1] if interpreted else long_heads,
     )
 
 
@@ -346,11 +348,11 @@ def _ask(
 
     stop: the number of a call that is kept instead of made, and ends the process; 0: none is.
     """
-    one = len(trial.long_heads) == 1
+    interpreted = len(trial.long_heads) == 1
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         said, ended = elsewhere(
             "ssdprof.measure.probes", Path(folder), trial.implementation, trial.whole,
-            trial.precision, limit_s, laws=list(names), stop=stop, one=one,
+            trial.precision, limit_s, laws=list(names), stop=stop, interpreted=interpreted,
         )  # fmt: skip
         probes: list[Probe] = []
         law = ""  # that is tested
@@ -438,7 +440,12 @@ def main() -> None:
     # without a word its first calls are made in this process
     implementation = replace(implementation, word="", named=implementation.kind == "library")
     trial = _trial(
-        implementation, inputs, precision, IsolatedFirstCall(), every=True, one=request["one"]
+        implementation,
+        inputs,
+        precision,
+        IsolatedFirstCall(),
+        every=True,
+        interpreted=request["interpreted"],
     )
     trial = replace(trial, watched=watched)
     for name in request["laws"]:
