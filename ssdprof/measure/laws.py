@@ -227,7 +227,7 @@ class Trial:
         with self._latest_kept():
             try:
                 self.run(inputs)
-            except NotApplicable:
+            except Skipped:
                 return False
             except Broken:
                 return True

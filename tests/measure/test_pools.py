@@ -365,7 +365,7 @@ def test_the_call_that_broke_a_law_is_kept_with_its_pool(
         wrong = (states - expected).abs().nan_to_num(9).amax((1, 2, 3)) > 1e-3
         assert wrong.sum() == wrong_slots
     assert expected_out.isnan().flatten(1).all(1).nonzero().flatten().tolist() == padded_rows
-    pool = call.inputs.initial_state
+    pool = call.inputs.tensors["initial_state"]
     assert law.startswith("slots") or pool.as_strided((64,), (1,), 0).isnan().all(), "a guard"
 
 
