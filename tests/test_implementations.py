@@ -27,7 +27,7 @@ from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure import isolate
+from ssdprof.measure import isolate, probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.laws import LAWS
@@ -50,10 +50,13 @@ def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:
 
 @pytest.fixture
 def not_isolated(monkeypatch):
-    """Skips the first call in a separate process; these tests judge the results afterwards."""
-    monkeypatch.setattr(
-        isolate, "_tried", lambda _kernel, several, *_: [("ran", "")] * len(several)
-    )
+    """Nothing is called in a separate process; these tests judge the results afterwards."""
+    monkeypatch.setattr(isolate, "_tried", lambda *_: ("ran", ""))
+
+    def here(trial, names, _limit_s: float, keep):
+        return [probes.try_law(trial, name, keep) for name in names]
+
+    monkeypatch.setattr(probes, "_tested_elsewhere", here)
 
 
 @pytest.fixture
@@ -184,7 +187,7 @@ def test_what_c_code_prints_is_no_data(capfd):
 
 
 def test_first_call_is_the_limit_of_the_other_process(monkeypatch):
-    monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
+    monkeypatch.setattr(isolate, "_tried", lambda *given: ("failed", f"it had {given[-1]:g} s"))
     shown = ending(1, f"run demo {SHORT} --impl unfused,bad_kernels:good --first-call 7").shown
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
     assert cases()["unfused"].result == "passed"

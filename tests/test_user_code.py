@@ -147,10 +147,11 @@ cli.main()
         ("pass", "pass", 0, ""),
         ("os._exit(0)", "pass", 1, "FAILED: 1 of 2 cases: k:f"),
         (
-            "child.ctypes.string_at(0)",  # a signal would wait for a thread that takes it
+            # a signal would wait for a thread that takes it
+            "child.tell('law a'); child.ctypes.string_at(0)",
             "pass",
             1,
-            "The process that ran k:f ended early, with SIGSEGV",
+            "The process that ran k:f ended early, with SIGSEGV, in the law 'a'",
         ),
         ("pass", "sys.stdout.close(); print()", 0, "PASSED: all 2 cases"),
         (

@@ -161,16 +161,19 @@ REPEATS: Final = "repeats bitwise"
 BETWEEN_CALLS: Final = "between calls: "
 # begins the remark on a fault that was found while a server ran
 WHILE_RECORDED: Final = "While it was recorded: "
-Holds = Literal["yes", "no", "not applicable"]
+# "not applicable": the law says nothing about such a call, or the kernel declares that it does not
+# support it.  "not tested": the law could not be tested here.
+Holds = Literal["yes", "no", "not tested", "not applicable"]
 Laws = Literal["quick", "default", "all"]  # which laws are tested
+ENDED: Final = ("its call ", "after its call ")  # begin the detail of a law whose process ended
 
 
 class Probe(Record):
     """The result of testing a law, which every correct kernel obeys (measure/laws.py).
 
     name: of the law.
-    detail: the first position that broke the law, the reason why the law is not applicable, or the
-        limits within which it holds.
+    detail: the first position that broke the law, the reason why the law was not tested or is not
+        applicable, or the limits within which it holds.
     """
 
     name: Text

@@ -45,11 +45,16 @@ def search_path() -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    environ: Mapping[str, str],
+    signs: Path | None = None,
 ) -> tuple[int | None, str]:
     """Run a command in a process group of its own.  Afterwards no process of the group is left.
 
     environ: all environment variables of the command.
+    signs: a file.  Each time that the command changes it, the command may take `timeout_s` more.
 
     Returns the exit code, negative for a signal, and the text of stdout and stderr together.  The
     exit code is None if the command was stopped after `timeout_s` seconds.  Raises OSError if it
@@ -69,8 +74,12 @@ def run(
     ):
         try:
             deadline = time.monotonic() + timeout_s
+            size = 0  # bytes of `signs`
             while code is None and time.monotonic() < deadline:
                 alive()
+                if signs and signs.is_file() and signs.stat().st_size > size:
+                    size = signs.stat().st_size
+                    deadline = time.monotonic() + timeout_s
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(min(1.0, timeout_s))
         finally:  # the command may have started other processes, and any of them may hang
@@ -144,7 +153,9 @@ class Ended(NamedTuple):
         # user's kernel runs: then the last "case" names it
         if self.last("case") and self.code == 1 and self.quiet_s >= _SILENT_S:
             return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
-        return f"ended early, with {how_ended(self.code)}"
+        law = self.last("law")
+        where = f", in the law '{law}'" if law else ""
+        return f"ended early, with {how_ended(self.code)}{where}"
 
     def last(self, word: str) -> str | None:
         """What follows `word` in the last line whose first word it is, empty if nothing does; None

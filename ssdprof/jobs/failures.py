@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +19,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ssdprof import kernels, operators
+from ssdprof.core.base import BETWEEN_CALLS
 from ssdprof.files import safe_name
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import Entry, OnFault
 from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.pools import token_positions
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import oracle_output
+from ssdprof.measure.isolate import packed, unpacked
 from ssdprof.operators.implementations import resolve
 from ssdprof.operators.operator import Output
+from ssdprof.operators.serving import gathered, pool_run
 from ssdprof.store.reports import FAILURES
 
 MOST_INPUT_BYTES = 1 << 30  # the largest inputs that are stored
@@ -54,29 +59,55 @@ def keeping(folder: Path) -> OnFault:
 
 
 def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
-    """Write a call with its tensors and their strides.
+    """Write a call with its tensors and their layouts.
 
     law: the law that the call broke; empty: the call failed.
     """
-    tensors = {f"inputs.{name}": tensor for name, tensor in inputs.tensors.items()}
-    outputs = {"expected": oracle_output(inputs)}
+    in_place = law.startswith(BETWEEN_CALLS)
+    groups = {"expected": _expected_in_place(inputs) if in_place else oracle_output(inputs)}
     if output is not None:
-        outputs["actual"] = output
-    for group, (out, final_states) in outputs.items():
+        groups["actual"] = output
+    tensors = {f"inputs.{name}": tensor for name, tensor in inputs.tensors.items()}
+    for group, (out, final_states) in groups.items():
         tensors |= {f"{group}.out": out, f"{group}.final_states": final_states}
+    stored: dict[str, torch.Tensor] = {}
+    layouts: dict[str, object] = {}
+    for name, tensor in tensors.items():
+        stored[name], layouts[name] = packed(tensor)
     call = {
         "operator": inputs.operator,
         "word": entry.call.implementation.word,
         "precision": str(entry.call.precision),
         "scalars": inputs.scalars,
-        "strides": {name: tensor.stride() for name, tensor in tensors.items()},
+        "layouts": layouts,
+        "in_place": in_place,
     }
     folder.mkdir(exist_ok=True)
     suffix = f"-{safe_name(law)}" if law else ""
-    stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(
         stored, folder / f"{entry.case.id}{suffix}.safetensors", metadata={"call": json.dumps(call)}
     )
+
+
+def _expected_in_place(inputs: Inputs) -> Output:
+    """The oracle's output for a call in place: `out`, with NaN for padded rows, and the pool after
+    the call.
+    """
+    slots = inputs.slots_read
+    assert slots is not None
+    written = slots if inputs.write_indices is None else inputs.write_indices
+    is_padding = (slots < 0) & (written.reshape(len(slots), -1) < 0).all(1)
+    reference = kernels.get(inputs.operator, "reference")
+    out, pool = gathered(reference, _with_a_copy(inputs), Precision())
+    positions, exist = token_positions(inputs, inputs.length)
+    out.flatten(0, 1)[positions[is_padding][exist[is_padding]]] = torch.nan
+    return kernels.Output(out, pool)
+
+
+def _with_a_copy(inputs: Inputs) -> Inputs:
+    """The inputs of a call in place with a copy of the pool, which the call may write."""
+    pool: torch.Tensor = getattr(inputs, inputs.STATES)
+    return replace(inputs, **{inputs.STATES: unpacked(*packed(pool))})
 
 
 class SavedCall(NamedTuple):
@@ -86,6 +117,9 @@ class SavedCall(NamedTuple):
     actual: the output of the implementation; None if there was none.
     word: the implementation, as --impl names it.
     precision: the precision that the implementation declared for the call.
+    in_place: whether it is a call on a pool of states.  Then the initial states of `inputs` are the
+        pool before the call, between its guards, and the final states of an output are the pool
+        after it.  Where `out` is not defined, `expected` is NaN.
     """
 
     inputs: Inputs
@@ -93,11 +127,16 @@ class SavedCall(NamedTuple):
     actual: Output | None
     word: str
     precision: Precision
+    in_place: bool
 
     def run(self) -> Output:
-        """Call the implementation again."""
+        """Call the implementation again, in place on a copy of the pool."""
         implementation = resolve(operators.get(self.inputs.operator), self.word)
-        return implementation.run(self.inputs, self.precision)
+        if not self.in_place:
+            return implementation.run(self.inputs, self.precision)
+        run = pool_run(implementation)
+        assert run is not None
+        return run(_with_a_copy(self.inputs), self.precision)
 
 
 def load_call(file: str | os.PathLike[str]) -> SavedCall:
@@ -105,26 +144,14 @@ def load_call(file: str | os.PathLike[str]) -> SavedCall:
     groups: dict[str, dict[str, torch.Tensor]] = {"inputs": {}, "expected": {}, "actual": {}}
     with safe_open(file, framework="pt", device=str(limits.device())) as stored:
         call = json.loads(stored.metadata()["call"])
-        for key, strides in call["strides"].items():
+        for key, layout in call["layouts"].items():
             group, _, name = key.partition(".")
-            groups[group][name] = _restored(stored.get_tensor(key), strides)
+            groups[group][name] = unpacked(stored.get_tensor(key), layout)
     return SavedCall(
         inputs=operators.get(call["operator"]).inputs(**groups["inputs"], **call["scalars"]),
         expected=kernels.Output(**groups["expected"]),
         actual=kernels.Output(**groups["actual"]) if groups["actual"] else None,
         word=call["word"],
         precision=Precision.named(call["precision"]),
+        in_place=call["in_place"],
     )
-
-
-def _restored(tensor: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """The tensor with the strides that it had in the call.
-
-    A tensor that was expanded (a stride is 0) stays contiguous: its elements cannot be written one
-    by one.
-    """
-    if 0 in strides:
-        return tensor
-    return torch.empty_strided(
-        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)

@@ -7,8 +7,8 @@ dtype, so that reads out of bounds give NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER PARENT
 
-makes the calls in FOLDER, and writes a `CallVerdict` of each into it.  PARENT is the id of the
-process that waits for them.
+makes the call that FOLDER describes, and writes its `CallVerdict` into it.  PARENT is the id of the
+process that waits for it.  `probes` tests laws in such a process, too.
 """
 
 from __future__ import annotations
@@ -235,13 +235,44 @@ def while_it_runs(case: Case | None) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-# --- first calls in another process
+# --- tensors with the memory around them
+
+# A copy of a tensor, and its layout: shape, strides, first element, and elements of its memory
+Packed = tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...], int, int]]
+
+
+def packed(tensor: Tensor) -> Packed:
+    """A copy of a tensor that can be stored in a file, and its layout.
+
+    If the tensor's memory has at most twice its elements, all of the memory is copied, and with it
+    the guards around a pool of states.
+    """
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), elements
+    if elements <= 2 * tensor.numel():
+        return tensor.detach().as_strided((elements,), (1,), 0).clone(), layout
+    return tensor.detach().clone(memory_format=torch.contiguous_format), layout
+
+
+def unpacked(copy: Tensor, layout: Sequence[Any]) -> Tensor:
+    """The tensor that `packed` copied, in its layout.
+
+    If all of its memory was copied, it is a view of the copy.
+    """
+    shape, strides, first, elements = layout
+    if copy.shape == (elements,):
+        return copy.as_strided(shape, strides, first)
+    memory = torch.empty(elements, dtype=copy.dtype, device=copy.device)
+    return memory.as_strided(shape, strides, first).copy_(copy)
+
+
+# --- calls in another process
 
 FIRST_CALL_S = 180.0  # limit in seconds for one first call
-_START_S = 120.0  # seconds for importing torch and loading the inputs, also on a busy machine
+_START_S = 120.0  # seconds for importing torch, or for the oracle, also on a busy machine
 _STOPPED = 124  # exit code of a process whose call took too long
-_CALL = "call.pt"
-_VERDICTS = "verdicts.jsonl"
+_REQUEST = "request.pt"
+_SAID = "said.jsonl"
 # The status of a first call, and the reason.  After "ran" the call may be made in this process.
 CallVerdict = tuple[Status, str]
 
@@ -254,7 +285,7 @@ class IsolatedFirstCall:
     """
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._verdicts: dict[Hashable, CallVerdict] = {}
 
     def verdict(
@@ -263,28 +294,14 @@ class IsolatedFirstCall:
         """The verdict on the first call with inputs of this form, which is made if it was not made
         earlier.
         """
-        self.prepare(implementation, [inputs], precision)
-        return self._verdicts[implementation.name, precision, inputs.form]
-
-    def prepare(
-        self, implementation: Implementation, forms: Sequence[Inputs], precision: Precision
-    ) -> None:
-        """Make the first calls with inputs of several forms.
-
-        They are made in one process.  If a call ends it, the others are made in the next one.
-        """
-        keys = {(implementation.name, precision, inputs.form): inputs for inputs in forms}
-        waiting = {key: inputs for key, inputs in keys.items() if key not in self._verdicts}
-        while waiting:
+        key = implementation.name, precision, inputs.form
+        if key not in self._verdicts:
             if implementation.word:
-                verdicts = _tried(implementation, list(waiting.values()), precision, self._limit_s)
+                verdict = _tried(implementation, inputs, precision, self.limit_s)
             else:  # a function of this process, which no other process can import
-                verdicts = [
-                    try_call(implementation, inputs, precision) for inputs in waiting.values()
-                ]
-            for key, verdict in zip(list(waiting), verdicts, strict=False):
-                self._verdicts[key] = verdict
-                del waiting[key]
+                verdict = try_call(implementation, inputs, precision)
+            self._verdicts[key] = verdict
+        return self._verdicts[key]
 
     def guarded(self, call: Call, inputs: GuardedInputs) -> Call:
         """The same call on guarded copies of its inputs, which protect other calls.
@@ -298,78 +315,118 @@ class IsolatedFirstCall:
 
 
 def _tried(
-    implementation: Implementation, forms: Sequence[Inputs], precision: Precision, limit_s: float
-) -> list[CallVerdict]:
-    """Make first calls in another process.  Returns at least one verdict: those of all calls up to
-    the first that failed.
+    implementation: Implementation, inputs: Inputs, precision: Precision, limit_s: float
+) -> CallVerdict:
+    """Make a first call in another process."""
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        module = "ssdprof.measure.isolate"
+        said, ended = elsewhere(module, Path(folder), implementation, inputs, precision, limit_s)
+    for status, reason in said:
+        return status, reason
+    return "failed", f"its first call {ending(ended, limit_s)}"
+
+
+Ended = tuple[int | None, str]  # the exit code and the output of a process: see `child.run`
+
+
+def elsewhere(
+    module: str,
+    folder: Path,
+    implementation: Implementation,
+    inputs: Inputs,
+    precision: Precision,
+    limit_s: float,
+    **more: object,
+) -> tuple[list[Any], Ended]:
+    """Run a module of ssdprof, which calls the implementation, in another process.  Returns what
+    the process said (`say`), and what `child.run` returns of it.
+
+    folder: an empty folder, in which the two processes exchange files.
+    limit_s: limit in seconds for one call.
+    more: other values that the process gets by `requested`.
     """
-    with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
-        folder = Path(name)
-        request = {
-            "operator": forms[0].operator,
-            "word": implementation.word,
-            "precision": str(precision),
-            "arguments": [inputs.tensors | inputs.scalars for inputs in forms],
-            "limit_s": limit_s,
-        }
-        torch.save(request, folder / _CALL)
-        if forms[0].device.type == "cuda":
-            torch.cuda.empty_cache()  # leaves the memory to the other process
-        command = [*child.python("ssdprof.measure.isolate"), name, str(os.getpid())]
-        environ = {
-            name: value for name, value in os.environ.items() if not child.SECRET.search(name)
-        }
-        code, output = child.run(
-            command,
-            timeout_s=limit_s * len(forms) + _START_S,
-            environ=environ | child.search_path(),
-        )
-        verdicts: list[CallVerdict] = []
-        if (folder / _VERDICTS).is_file():
-            lines = (folder / _VERDICTS).read_text(encoding="utf-8").splitlines()
-            verdicts += [tuple(json.loads(line)) for line in lines]
-        if verdicts and (code == 0 or len(verdicts) == len(forms)):
-            return verdicts
-    last_line = output.rstrip("\n").rpartition("\n")[2]
-    return [*verdicts, ("failed", _death(code, limit_s, last_line))]
+    request = {
+        "operator": inputs.operator,
+        "word": implementation.word,
+        "precision": str(precision),
+        "arguments": inputs.tensors | inputs.scalars,
+        "limit_s": limit_s,
+    }
+    torch.save(request | more, folder / _REQUEST)
+    if inputs.device.type == "cuda":
+        torch.cuda.empty_cache()  # leaves the memory to the other process
+    environ = {name: value for name, value in os.environ.items() if not child.SECRET.search(name)}
+    ended = child.run(
+        [*child.python(module), str(folder), str(os.getpid())],
+        timeout_s=limit_s + _START_S,
+        environ=environ | child.search_path(),
+        signs=folder / _SAID,
+    )
+    said: list[Any] = []
+    if (folder / _SAID).is_file():
+        said += map(json.loads, (folder / _SAID).read_text(encoding="utf-8").splitlines())
+    return said, ended
 
 
-def _death(code: int | None, limit_s: float, last_line: str) -> str:
-    """The reason why a process left no verdict.
+def is_stopped(code: int | None) -> bool:
+    """Whether a process with this exit code was stopped because a call took too long."""
+    return code in (None, _STOPPED)
 
-    code: its exit code; None: it was stopped.  last_line: the last line of its output.
-    """
-    if code in (None, _STOPPED):
-        return f"its first call was stopped after {limit_s:g} s"
+
+def ending(ended: Ended, limit_s: float) -> str:
+    """The predicate of a sentence on the call in which another process ended."""
+    code, output = ended
+    if code is None or is_stopped(code):
+        return f"was stopped after {limit_s:g} s"
     if code < 0:
-        return f"its first call ended its process by {how_ended(code)}"
-    words = printable(last_line)
-    ending = f": {words}" if words else ""
-    return f"its first call ended its process with {how_ended(code)}{ending}"
+        return f"ended its process by {how_ended(code)}"
+    words = printable(output.rstrip("\n").rpartition("\n")[2])
+    return f"ended its process with {how_ended(code)}{f': {words}' if words else ''}"
 
 
 # --- in the other process
 
 
-def main() -> None:
-    """Make the calls that the folder describes, and write a verdict after each."""
+def requested() -> tuple[Implementation, Inputs, Precision, dict[str, Any]]:
+    """The arguments of `elsewhere` in the process that it started, and its other values.
+
+    This process ends when the one that started it does.
+    """
     child.end_with(int(sys.argv[2]))
-    folder = Path(sys.argv[1])
-    request = torch.load(folder / _CALL, weights_only=True)
+    request = torch.load(Path(sys.argv[1]) / _REQUEST, weights_only=True)
     operator = operators.get(request["operator"])
-    implementation = implementations.resolve(operator, request["word"])
-    for arguments in request["arguments"]:
-        watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
-        watchdog.daemon = True
-        watchdog.start()
-        verdict = try_call(
-            implementation, operator.inputs(**arguments), Precision.named(request["precision"])
-        )
+    return (
+        implementations.resolve(operator, request["word"]),
+        operator.inputs(**request["arguments"]),
+        Precision.named(request["precision"]),
+        request,
+    )
+
+
+def say(words: object) -> None:
+    """Tell the process that started this one something that JSON can express."""
+    with (Path(sys.argv[1]) / _SAID).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(words) + "\n")
+
+
+@contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """End this process if the block takes longer than `limit_s` seconds."""
+    watchdog = threading.Timer(limit_s, os._exit, (_STOPPED,))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
         watchdog.cancel()
-        with (folder / _VERDICTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(verdict) + "\n")
-        if verdict[0] == "failed":  # it may have harmed this process: the next one makes the others
-            return
+
+
+def main() -> None:
+    """Make the first call that was requested, and say the verdict on it."""
+    implementation, inputs, precision, request = requested()
+    with limited(request["limit_s"]):
+        verdict = try_call(implementation, inputs, precision)
+    say(verdict)
 
 
 @torch.no_grad()

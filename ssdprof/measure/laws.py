@@ -2,7 +2,7 @@
 docs/measuring.md describes them.
 
 A law calls one implementation on inputs that are made from a captured call.  It raises `Broken`
-with the first wrong position, or `NotApplicable` with the reason.  Outputs that must be bitwise
+with the first wrong position, or `Skipped` with the reason.  Outputs that must be bitwise
 equal are compared by their bits; others are compared with the oracle, by `accuracy.compare`, as the
 output of the captured call is.  Nothing is timed.
 """
@@ -10,7 +10,7 @@ output of the captured call is.  Nothing is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice, pairwise
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ssdprof.core import words
 from ssdprof.core.accuracy import Accuracy
-from ssdprof.core.base import REPEATS, Probe
+from ssdprof.core.base import REPEATS, Holds, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
@@ -54,27 +54,39 @@ from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.rounding import unit_roundoff
 
+Watched = Callable[[Inputs], AbstractContextManager[object]]
 Form = TypeVar("Form")  # the type of one form of inputs; a kernel may refuse some forms
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions to which sequences are cut, by type of device
+LONGEST_INTERPRETED = 320  # the same in Triton's interpreter
 REPEATED_CALLS = 4  # repeated calls that must agree for a kernel to count as repeating its bits
 REPLACED_FROM = 257  # a position that is one past a border of chunks of 16 to 256
 AMPLIFICATION = 2.0**40  # the factor of a history, unless the implementation neglects a share of it
 AMPLIFIED_SHARE = 32  # the first 1/32 of a sequence is its amplified history
 NEGLIGIBLE_SHARE = 2.0**-6  # a neglected share of a history may be this share of a unit roundoff
+EDGE_INPUTS = "edge inputs"
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
 DROPPED = 0.08  # RMS error from which known outputs are wrong; roundings cause up to 0.03
 # The factor of the budget for a library whose output for the captured call exceeds the budget and
 # is tolerated.  Its RMS error of at most 1 % is about four times that of rounding to bf16.
 TOLERATED_ROOM = 4.0
+TOO_SLOW = "too slow in Triton's interpreter; --laws all tests it"  # why a law is not tested
 
 
 class Broken(Exception):
     """A law does not hold.  The message says what is wrong, and at which position first."""
 
 
-class NotApplicable(Exception):
-    """A law cannot be tested with this call.  The message is the reason."""
+class Skipped(Exception):
+    """A law cannot be tested with this call.  The message is the reason.
+
+    holds: "not applicable" if the law says nothing about the call, or if the implementation
+        declares that it does not support the law's calls; "not tested" for any other reason.
+    """
+
+    def __init__(self, reason: str, holds: Holds = "not applicable") -> None:
+        super().__init__(reason)
+        self.holds = holds
 
 
 def tested(name: str, law: Callable[[], str | None]) -> Probe:
@@ -83,21 +95,22 @@ def tested(name: str, law: Callable[[], str | None]) -> Probe:
     law: tests it, and returns the limits within which it holds; None or empty: it holds in general.
     Raises MissingCapabilityError if a fault made the GPU unusable.
     """
-    child.alive()
+    child.tell(f"law {name}")
     try:
         return Probe(name=name, holds="yes", detail=law() or "")
     except Broken as error:
         return Probe(name=name, holds="no", detail=str(error))
-    except NotApplicable as error:
-        reason = str(error)
+    except Skipped as skipped:
+        return Probe(name=name, holds=skipped.holds, detail=str(skipped))
     except torch.OutOfMemoryError:
-        reason = "out of memory"
-    return Probe(name=name, holds="not applicable", detail=reason)
+        return Probe(name=name, holds="not tested", detail="out of memory")
+    finally:
+        child.tell("law")
 
 
-def untested(_: object) -> None:
-    """Replaces a law that takes too long in Triton's interpreter."""
-    raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
+def untested(name: str, reason: str = TOO_SLOW) -> Probe:
+    """The result of a law that is not tested."""
+    return Probe(name=name, holds="not tested", detail=reason)
 
 
 # --- calls, and the comparison of their outputs
@@ -112,6 +125,7 @@ class Trial:
     isolated: makes first calls of users' kernels and named libraries in another process.
     long_heads: numbers of heads in histories that are longer than the call; empty: only inputs of
         the call's form are tried.
+    watched: gives the context in which a call on these inputs is made.
     latest: the inputs and the output of the latest call, as a list of one pair, to be stored if
         they broke a law.  If several calls are judged as one longer call, those of the longer one.
     """
@@ -123,13 +137,14 @@ class Trial:
     isolated: IsolatedFirstCall
     whole: Inputs
     long_heads: Sequence[int]
+    watched: Watched = nullcontext
     latest: list[tuple[Inputs, Output]] = field(default_factory=list)
 
     def run(self, inputs: Inputs) -> Output:
         """The output of a call.
 
         Raises Broken if the call does what no call may do, such as a write out of bounds, and
-        NotApplicable with the reason if it has no output for another reason.
+        Skipped with the reason if it has no output for another reason.
         """
         call = Call(
             implementation=self.implementation,
@@ -139,7 +154,8 @@ class Trial:
         )
         if self.implementation.isolated:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
-        output, fields = call.first_run(launches=False)
+        with self.watched(inputs):
+            output, fields = call.first_run(launches=False)
         if output is not None:
             if self.implementation.pools:  # the states are the pool, which a later call may write
                 output = output[0], output[1].clone()
@@ -150,7 +166,7 @@ class Trial:
         # with the name of its class.
         if fields["status"] == "failed" and reason.startswith(("it ", "its ")):
             raise Broken(reason)
-        raise NotApplicable(reason)
+        raise Skipped(reason, "not applicable" if fields["status"] == "refused" else "not tested")
 
     @cached_property
     def base(self) -> Output:
@@ -203,7 +219,7 @@ class Trial:
         with self._latest_kept():
             try:
                 return not self.outside(inputs, self.run(inputs), self.room)
-            except (Broken, NotApplicable):
+            except (Broken, Skipped):
                 return False
 
     def accepts(self, inputs: Inputs) -> bool:
@@ -211,7 +227,7 @@ class Trial:
         with self._latest_kept():
             try:
                 self.run(inputs)
-            except NotApplicable:
+            except Skipped:
                 return False
             except Broken:
                 return True
@@ -264,10 +280,15 @@ class Trial:
         if others:
             return self.inputs
         if "cu_seqlens" not in self.inputs.__dataclass_fields__ or first.length < 4:
-            raise NotApplicable("there is one sequence, which cannot be divided")
+            raise Skipped("there is one sequence, which cannot be divided")
         bounds = [0, first.length // 4, 2 * first.length // 3, first.length]
         parts = [replace(first, start=start, stop=stop) for start, stop in pairwise(bounds)]
         return joined(self.inputs, parts, packed=True)
+
+    @cached_property
+    def several_outputs(self) -> Output:
+        """The output for `several_sequences`."""
+        return self.run(self.several_sequences)
 
     @cached_property
     def longest(self) -> Inputs:
@@ -283,7 +304,7 @@ class Trial:
         (whole,) = spans_of(self.longest)
         middle = (1 << (whole.length - 1).bit_length()) // 2
         if not (middle and self.longest.STATES):
-            raise NotApplicable("the sequences are too short, or have no initial state")
+            raise Skipped("the sequences are too short, or have no initial state")
         zeros = torch.zeros(self.longest.states_shape, device=self.longest.device)
         first = alone(self.longest, replace(whole, stop=middle))
         second = alone(self.longest, replace(whole, start=middle))
@@ -312,7 +333,7 @@ class Trial:
         if not self.inputs.STATES:
             return
         forms = [self.inputs]
-        with suppress(NotApplicable):
+        with suppress(Skipped):
             forms.insert(0, self.several_sequences)
         for inputs in forms:
             yield inputs.after(generate.states(*inputs.states_shape, device=inputs.device))
@@ -337,9 +358,9 @@ class Trial:
     def forms(self) -> Iterator[Inputs]:
         """Inputs of every form with which the laws are certain to make a call."""
         yield self.inputs
-        with suppress(NotApplicable):
+        with suppress(Skipped):
             yield self.several_sequences
-        with suppress(NotApplicable):
+        with suppress(Skipped):
             yield from self.halves
         for kind in self.operator.generated.edges(self.inputs):
             yield kind[0].make()
@@ -353,15 +374,18 @@ class Trial:
 def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], None]) -> None:
     """Judge the first form that the kernel accepts.
 
-    Raises NotApplicable if it accepts none: with `otherwise`, and with its refusals.
+    Raises Skipped if it accepts none: with `otherwise`, and with its refusals.
     """
-    refusals = [otherwise]
+    reasons = [otherwise]
+    holds: Holds = "not applicable"
     for form in forms:
         try:
             return judge(form)
-        except NotApplicable as refusal:
-            refusals.append(str(refusal))
-    raise NotApplicable(": ".join(dict.fromkeys(refusals)))
+        except Skipped as refusal:
+            reasons.append(str(refusal))
+            if refusal.holds == "not tested":
+                holds = "not tested"
+    raise Skipped(": ".join(dict.fromkeys(reasons)), holds)
 
 
 def judge_kinds(
@@ -369,17 +393,20 @@ def judge_kinds(
 ) -> None:
     """Call `judge_first` for every kind of forms.
 
-    Raises NotApplicable if all kinds are refused: with the first refusal, or with `otherwise` if
-    there is no kind.
+    Raises Skipped if all kinds are refused: with the first refusal, or the first because of which
+    the law was not tested; with `otherwise` if there is no kind.
     """
-    refusals: list[NotApplicable] = []
+    refusals: list[Skipped] = []
     for forms in kinds:
         try:
             judge_first(forms, otherwise, judge)
-        except NotApplicable as refusal:
+        except Skipped as refusal:
             refusals.append(refusal)
+    if not kinds:
+        raise Skipped(otherwise)
     if len(refusals) == len(kinds):
-        raise refusals[0] if refusals else NotApplicable(otherwise)
+        not_tested = [refusal for refusal in refusals if refusal.holds == "not tested"]
+        raise (not_tested or refusals)[0]
 
 
 def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
@@ -424,7 +451,7 @@ def other_sequences(trial: Trial) -> None:
     """If the values of every second sequence become larger, the outputs of the others stay."""
     inputs = trial.several_sequences
     spans = spans_of(inputs)
-    original = trial.run(inputs)
+    original = trial.several_outputs
     changed = trial.run(amplified(inputs, spans[::2], trial.leak_factor))
     for span in spans[1::2]:
         output = output_of(inputs, changed, span)
@@ -441,7 +468,7 @@ def sequence_alone(trial: Trial) -> None:
     inputs = trial.several_sequences
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
-    together = trial.run(inputs)
+    together = trial.several_outputs
     output = trial.run(inputs_alone)
     if difference := first_difference(output_of(inputs, together, last), output):
         context = f"a sequence alone is not as among others: {difference}; "
@@ -455,7 +482,7 @@ def causality(trial: Trial) -> None:
     """
     length = trial.inputs.values.shape[1]
     if length < 2:
-        raise NotApplicable("the call has a single position")
+        raise Skipped("the call has a single position")
     last = REPLACED_FROM if length > REPLACED_FROM else (length - 2) // 16 * 16 + 1
     for start in (last, last - 1):
         if start:
@@ -491,7 +518,7 @@ def linearity(trial: Trial) -> None:
     if difference is None:
         return
     if trial.has_fp16:
-        raise NotApplicable("small fp16 numbers have fewer bits, so that doubling is not exact")
+        raise Skipped("small fp16 numbers have fewer bits, so that doubling is not exact")
     context = "inputs times 2 do not give outputs times 2: "
     if _repeats(trial, trial.inputs, trial.base) and _repeats(trial, inputs, output):
         raise Broken(f"{context}{difference}")
@@ -598,11 +625,12 @@ def amplified_history(trial: Trial) -> str:
     the limits within which the law holds: the factor, if it is a reduced one.
     """
     if trial.has_fp16:
-        raise NotApplicable("fp16 numbers would overflow")
+        raise Skipped("fp16 numbers would overflow")
     if longest_of(trial.inputs).length < 2 * AMPLIFIED_SHARE:
-        raise NotApplicable(f"the sequences have fewer than {2 * AMPLIFIED_SHARE} positions")
+        reason = f"it needs a sequence of {2 * AMPLIFIED_SHARE} positions"
+        raise Skipped(reason, "not tested")
     if trial.amplification <= 1:
-        raise NotApplicable("what it neglects of a state is as small as a rounding")
+        raise Skipped("what it neglects of a state is as small as a rounding")
     kinds: list[Iterable[Inputs]] = [[trial.inputs]]
     if trial.long_heads:
         kinds.append(trial.with_states())
@@ -702,7 +730,7 @@ LAWS: dict[str, Law] = {
     "cut in two": cut_in_two,
     "single steps": single_steps,
     "accepted tokens": accepted_tokens,
-    "edge inputs": edge_inputs,
+    EDGE_INPUTS: edge_inputs,
     AMPLIFIED_HISTORY: amplified_history,
     TURNING_KEYS: turning_keys,
     "finer inputs": finer_inputs,

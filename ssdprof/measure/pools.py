@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -26,11 +26,7 @@ from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy
-from ssdprof.core.base import BETWEEN_CALLS, Probe
-from ssdprof.environment import child
 from ssdprof.kernels.inputs import Inputs, Output
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import (
     Candidate,
     bits_of,
@@ -40,7 +36,8 @@ from ssdprof.measure.accuracy import (
     oracle_output,
 )
 from ssdprof.measure.first_run import status_of
-from ssdprof.measure.laws import Broken, NotApplicable, tested, untested
+from ssdprof.measure.isolate import Packed, packed
+from ssdprof.measure.laws import Broken, Skipped, Trial
 from ssdprof.operators import tensors
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.rounding import unit_roundoff
@@ -129,7 +126,8 @@ class Pool:
         """The first place outside of the written slots whose bits have changed, in words; empty if
         there is none.
 
-        before: a copy of `memory` before the call.  written: the slots that the call may write.
+        before: a copy of `memory` before the call; of an empty one, anything.
+        written: the slots that the call may write.
         """
         states = self.states
         protected = torch.ones_like(self.memory, dtype=torch.bool)
@@ -204,17 +202,25 @@ class PoolCall:
 class Room:
     """Makes and judges the calls of one law.
 
-    run: calls the implementation on a pool.
-    like: the captured call, from which all calls have their sizes, dtypes and options.
+    pool_run: calls the implementation on a pool.
+    by_call: whether each call of a `Chain` is judged, too, as if it were alone.
     calls, kept: the number of calls made, and of those that left alone what they must.
+    latest: the latest call; a copy of its pool before it, with the layout (`packed`); and its
+        output, None if it has none.
     """
 
-    def __init__(
-        self, implementation: Implementation, run: PoolRun, like: Inputs, precision: Precision
-    ) -> None:
-        self.implementation = implementation
-        self.precision = precision
-        self.pool_run = run
+    def __init__(self, trial: Trial, *, by_call: bool = False) -> None:
+        """trial: the implementation, and the captured call, from which all calls have their sizes,
+        dtypes and options.
+        """
+        run = pool_run(trial.implementation)
+        assert run is not None
+        self.implementation = trial.implementation
+        self.precision = trial.precision
+        self.pool_run: PoolRun = run
+        self.watched = trial.watched
+        self.by_call = by_call
+        like = trial.whole
         self._states = like.STATES  # the name of the initial states
         absent = ("state_indices", "write_indices", "accepted", "cu_seqlens", self._states)
         self._like = replace(like, **dict.fromkeys(absent), state_every=0)
@@ -222,6 +228,7 @@ class Room:
         self._taken = 0  # tokens of the stream that calls have used
         self.calls = 0
         self.kept = 0
+        self.latest: tuple[PoolCall, Packed, Output | None] | None = None
 
     @cached_property
     def _stream(self) -> TokenTensors:
@@ -281,7 +288,7 @@ class Room:
         try:
             memory = torch.empty(2 * before + slots * stride, dtype=dtype, device=self.device)
         except RuntimeError:  # torch.OutOfMemoryError is one
-            raise NotApplicable("there is not enough memory") from None
+            raise Skipped("there is not enough memory", "not tested") from None
         strides = (stride, inner[1] * inner[2], inner[2], 1)
         states = memory.as_strided((slots, *inner), strides, before)
         if not far:
@@ -348,33 +355,38 @@ class Room:
         run: is called instead of the implementation; None: the implementation is.
         Raises Broken if the output is outside its budget, or if the call changes what it must not.
         """
-        live = call.live
-        # whether the state after each token is kept
-        every_state = max(len(row.writes) for _, row in live) > 1
-        # made before the call, which may write the initial states
-        plain = self.alone(
-            [call.tokens_of(i) for i, _ in live],
-            [call.initial(row.read) for _, row in live],
-            every_state=every_state,
+        plain = self.plain(call)
+        return self.judge(call, plain, self.run(call, run))
+
+    def plain(self, call: PoolCall) -> Inputs:
+        """The live rows of a call, packed, without a pool.  The call has not been made yet, because
+        it may write the initial states.
+        """
+        return self.alone(
+            [call.tokens_of(i) for i, _ in call.live],
+            [call.initial(row.read) for _, row in call.live],
+            every_state=max(len(row.writes) for _, row in call.live) > 1,
         )
-        out = self.run(call, run)
-        packed = torch.cat([call.of_row(i, out) for i, _ in live])[None]
+
+    def judge(self, call: PoolCall, plain: Inputs, out: Tensor) -> Output:
+        """Judge the latest call by its `out` and by the pool.  Returns the same as `check`.
+
+        plain: see `plain`.
+        """
+        live_out = torch.cat([call.of_row(i, out) for i, _ in call.live])[None]
         tokens: list[str] = []
-        for i, row in live:
+        for i, row in call.live:
             tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
-        states, slots = self._kept_states(call, plain, every_state)
-        output = Output(packed, states)
+        states, slots = self._kept_states(call, plain)
+        output = Output(live_out, states)
         self.compare(plain, output, call.pool.states.dtype, tokens=tokens, states=slots)
         return output
 
-    def _kept_states(
-        self, call: PoolCall, plain: Inputs, every_state: bool
-    ) -> tuple[Tensor, list[str]]:
+    def _kept_states(self, call: PoolCall, plain: Inputs) -> tuple[Tensor, list[str]]:
         """The states of the live rows, (states, heads, ...), fp32, as the pool has them now, and a
         label for each: "call 3, row 1, slot 11".
 
         plain: the same sequences without a pool.
-        every_state: the states after each token, not only the final ones.
 
         In place of a state that is not kept, the oracle's is returned, which cannot be wrong.  Its
         label says "slot None".
@@ -383,7 +395,7 @@ class Room:
         labels: list[str] = []
         dropped: list[int] = []  # indices of states that are not kept
         for i, row in call.live:
-            for token in range(0 if every_state else row.tokens - 1, row.tokens):
+            for token in range(0 if plain.state_every else row.tokens - 1, row.tokens):
                 slot = row.kept.get(token)
                 if slot is None:
                     dropped.append(len(labels))
@@ -398,24 +410,27 @@ class Room:
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """Make the call, and return `out`.  run: see `check`.
 
-        Raises Broken if the call fails, or changes what it must not, and NotApplicable if the
+        Raises Broken if the call fails, or changes what it must not, and Skipped if the
         implementation refuses it.
         """
         self.calls += 1
         pool = call.pool
-        before = pool.memory.clone()
+        before = packed(pool.states)
+        self.latest = call, before, None
         tensors = call.inputs.tensors
         del tensors[self._states]  # the pool, which the call may write
         original_bits = fingerprints(tensors)
-        child.alive()
         try:
-            out, returned = (run or self.pool_run)(call.inputs, self.precision)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            with self.watched(call.inputs):
+                out, returned = (run or self.pool_run)(call.inputs, self.precision)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
         except Exception as error:
             status, reason = status_of(error, self.device, self.implementation.name)
-            if status != "failed":
-                raise NotApplicable(reason) from None
+            if status == "refused":
+                raise Skipped(reason) from None
+            if status == "out of memory":
+                raise Skipped(reason, "not tested") from None
             raise Broken(f"call {self.calls}: {reason}") from None
         values = call.parts[self._like.VALUES]
         if returned is not pool.states:
@@ -424,9 +439,10 @@ class Room:
             fault = f"out is {out.dtype} of shape {tuple(out.shape)}"
         else:
             fault = changes(original_bits, tensors)
-            place = pool.changed(before, call.written)
+            place = pool.changed(before[0], call.written)
             if place and not fault:
                 fault = f"it changes {place}, which no row writes"
+            self.latest = call, before, Output(out, pool.states)
         if fault:
             raise Broken(f"call {self.calls}: {fault}")
         self.kept += 1
@@ -440,11 +456,11 @@ class Room:
         parts: the tensors of each sequence's tokens.  initial: the initial state of each.
         every_state: their output has the state after each token, not only the final states.
         """
-        packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
-        packed[self._states] = torch.stack(list(initial))
+        tensors = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
+        tensors[self._states] = torch.stack(list(initial))
         counts = [len(part[self._like.VALUES]) for part in parts]
         return replace(
-            self._like, **packed, cu_seqlens=self._bounds(counts), state_every=int(every_state)
+            self._like, **tensors, cu_seqlens=self._bounds(counts), state_every=int(every_state)
         )
 
     def compare(
@@ -545,7 +561,10 @@ class Chain:
         if not packed:
             rows.append(rows[0].padding)
         call = self.room.call(self.pool, rows, padding=None if packed else torch.nan, wide=True)
+        plain = self.room.plain(call) if self.room.by_call else None
         out = self.room.run(call)
+        if plain is not None:
+            self.room.judge(call, plain, out)
         for index, (i, count) in enumerate(zip(sequences, accepted, strict=True)):
             if rows[index].live:
                 column = 0 if packed else count - 1
@@ -842,51 +861,6 @@ LAWS: dict[str, Callable[[Room], None]] = {
     "a replayed CUDA graph": replayed_graph,
     "beside another stream": beside_another_stream,
 }
-
-
-def applies(implementation: Implementation, inputs: Inputs) -> bool:
-    """Whether these laws are tested with this call.
-
-    A user's kernel is tested if it works in place on a pool.  Other implementations that can do so
-    are tested with calls as servers make them: single steps, drafted tokens, and calls that begin
-    with slots of a pool.
-    """
-    if implementation.kind == "own":
-        return implementation.in_place is not None
-    is_step = inputs.cu_seqlens is None and inputs.length == 1
-    is_serving = is_step or inputs.state_every == 1 or inputs.state_indices is not None
-    return is_serving and pool_run(implementation) is not None
-
-
-def try_laws(
-    implementation: Implementation, inputs: Inputs, precision: Precision, *, quick: bool
-) -> Iterator[Probe]:
-    """The result of each law.
-
-    inputs: the inputs of a call that the implementation computed correctly.  quick: `mixed_calls`,
-    which makes many calls, is listed as untested.
-    """
-    run = pool_run(implementation)
-    assert run is not None
-    for name, law in LAWS.items():
-        room = Room(implementation, run, inputs, precision)
-        if quick and law is mixed_calls:
-            law = untested
-        yield tested(BETWEEN_CALLS + name, partial(_in_room, law, room))
-
-
-def _in_room(law: Callable[[Room], None], room: Room) -> str:
-    """Test the law.  Returns the limits within which it holds: how many of its calls the
-    implementation accepted; empty if it accepted all.
-
-    Raises NotApplicable if it accepted none, or if the law needs a GPU.
-    """
-    if law in (replayed_graph, beside_another_stream) and room.device.type != "cuda":
-        raise NotApplicable("it needs a GPU")
-    try:
-        law(room)
-    except NotApplicable as refusal:
-        if not room.kept:
-            raise
-        return f"in {room.kept} of its calls: {refusal}"
-    return ""
+CHAINS = (drafted_tokens, mixed_calls)  # their calls are judged together, after the last one
+ON_GPU = (replayed_graph, beside_another_stream)
+SLOW = f"{MIXED_CALLS} mixed calls"  # too slow in Triton's interpreter

@@ -1,41 +1,70 @@
-"""Decides which laws are tested with which call, and tests them."""
+"""Decides which laws are tested with which call, and tests them.
+
+    python -m ssdprof.measure.probes FOLDER PARENT
+
+tests laws of a user's kernel, or of a library that the user named, in a process of its own
+(`isolate.elsewhere`).
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import tempfile
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
+import torch
+
 from ssdprof import operators
-from ssdprof.core.base import Laws, Probe
+from ssdprof.core.base import BETWEEN_CALLS, Laws, Probe
 from ssdprof.kernels.device import INTERPRETED
-from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure import pools
-from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.first_run import first_line
+from ssdprof.measure.isolate import (
+    IsolatedFirstCall,
+    elsewhere,
+    ending,
+    is_stopped,
+    limited,
+    packed,
+    requested,
+    say,
+    unpacked,
+)
 from ssdprof.measure.laws import (
     AMPLIFIED_HISTORY,
+    EDGE_INPUTS,
     LAWS,
     LONGEST,
+    LONGEST_INTERPRETED,
     SAME_FORM_LAWS,
     TURNING_KEYS,
+    Skipped,
     Trial,
     laws_of,
     tested,
     untested,
 )
 from ssdprof.measure.sequences import is_packed, joined
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import Operator
+from ssdprof.operators.serving import pool_run
 
 MOST_WHOLE_BYTES = 2 << 30  # larger inputs are cut to the beginnings of a few sequences
 MOST_SEQUENCES = 3  # sequences of cut inputs
 QUICK = {"causality", "cut in two"}
-# arguments: the name of the broken law, and the inputs and the output that broke it
-Keep: TypeAlias = "Callable[[str, Inputs, Output], object]"
+# arguments: the name of the broken law; the inputs that broke it; the output, None if there is none
+Keep: TypeAlias = "Callable[[str, Inputs, Output | None], object]"
 LONG_HEADS = (1, 4)  # numbers of heads in histories that are longer than the call
 
 
@@ -68,6 +97,8 @@ class Prober:
         self._quick = laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
+        # The results of edge inputs.  These are the same for all calls of a form.
+        self._edges: dict[Hashable, Probe] = {}
         self.kinds = {"own", "library"}
         if self._thorough or not INTERPRETED:
             self.kinds.add("bundled")
@@ -88,6 +119,43 @@ class Prober:
         keep: called with each call that broke a law.
 
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
+        """
+        names, tests_kind = self._due(implementation, inputs, interpreted)
+        if not names:
+            return ()
+        every = self._thorough or implementation.kind != "bundled"
+        trial = _trial(
+            implementation, inputs, precision, self._isolated, every=every, interpreted=interpreted
+        )
+        too_slow = interpreted and not self._thorough
+        listed = [name for name in laws_of(trial) if name in names]
+        slow = set(listed) if too_slow else set()
+        if tests_kind and not self._quick and applies(implementation, inputs):
+            listed += [BETWEEN_CALLS + name for name in pools.LAWS]
+            if too_slow:
+                slow.add(BETWEEN_CALLS + pools.SLOW)
+        form = implementation.name, precision, inputs.form
+        results: dict[str, Probe] = {}
+        if form in self._edges:
+            results[EDGE_INPUTS] = self._edges[form]
+        due = [name for name in listed if name not in slow and name not in results]
+        # In later layers the amplified history alone is due, in calls of forms that were tried
+        # before.  Another process would take seconds for each layer.
+        is_apart = implementation.isolated and implementation.word and due != [AMPLIFIED_HISTORY]
+        if is_apart:
+            probes = list(_tested_elsewhere(trial, due, self._isolated.limit_s, keep))
+        else:
+            probes = [try_law(trial, name, keep) for name in due]
+        results |= {probe.name: probe for probe in probes}
+        if EDGE_INPUTS in results and implementation.kind != "library":  # whose budget varies
+            self._edges[form] = results[EDGE_INPUTS]
+        return tuple(results.get(name) or untested(name) for name in listed)
+
+    def _due(
+        self, implementation: Implementation, inputs: Inputs, interpreted: bool
+    ) -> tuple[set[str], bool]:
+        """The names of the laws of single calls that are due, and whether all laws of this kind of
+        layer are, also those between calls.
         """
         kind, shape = self._keys(implementation, inputs)
         latest = self._latest.get(implementation.name)
@@ -113,55 +181,7 @@ class Prober:
                 names &= {self._only}
             if self._quick or too_slow:
                 names.clear()
-        if not names:
-            return ()
-
-        trial = self._trial(implementation, inputs, precision, by_every_law, interpreted)
-        if tests_kind and implementation.isolated and not (self._quick or too_slow):
-            # all first calls in one other process, which takes seconds to start
-            self._isolated.prepare(implementation, list(trial.forms()), precision)
-        probes: list[Probe] = []
-        for name, law in laws_of(trial).items():
-            if name not in names:
-                continue
-            probes.append(tested(name, partial(untested if too_slow else law, trial)))
-            if probes[-1].holds == "no" and keep and trial.latest:
-                keep(name, *trial.latest[0])
-        if tests_kind and not self._quick and pools.applies(implementation, inputs):
-            probes += pools.try_laws(implementation, inputs, precision, quick=too_slow)
-        return tuple(probes)
-
-    def _trial(
-        self,
-        implementation: Implementation,
-        inputs: Inputs,
-        precision: Precision,
-        every: bool,
-        interpreted: bool,
-    ) -> Trial:
-        """The trial of an implementation on these inputs, or on the beginnings of their sequences.
-
-        every: all laws will be tested, in which case sequences are cut to `LONGEST` positions.
-        """
-        part = inputs
-        if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
-            longest = LONGEST[inputs.device.type]
-            spans = [
-                replace(span, stop=min(span.stop, span.start + longest))
-                for span in spans_of(inputs)
-                if span.length
-            ]
-            part = joined(inputs, spans[:MOST_SEQUENCES], packed=is_packed(inputs))
-        long_heads: Sequence[int] = LONG_HEADS if every else ()
-        return Trial(
-            operator=operators.get(inputs.operator),
-            implementation=implementation,
-            inputs=part,
-            precision=precision,
-            isolated=self._isolated,
-            whole=inputs,
-            long_heads=long_heads[:1] if interpreted else long_heads,
-        )
+        return names, tests_kind
 
     def probed(self, implementation: Implementation, inputs: Inputs) -> None:
         """Note that the laws of this call have been tested, now or by an earlier process."""
@@ -181,3 +201,264 @@ class Prober:
             inputs.state_every,
         )
         return kind, (kind, dims.batch, dims.seqlen, inputs.sequences)
+
+
+def _trial(
+    implementation: Implementation,
+    inputs: Inputs,
+    precision: Precision,
+    isolated: IsolatedFirstCall,
+    *,
+    every: bool,
+    interpreted: bool,
+) -> Trial:
+    """The trial of an implementation on these inputs, or on the beginnings of their sequences.
+
+    every: all laws will be tested, in which case sequences are cut to `LONGEST` positions.
+    interpreted: whether Triton's interpreter runs the calls.  Then sequences are cut to
+        `LONGEST_INTERPRETED` positions, and histories that are longer than the call have one head.
+    """
+    part = inputs
+    if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
+        longest = LONGEST_INTERPRETED if interpreted else LONGEST[inputs.device.type]
+        spans = [
+            replace(span, stop=min(span.stop, span.start + longest))
+            for span in spans_of(inputs)
+            if span.length
+        ]
+        part = joined(inputs, spans[:MOST_SEQUENCES], packed=is_packed(inputs))
+    long_heads: Sequence[int] = LONG_HEADS if every else ()
+    return Trial(
+        operator=operators.get(inputs.operator),
+        implementation=implementation,
+        inputs=part,
+        precision=precision,
+        isolated=isolated,
+        whole=inputs,
+        long_heads=long_heads[:1] if interpreted else long_heads,
+    )
+
+
+# --- the test of a law
+
+
+def try_law(trial: Trial, name: str, keep: Keep | None = None) -> Probe:
+    """Test one of the laws, and return the result.
+
+    keep: called with the call that broke the law, if it is known.
+    """
+    if name.startswith(BETWEEN_CALLS):
+        return _between_calls(trial, name, keep)
+    probe = tested(name, partial(LAWS[name], trial))
+    if probe.holds == "no" and keep and trial.latest:
+        inputs, (out, final_states) = trial.latest[0]
+        keep(name, inputs, Output(out, final_states))
+    return probe
+
+
+def _between_calls(trial: Trial, name: str, keep: Keep | None) -> Probe:
+    """Test a law of states between calls (`pools.LAWS`).
+
+    If a chain of calls breaks it, they are made again, and each is judged alone: the first that is
+    wrong by itself is reported and kept.  If none is, none is kept.
+    """
+    law = pools.LAWS[name.removeprefix(BETWEEN_CALLS)]
+    room = pools.Room(trial)
+    probe = tested(name, partial(_in_room, law, room))
+    if probe.holds == "no" and law in pools.CHAINS:
+        room = pools.Room(trial, by_call=True)
+        again = tested(name, partial(_in_room, law, room))
+        if again.holds != "no":
+            return probe
+        probe = again
+    if probe.holds == "no" and keep and room.latest:
+        call, before, output = room.latest
+        if output:
+            output = Output(output.out, output.final_states.contiguous())
+        states = unpacked(*before)
+        keep(name, replace(call.inputs, **{call.inputs.STATES: states}), output)
+    return probe
+
+
+def _in_room(law: Callable[[pools.Room], None], room: pools.Room) -> str:
+    """Test the law.  Returns the limits within which it holds: how many of its calls the
+    implementation accepted; empty if it accepted all.
+
+    Raises Skipped if it accepted none, or if the law needs a GPU.
+    """
+    if law in pools.ON_GPU and room.device.type != "cuda":
+        raise Skipped("it needs a GPU", "not tested")
+    try:
+        law(room)
+    except Skipped as refusal:
+        if not room.kept:
+            raise
+        return f"in {room.kept} of its calls: {refusal}"
+    return ""
+
+
+def applies(implementation: Implementation, inputs: Inputs) -> bool:
+    """Whether the laws of states between calls are tested with this call.
+
+    A user's kernel is tested if it works in place on a pool.  Other implementations that can do so
+    are tested with calls as servers make them: single steps, drafted tokens, and calls that begin
+    with slots of a pool.
+    """
+    if implementation.kind == "own":
+        return implementation.in_place is not None
+    is_step = inputs.cu_seqlens is None and inputs.length == 1
+    is_serving = is_step or inputs.state_every == 1 or inputs.state_indices is not None
+    return is_serving and pool_run(implementation) is not None
+
+
+# --- laws in another process
+
+
+def _tested_elsewhere(
+    trial: Trial, names: Sequence[str], limit_s: float, keep: Keep | None
+) -> Iterator[Probe]:
+    """The results of laws whose calls are made in another process.
+
+    If a call ends it, its law is broken, and the next process tests the other laws.  If a call does
+    not end, the other laws are not tested.
+
+    limit_s: limit in seconds for one call.
+    """
+    waiting = list(names)
+    while waiting:
+        probes, call, goes_on = _ask(trial, waiting, limit_s, keep)
+        yield from probes
+        del waiting[: len(probes)]
+        fault = probes[-1]
+        if call and keep:
+            _ask(trial, [fault.name], limit_s, keep, stop=call)
+        if not goes_on:
+            reason = f"law '{fault.name}': {fault.detail}"
+            yield from (untested(name, reason) for name in waiting)
+            return
+
+
+def _ask(
+    trial: Trial, names: Sequence[str], limit_s: float, keep: Keep | None, stop: int = 0
+) -> tuple[list[Probe], int, bool]:
+    """Test laws in another process, up to the law in which it ends.
+
+    Returns their results, the number of the call that ended the process (0: none did), and whether
+    another process can test the other laws.
+
+    stop: the number of a call that is kept instead of made, and ends the process; 0: none is.
+    """
+    interpreted = len(trial.long_heads) == 1
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        said, ended = elsewhere(
+            "ssdprof.measure.probes", Path(folder), trial.implementation, trial.whole,
+            trial.precision, limit_s, laws=list(names), stop=stop, interpreted=interpreted,
+        )  # fmt: skip
+        probes: list[Probe] = []
+        law = ""  # that is tested
+        call = 0  # the number of its latest call
+        runs = False  # whether that has not returned
+        for word, value in said:
+            if word == "law":
+                law = value
+                call = 0
+                runs = False
+            elif word == "call":
+                call = value
+                runs = True
+            elif word == "returned":
+                runs = False
+            elif word == "kept" and keep:
+                keep(law, *_read(trial.operator, Path(folder) / value))
+            elif word == "probe":
+                probes.append(Probe.model_validate(value))
+    if len(probes) == len(names):
+        return probes, 0, True
+    code, _ = ended
+    words = ending(ended, limit_s)
+    crashed = code is not None and code < 0 and code != -signal.SIGKILL
+    fault = untested(names[len(probes)], f"before its first call, it {words}")
+    if runs:
+        fault = fault.changed(holds="no", detail=f"its call {call} {words}")
+    elif call:
+        # a signal may be the late effect of a call
+        holds = "no" if crashed else "not tested"
+        fault = fault.changed(holds=holds, detail=f"after its call {call}, it {words}")
+    return [*probes, fault], call if runs else 0, bool(law) and not is_stopped(code)
+
+
+def _read(operator: Operator, file: Path) -> tuple[Inputs, Output | None]:
+    """The call that `_write` stored."""
+    stored = torch.load(file, weights_only=True)
+    tensors = {name: unpacked(*copy) for name, copy in stored["tensors"].items()}
+    output = None
+    if stored["output"]:
+        output = Output(*(unpacked(*copy) for copy in stored["output"]))
+    return operator.inputs(**tensors, **stored["scalars"]), output
+
+
+# --- in the other process
+
+
+def _write(file: Path, inputs: Inputs, output: Output | None) -> None:
+    """Store a call.  output: None if it has none."""
+    stored = {
+        "tensors": {name: packed(tensor) for name, tensor in inputs.tensors.items()},
+        "scalars": inputs.scalars,
+        "output": list(map(packed, output or ())),
+    }
+    torch.save(stored, file)
+
+
+def main() -> None:
+    """Test the laws that were requested, and say what happens."""
+    implementation, inputs, precision, request = requested()
+    limit_s: float = request["limit_s"]
+    folder = Path(sys.argv[1])
+    calls = 0  # of the law that is tested
+
+    def keep(_law: str, inputs: Inputs, output: Output | None) -> None:
+        file = f"{len(list(folder.iterdir()))}.pt"
+        _write(folder / file, inputs, output)
+        say(("kept", file))
+
+    @contextmanager
+    def watched(inputs: Inputs) -> Iterator[None]:
+        """Say when a call begins and returns, and end this process if it takes too long."""
+        nonlocal calls
+        calls += 1
+        if calls == request["stop"]:
+            keep("", inputs, None)
+            os._exit(0)
+        say(("call", calls))
+        with limited(limit_s):
+            yield
+        if inputs.device.type == "cuda":
+            torch.cuda.synchronize(inputs.device)  # raises an error if a fault made it unusable
+        say(("returned", calls))
+
+    # without a word its first calls are made in this process
+    implementation = replace(implementation, word="", named=implementation.kind == "library")
+    trial = _trial(
+        implementation,
+        inputs,
+        precision,
+        IsolatedFirstCall(),
+        every=True,
+        interpreted=request["interpreted"],
+    )
+    trial = replace(trial, watched=watched)
+    for name in request["laws"]:
+        calls = 0
+        say(("law", name))
+        try:
+            probe = try_law(trial, name, keep)
+        except Exception as error:  # only a fault of the GPU, after which no call can be made
+            print(first_line(error.__cause__ or error), flush=True)
+            os._exit(1)
+        say(("probe", probe.field_values))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

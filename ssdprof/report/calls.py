@@ -305,7 +305,7 @@ def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
         precision = short_precision(case.precision)
         probes += [(case.implementation, precision, probe) for probe in case.probes]
     of_laws = grouped(probes, lambda row: (row[0], row[1], row[2].name)).values()
-    worst_first = ("no", "yes", "not applicable")
+    worst_first = ("no", "yes", "not tested", "not applicable")
     return [min(equal, key=lambda row: worst_first.index(row[2].holds)) for equal in of_laws]
 
 

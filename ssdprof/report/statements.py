@@ -9,10 +9,12 @@ from itertools import chain
 from ssdprof.core import words as fmt
 from ssdprof.core.base import (
     BETWEEN_CALLS,
+    ENDED,
     LONGEST_SEQLEN,
     PRECISIONS,
     WHILE_RECORDED,
     PrecisionName,
+    Probe,
     distinct,
     grouped,
     intermediates_of,
@@ -122,7 +124,7 @@ def shortcomings(outcome: Outcome) -> list[str]:
         )
     for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
         laws = distinct(case.broken_laws for case in failed)
-        if faults := dict.fromkeys(_consequence(law.name) for law in laws):
+        if faults := dict.fromkeys(map(_consequence, laws)):
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if outcome.refused:
         reasons = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in outcome.refused))
@@ -142,11 +144,14 @@ def _nonfinite_reason(first: Case) -> str:
     return f".  It begins in {first.case_key}: {reason}" if reason else ""
 
 
-def _consequence(law: str) -> str:
+def _consequence(law: Probe) -> str:
     """What a broken law means for a user."""
-    if law.startswith(BETWEEN_CALLS):
-        return f"states between calls are wrong ({law.removeprefix(BETWEEN_CALLS)})"
-    return CONSEQUENCES[law]
+    name = law.name.removeprefix(BETWEEN_CALLS)
+    if law.detail.startswith(ENDED):
+        return f"a call ends its process, or does not return ({name})"
+    if law.name.startswith(BETWEEN_CALLS):
+        return f"states between calls are wrong ({name})"
+    return CONSEQUENCES[name]
 
 
 def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:

@@ -294,7 +294,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(monkeypatch)
 def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
     monkeypatch, users_folder: Path
 ):
-    monkeypatch.setattr(isolate, "_tried", lambda *_: [("ran", "")])
+    monkeypatch.setattr(isolate, "_tried", lambda *_: ("ran", ""))
     (users_folder / "own_kernels.py").write_text(
         "from fakes import RAN\n"
         "from ssdprof.measure.accuracy import oracle_output\n"

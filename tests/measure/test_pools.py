@@ -1,8 +1,9 @@
 """Each law of a pool finds the kernel that breaks it and names the place; good kernels keep all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +12,18 @@ from generated_inputs import generated
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import BETWEEN_CALLS
+from ssdprof.jobs.failures import keeping, load_call
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.measure import pools, probes
 from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.laws import Trial
 from ssdprof.measure.probes import Prober
 from ssdprof.operators import serving
-from ssdprof.operators.implementations import own_implementation
+from ssdprof.operators.implementations import own_implementation, resolve
 from ssdprof.operators.operator import Output
 from ssdprof.operators.serving import gathered
+from ssdprof.store.reports import FAILURES
 
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
 Kernel = Callable[[Any], Output]
@@ -44,11 +48,23 @@ def working_in_place(kernel: Kernel, operator: str = "gdn"):
     return own_implementation(operators.get(operator), "mine:kernel", kernel)
 
 
+def trial(implementation: Implementation, inputs: Any = None) -> Trial:
+    given = step() if inputs is None else inputs
+    isolated = IsolatedFirstCall()
+    return probes._trial(implementation, given, Precision(), isolated, every=True, interpreted=True)
+
+
+def found_by(of_kernel: Trial, laws: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """What the laws say of a kernel, and why."""
+    results = {law: probes.try_law(of_kernel, BETWEEN_CALLS + law) for law in laws}
+    return {law: (probe.holds, probe.detail) for law, probe in results.items()}
+
+
 def tried(law: str, kernel: Kernel, operator: str = "gdn", **more) -> str:
     """Where the law does not hold; empty if it does."""
     one = replace(working_in_place(kernel, operator), **more)
     try:
-        pools.LAWS[law](pools.Room(one, one.in_place, step(operator), Precision()))
+        pools.LAWS[law](pools.Room(trial(one, step(operator))))
     except pools.Broken as error:
         return str(error)
     return ""
@@ -193,9 +209,8 @@ def returning_a_copy(inputs) -> Output:
 
 def rounding_after_each_token(inputs) -> Output:
     outs = []
-    names = operators.get(inputs.operator).binding.positional(inputs)
     for token in range(inputs.length):
-        cut = {name: one[:, token : token + 1] for name, one in names.items()}
+        cut = {name: one[:, token : token + 1] for name, one in positional(inputs).items()}
         outs.append(good(replace(inputs, **cut))[0])
     return torch.cat(outs, 1), inputs.initial_state
 
@@ -308,10 +323,11 @@ OURS = [
 @pytest.mark.parametrize(("operator", "name"), OURS)
 def test_our_kernels_keep_every_law(operator, name):
     one = kernels.get(operator, name)
-    found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}
-    held = {law for law, probe in found.items() if probe.holds == "yes" and not probe.detail}
-    slow = {f"{pools.MIXED_CALLS} mixed calls"}
-    assert held == {BETWEEN_CALLS + law for law in pools.LAWS.keys() - ON_A_GPU - slow}
+    quick = pools.LAWS.keys() - {pools.SLOW}
+    found = found_by(trial(one, step(operator)), quick)
+    held = {law for law, result in found.items() if result == ("yes", "")}
+    assert held == quick - ON_A_GPU
+    assert {found[law] for law in ON_A_GPU} == {("not tested", "it needs a GPU")}
 
 
 @pytest.mark.gpu
@@ -321,8 +337,36 @@ def test_our_kernels_keep_every_law_on_a_gpu(operator, name):
     one = kernels.get(operator, name)
     inputs = step(operator)
     moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
-    found = pools.try_laws(one, replace(inputs, **moved), Precision(), quick=False)
-    assert {probe.name: probe.detail for probe in found if probe.holds != "yes"} == {}
+    found = found_by(trial(one, replace(inputs, **moved)), pools.LAWS)
+    assert {law: result for law, result in found.items() if result[0] != "yes"} == {}
+
+
+@pytest.mark.parametrize(
+    ("law", "kernel", "wrong_slots", "padded_rows"),
+    [
+        ("padded rows touch nothing", clamping_padding, 1, [1, 4, 7]),
+        ("drafted tokens", keeping_the_last_state_alone, 20, [5]),
+        ("slots beyond 2^31 elements", offsets_in_32_bits, 1, []),
+    ],
+)
+def test_the_call_that_broke_a_law_is_kept_with_its_pool(
+    law, kernel: Kernel, wrong_slots, padded_rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kernel, "in_place", True, raising=False)
+    one = resolve(operators.get("gdn"), f"test_pools:{kernel.__name__}")
+    called = SimpleNamespace(implementation=one, precision=Precision())
+    keep = partial(keeping(tmp_path), SimpleNamespace(call=called, case=SimpleNamespace(id="id")))
+    probe = probes.try_law(trial(one), BETWEEN_CALLS + law, keep)
+    assert probe.detail.startswith("call 1"), "a chain names the first call that is wrong alone"
+    (file,) = (tmp_path / FAILURES).glob("id-between-calls-*.safetensors")
+    call = load_call(file)
+    expected_out, expected = call.expected
+    for _, states in (call.actual, call.run(), call.run()):  # each on a copy of the pool
+        wrong = (states - expected).abs().nan_to_num(9).amax((1, 2, 3)) > 1e-3
+        assert wrong.sum() == wrong_slots
+    assert expected_out.isnan().flatten(1).all(1).nonzero().flatten().tolist() == padded_rows
+    pool = call.inputs.tensors["initial_state"]
+    assert law.startswith("slots") or pool.as_strided((64,), (1,), 0).isnan().all(), "a guard"
 
 
 # --- when
@@ -334,13 +378,11 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
             raise UnsupportedError("one token")
         return good(inputs)
 
-    one = working_in_place(steps_alone)
-    probes = {
-        probe.name.removeprefix(BETWEEN_CALLS): (probe.holds, probe.detail)
-        for probe in pools.try_laws(one, step(), Precision(), quick=True)
+    found = found_by(trial(working_in_place(steps_alone)), ("a shared prefix", "drafted tokens"))
+    assert found == {
+        "a shared prefix": ("yes", "in 1 of its calls: one token"),
+        "drafted tokens": ("not applicable", "one token"),
     }
-    assert probes["a shared prefix"] == ("yes", "in 1 of its calls: one token")
-    assert probes["drafted tokens"] == ("not applicable", "one token")
 
 
 @pytest.mark.parametrize(
@@ -355,14 +397,13 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
     ],
 )
 def test_only_calls_of_servers_are_tested(name, inputs, tested):
-    assert pools.applies(kernels.get("gdn", name), step(**inputs)) == tested
+    assert probes.applies(kernels.get("gdn", name), step(**inputs)) == tested
 
 
 def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch):
     law = "new sequences begin with zeros"
     monkeypatch.setattr(pools, "LAWS", {law: pools.LAWS[law]})
     monkeypatch.setattr(probes, "laws_of", lambda _trial: {})
-    monkeypatch.setattr(IsolatedFirstCall, "prepare", lambda *_: None)
 
     def kernel(inputs) -> Output:
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)

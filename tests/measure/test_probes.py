@@ -37,8 +37,6 @@ class Here(IsolatedFirstCall):
     def verdict(self, *_) -> CallVerdict:
         return "ran", ""
 
-    def prepare(self, *_): ...
-
 
 def probed(
     kernel: Kernel, inputs, prober: Prober | None = None, *, interpreted: bool = False, **changes
@@ -312,19 +310,24 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it():
     )
 
 
-def test_what_a_kernel_refuses_is_not_applicable_with_its_reason():
+@pytest.mark.parametrize(
+    ("error", "holds"), [(UnsupportedError, "not applicable"), (ValueError, "not tested")]
+)
+def test_what_a_kernel_refuses_is_not_applicable_and_other_errors_leave_a_law_untested(
+    error: type[Exception], holds
+):
     def refusing(inputs):
         if inputs.cu_seqlens is not None or inputs.x.dtype != torch.bfloat16:
-            raise UnsupportedError("mine: bf16 without packs only")
+            raise error("mine: bf16 without packs only")
         return oracle_output(inputs)
 
     with only("other sequences", "finer inputs", "edge inputs"):
         found = probed(refusing, ssd())
-    assert found["other sequences"] == Probe(
-        name="other sequences", holds="not applicable", detail="mine: bf16 without packs only"
-    )
-    unseen = "a fault below the rounding of 16-bit inputs could not be seen"
-    assert found["finer inputs"].detail == f"{unseen}: mine: bf16 without packs only"
+    finer = found["finer inputs"]
+    assert (found["other sequences"].holds, finer.holds) == (holds, holds)
+    assert "mine: bf16 without packs only" in found["other sequences"].detail
+    assert finer.detail.startswith("a fault below the rounding of 16-bit inputs could not be seen:")
+    assert "mine: bf16 without packs only" in finer.detail
     assert found["edge inputs"].holds == "yes"
 
 
@@ -368,6 +371,22 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough():
     assert found == [2, 0, 2, 2, 2, 2]
 
 
+def test_edge_inputs_are_tried_once_for_a_form():
+    calls = []
+
+    def counted(inputs):
+        calls.append(inputs)
+        return oracle_output(inputs)
+
+    thorough = Prober(Here(), laws="all")
+    with only("edge inputs"):
+        found = [
+            (probed(counted, inputs, thorough)["edge inputs"].holds, len(calls))
+            for inputs in (ssd(), ssd(seed=1), ssd(chunk_size=16))
+        ]
+    assert found == [("yes", len(calls) // 2)] * 2 + [("yes", len(calls))]
+
+
 def test_quick_laws_are_two_and_once():
     quick = Prober(Here(), laws="quick")
     assert probed(oracle_output, ssd(), quick).keys() == {"causality", "cut in two"}
@@ -406,7 +425,7 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough():
     given = ssd(seqlen=20)
     skipped = probed(oracle_output, given, interpreted=True).values()
     assert {(probe.holds, probe.detail) for probe in skipped} == {
-        ("not applicable", "Triton's interpreter runs it; --laws all tests it")
+        ("not tested", "too slow in Triton's interpreter; --laws all tests it")
     }
     with only("causality"):
         (law,) = probed(oracle_output, given, Prober(Here(), laws="all"), interpreted=True).values()

@@ -9,12 +9,15 @@ import torch
 from test_guard import gdn, ssd
 
 from ssdprof import operators
+from ssdprof.core.base import REPEATS
 from ssdprof.environment import child
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure import isolate
+from ssdprof.measure import isolate, probes
 from ssdprof.measure.isolate import IsolatedFirstCall, try_call
+from ssdprof.measure.laws import LAWS
 from ssdprof.operators.implementations import resolve
 
 
@@ -46,6 +49,7 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
     [
         ("raising", "ssd", "ZeroDivisionError: seven by zero"),
         ("refusing", "ssd", "refusing: not on a Tuesday"),
+        ("leaving", "ssd", "RuntimeError: bad_kernels:leaving raised SystemExit: 5"),
         ("changing", "ssd", "it changes its inputs: x"),
         ("changing", "gdn", "it changes its inputs: q"),
         ("beyond_its_output", "ssd", OUT_OF_BOUNDS),
@@ -80,29 +84,47 @@ def test_what_a_bad_kernel_does_is_told(function, operator, reason):
     assert reason in found[1]
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        ("crashing", "its first call ended its process by SIGSEGV"),
-        pytest.param(
-            "leaving",
-            "RuntimeError: bad_kernels:leaving raised SystemExit: 5",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("beyond_its_output", OUT_OF_BOUNDS, marks=pytest.mark.slow),
-    ],
-)
-def test_what_ends_the_other_process_is_told(function, reason):
-    assert verdict(function, ssd()) == ("failed", reason)
-
-
-@pytest.mark.parametrize(("last", "why"), [("", ""), ("No folder", ": No folder")])
-def test_a_process_that_ended_without_a_verdict(last, why):
-    assert isolate._death(7, 1.0, last) == f"its first call ended its process with exit code 7{why}"
+def test_what_ends_the_other_process_is_told():
+    reason = "its first call ended its process by SIGSEGV"
+    assert verdict("crashing", ssd()) == ("failed", reason)
+    for output, words in ("", ""), ("a\nNo folder\n", ": No folder"):
+        assert isolate.ending((7, output), 1.0) == f"ended its process with exit code 7{words}"
 
 
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
     assert verdict("hanging", ssd(), 0.1) == ("failed", "its first call was stopped after 0.1 s")
+
+
+@pytest.mark.parametrize(
+    ("function", "limit_s", "detail", "later"),
+    [
+        ("crashing_in_packs", 60.0, "its call 1 ended its process by SIGSEGV", ("yes", "")),
+        pytest.param(
+            "hanging_in_packs",
+            3.0,
+            "its call 1 was stopped after 3 s",
+            ("not tested", "law 'other sequences': its call 1 was stopped after 3 s"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_call_that_ends_its_process_breaks_its_law_and_is_kept(
+    function, limit_s, detail, later, monkeypatch
+):
+    laws = (REPEATS, "other sequences", "linearity")
+    monkeypatch.setattr(probes, "laws_of", lambda _trial: {law: LAWS[law] for law in laws})
+    kept: list[tuple[str, int, object]] = []
+
+    def keep(law: str, inputs: Inputs, output: object) -> None:
+        kept.append((law, inputs.sequences, output))
+
+    prober = probes.Prober(IsolatedFirstCall(limit_s))
+    results = prober.probe(named(function), ssd(), Precision(), keep=keep)
+    found = {probe.name: (probe.holds, probe.detail) for probe in results}
+    assert found == {
+        REPEATS: ("yes", ""), "other sequences": ("no", detail), "linearity": later
+    }  # fmt: skip
+    assert kept == [("other sequences", 3, None)]
 
 
 def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
@@ -123,9 +145,9 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
 def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch):
     made = []
 
-    def tried(one: Implementation, _several, precision: Precision, _limit_s: float):
+    def tried(one: Implementation, _inputs, precision: Precision, _limit_s: float):
         made.append((one.name, str(precision)))
-        return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
+        return "failed" if one.name.endswith("nan") else "ran", "seen before"
 
     monkeypatch.setattr(isolate, "_tried", tried)
     isolated = IsolatedFirstCall()

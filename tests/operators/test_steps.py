@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure.test_pools import step
+from measure.test_pools import found_by, step, trial
 from torch.nn import functional as F
 
 from ssdprof import kernels, operators
@@ -246,15 +246,15 @@ TABLES = {"a shared prefix", "drafted tokens"}
 @pytest.mark.parametrize(("operator", "name"), NAMES)
 def test_laws_of_a_pool(operator, name):
     """Those that apply hold."""
-    found = pools.try_laws(named(operator, name), step(operator), Precision(), quick=True)
-    results = {probe.name.partition(": ")[2]: probe for probe in found}
-    assert not [probe for probe in results.values() if probe.holds == "no"]
+    quick = pools.LAWS.keys() - {pools.SLOW}
+    results = found_by(trial(named(operator, name), step(operator)), quick)
+    assert not [reason for holds, reason in results.values() if holds == "no"]
     expected = EVERYONES | (TABLES if name in ("vllm_step", "flashinfer_mtp") else set())
     if name != "selective_state_update":
         expected.add("states are rounded once")
     if name == "vllm_step" or (name == "sglang_step" and operator != "ssd"):
         expected.add("sequences without tokens")
-    assert {law for law, probe in results.items() if probe.holds == "yes"} == expected
+    assert {law for law, (holds, _) in results.items() if holds == "yes"} == expected
 
 
 def test_a_pool_without_a_slot_for_padding_is_refused():
