@@ -5,9 +5,8 @@ The role reads q, k and g of a chunk of 32 positions.  It stores operands of the
 inside blocks of 8, and of h = 8 and 16), keys and queries, decayed since the chunk's start, in the
 place of k and q, and keys decayed to the chunk's end.
 
-Decays are those of `prep.py`, with one difference: a block of 8 has one reciprocal, that of its
-last D (`store_anchors`).  The last bits of any other 1 / D_j in fp32 therefore depend on gates of
-later positions of the block.  The rounding to bf16 hides this in almost all numbers.
+Decays are those of `prep.py`.  Each 1 / D_j is a reciprocal of its own: products of one reciprocal
+a block would depend on gates of later positions, whose bits must not reach earlier outputs.
 
 Channels do not depend on each other, so that the role goes over a chunk in a loop, one half of the
 channels after the other.  The loop has half of the code, which matters more than its latency
@@ -116,12 +115,9 @@ def store_anchors(q, k, a, rings, half, n):
     q, k: before the norm.  a: decays.  All three (i, HALF).
     """
     operands = rings.operands
-    factors = rows_of(gl.where((positions() & 7) == 0, ANCHOR, clamped_decays(a)))
-    D, last = since_first(factors)
+    D, _ = since_first(rows_of(gl.where((positions() & 7) == 0, ANCHOR, clamped_decays(a))))
     rows = in_turn(times(q, D, q.dtype), times(k, D, q.dtype))
-    # 1 / D_j = (a'_(j+1) ... a'_e) / D_e: one reciprocal for a block
-    per_last = map_fp32("rcp.approx.ftz.f32 $0, $1;", last)
-    columns = times(k, to_last(factors, per_last), k.dtype)
+    columns = times(k, map_fp32("rcp.approx.ftz.f32 $0, $1;", D), k.dtype)
     mbarrier.wait(rings.read.index(half), phase(n, 1) ^ 1)
     operands.anchor_rows.index(half).store(sorted_pairs(rows, 2))
     operands.anchor_columns.index(half).store(sorted_pairs(columns, 2))
