@@ -731,6 +731,8 @@ class Case(Record):
             return self.later_fault
         if self._nonfinite_answer is not None:
             return f"the distribution at position {self._nonfinite_answer:,} is not finite"
+        if self.only_outside:
+            return "; ".join(filter(None, (self.outside_budget, self.reason)))
         nonfinite = "some element is not finite" if self.nonfinite else ""
         return self.reason or nonfinite or self.outside_budget
 
