@@ -202,7 +202,7 @@ class AnswerBand(Record):
     flips: the number of positions at which the two have different most likely tokens.
     flip_margin_median, flip_margin_max: of the margin at a flip: the reference's log-probability of
         its own token minus that of the candidate's token, in nats.
-    flip_position: the position of the largest margin.  The three are None without flips.
+    flip_position: the position of the largest margin; None, as the margins are, without flips.
     perplexity_increase_pct: relative to the reference's perplexity.
     perplexity_interval_pct: its 95 % interval, from the differences at each position, resampled in
         blocks.
@@ -726,7 +726,7 @@ class Case(Record):
 
     @property
     def why(self) -> str:
-        """The reason why the case did not pass, or a remark; empty if there is neither."""
+        """The reason why the case did not pass, or a remark, or both; empty if there is neither."""
         if self.later_fault:
             return self.later_fault
         if self._nonfinite_answer is not None:
