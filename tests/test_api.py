@@ -141,7 +141,7 @@ def test_a_case_runs_again_by_its_command(ran: ssdprof.Results):
         ),
         ("run captures", {"placement": None}, "run captures {} --layers 9"),
         (
-            "run org/m --impl=unfused,fused=there",
+            "run org/m --impl=fused=there,unfused",
             {},
             "run org/m {0}=there {1} --layers 9 --seq 131072",
         ),

@@ -439,8 +439,9 @@ class _Output:
 @contextmanager
 def _decoder_returns(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
     """While the context is open, the decoder `base` returns `hidden` without computing anything."""
-    # a model whose weights are on several devices has a `forward` of its own; others, of the class
-    replaced = vars(base).get("forward")
+    # accelerate gives the object a `forward` of its own if its weights are on several devices;
+    # other models have only that of their class
+    own_forward = vars(base).get("forward")
 
     def forward(*_args: object, **_kwargs: object) -> _Output:
         return _Output(hidden)
@@ -449,7 +450,7 @@ def _decoder_returns(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        if replaced is None:
+        if own_forward is None:
             del base.forward
         else:
-            base.forward = replaced
+            base.forward = own_forward

@@ -32,8 +32,8 @@ class OperatorCall:
     operator: Operator
     inputs: Inputs  # views of the model's own tensors
     wants_final_state: bool
-    remark: str  # a sentence for the report if the inputs differ from the call
-    original: Callable[[], Any]
+    remark: str  # a sentence for the report if the inputs differ from the call, else empty
+    original: Callable[[], Any]  # () -> what the model's own function returns for this call
 
     def replacement(self) -> Result:
         """The operator, computed by ssdprof and not by transformers."""
@@ -163,13 +163,10 @@ def bind(
             raise BadInputError(
                 f"{caller} passes {name} to its operator, which a capture cannot hold."
             )
+    run_original = partial(original, *args, **kwargs)
     try:
-        return OperatorCall(
-            mixer,
-            operator,
-            *binder(mixer.module, *args, **kwargs),
-            partial(original, *args, **kwargs),
-        )
+        inputs, wants_final_state, remark = binder(mixer.module, *args, **kwargs)
+        return OperatorCall(mixer, operator, inputs, wants_final_state, remark, run_original)
     except (ValueError, TypeError) as error:
         raise BadInputError(
             f"{caller} calls its {mixer.operator} operator in an unknown way: {error}."

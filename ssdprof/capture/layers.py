@@ -39,10 +39,10 @@ from ssdprof.operators.operator import Output
 class CapturedLayer:
     """The inputs of one call of a layer's operator.
 
-    call: which call it is; None: the only one, on a whole prompt.
+    call: which call it is; None: the one on a whole prompt.
     inputs: token-major, on the model's device, with the model's values and dtypes.
     remark: a sentence for the report if the inputs differ from what the config says.
-    served: the output that a server recorded, with final states in any dtype.
+    served: the output that a server recorded, with final states in any dtype; None: there is none.
     slots: slot of each sequence in the server's pool of states; empty if they are not known.
     gap: whether calls of the layer may be missing before this one.
     """

@@ -34,7 +34,7 @@ def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest in `folder`.
 
     Raises BadInputError, which names the file, if it is missing, damaged or of another schema
-    version, and MissingCapabilityError if there is no permission to read it.
+    version, or another program's, and MissingCapabilityError if there is no permission to read it.
     """
     path = folder / MANIFEST
     if is_foreign(folder):

@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         Two operations do not run on the meta device and are replaced here.
         """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1  # models read a number to check whether a mask is trivial; true
+            return 1  # true: models read a number only to check whether a mask is trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             # torch has it for bf16 only
             return self._count(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
@@ -131,9 +131,9 @@ def predict_memory(
         with intercept(mixers, handler):
             feed(ids[:, before:])
     peak, replaying = live.peak, handler.replaying
-    needed = FRAGMENTED if on_gpu else 1
+    fragmented = FRAGMENTED if on_gpu else 1
     if on_the_way:
-        return peak, int(needed * max(peak, replaying))
+        return peak, int(fragmented * max(peak, replaying))
     layers = [
         batch * seqlen * capture_bytes_per_token(mixer)
         for mixer in mixers
@@ -141,7 +141,7 @@ def predict_memory(
     ]
     # the inputs are concatenated in main memory, and copied to the device after the prompt
     capturing = max(peak, *layers) if on_gpu else peak + sum(layers)
-    return capturing, int(needed * max(peak, (1 + REPLAY_PER_CAPTURE) * max(layers)))
+    return capturing, int(fragmented * max(peak, (1 + REPLAY_PER_CAPTURE) * max(layers)))
 
 
 @contextmanager

@@ -278,7 +278,7 @@ def _pieces(
     """Cut the ids of a text into pieces of these lengths, which overlap if the text is too short.
     Each begins with the special tokens with which the tokenizer begins a text.
 
-    Returns the ids of all pieces, one after the other, and words on the cuts; none for one piece.
+    Returns the ids of all pieces, one after the other, and words on the cuts; empty for one piece.
     """
     if len(lengths) == 1:
         return list(ids[: lengths[0]]), ""

@@ -72,9 +72,10 @@ class _Call:
     process: name of the process that made it; empty for a workload, which has no output.
     shape: numbers of tokens and of sequences.
     identity: text that differs between any two calls.
-    load: () -> inputs and output.
+    load: () -> inputs, output and slots.
     layer: name of the layer; empty if it is not known.
-    number: number among the calls of the layer; None if calls may be missing before this one.
+    number: number among the calls of the layer, from 0; None if it was not recorded, in which case
+        no call is taken to be missing before this one.
     problem: what went wrong while the call was recorded; empty if nothing did.
     """
 

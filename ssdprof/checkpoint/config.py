@@ -160,7 +160,7 @@ def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | Non
     """
     for quantization in (stored.get("quantization"), stored.get("quantization_config")):
         if isinstance(quantization, dict) and {"group_size", "bits"} <= quantization.keys():
-            # MLX names no method.  GPTQ and AWQ, which have these keys too, do
+            # MLX names no method.  GPTQ and AWQ, which have these keys too, do: theirs stays.
             return {"quant_method": "mlx"} | quantization
     quantization = config.get("quantization_config")
     if not quantization and modelopt is not None:
@@ -223,8 +223,8 @@ def quant_method(config: ModelConfig) -> str | None:
     """The quantisation of the weights, as a config names it; None if there is none, or if it has no
     name.
     """
-    codes = config.get("quantization_config")
-    table = codes if isinstance(codes, dict) else {}
+    quantization = config.get("quantization_config")
+    table = quantization if isinstance(quantization, dict) else {}
     default = None
     if table.get("load_in_4bit") or table.get("load_in_8bit"):
         default = "bitsandbytes"  # configs of its first releases name no method
@@ -232,13 +232,13 @@ def quant_method(config: ModelConfig) -> str | None:
     return method if isinstance(method, str) else None
 
 
-def refuse_quantization(codes: object, label: str) -> BadInputError:
+def refuse_quantization(quantization: object, label: str) -> BadInputError:
     """The error for quantised weights that transformers would load as if their codes were values.
 
-    codes: the quantization_config.  label: names the checkpoint.
+    quantization: the quantization_config.  label: names the checkpoint.
     """
-    table = codes if isinstance(codes, dict) else {}
-    method = table.get("quant_method", codes)
+    table = quantization if isinstance(quantization, dict) else {}
+    method = table.get("quant_method", quantization)
     if method == "mlx":
         return BadInputError(
             f"{label} is of MLX's format, with {shown(table['bits'])} bits in groups of "

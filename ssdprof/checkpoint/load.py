@@ -411,7 +411,7 @@ def _load(
     """The model, loaded by transformers; see `load_model`."""
     model = local.model
     empty = local.empty
-    kind = type(empty)
+    model_class = type(empty)
     pickled = None
     stored = local.tensors
     if stored is None:
@@ -429,11 +429,11 @@ def _load(
         with (
             refusals(f"config and weights of {model.source.label}"),
             _whole_blocks(),
-            _in_fp32(kind, fp32_parameters),
+            _in_fp32(model_class, fp32_parameters),
         ):
-            loaded, info = kind.from_pretrained(
+            loaded, info = model_class.from_pretrained(
                 local.folder if pickled is None else None,
-                config=kind.config_class.from_pretrained(local.folder),
+                config=model_class.config_class.from_pretrained(local.folder),
                 state_dict=pickled,
                 dtype=dtype,
                 device_map=None if device_map is None else dict(device_map),
@@ -455,12 +455,12 @@ def _load(
 
 
 @contextmanager
-def _in_fp32(kind: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
+def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
     """While the context is open, transformers loads these parameters in fp32, on any device.
 
     Otherwise it would round them to the dtype of the weights.
     """
-    post_init = kind.post_init
+    post_init = model_class.post_init
 
     def with_fp32(model: PreTrainedModel) -> None:
         post_init(model)
@@ -468,11 +468,11 @@ def _in_fp32(kind: type[PreTrainedModel], names: Collection[str]) -> Iterator[No
             if name in names:
                 parameter.data = parameter.data.float()
 
-    kind.post_init = with_fp32
+    model_class.post_init = with_fp32
     try:
         yield
     finally:
-        kind.post_init = post_init
+        model_class.post_init = post_init
 
 
 @contextmanager
@@ -482,8 +482,8 @@ def _whole_blocks() -> Iterator[None]:
     Such a weight is padded to whole blocks.  transformers itself would divide it into blocks of
     equal sizes, to which the scales do not belong.
     """
-    kind = finegrained_fp8.Fp8Dequantize
-    decode = kind._dequantize_one
+    dequantizer = finegrained_fp8.Fp8Dequantize
+    decode = dequantizer._dequantize_one
 
     def decode_blocks(
         self: Any, codes: Tensor, scales: Tensor, *rest: object, **options: object
@@ -511,11 +511,11 @@ def _whole_blocks() -> Iterator[None]:
         decoded = decode(self, padded, scales, *rest, **options)
         return decoded[..., :rows, :columns].contiguous()
 
-    kind._dequantize_one = decode_blocks
+    dequantizer._dequantize_one = decode_blocks
     try:
         yield
     finally:
-        kind._dequantize_one = decode
+        dequantizer._dequantize_one = decode
 
 
 def unpickled(path: Path) -> Any:
@@ -684,14 +684,18 @@ def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceM
 
 
 def device_of(name: str, devices: DeviceMap) -> Device:
-    """The device of the parameter `name`: that of the innermost module around it in the map."""
+    """The device of the parameter `name`: that of the innermost module around it in the map, which
+    must have one.
+    """
     while name not in devices:
         name = name.rpartition(".")[0]
     return devices[name]
 
 
 def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device, Allocation]:
-    """The number of decoder layers, and the bytes of all weights, on each device."""
+    """The number of decoder layers whose first weights are on each device, and the bytes of all
+    weights there.
+    """
     sizes: Counter[Device] = Counter()
     layers: dict[int, Device] = {}
     for name, parameter in model.named_parameters():

@@ -107,24 +107,24 @@ def check_known_quantization(config: ModelConfig, label: str) -> None:
     """BadInputError for a quantisation that transformers does not know, and would ignore with a
     warning.
     """
-    codes = config["quantization_config"]
+    quantization = config["quantization_config"]
     with quiet_transformers():
         if quant_method(config) in (None, "mlx", "modelopt") or not (
-            transformers.quantizers.AutoHfQuantizer.supports_quant_method(codes)
+            transformers.quantizers.AutoHfQuantizer.supports_quant_method(quantization)
         ):
-            raise refuse_quantization(codes, label)
+            raise refuse_quantization(quantization, label)
 
 
-def _check_quantization(codes: ModelConfig, repo_id: str) -> None:
+def _check_quantization(quantization: ModelConfig, repo_id: str) -> None:
     """MissingCapabilityError if transformers cannot load the quantisation on this machine, which
     it would say only when it loads the weights.
 
-    codes: the quantization_config.
+    quantization: the quantization_config.
     """
     with quiet_transformers():
         with refusals(f"the quantization_config of {repo_id}"):
             quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
-                codes, pre_quantized=True
+                quantization, pre_quantized=True
             )
         try:
             quantizer.validate_environment(device_map=None, weights_only=True)
@@ -139,9 +139,9 @@ def _check_quantization(codes: ModelConfig, repo_id: str) -> None:
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
     """The model on the meta device.  Raises what transformers raises."""
-    kind = transformers.AutoModelForCausalLM if head else transformers.AutoModel
+    auto_class = transformers.AutoModelForCausalLM if head else transformers.AutoModel
     with torch.device("meta"):
-        return kind.from_config(config)
+        return auto_class.from_config(config)
 
 
 def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
@@ -197,9 +197,11 @@ def destinations(
 
 
 def missing(model: PreTrainedModel, known: Destinations) -> set[str]:
-    """Parameters to which no stored weight contributes.
+    """Parameters to which no stored weight contributes, without those that the model's class
+    declares as optional.
 
-    If several parameters share their weights, a stored weight for one of them is enough.
+    known: the destinations of the stored weights.  If several parameters share their weights, a
+    stored weight for one of them is enough.
     """
     present: set[str] = set()
     for names, _ in known.values():
@@ -208,10 +210,10 @@ def missing(model: PreTrainedModel, known: Destinations) -> set[str]:
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()
     for pairs in shared.values():
-        names_of_one = [name for name, _ in pairs]
-        is_optional = any(re.search(pattern, names_of_one[0]) for pattern in optional)
-        if present.isdisjoint(names_of_one) and not is_optional:
-            lost.add(names_of_one[0])
+        names_of_parameter = [name for name, _ in pairs]
+        is_optional = any(re.search(pattern, names_of_parameter[0]) for pattern in optional)
+        if present.isdisjoint(names_of_parameter) and not is_optional:
+            lost.add(names_of_parameter[0])
     return lost
 
 

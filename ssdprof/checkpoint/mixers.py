@@ -55,7 +55,7 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
     what: names the model in messages; empty: its class does.
     Raises BadInputError if there is none, or if two share a decoder layer.
     """
-    # function -> operator; the functions for a single token are others, which are not replaced
+    # function -> operator; single tokens have other functions (`CallBinding.step`), not searched
     functions = {operators.get(name).binding.function: name for name in operators.names()}
     mixers: dict[int, Mixer] = {}
     for name, module in model.named_modules():

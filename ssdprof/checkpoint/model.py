@@ -227,7 +227,8 @@ class Model:
         wanted = deepest_layer + 1
         kinds = getattr(self.on_meta.config, "layer_types", None) or []
         if "full_attention" in kinds[wanted:] and not meta.accepts(self.cut_config(wanted)):
-            return int(kinds.index("full_attention", wanted)) + 1
+            index_of_attention: int = kinds.index("full_attention", wanted)
+            return index_of_attention + 1
         return wanted
 
     def cut_config(self, depth: int | None = None, dtype: str | None = None) -> ModelConfig:
@@ -242,7 +243,10 @@ class Model:
         return configs.cut_config(config, depth, dtype=dtype)
 
     def load_config(self, depth: int, dtype: str | None) -> ModelConfig:
-        """The config of `cut_config`, with the quantisation of the stored weights."""
+        """The config of `cut_config`, with the quantisation of the stored weights.
+
+        dtype: None: the config's.
+        """
         config = self.cut_config(depth, dtype)
         if self.quantization is not None:
             config["quantization_config"] = dict(self.config["quantization_config"])
@@ -268,7 +272,8 @@ class Model:
         """The dtype in which the weights are loaded, named as in torch: the one that the config
         names, or else that of most weights.
 
-        None if neither is known, because a pickle has no header.
+        None if neither is known, because a pickle has no header or no weight is a float, and if the
+        config names it by no string.
         """
         for key in ("dtype", "torch_dtype"):
             named = self.config.get(key)

@@ -29,10 +29,13 @@ class Deviation(Record):
 
     against: the other tensor, in words.
     matches: the percentage of elements within each of `TOLERANCES`: see `match_pct`.
-    matches_rms: the same for `TOLERANCES[1:]` relative to the RMS of the tensor: see
-        `match_rms_pct`.  None in old records.
-    max_abs: the largest absolute difference, which is in head `worst_head` at `worst_position`.
-    nonfinite: the number of elements that are not finite; `first_nonfinite` is the first of them.
+    matches_rms: the same for `TOLERANCES[1:]`, relative to an RMS: see `match_rms_pct`.  None in
+        old records.
+    max_abs: the largest absolute difference, which is at `worst_position`.
+    worst_head: the head with the largest ratio of its RMS error to its RMS.  `worst_position` may
+        be in another head.
+    nonfinite: the number of elements whose difference is not finite; `first_nonfinite` is the first
+        of them.  Errors leave them out.
     scale_max_abs: the largest magnitude of the other tensor, for comparison with `max_abs`; None in
         old records.
     along: `rms_ratio` in each slice of the positions (see `SLICES`).  Empty for a tensor without an
@@ -66,7 +69,7 @@ class Deviation(Record):
         return self
 
     def match_pct(self, tolerance: float) -> float:
-        """The percentage of elements with |a - b| <= tolerance (1 + |b|).
+        """The percentage of elements with |a - b| <= tolerance (1 + |b|), b of the other tensor.
 
         tolerance: one of `TOLERANCES`.
         """
@@ -74,8 +77,9 @@ class Deviation(Record):
 
     def match_rms_pct(self, tolerance: float) -> float | None:
         """The percentage of elements with |a - b| <= tolerance (rms + |b|), which does not change
-        if both tensors are scaled.  None if it was not recorded.
+        if both tensors are scaled alike.  None if it was not recorded.
 
+        rms: of the first of the outputs that were compared together, the same for all of them.
         tolerance: one of `TOLERANCES[1:]`.
         """
         return self.matches_rms[TOLERANCES.index(tolerance) - 1] if self.matches_rms else None
@@ -104,8 +108,8 @@ class ErrorTest(Record):
     head: the head of this part; 0 for a mean over heads.
     position: a column, a slice (see `SLICES`), or a position modulo `period`, according to the
         test; None for a whole head.
-    value: in tests of gains, the relative deviation of the gain from 1, with its sign; otherwise
-        the relative RMS error.
+    value: in tests of gains, the deviation of the gain, with its sign, from the middle of the range
+        that rounding explains, which is near 1; otherwise the relative RMS error.
     limit: the largest magnitude of the value that rounding explains.
     """
 
@@ -123,7 +127,7 @@ class ErrorTest(Record):
 
     @property
     def words(self) -> str:
-        """The result in words: "head 3: gain 1.005, where rounding explains 1 ± 0.0004"."""
+        """The result in words: "head 3: gain 1.00500, where rounding explains 1 ± 0.0004"."""
         where = {
             "column": f", column {self.position}",
             "slice": f", slice {self.position} of {SLICES}",
@@ -139,10 +143,11 @@ class ErrorTest(Record):
 
 
 def _explains_most(test: ErrorTest) -> tuple[bool, float]:
-    """The order of failed tests: the largest one is reported.
+    """The key by which failed tests are ordered: the one with the largest key is reported.
 
-    A wrong gain of a head explains all other errors, so it comes last.  A wrong head explains the
-    errors of its parts unless one of them is far worse, so the error of a whole head counts double.
+    A wrong gain of a head explains all other errors, so its key is larger than any other.  A wrong
+    head explains the errors of its parts unless one of them is far worse, so the error of a whole
+    head counts double.
     """
     weight = 2 if test.test == "rms" else 1
     return test.test == "gain", test.used * weight
@@ -218,7 +223,9 @@ class Accuracy(Record):
 
     @property
     def over_floor(self) -> float | None:
-        """The RMS error over that of the rounded oracle; None if the oracle needs no rounding."""
+        """The RMS error over that of the rounded oracle; None if the oracle needs no rounding, or
+        if one of the errors is infinite.
+        """
         if not self.floor.rms_ratio or self.vs_oracle.rms_ratio is None:
             return None
         return self.vs_oracle.rms_ratio / self.floor.rms_ratio

@@ -1,8 +1,8 @@
 """The base class of records, and the types of their fields.
 
-Records are immutable.  They refuse unknown fields, NaN and numbers out of range, and they import no
-torch.  They hold what was measured; ratios, intervals and verdicts are properties, computed when
-they are read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
+Records are immutable.  They refuse unknown fields, NaN, infinities and numbers out of range, and
+they import no torch.  They hold what was measured; ratios, intervals and verdicts are properties,
+computed when they are read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
 """
 
 import re
@@ -122,7 +122,7 @@ def intermediates_of(precision: PrecisionName) -> str:
 
 
 def states_of(precision: PrecisionName) -> str:
-    """The dtype of the states of a precision: "fp32"."""
+    """The dtype or other format of the states of a precision: "fp32", "int8"."""
     return short_precision(precision).partition(", ")[2]
 
 
@@ -142,8 +142,8 @@ def precisions_for(
     """Every combination of intermediates and state dtypes, exact before relaxed.
 
     dtype: of the inputs.
-    states: the state dtypes.  None: fp32 states for exact intermediates, and states in the inputs'
-        dtype for relaxed ones.
+    states: the state dtypes.  None or empty: fp32 states for exact intermediates, and states in the
+        inputs' dtype for relaxed ones.
     """
     kinds: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if intermediates == "all" else (intermediates,)

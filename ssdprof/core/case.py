@@ -37,21 +37,22 @@ from ssdprof.core.base import (
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
-# A library whose output is outside the error budget is still timed up to this relative RMS error.
+# What a library or a server computed passes although it is outside the error budget, up to this
+# relative RMS error.
 CLOSE: Final = 0.01
 DECODER: Final = "recurrent"  # the implementation that decodes with states in any format
-# A format keeps a head while the error of its state is at most this many times the error of the
-# first rounding to the format.
-BUDGET: Final = 10
-# The smallest and the largest such limit: the rounding of inputs in bf16, and an error at which no
-# digit is right.
-BUDGETS: Final = (2**-9, 0.5)
+# A format keeps a head while the relative RMS error of its state is at most this many times that of
+# the first rounding to the format, within these limits.  The lower one is about the error of
+# rounding inputs to bf16; at the upper one no digit is right.
+BUDGET_FACTOR: Final = 10
+LEAST_BUDGET: Final = 2**-9
+MOST_BUDGET: Final = 0.5
 
 
 class LayerCall(Record):
     """A captured call of a layer's operator.
 
-    call: which of the layer's calls; None if the layer's only call is the whole prompt.
+    call: which of the layer's calls; None for a call on the whole prompt.
     state_break: a sentence on the first row that begins with another state than zeros or the one
         that an earlier call left for it; empty if all states fit, or nothing is known of them.
     """
@@ -121,7 +122,7 @@ def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
 
 
 class Samples(Record):
-    """The times that one process measured by one clock.
+    """The times of a case that one process measured by one clock.
 
     us: for each recording, the microseconds of each of its rounds.  All implementations of a
         process take turns within a round, so equal indices were measured at nearly the same time.
@@ -145,10 +146,10 @@ class Summary(Record):
     over: dict[Clock, Estimate] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _ordered(self) -> Summary:
-        for time in filter(None, (self.call, self.device, *self.over.values())):
-            if not 1e-12 < time.low <= time.value <= time.high < 1e12:
-                raise ValueError(f"{time.value} is not within its interval, or impossible")
+    def _is_possible(self) -> Summary:
+        for estimate in filter(None, (self.call, self.device, *self.over.values())):
+            if not 1e-12 < estimate.low <= estimate.value <= estimate.high < 1e12:
+                raise ValueError(f"{estimate.value} is not within its interval, or impossible")
         return self
 
 
@@ -177,6 +178,7 @@ class FirstCall(Record):
 
     seconds: from the call to the end of the GPU's work.
     compiled: kernel -> the seconds of compiling it, for each kernel that was not in Triton's cache.
+        Of a kernel that was compiled several times, the longest counts.
     """
 
     seconds: NotNegative
@@ -200,12 +202,12 @@ class AnswerBand(Record):
     flips: the number of positions at which the two have different most likely tokens.
     flip_margin_median, flip_margin_max: of the margin at a flip: the reference's log-probability of
         its own token minus that of the candidate's token, in nats.
-    flip_position: the position of the largest margin.
+    flip_position: the position of the largest margin; None, as the margins are, without flips.
     perplexity_increase_pct: relative to the reference's perplexity.
     perplexity_interval_pct: its 95 % interval, from the differences at each position, resampled in
         blocks.
 
-    The perplexities are None if no next token is known.
+    The last four fields are None if no next token is known.
     """
 
     start: Count
@@ -236,11 +238,11 @@ class Answers(Record):
     remark: the reason why it is the reference.
     weights: the dtype of the model outside of its operators.
     own_weights: whether this is the dtype of the checkpoint.
-    layers: the decoder layers in which the implementation computed; the reference computed in the
-        other ones.
+    layers: the decoder layers that were compared: the implementation computed in all of them, or
+        in one (`alone`), and the reference in all others.
     change: in a case that shows noise, what was changed, in words; otherwise empty.
-    alone: the only decoder layer in which the implementation computed; None if it computed in all
-        of `layers`.
+    alone: the only one of `layers` in which the implementation computed; None if it computed in all
+        of them.
     bands: all positions, then parts of a long prompt.  Empty if the case did not run.
     nonfinite: the first position whose distribution is not finite; None if there is none.
     generated: the number of greedy tokens after the prompt.
@@ -328,18 +330,20 @@ class DecodedStates(Record):
     def budget(self) -> float:
         """The largest error of a state that counts as kept.
 
-        It is `BUDGET` times the error of the format's first rounding, within `BUDGETS`.  The error
-        of the first rounding is the lower median of the heads at the first mark.
+        It is `BUDGET_FACTOR` times the error of the format's first rounding, within `LEAST_BUDGET`
+        and `MOST_BUDGET`.  The error of the first rounding is the lower median of the heads at the
+        first mark.  The case must have run.
         """
-        first_errors = sorted(worst([error]) for error in self.state_errors[0])
+        first_errors = sorted(
+            math.inf if error is None else error for error in self.state_errors[0]
+        )
         median = first_errors[(len(first_errors) - 1) // 2]
-        least, most = BUDGETS
-        return min(max(BUDGET * median, least), most)
+        return min(max(BUDGET_FACTOR * median, LEAST_BUDGET), MOST_BUDGET)
 
     @cached_property
     def lost(self) -> tuple[int | None, ...]:
         """For each head, the first mark at which its state is outside the budget; None if it never
-        is.
+        is.  Empty if the case did not run.
         """
         lost_at: list[int | None] = []
         budget = self.budget if self.state_errors else 0.0
@@ -350,8 +354,8 @@ class DecodedStates(Record):
 
     @property
     def kept_steps(self) -> int | None:
-        """The last mark at which no head is lost, 0 if there is none; None if the case did not
-        run.
+        """The last mark before a head is lost, 0 if one is lost at the first mark; None if the case
+        did not run.
         """
         if not self.state_errors:
             return None
@@ -359,8 +363,10 @@ class DecodedStates(Record):
         return max((mark for mark in self.marks if mark < first_lost), default=0)
 
     def last(self, errors: StateErrors) -> float | None:
-        """The largest error of a head at the last mark; infinite if an error is not known, None if
-        the case did not run.
+        """The largest error of a head at the last mark; infinite if an error is None, None if the
+        case did not run.
+
+        errors: `out_errors` or `state_errors`.
         """
         return worst(errors[-1]) if errors else None
 
@@ -371,7 +377,7 @@ def decoded_words(step: int) -> str:
 
 
 def worst(errors: Iterable[float | None]) -> float:
-    """The largest error; infinite if an error is not known."""
+    """The largest of at least one error; infinite if an error is None."""
     return max(math.inf if error is None else error for error in errors)
 
 
@@ -381,10 +387,10 @@ class Prefill(Record):
     conv_and_norm: the origin of the convolution and the gated norm around the operators.
     layers: the number of decoder layers that were loaded, of `layer_count` in the model.
     operator_layers: the number of loaded layers that have an operator.
-    operator_calls: the number of operator calls in one prefill: layers times segments.
-    alone: the layer whose operator was also timed alone.
+    operator_calls: the number of operator calls in one prefill: operator layers times segments.
     attention, convolution: the model's implementations, in words.
-    alone_us: the device time of that layer's operator, on its inputs in this model.
+    alone: the layer whose operator was also timed alone.
+    alone_us: the device time of that operator, on its inputs in this model.
     parts: part of the model -> kernel -> microseconds in one profiled prefill.  The kernels with
         the longest times have names; the others are summed as "others".  The part "mixer" is a
         mixer without its operator, convolution and gated norm, that is, its projections.  The part
@@ -443,8 +449,9 @@ class Case(Record):
         laws fail the run.
     version: the version of a library, or "module:function" of the user's own kernel.
     variant: which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
-    baseline: the implementation that the case is compared with.  For the baseline's own cases it is
-        empty; its other precisions are compared with its exact one.
+    baseline: the implementation that the case is compared with; empty if there is none, as for the
+        baseline itself.  Cases of the baseline at other precisions name it, too, and are compared
+        with its exact one.
     reason: why the case did not run, or a remark.
     later_fault: an error after the first call, while the case was timed; it then has no time.
     nonfinite: whether an output that was not compared has an element that is not finite.
@@ -510,7 +517,9 @@ class Case(Record):
 
     @property
     def inputs_of(self) -> LayerCall | Generated | None:
-        """The captured call or the generated inputs."""
+        """The captured call or the generated inputs, also of decoded states; None for the whole
+        model.
+        """
         task = self.task.of if isinstance(self.task, DecodedStates) else self.task
         return task if isinstance(task, LayerCall | Generated) else None
 
@@ -521,12 +530,16 @@ class Case(Record):
 
     @property
     def layer(self) -> LayerRef | None:
-        """The layer of a captured call; None for generated inputs and for the whole model."""
+        """The layer of a captured call, also of decoded states; None for generated inputs and for
+        the whole model.
+        """
         return self.inputs_of.layer if isinstance(self.inputs_of, LayerCall) else None
 
     @property
     def call(self) -> CallRef | None:
-        """Which of its layer's calls the case is; None if the call is a whole prompt."""
+        """Which of its layer's calls the case is; None if the call is a whole prompt, and if the
+        task is no captured call.
+        """
         return self.task.call if isinstance(self.task, LayerCall) else None
 
     @property
@@ -536,7 +549,7 @@ class Case(Record):
 
     @property
     def dims(self) -> Dims | None:
-        """The sizes of a captured call or of generated inputs."""
+        """The sizes of a captured call or of generated inputs; None for the whole model."""
         return self.inputs_of.dims if self.inputs_of else None
 
     @property
@@ -611,7 +624,7 @@ class Case(Record):
     @property
     def calls(self) -> str:
         """The calls that this case is summed with, in words: "decode steps after 512 tokens",
-        "chunks of 8 tokens of 40 tokens", or the size of a whole prompt.
+        "chunks of 8 tokens of 40 tokens", or the size that other calls have in common with it.
         """
         if self.call and self.call.kind == "decode":
             return f"decode steps after {self.prompt}"
@@ -643,8 +656,8 @@ class Case(Record):
         return out.vs_oracle if out else None
 
     def match_pct(self, tolerance: float) -> float | None:
-        """The percentage of the output's elements that match the baseline's; None if there is no
-        baseline.
+        """The percentage of the output's elements that match the baseline's; None if they were not
+        compared.
         """
         out = self.tensor("out")
         return out.vs_baseline.match_pct(tolerance) if out and out.vs_baseline else None
@@ -661,7 +674,7 @@ class Case(Record):
 
     @cached_property
     def result(self) -> CaseResult:
-        """The result, from the status, the errors and the laws."""
+        """The result, from the status, a later fault, the errors and the laws."""
         if self.status != "ran":
             return self.status
         if self.nonfinite or any(tensor.vs_oracle.nonfinite for tensor in self.accuracy):
@@ -713,11 +726,13 @@ class Case(Record):
 
     @property
     def why(self) -> str:
-        """The reason why the case did not pass, or a remark; empty if there is neither."""
+        """The reason why the case did not pass, or a remark, or both; empty if there is neither."""
         if self.later_fault:
             return self.later_fault
         if self._nonfinite_answer is not None:
             return f"the distribution at position {self._nonfinite_answer:,} is not finite"
+        if self.only_outside:
+            return "; ".join(filter(None, (self.outside_budget, self.reason)))
         nonfinite = "some element is not finite" if self.nonfinite else ""
         return self.reason or nonfinite or self.outside_budget
 
@@ -737,7 +752,7 @@ class Case(Record):
     @property
     def rated_against(self) -> tuple[str, str] | None:
         """The case key and the implementation of the baseline; None if the case is of the baseline
-        itself.
+        itself, or has none.
         """
         if self.baseline in ("", self.implementation):
             return None
@@ -771,7 +786,8 @@ class Case(Record):
         return self.device_us or self.call_us
 
     def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:
-        """The speedup of this case over another one; None if one of them was not timed.
+        """The speedup of this case over another one; None if one of them was not timed, or if the
+        other one is None or this case itself.
 
         It is computed from the rounds in which both were timed.  Without such rounds it is the
         stored speedup over the baseline, or else the quotient of the two times.
@@ -804,21 +820,24 @@ class Case(Record):
         return max(memory_us, self.flops / ceilings.matmul_tflops / 1e6)
 
     def floor_pct(self, ceilings: Ceilings | None) -> float | None:
-        """`floor_us` as a percentage of the device time."""
+        """`floor_us` as a percentage of the device time; None if one of them is not known."""
         floor = self.floor_us(ceilings)
         return 100 * floor / self.device_us.value if floor and self.device_us else None
 
     def joined(self, later: Case) -> Case:
-        """This case with the samples or the fault that a later line of the report's file adds.
+        """The later of two lines of the report's file on one case, with the errors of this one if
+        it has none.
 
-        Raises ValueError if the line is of another case.
+        A later line adds samples, laws or a fault.  Raises ValueError if it is of another case.
         """
         if self.name != later.name:
             raise ValueError(f"{later.name} is not {self.name}")
         return later if later.accuracy else later.changed(accuracy=self.accuracy)
 
     def sampled(self, again: Case) -> Case:
-        """This case with the samples of another process, or with the fault in that process."""
+        """This case with the samples of another process.  If it did not pass there, the case has no
+        samples, and the fault of that process.
+        """
         if again.result == "passed":
             return self.changed(samples=(*self.samples, *again.samples))
         fields = ("status", "reason", "later_fault", "nonfinite")

@@ -128,7 +128,10 @@ def _is_decoded(case: Case) -> bool:
 
 
 def _kept_steps(case: Case, state_format: str, _speedup_of: SpeedupOf) -> int | None:
-    """The steps that a format keeps.  state_format: empty: that of the case."""
+    """The steps that a format keeps; None for a case of another format.
+
+    state_format: empty for any.
+    """
     is_of_format = state_format in ("", states_of(case.precision))
     return case.task.kept_steps if isinstance(case.task, DecodedStates) and is_of_format else None
 
@@ -148,13 +151,16 @@ def _match(case: Case, tolerance_name: str, _speedup_of: SpeedupOf) -> float | N
 
 
 def _rms(case: Case, _at: str, _speedup_of: SpeedupOf) -> float | None:
-    """The RMS error over that of the floor; infinite if only the floor is 0."""
+    """The RMS error over that of the floor; infinite if only the floor is 0.  None if the output
+    was not compared.
+    """
     out = case.tensor("out")
     if out is None:
         return None
     if out.floor.rms_ratio:
         return out.over_floor
-    return math.inf if out.vs_oracle.rms_ratio else 0.0
+    # an infinite error, of an oracle of zeros, is None
+    return 0.0 if out.vs_oracle.rms_ratio == 0 else math.inf
 
 
 def _of_answers(name: str) -> Callable[[Case, str, SpeedupOf], float | None]:
@@ -324,8 +330,8 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
             f"{name} takes {', '.join(metric.choices or ()) or 'no @'}.",
         )
     if what == "gate":
-        has_unit = bool(percent) == metric.is_percent
-        fits = has_unit and (limit <= 100 or not percent)
+        has_right_unit = bool(percent) == metric.is_percent
+        fits = has_right_unit and (limit <= 100 or not percent)
     else:
         sign_of_worse = "-" if metric.more_is_better else "+"
         # changes of a metric in percent are in percentage points, and have no % themselves

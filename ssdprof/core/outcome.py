@@ -29,8 +29,9 @@ class Verdict(Record):
     """Whether a case meets a condition.
 
     condition: as the user wrote it.
-    case: the name of the case; empty if the condition applied to no case.
-    holds: None if the case lacks the value, which breaks no condition.
+    case: the name of the case, or the key of cases that were left out; empty if the verdict is on
+        the whole report.
+    holds: None for answers that lack the value, which breaks no condition.
     actual: the value, or why there is none; empty if the condition holds.
     """
 
@@ -67,9 +68,9 @@ def gated_cases(report: Report) -> tuple[Case, ...]:
 def verdicts(report: Report) -> Iterator[Verdict]:
     """A verdict for each condition of the report and each case that it applies to.
 
-    Cases that did not pass have no verdict, because they fail the report anyway.  The exception is
-    a requested prefill without a time, which breaks a condition on speed.  A condition that no case
-    can satisfy or break is broken.
+    Cases that did not pass have no verdict, because the outcome counts them anyway.  The exceptions
+    break a condition on speed: a prefill that did not pass, and requested cases that were left out.
+    A condition that no case can satisfy or break is broken.
     """
     for condition in report.conditions:
         of_cases = list(_of(condition, report))
@@ -84,12 +85,14 @@ def verdicts(report: Report) -> Iterator[Verdict]:
 
 
 def broken(report: Report) -> tuple[Verdict, ...]:
-    """The verdicts that do not hold."""
+    """The verdicts on conditions that do not hold."""
     return tuple(verdict for verdict in verdicts(report) if verdict.holds is False)
 
 
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
-    """The verdicts of one condition: on the cases that passed, then on those without a time."""
+    """The verdicts of one condition: on the cases that passed, then, if it is on speed, on those
+    that have no time.
+    """
     cases = [case for case in gated_cases(report) if METRICS[condition.metric].applies(case)]
     if condition.metric == KEPT_STEPS and condition.at:
         cases = [case for case in cases if states_of(case.precision) == condition.at]
@@ -119,8 +122,8 @@ def _untimed(cases: Sequence[Case], report: Report) -> Iterator[tuple[str, str]]
 def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
     """The verdict on a case that passed.
 
-    A case without the value breaks the condition.  The exception is a case of answers, which has no
-    perplexity if no next token is known.
+    A case without the value breaks the condition.  Answers do not: they have no perplexity if no
+    next token is known.
     """
     metric = METRICS[condition.metric]
     value = metric.value(case, condition.at, report.speedup)
@@ -145,12 +148,13 @@ class Outcome:
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
     others: the number of cases of other libraries, on which the outcome does not depend.
-    compared: the number of cases that were compared or failed, without answers and without the
-        cases of `others`.
+    compared: the number of cases that were compared or failed, without answers, without the cases
+        of `others`, and without baselines whose only fault is to be in `outside`.
     failed: the cases among them that did not pass.
-    outside: the cases of baselines that are finite and outside their budget.  They fail nothing,
+    outside: the cases of baselines that are finite and outside their budget.  That fails nothing,
         because the verdict is on the implementations that are compared with them.
-    refused: the requested cases that an implementation does not support, without those of `others`.
+    refused: the requested cases that an implementation does not support, without answers, prefills
+        and the cases of `others`.
     missing: the number of requested cases that are neither in the report nor left out by name.
     broken: the verdicts on conditions that do not hold.
     answers: the cases of the model's answers that gates apply to.
@@ -221,9 +225,9 @@ def _counts(case: Case, report: Report) -> bool:
 
 
 def exact_answer_is_finite(case: Case) -> bool:
-    """Whether the fp64 oracle, rounded to the output's dtype, is finite.
+    """Whether the fp64 oracle, rounded to the dtypes of the outputs, is finite.
 
-    If it is not, no kernel can have a finite output.
+    If it is not, no accurate kernel can have a finite output.
     """
     return not any(tensor.floor.nonfinite for tensor in case.accuracy)
 
@@ -272,7 +276,7 @@ class ListedRun(Record):
 
     @classmethod
     def of(cls, name: str, report: Report | SsdprofError) -> ListedRun:
-        """The line of a run.
+        """The line of a report.
 
         name: of the report's folder.  report: the report, or the error that reading it raised.
         """

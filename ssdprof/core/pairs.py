@@ -106,7 +106,9 @@ class CasePair:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The reasons why neither times nor errors were compared; empty if either was."""
+        """The reasons why neither times, nor speedups, nor errors were compared; empty if one of
+        them was, and for prefills that have no times.
+        """
         if self.base is None or self.new is None:
             return (self.verdict,)
         if self.time or self.call or self.over_baseline:
@@ -231,7 +233,8 @@ def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
 
     Empty without a GPU.
 
-    case: if it is a prefill, the libraries and the segment length are among the needs.
+    case: if it is a prefill, the libraries, the attention, the segment length and a convolution of
+        the model's own are among the needs.
     """
     gpu = report.environment.gpu
     if gpu is None:
@@ -335,7 +338,9 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
 
 
 def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
-    """A total for each implementation and precision, over layers, over calls, or over lengths."""
+    """A total for each size, implementation, precision and kind of ratio: over layers, over calls,
+    or over lengths.
+    """
 
     def key(pair: CasePair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
         case = pair.case
@@ -344,14 +349,14 @@ def _totals(pairs: Sequence[CasePair], smallest: float) -> Iterator[Total]:
             by = "call time" if pair.time else "call speedup"
         return *_calls(case), case.implementation, case.precision, by
 
-    compared = (pair for pair in pairs if pair.time or pair.over_baseline)
-    for (where, over, name, precision, by), group in grouped(compared, key).items():
+    with_ratio = (pair for pair in pairs if pair.time or pair.over_baseline)
+    for (where, over, implementation, precision, by), group in grouped(with_ratio, key).items():
         ratios = filter(None, (pair.time or pair.over_baseline for pair in group))
         change = statistics.mean(list(ratios))
         yield Total(
             where=where,
             over=over,
-            implementation=name,
+            implementation=implementation,
             precision=precision,
             cases=len(group),
             by=by,
@@ -378,7 +383,7 @@ def _offenders(
     """The verdicts on cases that changed by more than is allowed.
 
     NEW also breaks the condition, without naming a case, if it is incomplete, if it lacks an
-    implementation of BASE, or if no case can be compared.
+    implementation of BASE, or, while it is complete, if no case can be judged.
     """
     in_both = [pair for pair in pairs if pair.base and pair.new]
     faults = {pair.name: _fault(change, pair, base, new) for pair in in_both}
@@ -394,7 +399,7 @@ def _offenders(
 
 
 def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
-    """The implementations that have values of the metric in BASE and no case in NEW."""
+    """The implementations to which the condition applies in BASE, and which have no case in NEW."""
     applies = METRICS[change.metric].applies
     only_in_base = [pair.case for pair in pairs if pair.new is None]
     present = {case.implementation for case in new.cases}
@@ -407,7 +412,7 @@ def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
 
 
 def _why_none(change: Change, pairs: Sequence[CasePair]) -> str:
-    """Why none of the pairs, which are of cases in both reports, has values to compare."""
+    """Why none of the pairs has values to compare.  pairs: of cases that are in both reports."""
     is_of_speed = change.metric in SPEED_METRICS
     reasons = distinct(pair.incomparable if is_of_speed else [pair.other_inputs] for pair in pairs)
     if known := "; ".join(filter(None, reasons)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -272,9 +272,10 @@ class Report(Record):
     def baseline_of(self, case: Case, implementation: str = "") -> Case | None:
         """The case that a case is compared with; None if there is none.
 
-        It is of the case's baseline and has the same key.  In a bench it is the fastest such case;
-        cases of libraries have no baseline there.  In other reports it is the one with exact
-        intermediates and equal states, or else the first one, unless that is the case itself.
+        It is of the case's baseline and has the same key.  For generated inputs it is the fastest
+        such case; cases of libraries and of the baseline itself have none there.  Otherwise it is
+        the one with exact intermediates and equal states, or else the first one, unless that is the
+        case itself.
 
         implementation: another implementation, in place of the baseline.
         """
@@ -306,7 +307,7 @@ class Report(Record):
 
         It follows from the device times of the operator in one layer alone.  If these calls take
         the share f of the baseline's prefill, and the operator has the speedup s, then the
-        prediction is 1 / (1 - f + f / s).  None if a time is missing.
+        prediction is 1 / (1 - f + f / s).  None if a time is missing, or if that is not positive.
         """
         base = self.baseline_of(case)
         if not (base and base.call_us and isinstance(case.task, Prefill)):
@@ -349,12 +350,13 @@ class Report(Record):
         command = " ".join(self.command)
         # the user's own kernels are typed as NAME=MODULE:FUNCTION
         own_kernel = f"{case.implementation}="
-        as_typed = [word for word in re.split("[ ,]", command) if word.startswith(own_kernel)]
+        as_typed = re.search(rf"(?<![^ ,=]){re.escape(own_kernel)}[^ ,]+", command)
         options: dict[str, str | None] = dict.fromkeys(_LEFT_OUT)
         if isinstance(case.task, DecodedStates):
             options["--decode-states"] = states_of(case.precision)
         elif case.implementation == DECODER and "--decode-states" in command:
-            # answers with decoded states, which the baseline's answers are compared with
+            # Answers with states in a format.  An option asks for them, and is added to a command
+            # that runs the baseline alone.
             options["--decode-states"] = states_of(case.precision)
             options |= {"--impl": self.baseline, "--dtypes": "exact", "--states": "fp32"}
         else:
@@ -412,23 +414,27 @@ class Report(Record):
     def restricted(
         self,
         *,
-        precisions: Container[PrecisionName] | None = None,
+        precisions: Sequence[PrecisionName] | None = None,
         implementations: Container[str] | None = None,
     ) -> Report:
         """The report as if only some precisions or implementations had been requested.
 
-        Cases of baselines stay.  Answers are removed.
+        Cases of baselines stay, at the precisions that others are compared with.  Answers are
+        removed.
 
         precisions, implementations: None for all.
         """
         baselines = {case.baseline for case in self.cases}
+        of_baselines = None
+        if precisions is not None:
+            of_baselines = {*precisions, *map(exact_precision, precisions)}
 
         def is_kept(precision: str, implementation: str) -> bool:
+            if implementation in baselines:
+                return of_baselines is None or precision in of_baselines
             if precisions is not None and precision not in precisions:
                 return False
-            if implementations is None or implementation in implementations:
-                return True
-            return implementation in baselines
+            return implementations is None or implementation in implementations
 
         cases = tuple(
             case

@@ -79,7 +79,7 @@ class Estimate(NamedTuple):
 
 
 def median(samples: RecordedTimes) -> Estimate:
-    """The geometric mean over recordings of the median over rounds."""
+    """The geometric mean over recordings of the median over rounds, with its interval."""
     return _estimate(_medians(samples))
 
 
@@ -110,9 +110,9 @@ def quotient(above: Estimate, below: Estimate) -> Estimate:
 
     The squares of the half-widths of their logarithms add up.
     """
-    width = math.hypot(_width(above), _width(below))
+    half_width = math.hypot(_log_half_width(above), _log_half_width(below))
     log = math.log(above.value / below.value)
-    return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
+    return Estimate(math.exp(log), math.exp(log - half_width), math.exp(log + half_width))
 
 
 def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
@@ -127,10 +127,12 @@ def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
 
 
 def mean(ratios: Sequence[Estimate]) -> Estimate:
-    """The geometric mean of ratios.  Its bounds are the geometric means of their bounds."""
+    """The geometric mean of at least one ratio, whose value is the geometric mean of its bounds.
+    The bounds of the mean are then the geometric means of their bounds.
+    """
     log = fmean(math.log(ratio.value) for ratio in ratios)
-    width = fmean(map(_width, ratios))
-    return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
+    half_width = fmean(map(_log_half_width, ratios))
+    return Estimate(math.exp(log), math.exp(log - half_width), math.exp(log + half_width))
 
 
 def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
@@ -146,14 +148,15 @@ def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
     slope = float(x @ y / (x @ x))
     freedom = len(steps) - 2
     residuals = y - np.mean(y) - slope * x
-    width = _T[freedom - 1] * math.sqrt(residuals @ residuals / freedom / (x @ x))
-    return Estimate(slope, slope - width, slope + width)
+    half_width = _T[freedom - 1] * math.sqrt(residuals @ residuals / freedom / (x @ x))
+    return Estimate(slope, slope - half_width, slope + half_width)
 
 
 def settled(samples: Iterable[RecordedTimes], smallest_difference: float) -> bool:
     """Whether more recordings would hardly change the verdict on any pair of implementations.
 
-    samples: of each implementation.  See `_decided`.
+    samples: of each implementation, at least two recordings each.  True for a single one.  See
+        `_decided`.
     """
     medians = [_medians(recordings) for recordings in samples]
     ratios = [first / second for first, second in combinations(medians, 2)]
@@ -248,6 +251,6 @@ def _half_width(values: NDArray[np.float64], spread: float | None = None) -> flo
     return _T[freedom - 1] * math.sqrt(variance / len(values))
 
 
-def _width(estimate: Estimate) -> float:
+def _log_half_width(estimate: Estimate) -> float:
     """Half the width of the interval of the logarithm."""
     return math.log(estimate.high / estimate.low) / 2

@@ -215,10 +215,10 @@ class Clocks(Record):
 
     def until(self, later: Clocks) -> Clocks:
         """The clocks of a region that begins with this one and ends with a later one."""
-        names = ("sm_mhz", "memory_mhz", "temperature_c")
-        pairs = {name: (getattr(self, name)[0], getattr(later, name)[1]) for name in names}
         return Clocks(
-            **pairs,
+            sm_mhz=(self.sm_mhz[0], later.sm_mhz[1]),
+            memory_mhz=(self.memory_mhz[0], later.memory_mhz[1]),
+            temperature_c=(self.temperature_c[0], later.temperature_c[1]),
             throttle_reasons=tuple(dict.fromkeys(self.throttle_reasons + later.throttle_reasons)),
         )
 
@@ -341,7 +341,7 @@ class LayerCapture(Record):
     """The stored inputs of one call of a layer's operator.
 
     seqlen: the length of the call.
-    call: which of the layer's calls; None if the layer's only call is the whole prompt.
+    call: which of the layer's calls; None for a call on the whole prompt.
     file: the safetensors file, in the folder of the manifest.
     remark: a sentence for the report if the inputs differ from the model's call or its config.
     scalars: the arguments that are not tensors: chunk_size, dt_softplus, dt_limit, ...
@@ -366,7 +366,9 @@ class LayerCapture(Record):
 
     @property
     def whole(self) -> bool:
-        """Whether the call is of whole sequences, neither a chunk nor a decode step."""
+        """Whether the call is on a whole prompt, or on packed sequences: no chunk, no decode step,
+        and no drafted tokens of a batch.
+        """
         return self.call is None or self.call.kind == "packed"
 
 

@@ -32,8 +32,8 @@ def size_words(size: int | None) -> str:
 
 
 def _in_unit(value: float | None, step: float, *units: str) -> str:
-    """The value in the first unit in which it is below 1,000.  Each unit is `step` times the one
-    before it.
+    """The value in the first unit in which it is below 1,000, or else in the last one.  Each unit
+    is `step` times the one before it.
     """
     if value is None:
         return MISSING
@@ -62,7 +62,7 @@ def speedup(estimate: Estimate | None, *, by_call: bool = False) -> str:
     return ratio(estimate.value) + interval
 
 
-def counts(smallest_difference: float) -> str:
+def verdict_rule(smallest_difference: float) -> str:
     """A sentence that says which ratios are called faster or slower."""
     condition = "excludes 1"
     if smallest_difference:
@@ -97,8 +97,8 @@ def share(value: float | None, decimals: int = 0) -> str:
 
 
 def small(value: float | None) -> str:
-    """A number with three digits, with an exponent where that is shorter: "2.13e-3", "0.125", "0",
-    "NaN".
+    """A number with three digits, with an exponent below 0.01 and from 1,000: "2.13e-3", "0.125",
+    "0", "NaN".
     """
     if value is None:
         return MISSING
@@ -108,7 +108,7 @@ def small(value: float | None) -> str:
         return "inf" if value > 0 else "-inf"
     if value == 0:
         return "0"
-    if 0.01 <= abs(value) < 1000:
+    if 0.01 <= abs(value) < 999.5:
         return f"{value:.3g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa}e{int(exponent)}"
@@ -156,8 +156,8 @@ def _ratio(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A number with three significant digits: "12.3", "0.00123".  Larger numbers keep all digits
-    before the decimal point: "12345".
+    """A number rounded to three significant digits, without an exponent: "12.3", "0.00123",
+    "12300".
     """
     if value == 0:
         return "0"
@@ -181,9 +181,9 @@ def placement_words(placement: Placement) -> str:
         for device, part in placement.allocated.items()
     )
     is_without_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
-    words = [by_device if is_without_gpu else f"{placement.kind}: {by_device}"]
+    clauses = [by_device if is_without_gpu else f"{placement.kind}: {by_device}"]
     if placement.kind == "all-gpus" and len(placement.allocated) == 1:
-        words.append("all of it fits there, so that the other GPUs hold nothing")
+        clauses.append("all of it fits there, so that the other GPUs hold nothing")
     if placement.streamed_layer_bytes:
         times = "once"
         if placement.forward_calls > 1:
@@ -192,15 +192,15 @@ def placement_words(placement: Placement) -> str:
         if placement.bytes_per_s and placement.seconds_per_layer is not None:
             speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
             cost = f"in {placement.seconds_per_layer:.2g} s at the measured {speed}"
-        words.append(
+        clauses.append(
             f"a layer of {size_words(placement.streamed_layer_bytes)} is read {times}, {cost}"
         )
     if placement.predicted_peak_bytes is not None:
-        words.append(
+        clauses.append(
             f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} "
             "before replaying"
         )
-    return "; ".join(words)
+    return "; ".join(clauses)
 
 
 def serving_words(serving: Serving, *, batch: int = 1, tensor_parallel: int = 1) -> str:
@@ -208,16 +208,18 @@ def serving_words(serving: Serving, *, batch: int = 1, tensor_parallel: int = 1)
 
     Empty for a single prompt in one call on one GPU.
     """
-    words = []
+    clauses = []
     if batch > 1:
-        words.append(f"{batch} prompts side by side")
+        clauses.append(f"{batch} prompts side by side")
     if lengths := serving.packed:
         sizes = f"{min(lengths):,} to {max(lengths):,} tokens"
-        words.append(f"{len(lengths)} packed sequences of {sizes}, run one by one and concatenated")
+        clauses.append(
+            f"{len(lengths)} packed sequences of {sizes}, run one by one and concatenated"
+        )
     if serving.chunk is not None:
-        words.append(f"chunked prefill, {serving.chunk:,} tokens a call")
+        clauses.append(f"chunked prefill, {serving.chunk:,} tokens a call")
     if serving.decode:
-        words.append(f"{plural(serving.decode, 'decode step')}, computed by the whole model")
+        clauses.append(f"{plural(serving.decode, 'decode step')}, computed by the whole model")
     if tensor_parallel > 1:
-        words.append(f"the first of {tensor_parallel} tensor-parallel ranks")
-    return "; ".join(words)
+        clauses.append(f"the first of {tensor_parallel} tensor-parallel ranks")
+    return "; ".join(clauses)

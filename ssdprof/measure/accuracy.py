@@ -8,8 +8,10 @@ maximum norm and in the RMS norm,
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
 must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).
-The error of a single `lo` may be small by chance, so the largest error of several ones counts: some
-have shorter chunks, and in others ("draws") every operand has a random error.  docs/measuring.md
+(`FLUSHED`, the smallest normal fp32 number, is added in the brackets, so that zeros have a budget.)
+The error of a single `lo` may be small by chance, so the largest error of several ones counts: the
+plain ones, of which some have shorter chunks, and "draws", in which every operand has a random
+error.  docs/measuring.md
 says why.  All tensors are compared in blocks of positions, so that only the outputs under test are
 ever in memory as a whole, in their own dtype.
 
@@ -92,10 +94,11 @@ def compare(
     """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
     candidates: by keys of the caller, which the result has, too.
+        There is at least one.
     on_progress: called with the number of positions done since the last call; there are b * l.
 
-    Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output;
-    BadInputError for an operator without an oracle.
+    Raises ValueError if a candidate's tensors lack the shape, dtype or device of the operator's
+    output.
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
@@ -128,9 +131,9 @@ class _Comparison(Generic[K]):
         for candidate in candidates.values():
             for null, cuts in candidate.nulls.items():
                 self._rounded[null] = self._forms(candidate.precision, cuts, count)
-        exact = 1 + len(self._shorter)
-        self._outs = _TensorSums("out", candidates, coarse, exact)
-        self._states = _TensorSums("final_states", candidates, coarse, exact)
+        plain_count = 1 + len(self._shorter)
+        self._outs = _TensorSums("out", candidates, coarse, plain_count)
+        self._states = _TensorSums("final_states", candidates, coarse, plain_count)
         self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)  # (h)
         # the first block of the current sequence; there is none yet
         self._origin = Span(sequence=-1, batch=0, start=0, stop=0)
@@ -138,40 +141,39 @@ class _Comparison(Generic[K]):
     def _forms(self, precision: Precision, cuts: bool, count: int) -> list[Rounded]:
         """The rounded forms of a precision.
 
-        First one without random errors for the usual chunk length and one for each shorter length;
-        then forms with random errors, which make `count` draws, `_together` in each form.
-        cuts: the forms with random errors cut operands to tf32.
+        First the plain ones, without random errors: for the usual chunk length and for each shorter
+        length.  Then forms with random errors, which make `count` draws, `_together` in each form.
+        cuts: whether the forms with random errors cut operands to tf32.
         """
 
         def new() -> Rounded:
             return self._oracle.rounded(self._inputs, precision)
 
-        exact = [new() for _ in range(1 + len(self._shorter))]
+        plain = [new() for _ in range(1 + len(self._shorter))]
         seeds = range(count // self._together)
-        return exact + [new().perturb(seed, cuts=cuts) for seed in seeds]
+        return plain + [new().perturb(seed, cuts=cuts) for seed in seeds]
 
     def _advance(self, forms: list[Rounded], spans: Sequence[SpanInputs]) -> Iterator[Tensor]:
-        """`out` of a block, (h, l, ...), by each rounded form, and by each draw of forms with
-        random errors.
+        """`out` of a block, (h, l, ...), by each plain form, then by each draw of the others.
 
-        spans: the block for each form without random errors, then the block for the others, in
-        which it is repeated `_together` times.
+        spans: the block for each plain form, then the block for the others, in which it is repeated
+        `_together` times.
         """
-        *exact_spans, wide_span = spans
-        exact = len(exact_spans)
-        for form, span in zip(forms[:exact], exact_spans, strict=True):
+        *plain_spans, wide_span = spans
+        plain_count = len(plain_spans)
+        for form, span in zip(forms[:plain_count], plain_spans, strict=True):
             out, _ = form.advance(*span)
             yield _head_first(out)
-        for form in forms[exact:]:
+        for form in forms[plain_count:]:
             outs, _ = form.advance(*wide_span)
             yield from map(_head_first, outs.chunk(self._together, 1))
 
     def _states_of(self, forms: list[Rounded]) -> Iterator[Tensor]:
         """The states after the block, (h, rows, width), in the order of `_advance`."""
-        exact = 1 + len(self._shorter)
-        for form in forms[:exact]:
+        plain_count = 1 + len(self._shorter)
+        for form in forms[:plain_count]:
             yield _rows(form.state)
-        for form in forms[exact:]:
+        for form in forms[plain_count:]:
             yield from map(_rows, form.state.chunk(self._together))
 
     def blocks(self) -> Iterable[Block]:
@@ -184,8 +186,8 @@ class _Comparison(Generic[K]):
         Blocks come in the order of `blocks`, because rounded forms carry their states from one to
         the next.
         """
-        # row: of `final_states`; None: the state after the block is none of the final ones
-        span, exact_out, exact_state, row = block
+        # index: in `final_states`; None: the state after the block is none of the final ones
+        span, exact_out, exact_state, index = block
         inputs = self._inputs
         oracle = self._oracle
         if span.sequence != self._origin.sequence:
@@ -205,16 +207,16 @@ class _Comparison(Generic[K]):
             {null: self._advance(forms, spans) for null, forms in self._rounded.items()},
             Region(
                 shape=self._outs.shape,
-                row=span.batch,
+                index=span.batch,
                 positions=(span.start, span.stop),
                 origin=self._origin.start,
             ),
         )
-        if row is not None:
+        if index is not None:
             self._states.add(
                 _rows(exact_state),
                 {null: self._states_of(forms) for null, forms in self._rounded.items()},
-                Region(shape=self._states.shape, row=row, positions=None),
+                Region(shape=self._states.shape, index=index, positions=None),
             )
 
     def results(self) -> dict[K, tuple[Accuracy, ...]]:
@@ -234,10 +236,10 @@ class _TensorSums(Generic[K]):
     """The running comparison of one output tensor, `out` or `final_states`, of all candidates."""
 
     def __init__(
-        self, name: TensorName, candidates: Mapping[K, Candidate], coarse: bool, exact: int
+        self, name: TensorName, candidates: Mapping[K, Candidate], coarse: bool, plain_count: int
     ) -> None:
         """coarse: whether the inputs have 16 bits; only then are errors tested (`RoundingTests`).
-        exact: number of rounded forms without random errors.
+        plain_count: number of rounded forms without random errors.
         """
         index = _NAMES.index(name)
         self._tensors = {key: candidate.output[index] for key, candidate in candidates.items()}
@@ -262,7 +264,7 @@ class _TensorSums(Generic[K]):
                 baseline_name = candidates[candidate.baseline].name or str(candidate.baseline)
                 self._from_baseline[key] = deviation(baseline_name)
         self._rounding_tests = RoundingTests(
-            self.shape[1] if name == "out" else None, tested=coarse, exact=exact
+            self.shape[1] if name == "out" else None, tested=coarse, plain_count=plain_count
         )
         # for each dtype, whether all of a head of the oracle's tensor fits in it: (h)
         self._fits_oracle = {
@@ -273,7 +275,7 @@ class _TensorSums(Generic[K]):
         """Compare a block.
 
         high: the oracle's block, (h, rows, width), fp64.
-        rounded: by name, the blocks of each rounded form: those without random errors, then draws.
+        rounded: name of a null hypothesis -> its blocks: those of the plain forms, then draws.
         """
         floor = high.to(self._dtype)
         if self.name == "final_states":
@@ -320,7 +322,7 @@ class _TensorSums(Generic[K]):
     def _budget_use(self, key: K, eps: Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
         """The error and the budget of the head that uses most of its budget, in this norm.
 
-        None if that budget is not finite, because the oracle's output is not.
+        None if that budget is not finite, because the exponent of a decay is not a number.
         """
         deviation = self._from_oracle[key]
         high = self._floor.other
@@ -409,7 +411,8 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
     """The number of draws that are evaluated at once, a divisor of `count`.
 
     On a GPU, and for short sequences, an operation takes as long as its launch, so that as many
-    draws as fit in memory are evaluated at once.  Elsewhere it is one.
+    draws as fit in memory are evaluated at once.  Elsewhere it is one, as for operators whose heads
+    cannot be repeated (`Operator.repeated`).
     block: positions per block.
     """
     device = inputs.device.type
@@ -432,21 +435,21 @@ _LARGEST = 1e145
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region of a block in its tensor: positions start..stop of a row of `out`, or a sequence
-    of `final_states`.
+    """The region of a block in its tensor: positions start, ..., stop - 1 of an index of `out`, or
+    an index of `final_states`.
 
     Blocks are compared with the head first, as (h, rows, width).  A row is a position of `out`, or
     a row of a state.
     """
 
     shape: tuple[int, ...]  # of the tensor: (b, l, h, ...), or (sequences, h, ...)
-    row: int  # index in the first dimension of the tensor: of the batch, or of the sequence
+    index: int  # in the first dimension of the tensor
     positions: tuple[int, int] | None  # (start, stop); None for states
     origin: int = 0  # first position of the sequence to which the block belongs
 
     def cut(self, tensor: Tensor) -> Tensor:
         """The block of a tensor of `shape`, head first, in fp64."""
-        block = tensor[self.row]
+        block = tensor[self.index]
         if self.positions is not None:
             block = _head_first(block[slice(*self.positions)])
         return _rows(block).double()
@@ -458,11 +461,11 @@ class Region:
         """
         if self.positions is None:
             _, heads, *state_dims = self.shape
-            return (self.row * heads + head) * prod(state_dims) + j
+            return (self.index * heads + head) * prod(state_dims) + j
         _, length, heads, *value_dims = self.shape
         width = prod(value_dims)
         position = self.positions[0] + j // width
-        return ((self.row * length + position) * heads + head) * width + j % width
+        return ((self.index * length + position) * heads + head) * width + j % width
 
 
 class RunningDeviation:
@@ -470,7 +473,7 @@ class RunningDeviation:
 
     def __init__(self, against: str, shape: tuple[int, ...], heads: int, scale: Tensor) -> None:
         """against: names the other tensor in reports.  shape: shape of both tensors.
-        scale: a scalar in fp64, the RMS of the tensor, for tolerances relative to it.
+        scale: a scalar in fp64, the RMS of a tensor, for tolerances relative to it.
         """
         device = scale.device
         self.against = against
@@ -552,7 +555,7 @@ class RunningDeviation:
         whole_ratio = rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum())
         along: list[float | None] = []
         if self._squares is not None:
-            along = [_finite(ratio) for ratio in rms_ratio(*self._squares).tolist()]
+            along = [_finite_or_none(ratio) for ratio in rms_ratio(*self._squares).tolist()]
         nonfinite = int(self._nonfinite)
         percents = [100.0 * count / max(self.elements, 1) for count in self._matches.tolist()]
         zero, small, large, small_rms, large_rms = percents  # in the order of `add`
@@ -561,7 +564,7 @@ class RunningDeviation:
             elements=self.elements,
             matches=(zero, small, large),
             matches_rms=(small_rms, large_rms),
-            rms_ratio=_finite(float(whole_ratio)),
+            rms_ratio=_finite_or_none(float(whole_ratio)),
             max_abs=float(self.error.max.max()),
             worst_head=int(ratios.argmax()),
             worst_position=self.position_of_max(int(self.error.max.argmax())),
@@ -583,11 +586,13 @@ def _rms(tensor: Tensor) -> Tensor:
 
 
 def rms_ratio(error_squares: Tensor, other_squares: Tensor) -> Tensor:
-    """sqrt(error / other); 0 where there is no error, infinity where only `other` is 0."""
+    """sqrt(error_squares / other_squares); 0 where there is no error, infinity where only the other
+    is 0.
+    """
     return torch.where(error_squares == 0, 0.0, (error_squares / other_squares).sqrt())
 
 
-def _finite(ratio: float) -> float | None:
+def _finite_or_none(ratio: float) -> float | None:
     """The ratio; None if it is not finite."""
     return ratio if math.isfinite(ratio) else None
 

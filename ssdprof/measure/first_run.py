@@ -70,13 +70,15 @@ class Call:
         function makes several calls, or copies the states.
         """
         implementation = self.implementation
-        is_cut = self._inputs[0] is not self.inputs
+        is_cut = self._inputs_of_calls[0] is not self.inputs
         if not (is_cut or self._copies_states):
             return partial(implementation.run, self.inputs, self.precision)
-        return partial(in_pieces, implementation, self._inputs, self.precision, is_cut=is_cut)
+        return partial(
+            in_pieces, implementation, self._inputs_of_calls, self.precision, is_cut=is_cut
+        )
 
     @cached_property
-    def _inputs(self) -> list[Inputs]:
+    def _inputs_of_calls(self) -> list[Inputs]:
         """The inputs of each call of the implementation: one, or a piece for each state that is
         returned.  Every piece but the first gets its initial states from the call before.
         """
@@ -107,12 +109,12 @@ class Call:
         """The implementation's plan.  Its reason also names the several calls and the copies that
         `run` makes.
         """
-        inputs = self._inputs[0]
+        inputs = self._inputs_of_calls[0]
         if self._copies_states:
             inputs = inputs.after(self.inputs.initial)
         plan = self.implementation.plan(inputs, self.precision)
         reason = plan.reason
-        calls = len(self._inputs)
+        calls = len(self._inputs_of_calls)
         if calls > 1:
             copies = "one for each state, and copies that join the states"
             reason = f"{calls:,} calls, {copies}; {reason}"
@@ -138,7 +140,7 @@ class Call:
 
         An error of the implementation becomes a status and a reason.
         seconds: the call is timed, and stopped with TimeIsUp after this number of seconds; None: it
-            is neither.
+            is neither timed nor stopped.
         launches: record the Triton kernels that run, which walks all live objects.
 
         Raises MissingCapabilityError if a fault in the call made the GPU unusable, and
@@ -208,7 +210,9 @@ def timed_first_call(
     def note(
         *, src: ASTSource, times: triton.knobs.CompileTimes, cache_hit: bool, **_: object
     ) -> None:
-        """Note the compile time of a kernel.  Triton calls it for every kernel, in any thread."""
+        """Note the longest compile time of a kernel.  Triton calls this for every kernel that it
+        compiles or finds in its cache, in any thread.
+        """
         if not cache_hit:
             compiled[src.name] = max(times.total / 1e6, compiled.get(src.name, 0.0))
 
@@ -321,8 +325,9 @@ def type_and_message(error: BaseException) -> str:
 
 
 def _trail(error: BaseException) -> str:
-    """The frames of the traceback, from the first one outside of ssdprof, torch and Triton:
-    " (file:line in function, ...)"; empty if there is none.
+    """The frames of the traceback, from the first one outside of ssdprof, torch, Triton and
+    Python's library: " (file:line in function, ...)"; empty if there is none.  Of more than
+    `_FRAMES`, the first ones and the last one.
     """
     frames = traceback.extract_tb(error.__traceback__)
     while frames and _KNOWN.search(frames[0].filename):
@@ -385,9 +390,9 @@ def counted_launches() -> Iterator[list[object]]:
     """The context's value is a list, which gets an entry for every launch of a Triton kernel in the
     block.
     """
-    seen: list[object] = []
-    with _at_launch(seen.append):
-        yield seen
+    launches: list[object] = []
+    with _at_launch(launches.append):
+        yield launches
 
 
 @contextmanager

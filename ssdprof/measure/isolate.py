@@ -110,11 +110,11 @@ class GuardedInputs:
             self._blocks.append((block, block.bits()))
             copies |= tensors
         self.inputs = replace(inputs, **copies)
-        self._elements = fingerprints(copies)
+        self._fingerprints = fingerprints(copies)
 
     def out_of_bounds(self) -> str:
         """A phrase on writes to the inputs or next to them; empty if there were none."""
-        if fault := changes(self._elements, self.inputs.tensors):
+        if fault := changes(self._fingerprints, self.inputs.tensors):
             return fault
         for block, bits in self._blocks:
             place = block.overrun()
@@ -188,14 +188,14 @@ def _copied(tensors: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, T
     """
     by_storage = grouped(tensors.items(), lambda item: item[1].untyped_storage().data_ptr())
     for sharing in by_storage.values():
-        _, some = sharing[0]
+        _, tensor_of_storage = sharing[0]
         first = min(tensor.data_ptr() for _, tensor in sharing)
         size = max(tensor.data_ptr() + _extent(tensor) for _, tensor in sharing) - first
-        source = torch.empty(0, dtype=torch.uint8, device=some.device)
-        storage = some.untyped_storage()
+        source = torch.empty(0, dtype=torch.uint8, device=tensor_of_storage.device)
+        storage = tensor_of_storage.untyped_storage()
         source.set_(storage, first - storage.data_ptr(), (size,), (1,))
         names = tuple(name for name, _ in sharing)
-        block = _Block.of(size, first % _ALIGNED, some.device, names)
+        block = _Block.of(size, first % _ALIGNED, tensor_of_storage.device, names)
         block.memory[block.start : block.stop].copy_(source)
         copies = {
             name: block.allocated(tensor, tensor.data_ptr() - first) for name, tensor in sharing
@@ -431,7 +431,10 @@ def main() -> None:
 
 @torch.no_grad()
 def try_call(implementation: Implementation, inputs: Inputs, precision: Precision) -> CallVerdict:
-    """Make the first call, in this process, and check the memory around its tensors."""
+    """Make the first call, in this process, and check the memory around its tensors.
+
+    A library is called once before, without guards around what it allocates.
+    """
     guarded = GuardedInputs(inputs)
     call = Call(
         implementation=implementation,
@@ -455,8 +458,8 @@ def try_call(implementation: Implementation, inputs: Inputs, precision: Precisio
     except MissingCapabilityError as error:
         return "failed", type_and_message(error.__cause__ or error)
     for name, tensor in zip(("out", "final_states"), output, strict=True):
-        if elements := unwritten(tensor):
-            return "failed", f"it leaves {elements:,} elements of {name} unwritten"
+        if count := unwritten(tensor):
+            return "failed", f"it leaves {count:,} elements of {name} unwritten"
     return "ran", ""
 
 

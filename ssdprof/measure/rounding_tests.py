@@ -60,17 +60,17 @@ def finite(tensor: Tensor) -> Tensor:
 class RoundingTests:
     """The tests of one output tensor of several kernels: `add` every block, then call `checks`.
 
-    Kernels and rounded forms have keys.  A rounded form ("null") is evaluated several times: first
-    without random errors, for `exact` chunk lengths, then for each draw.
+    Kernels and rounded forms have keys.  A rounded form ("null", for null hypothesis) is evaluated
+    several times: first without random errors ("plain"), for each chunk length, then for each draw.
     """
 
-    def __init__(self, length: int | None, *, tested: bool = True, exact: int = 1) -> None:
+    def __init__(self, length: int | None, *, tested: bool = True, plain_count: int = 1) -> None:
         """length: positions of `out`; None for states, which have no slices of positions.
         tested: whether errors are tested; else only their norms are summed.
-        exact: evaluations of a rounded form without random errors.
+        plain_count: the number of evaluations of a rounded form without random errors.
         """
         self._tested = tested
-        self._exact = exact
+        self._plain_count = plain_count
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # (h, 2 + width + slices), with e the error and hi the oracle, both divided by the RMS of
@@ -163,7 +163,7 @@ class RoundingTests:
         norm = self._sums["oracle", None, 0]
         floor = self._sums["floor", None, 0]
         kernel = self._sums["ours", name, 0]
-        evaluations = range(self._exact + DRAWS)
+        evaluations = range(self._plain_count + DRAWS)
         forms = [
             torch.stack([self._sums["rounded", null, number] for number in evaluations])
             for null in nulls
@@ -187,22 +187,24 @@ class RoundingTests:
 
         The gain is the relative amount by which a head is too large: the sum of e hi over the sum
         of hi^2, 0 if the head is right.  In the mean, heads have weights: the inverse of the
-        variance that the draws show.
+        variance that the draws of the first rounded form show.
 
         norm, kernel: the sums of the oracle and of the kernel, (h, sums).
-        forms: the sums of each rounded form, (exact + DRAWS, h, sums).
+        forms: the sums of each rounded form, (plain_count + DRAWS, h, sums).
         room: the additional relative error of each head, (h, 1).  least: see `checks`.
         """
         gain = finite(kernel[:, :1] / norm[:, :1])  # (h, 1)
         gains = [finite(form[..., :1] / norm[:, :1]) for form in forms]
-        yield _worst("gain", *self._gain(gain, gains, least + room))
+        yield _worst("gain", *self._from_middle(gain, gains, least + room))
         if len(norm) > 1:
-            variance = gains[0][self._exact :].var(0)
+            variance = gains[0][self._plain_count :].var(0)
             inverse = torch.where(variance > 0, 1 / variance, 0.0)
             weights = inverse / inverse.sum()
             mean = (gain * weights).sum(0, keepdim=True)
             means = [(form * weights).sum(1, keepdim=True) for form in gains]
-            yield _worst("mean gain", *self._gain(mean, means, least + (room * weights).sum(0)))
+            yield _worst(
+                "mean gain", *self._from_middle(mean, means, least + (room * weights).sum(0))
+            )
 
     def _tests_of_sizes(
         self,
@@ -231,11 +233,15 @@ class RoundingTests:
             sums = slice(begin, begin + count)
             begin += count
             size = norm[:, sums]
-            limits = [_limit(floor[:, sums], form[self._exact :, :, sums], size) for form in forms]
+            limits = [
+                _limit(floor[:, sums], form[self._plain_count :, :, sums], size) for form in forms
+            ]
             limit = torch.stack(limits).amax(0) / size + (2 * room).square() + least**2
             yield _worst(test, (kernel[:, sums] / size).sqrt(), limit.sqrt(), period)
 
-    def _gain(self, ours: Tensor, forms: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
+    def _from_middle(
+        self, ours: Tensor, forms: Sequence[Tensor], room: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """How far a gain is from the middle of the range that roundings explain, and half the width
         of that range.
 
@@ -243,14 +249,15 @@ class RoundingTests:
         few bits is multiplied by a factor near 1.  The evaluations without random errors show that
         bias, and a kernel may have twice as much.
 
-        ours: (h, 1).  forms: (exact + DRAWS, h, 1).  room: added on both sides, (h, 1).
+        ours: the gains of the kernel, (h, 1).  forms: those of each rounded form, (plain_count +
+        DRAWS, h, 1).  room: added on both sides, (h, 1).
         """
         lows = []
         highs = []
         for gains in forms:
-            exact = gains[: self._exact]
-            draws = gains[self._exact :]
-            bias = 2 * (exact - draws.mean(0))
+            plain = gains[: self._plain_count]
+            draws = gains[self._plain_count :]
+            bias = 2 * (plain - draws.mean(0))
             spread = room + 2 * _SIGMAS * draws.std(0)
             lows.append(draws.mean(0) + bias.amin(0).clamp(max=0) - spread)
             highs.append(draws.mean(0) + bias.amax(0).clamp(min=0) + spread)
@@ -294,7 +301,7 @@ def _worst(
     return ErrorTest(
         test=test,
         head=head,
-        position=None if values.shape[1] == 1 else place,
+        position=place if test in ("column", "slice", "period") else None,
         period=period,
         value=float(values[head, place]),
         limit=limit,

@@ -34,8 +34,8 @@ class SamplingPlan:
     warmup_rounds: rounds at the start of each recording whose samples are dropped.
     min_rounds, max_rounds: numbers of rounds of a recording.  A noisy recording doubles its rounds,
         and later recordings start with that number; call and device times each have their own.
-    seconds: wall-clock time for all samplers together.  A recording begins only if it is expected
-        to end in time, but at least `min_recordings` of `min_rounds` are taken.
+    seconds: wall-clock time for all samplers together.  At least `min_recordings` of `min_rounds`
+        are taken; another recording begins only if it is expected to end in time.
     seed: seed of the order of turns and of the memory addresses of recordings.
     """
 
@@ -49,7 +49,7 @@ class SamplingPlan:
     seed: int = 0
 
 
-# the fewest rounds that give an interval, however long they take
+# few rounds, however long they take: a first comparison, which others follow where it matters
 FIRST_LOOK = SamplingPlan(
     min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
 )

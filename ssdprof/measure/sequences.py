@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 
 from ssdprof import operators
+from ssdprof.core.words import words
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import Span, spans_of, state_row
 from ssdprof.operators.operator import Output
@@ -23,12 +24,13 @@ def is_packed(inputs: Inputs) -> bool:
 
 
 def lengths_in_words(inputs: Inputs) -> str:
-    """The lengths in words: "2 x 321 tokens", or "a pack of 1, 17, 0 and 303 tokens"."""
+    """The lengths of the sequences in words: "2 x 321 tokens", or "a pack of 1, 17, 0 and 303
+    tokens".
+    """
     if not is_packed(inputs):
         batch, seqlen = inputs.values.shape[:2]
         return f"{batch} x {seqlen:,} tokens"
-    *first, last = (f"{span.length:,}" for span in spans_of(inputs))
-    return f"a pack of {', '.join(first)} and {last} tokens"
+    return f"a pack of {words(f'{span.length:,}' for span in spans_of(inputs))} tokens"
 
 
 def rows_of_states(inputs: Inputs, span: Span) -> slice:

@@ -63,7 +63,7 @@ class CudaTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        # Four times the L2 cache, and at least 256 MB: reading it replaces every line, and keeps
+        # Four times the L2 cache, and at least 256 MiB: reading it replaces every line, and keeps
         # the GPU busy while the host enqueues the timed work.  4 bytes an element.
         self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
         self._sink = torch.zeros((), device=device)
@@ -131,7 +131,7 @@ class CudaTimer:
         """A phrase if the profiler shows more GPU work than the device clock; empty if not.
 
         The least time of three profiled calls is compared with the median device time, in
-        microseconds.  It may be longer by 5 %, and by 2 us for each kernel.
+        microseconds.  It may be longer by 5 %, and by 2 us for each kernel, copy and fill.
         """
         traces = []
         for _ in range(3):
@@ -197,15 +197,16 @@ def time_in_turns(
     process: str = "",
     clocks: Sequence[Clock] = get_args(Clock),
 ) -> dict[str, Fields]:
-    """Time the runs in turns.  Returns fields of the case of each: its `samples` by each clock, or
-    the reason why it has no times.
+    """Time the runs in turns.  Returns, for each key, fields of its case: its `samples` by each
+    clock, or the reason why it has no times.
 
     check: checks the outputs of replays and of calls, after all samples are taken; not called if
         only call times are taken.  None: nothing is checked.
     change: called with True before each sample, to change the numbers in the inputs, and with False
         before the checks, to restore them.
     process: the name of this process in the samples.
-    Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
+    Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable, and
+    torch.OutOfMemoryError if a call of a run, or its check, does not fit in memory.
     """
     turns = _Turns(runs, timer, plan, clocks, change)
     gc.collect()
@@ -217,7 +218,7 @@ def time_in_turns(
     for key in [key for key in runs if key not in turns.untimed]:
         with suppress(CallError):  # `fault_now` notes it in `untimed`
             fault = ""
-            if check is not None and turns.recordings:
+            if check is not None and turns.graphs:
                 fault = turns.fault_now(key, check, samples["device", key])
             if fault:
                 turns.untimed[key] = {"later_fault": f"after it was timed: {fault}"}
@@ -231,7 +232,8 @@ def time_in_turns(
 class _Turns:
     """Samples runs in turns.
 
-    recordings: the latest CUDA graph of each run, and the output that its replays write.
+    graphs: the latest CUDA graph of each run, and the output that its replays write; empty if only
+        call times are taken.
     untimed: for each run that cannot be timed, the fields of its case that say why.
     """
 
@@ -240,7 +242,7 @@ class _Turns:
     plan: SamplingPlan
     clocks: Sequence[Clock]
     change: Callable[[bool], object] | None
-    recordings: dict[str, tuple[Graph, Output]] = field(default_factory=dict)
+    graphs: dict[str, tuple[Graph, Output]] = field(default_factory=dict)
     untimed: dict[str, Fields] = field(default_factory=dict)
 
     def sample(self) -> dict[Name, Recordings]:
@@ -261,7 +263,7 @@ class _Turns:
         """
 
         def replay() -> Output:
-            graph, output = self.recordings[key]
+            graph, output = self.graphs[key]
             self.timer.device_us(graph)  # graphs share memory, which the latest replay has written
             return output
 
@@ -273,7 +275,7 @@ class _Turns:
 
     def _set_up(self, generator: np.random.Generator) -> dict[Name, Sampler]:
         """The samplers of a new recording, whose graphs are captured in random order."""
-        self.recordings.clear()
+        self.graphs.clear()
         if self.plan.warmup_rounds:  # without a warm-up, samples would include allocations
             self.timer.reallocate(generator)
         timed = [key for key in self.runs if key not in self.untimed]
@@ -286,7 +288,7 @@ class _Turns:
             for key in keys:
                 if key not in self.untimed:
                     samplers["call", key] = self._sampler(key, self.timer.call_us, self.runs[key])
-        for key, (graph, _) in self.recordings.items():
+        for key, (graph, _) in self.graphs.items():
             samplers["device", key] = self._sampler(key, self.timer.device_us, graph)
         return samplers
 
@@ -294,7 +296,7 @@ class _Turns:
         """Capture a run as a CUDA graph, or note the reason why it is not timed."""
         record_run = partial(self.timer.record, self.runs[key])
         try:
-            self.recordings[key] = blaming(self.timer.device, key, record_run)
+            self.graphs[key] = blaming(self.timer.device, key, record_run)
             return
         except CallError as error:
             reason = f"it cannot be captured as a CUDA graph: {error}"
@@ -316,7 +318,8 @@ class _Turns:
         """The result of `work`, a function that calls the run of this key.
 
         An error of the run is noted in `untimed`, and CallError is raised.  Raises
-        MissingCapabilityError with the key if the GPU has become unusable.
+        MissingCapabilityError with the key if the GPU has become unusable, and
+        torch.OutOfMemoryError as it is.
         """
         try:
             return blaming(self.timer.device, key, work)

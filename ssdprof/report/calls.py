@@ -105,7 +105,7 @@ def speeds(
     for _, series in rows:
         compared += [(series.precision, baseline) for baseline in series.baselines]
     first_cells, first_series = rows[0]
-    rule = fmt.counts(first_series.group.report.smallest_difference)
+    rule = fmt.verdict_rule(first_series.group.report.smallest_difference)
     note = "  ".join((f"Baseline: {baselines(compared)}.", rule, *notes))
     cells = (first | speed(series) for first, series in rows)
     keys = list(first_cells).index(PRECISION) + 1

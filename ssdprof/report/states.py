@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ssdprof.core import statistics
 from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, grouped, states_of
-from ssdprof.core.case import BUDGET, Case, DecodedStates, StateErrors, worst
+from ssdprof.core.case import BUDGET_FACTOR, Case, DecodedStates, StateErrors, worst
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.table import Section, Table, TableRow, VerdictLine, section, strings, table
@@ -26,8 +26,8 @@ _DETAILED = 2  # formats whose losses the advice describes; it only names furthe
 _READING = (
     "Errors: rms of the difference from fp64 over rms of fp64, of the worst head: of the state "
     "after the last step, of the output in the steps since the mark before.  Lost: heads whose "
-    f"state error exceeds {BUDGET} times that of the format's first rounding, and that of inputs "
-    "in bf16, first after these tokens.  "
+    f"state error exceeds {BUDGET_FACTOR} times that of the format's first rounding, and that of "
+    "inputs in bf16, first after these tokens.  "
     "Trend: the state error of the worst head grows, stays or is forgotten as step^p, fitted from "
     "the square root of the last step on, with its 95 % interval; it is unclear where p is not "
     f"near 0 but could be.  Pool: {POOL_SEQUENCES} sequences, these layers.  "

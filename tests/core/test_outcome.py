@@ -134,7 +134,11 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     (libraries("refused", kind="own"), False, {}),
     (prefill(BASE, failed(of_prefill(), "refused")), True, {}),
     (prefill(BASE, failed(of_prefill(), "failed")), False, {}),
-    (report(conditions=(parse_gate("speedup:1.9"),)), True, {}),
+    (
+        report(conditions=(parse_gate("speedup:2.4"),)).restricted(precisions=[RELAXED_FP32]),
+        True,
+        {},
+    ),
     (report(conditions=(parse_gate("speedup:2.2"),)), False, {}),
     # answers: noise and single layers are not judged
     (

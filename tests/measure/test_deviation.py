@@ -19,7 +19,7 @@ def deviation_of(
     running = RunningDeviation("other", SHAPE, SHAPE[2], torch.ones(()) if scale is None else scale)
     for row in range(SHAPE[0]):
         for start in range(0, SHAPE[1], block):
-            place = Region(shape=SHAPE, row=row, positions=(start, min(start + block, SHAPE[1])))
+            place = Region(shape=SHAPE, index=row, positions=(start, min(start + block, SHAPE[1])))
             running.add(place.cut(ours), place.cut(other), place)
     return running.result()
 
@@ -95,7 +95,7 @@ def test_states_are_placed_by_sequence_and_head():
     other = torch.ones(shape)
     ours[2, 1, 3, 4] = 7
     for sequence in range(3):
-        place = Region(shape=shape, row=sequence, positions=None)
+        place = Region(shape=shape, index=sequence, positions=None)
         running.add(place.cut(ours), place.cut(other), place)
     assert (running.result().worst_head, running.result().worst_position) == (1, (2, 1, 3, 4))
 
@@ -111,7 +111,7 @@ def test_sums_are_the_same_bits_each_time():
     """This is needed to compare a report of several ranks with that of one process."""
     shape = (1, 5000, 8, 64)
     ours, other = torch.randn(2, *shape, device="cuda")
-    place = Region(shape=shape, row=0, positions=(0, shape[1]))
+    place = Region(shape=shape, index=0, positions=(0, shape[1]))
 
     def along() -> tuple[float | None, ...]:
         running = RunningDeviation("other", shape, shape[2], torch.ones((), device="cuda"))
