@@ -28,9 +28,11 @@ LARGEST = 1 << 30  # bytes of a document that is read into memory
 
 
 def regular(file: Path, most: float = LARGEST) -> Path:
-    """Return the file if it can be read into memory.
+    """Return the file if reading it ends: it has at most `most` bytes, and is no pipe or device.
 
-    Raises OSError for a pipe or a device, which might never end, and for more than `most` bytes.
+    A folder passes, because opening it raises an OSError that says what it is.
+
+    Raises OSError for others, and if there is no such file.
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):

@@ -341,11 +341,6 @@ def held() -> dict[tuple[str, str], float]:
         f"docs/{name}.md" for name in ("kernels", "large-models", "measuring")
     )
     sizes = ratios("gdn-sizes", "unfused", variant="portable")
-    (portable,) = [
-        cell
-        for cell in cells()
-        if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"
-    ]
     long = prefill("mamba2-2.7b", 131_072)
     qwen = prefill("qwen3.5-9b", 131_072)
     (whole,) = [
@@ -366,7 +361,6 @@ def held() -> dict[tuple[str, str], float]:
         (kernels, "0.76"): floor_us(layer) / 1e3,
         (kernels, "1.05"): min(sizes),
         (kernels, "2.5"): max(sizes),
-        (kernels, "1.19"): device_us(portable, "unfused") / device_us(portable, "fused_portable"),
         (kernels, "0.65"): floor_us(whole) / 1e3,
         (kernels, "1.36"): device_us(whole, "fused") / 1e3,
         (kernels, "6.13"): device_us(whole, "mamba_ssm") / 1e3,

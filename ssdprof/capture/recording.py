@@ -127,27 +127,35 @@ class ServerCalls:
         )
 
     def layers(self, wanted: str = "all") -> Iterator[CapturedLayer]:
-        """Every call of the wanted layers, loaded one at a time.  Raises BadInputError for damaged
-        files, MissingCapabilityError if main memory is too small.
+        """Every call of the wanted layers, loaded one at a time.
+
+        Raises BadInputError for damaged files and for layers that do not exist,
+        MissingCapabilityError if main memory is too small.
         """
         chosen = select_indices(wanted, [layer.index for layer in self.ref.layers])
-        last: dict[tuple[str, int], int] = {}  # process, layer index -> number of its last call
-        for number, calls in enumerate(self.passes, 1):
+        # process, layer index -> number of its latest call
+        latest_numbers: dict[tuple[str, int], int] = {}
+        for pass_number, calls in enumerate(self.passes, 1):
             for layer, call in calls:
-                before = last.get((call.process, layer.index), -1)
+                gap = False
                 if call.number is not None:
-                    last[call.process, layer.index] = call.number
+                    expected_number = latest_numbers.get((call.process, layer.index), -1) + 1
+                    gap = call.number != expected_number
+                    latest_numbers[call.process, layer.index] = call.number
                 if layer.index in chosen:
-                    gap = call.number not in (None, before + 1)
-                    yield self._captured(layer, call, number, gap=gap)
+                    yield self._captured(layer, call, pass_number, gap=gap)
 
-    def _captured(self, layer: LayerRef, call: _Call, number: int, *, gap: bool) -> CapturedLayer:
-        """A call of the pass `number`, loaded."""
+    def _captured(
+        self, layer: LayerRef, call: _Call, pass_number: int, *, gap: bool
+    ) -> CapturedLayer:
+        """A call of a pass, loaded.  gap: whether calls of its layer just before it were not
+        recorded.
+        """
         tokens, sequences = call.shape
         rank = re.match(r"rank(\d{1,6})-", call.process)  # as `record` names files
         call_ref = CallRef(
             kind="packed",
-            number=number,
+            number=pass_number,
             count=len(self.passes),
             prompt_seqlen=tokens,
             sequences=sequences,
@@ -156,7 +164,7 @@ class ServerCalls:
         inputs, served, slots = call.load()
         remark = f"{WHILE_RECORDED}{call.problem}." if call.problem else ""
         if call.process and not served:
-            remark = f"No output of {layer.name} was recorded in pass {number}."
+            remark = f"No output of {layer.name} was recorded in pass {pass_number}."
         return CapturedLayer(
             layer=layer,
             inputs=inputs,

@@ -153,8 +153,10 @@ def accuracy(options: options.AccuracyOptions) -> None:
     gates = (*of_options, *settings.besides(report.conditions, of_options))
     gates = (*gates, *settings.besides(of_settings, gates))
     report = report.changed(conditions=gates)
+    # the dtype of the inputs has no effect, because states are named
     wanted = precisions_for("fp32", options.intermediates, parse_states(options.states))
-    table = brief.accuracy_table(report, wanted, every_state=options.states != "all")
+    named_states = options.states != "all"
+    table = brief.accuracy_table(report, wanted, every_state=named_states)
     shown = report.restricted(precisions=wanted)
     output.show(shown, table, as_json=options.json, note=f"From {folder}.")
     output.end(shown)

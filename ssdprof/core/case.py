@@ -178,7 +178,7 @@ class FirstCall(Record):
 
     seconds: from the call to the end of the GPU's work.
     compiled: kernel -> the seconds of compiling it, for each kernel that was not in Triton's cache.
-        Of a kernel that was compiled several times, the longest counts.
+        If a kernel was compiled several times, the longest compilation counts.
     """
 
     seconds: NotNegative

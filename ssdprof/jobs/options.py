@@ -841,7 +841,8 @@ class TuneOptions:
     runs.
 
     Needs an NVIDIA GPU.  A candidate is compared with the fp64 oracle before it is timed.  run,
-    bench and stalls use the stored configurations, and say so, unless --no-tuned is given.
+    bench, prefill, answers and stalls use the stored configurations, and say so, unless --no-tuned
+    is given.
     """
 
     operator: str = argument("ssd", "OPERATOR", "ssd, gdn or kda.", shown=True)

@@ -223,8 +223,8 @@ def _captured(
 
 
 def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
-    """The capture of the requested layer and length; by default of the middle layer, and of the
-    longest prompt.
+    """The capture of the requested layer and length; by default of the longest prompt, and of the
+    middle one of its layers.
 
     Raises BadInputError if the folder has none of a whole prompt that all implementations know.
     """
@@ -244,9 +244,12 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
             f"{' and '.join(request.implementations)} could run.",
             f"It holds (layer, tokens): {', '.join(map(str, pairs)) or 'none'}.",
         )
-    most = max(capture.seqlen for capture in fitting)
-    longest = [capture for capture in fitting if capture.seqlen == most]
-    return longest[len(longest) // 2]
+    longest_seqlen = max(capture.seqlen for capture in fitting)
+    longest = [capture for capture in fitting if capture.seqlen == longest_seqlen]
+    # a server's recording may have several prompts of this length
+    of_layer = {capture.layer.index: capture for capture in reversed(longest)}
+    indices = sorted(of_layer)
+    return of_layer[indices[len(indices) // 2]]
 
 
 def _all_know(implementations: Sequence[str], operator: str) -> bool:

@@ -326,8 +326,8 @@ def type_and_message(error: BaseException) -> str:
 
 def _trail(error: BaseException) -> str:
     """The frames of the traceback, from the first one outside of ssdprof, torch, Triton and
-    Python's library: " (file:line in function, ...)"; empty if there is none.  Of more than
-    `_FRAMES`, the first ones and the last one.
+    Python's library: " (file:line in function, ...)"; empty if there is none.  At most
+    `_FRAMES`: the first ones and the last one.
     """
     frames = traceback.extract_tb(error.__traceback__)
     while frames and _KNOWN.search(frames[0].filename):

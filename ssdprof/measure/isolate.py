@@ -326,7 +326,7 @@ def _tried(
     return "failed", f"its first call {ending(ended, limit_s)}"
 
 
-Ended = tuple[int | None, str]  # the exit code and the output of a process: see `child.run`
+ProcessResult = tuple[int | None, str]  # the exit code and the output of a process: see `child.run`
 
 
 def elsewhere(
@@ -337,7 +337,7 @@ def elsewhere(
     precision: Precision,
     limit_s: float,
     **more: object,
-) -> tuple[list[Any], Ended]:
+) -> tuple[list[Any], ProcessResult]:
     """Run a module of ssdprof, which calls the implementation, in another process.  Returns what
     the process said (`say`), and what `child.run` returns of it.
 
@@ -373,7 +373,7 @@ def is_stopped(code: int | None) -> bool:
     return code in (None, _STOPPED)
 
 
-def ending(ended: Ended, limit_s: float) -> str:
+def ending(ended: ProcessResult, limit_s: float) -> str:
     """The predicate of a sentence on the call in which another process ended."""
     code, output = ended
     if code is None or is_stopped(code):

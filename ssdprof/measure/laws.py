@@ -477,21 +477,26 @@ def sequence_alone(trial: Trial) -> None:
 
 
 def causality(trial: Trial) -> None:
-    """Later inputs do not change earlier outputs: those from one past a border of chunks, and those
-    from the border.
+    """Later inputs do not change earlier outputs.
+
+    Inputs are replaced from one past a border of chunks on, then from the border on.  If bits of
+    earlier outputs differ, these must be within their budget.
     """
     length = trial.inputs.values.shape[1]
     if length < 2:
         raise Skipped("the call has a single position")
-    last = REPLACED_FROM if length > REPLACED_FROM else (length - 2) // 16 * 16 + 1
-    for start in (last, last - 1):
-        if start:
-            _replace_later(trial, start)
+    past_border = REPLACED_FROM
+    if length <= REPLACED_FROM:
+        past_border = (length - 2) // 16 * 16 + 1  # one past the last border of 16 positions
+    _replace_later(trial, past_border)
+    if past_border > 1:
+        _replace_later(trial, past_border - 1)
 
 
 def _replace_later(trial: Trial, start: int) -> None:
-    """Raise Broken if outputs before position `start` change when the inputs from there on are
-    reversed and amplified.
+    """Reverse and amplify the inputs from position `start` on.
+
+    Raises Broken if bits of the outputs before it differ, and these are outside of their budget.
     """
     inputs = trial.inputs
     spans = spans_of(inputs)

@@ -362,7 +362,7 @@ class Room:
         """The live rows of a call, packed, without a pool.  The call has not been made yet, because
         it may write the initial states.
         """
-        return self.alone(
+        return self.without_pool(
             [call.tokens_of(i) for i, _ in call.live],
             [call.initial(row.read) for _, row in call.live],
             every_state=max(len(row.writes) for _, row in call.live) > 1,
@@ -379,7 +379,7 @@ class Room:
             tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
         states, slots = self._kept_states(call, plain)
         output = Output(live_out, states)
-        self.compare(plain, output, call.pool.states.dtype, tokens=tokens, states=slots)
+        self.compare(plain, output, call.pool.states.dtype, token_names=tokens, state_names=slots)
         return output
 
     def _kept_states(self, call: PoolCall, plain: Inputs) -> tuple[Tensor, list[str]]:
@@ -448,7 +448,7 @@ class Room:
         self.kept += 1
         return out
 
-    def alone(
+    def without_pool(
         self, parts: Sequence[TokenTensors], initial: Sequence[Tensor], *, every_state: bool = False
     ) -> Inputs:
         """Inputs of packed sequences without a pool.
@@ -467,20 +467,23 @@ class Room:
         self,
         plain: Inputs,
         output: Output,
-        dtype: torch.dtype,
+        state_dtype: torch.dtype,
         *,
-        tokens: Sequence[str],
-        states: Sequence[str],
+        token_names: Sequence[str],
+        state_names: Sequence[str],
     ) -> None:
-        """Compare an output with the oracle's.  Raises Broken with the first wrong position unless
-        it is within its budget.
+        """Compare an output with the oracle's.
 
-        plain: the inputs without a pool.  dtype: dtype of the pool.
-        tokens, states: the names of all tokens and of all states in messages.
+        plain: the inputs without a pool.  state_dtype: that of the pool.
+        token_names, state_names: the names of all tokens and of all states in messages.
+
+        Raises Broken if the output is not within its budget.  The message names the first token or
+        state beyond the budget of a head's largest error, else the first that is not finite, else
+        the worst.
         """
         candidate = Candidate(
             output=output,
-            precision=replace(self.precision, state_dtype=dtype),
+            precision=replace(self.precision, state_dtype=state_dtype),
             cuts=self.implementation.cuts_operands,
         )
         wrong = [accuracy for accuracy in compare(plain, {"": candidate})[""] if accuracy.reason]
@@ -490,11 +493,11 @@ class Room:
         exact_out, exact_states = oracle_output(plain)
         position = accuracy.vs_oracle.first_nonfinite or accuracy.vs_oracle.worst_position
         if accuracy.tensor == "out":  # (1, tokens, heads, ...)
-            names = tokens
+            names = token_names
             position = position[1:]
             errors = (output.out.float() - exact_out.float())[0]
         else:  # (states, heads, ...)
-            names = states
+            names = state_names
             errors = output.final_states.float() - exact_states.float()
         index, head = _first_beyond(accuracy, errors) or position[:2]
         raise Broken(f"{names[index]}, head {head}: {accuracy.reason}")
@@ -606,11 +609,11 @@ class Chain:
             )
             outs += history.outs
             labels += history.labels
-        plain = self.room.alone(parts, [history.initial for history in histories])
+        plain = self.room.without_pool(parts, [history.initial for history in histories])
         states = torch.stack([history.final for history in histories])
         output = Output(torch.cat(outs)[None], states)
         last = [history.last for history in histories]
-        self.room.compare(plain, output, torch.float32, tokens=labels, states=last)
+        self.room.compare(plain, output, torch.float32, token_names=labels, state_names=last)
 
 
 @dataclass

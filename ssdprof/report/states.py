@@ -27,11 +27,11 @@ _READING = (
     "Errors: rms of the difference from fp64 over rms of fp64, of the worst head: of the state "
     "after the last step, of the output in the steps since the mark before.  Lost: heads whose "
     f"state error exceeds {BUDGET_FACTOR} times that of the format's first rounding, and that of "
-    "inputs in bf16, first after these tokens.  "
+    "inputs in bf16, or is half of the state, first after these tokens.  "
     "Trend: the state error of the worst head grows, stays or is forgotten as step^p, fitted from "
     "the square root of the last step on, with its 95 % interval; it is unclear where p is not "
     f"near 0 but could be.  Pool: {POOL_SEQUENCES} sequences, these layers.  "
-    "''ssdprof answers --decode-states' shows how the model's answers change."
+    "'ssdprof answers --decode-states' shows how the model's answers change."
 )
 
 

@@ -31,7 +31,8 @@ def test_every_tensor_that_does_not_fit_is_named(case):
         ):
             with pytest.raises(ValueError, match=words):
                 case.inputs(**{name: wrong})
-    for name in ("q", "k", "v", "g", "beta") if inputs.operator != "ssd" else ():
+    ssd, delta = ("x", "dt", "A", "B", "C"), ("q", "k", "v", "g", "beta")
+    for name in ssd if inputs.operator == "ssd" else delta:
         with pytest.raises(ValueError, match=f"^{name} must be a tensor, not None"):
             case.inputs(**{name: None})
 

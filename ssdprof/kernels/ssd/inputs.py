@@ -68,6 +68,9 @@ class SSDInputs(Inputs):
 
     def check(self) -> None:
         """Raises ValueError, naming the argument that does not fit the others."""
+        for name in ("x", "dt", "A", "B", "C"):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} must be a tensor, not None")
         if self.x.ndim != 4:
             raise ValueError(f"x must be (b, l, h, p), not {tuple(self.x.shape)}")
         if self.B.ndim != 4:
