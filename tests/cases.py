@@ -158,17 +158,15 @@ def accuracy(
 
 
 @cache
-def both_tensors(
-    against: str = "unfused exact, fp32 states", used: float = 0.5
-) -> tuple[Accuracy, ...]:
+def both_tensors(against: str) -> tuple[Accuracy, ...]:
     states = {"worst_head": 7, "worst_position": (0, 7, 3, 5), "along": ()}
-    of_states = accuracy("final_states", used, against)
+    of_states = accuracy("final_states", against=against)
     errors = {
         name: error.changed(**states)
         for name in ("vs_oracle", "vs_baseline", "floor")
         if (error := getattr(of_states, name)) is not None
     }
-    return accuracy("out", used, against), of_states.changed(**errors)
+    return accuracy("out", against=against), of_states.changed(**errors)
 
 
 def case(implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields) -> Case:
@@ -601,6 +599,10 @@ def prompt(seqlen: int, **fields) -> Prompt:
 
 def value(estimate: Estimate | None) -> float:
     return estimate.value
+
+
+def accuracies(report: Report) -> list[tuple[Accuracy, ...]]:
+    return [case.accuracy for case in report.cases]
 
 
 def gates(*texts: str) -> tuple[Condition, ...]:

@@ -1,8 +1,11 @@
 """A timer without a GPU, and implementations with known costs."""
 
+import errno
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -85,6 +88,18 @@ class FakeTimer(CudaTimer):
         if self.calls == self.stop_at:
             raise KeyboardInterrupt
         return self.known[run][1] + 10
+
+
+def put(monkeypatch, name: str, **members):
+    """Installs a module of this name with `members`."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def denied(*_, **__):
+    """Takes the place of a function that the system does not permit."""
+    raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def right(inputs: SSDInputs) -> SSDOutput:
@@ -183,7 +198,7 @@ def compared(
     }
 
 
-def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False) -> Implementation:
+def noting(name: str, cost: float, operator: str, *, real: bool) -> Implementation:
     """The bundled implementation, which also records its run for the timer.  real: its kernels run,
     which takes longer than the exact output; once for the same numbers.
     """
@@ -206,12 +221,18 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
     return replace(plain, run=run)
 
 
+def note_runs(monkeypatch, operator: str = "ssd", *, real: bool = False, **costs: float):
+    """Implementations note their runs for the timer, with these costs."""
+    for name, cost in costs.items():
+        one = noting(name, cost, operator, real=real)
+        monkeypatch.setitem(registry._implementations, (operator, name), one)
+
+
 def pretend_gpu(monkeypatch, *, real: bool = False):
     """`bench` runs without a GPU, and a timer has invented numbers.  real: kernels run in the
     interpreter.
     """
-    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
-        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost, real=real))
+    note_runs(monkeypatch, real=real, unfused=300.0, fused=100.0)
     ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
     monkeypatch.setattr(bench_job, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_job, "measure_ceilings", lambda _: ceilings)

@@ -38,12 +38,16 @@ import torch
 import typer
 import typer.main
 import typer.testing
+from capture import recordings
+from capture.recordings import Tensors
 from checkpoint.conftest import save_tokenizer
+from checkpoint.folders import original_state, write_original
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.load import fetch, load_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.cli import app
@@ -455,14 +459,7 @@ def prepare():
     model.save_pretrained("whole")
     save_tokenizer(Path("mamba2"))
     shutil.copytree("mamba2", "pickle", ignore=shutil.ignore_patterns("*safetensors*"))
-    original = {"d_model": 64, "n_layer": 3, "vocab_size": 128, "tie_embeddings": True}
-    sizes = {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32}
-    Path("pickle/config.json").write_text(json.dumps({**original, "ssm_cfg": sizes}))
-    state = {
-        key.replace(".embeddings.", ".embedding."): value
-        for key, value in model.state_dict().items()
-    }
-    torch.save(state, "pickle/pytorch_model.bin")
+    write_original(Path("pickle"), original_state(), PICKLE)
     record()
     assert invoked("capture", "mamba2", "--prompt", "random", *RUN[:4], "--out", "captures")[0] == 0
     for folder in ("mamba2", "whole", "pickle"):
@@ -473,7 +470,8 @@ def prepare():
 def record():
     """Two calls of each operator, as a server records them, on heads of 16 and 8."""
     draw = torch.Generator().manual_seed(0)
-    for number in range(2):
+    recorded: dict[str, list[Tensors]] = {"gdn": [], "kda": [], "ssd": []}
+    for _ in range(2):
         wide, keys, narrow = (torch.randn(1, 9, 2, width, generator=draw) for width in (16, 16, 8))
         gate, beta = torch.rand(2, 1, 9, 2, generator=draw)
         keys = torch.nn.functional.normalize(keys, dim=-1)
@@ -484,13 +482,10 @@ def record():
             "ssd": {"x": narrow, "dt": gate, "A": -1 - beta[0, 0], "B": wide, "C": keys},
         }
         for operator, tensors in inputs.items():
-            folder = Path(f"recorded-{operator}")
-            folder.mkdir(exist_ok=True)
-            arguments = {"chunk_size": 4, "dt_softplus": False} if operator == "ssd" else {}
-            description = {"operator": operator, "arguments": arguments}
-            (folder / "recording.json").write_text(json.dumps(description))
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, folder / f"7_{number:06}.safetensors")
+            recorded[operator].append(tensors)
+    for operator, calls in recorded.items():
+        arguments = {"chunk_size": 4, "dt_softplus": False} if operator == "ssd" else {}
+        recordings.record(Path(f"recorded-{operator}"), operator, calls, (7,), **arguments)
 
 
 def tried(kind: str, draw: random.Random) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Answer, ending
+from fakes import denied
 from torchrun import python
 
 import ssdprof
@@ -280,10 +281,8 @@ def test_an_interrupt_of_any_kind_is_told(command):
     assert (done.returncode, done.stderr) == (130, "interrupted: Nothing was kept.\n")
 
 
-def denied(suffix: str = "", prefix: str = "", dir: str = "", real=tempfile.mkdtemp):
-    if prefix != ".ssdprof-":  # of other folders
-        return real(suffix, prefix, dir)
-    raise PermissionError(errno.EACCES, "Permission denied")
+def denied_to_us(suffix: str = "", prefix: str = "", dir: str = "", real=tempfile.mkdtemp):
+    return denied() if prefix == ".ssdprof-" else real(suffix, prefix, dir)
 
 
 def test_permissions_are_told_before_a_model_is_loaded(monkeypatch):
@@ -291,7 +290,7 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setattr(
         "ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loads the model")
     )
-    monkeypatch.setattr("tempfile.mkdtemp", denied)
+    monkeypatch.setattr("tempfile.mkdtemp", denied_to_us)
     assert "cannot be written: permission denied" in refused(
         3, "capture demo --seq 16 --out captures"
     )
@@ -299,11 +298,8 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch):
 
 
 def test_a_prompt_file_that_may_not_be_read(monkeypatch):
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     Path("prompt.txt").write_text("words")
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "open", denied)
     error = refused(3, "run demo --prompt-file prompt.txt")
     assert "The file prompt.txt cannot be read: Permission denied." in error
 

@@ -76,6 +76,12 @@ def cell_of(bench: str, shape: str, tokens: str, cell_ways: tuple[str, ...] = ()
     ]
 
 
+def only_cell_of(bench: str, shape: str, tokens: str) -> Cell:
+    """In the bench with this whole name."""
+    (cell,) = [one for one in cell_of(bench, shape, tokens) if one.bench.name == bench]
+    return cell
+
+
 def named_benches(document: str, *heads: str) -> set[str]:
     """The benches that the paragraph above a table names."""
     text = (DOCS / document).read_text()
@@ -268,26 +274,16 @@ def figures(document: str) -> set[str]:
     return {one for pair in FIGURE.findall(sentences(document)) for one in pair if one}
 
 
-def ratios(
-    bench: str,
-    baseline: str,
-    tokens: str = ".*",
-    variant: str = "",
-    cell_ways: tuple[str, ...] = (),
-) -> list[float]:
-    """Of the exact fused kernel over another implementation, in the cells of benches whose names
-    begin so.
+def portable_ratios() -> list[float]:
+    """Of the exact fused kernel, where it is the portable one, over `unfused`, in cells of sizes of
+    GDN.
     """
     found = []
     for cell in cells():
         case = cell.fastest("fused exact")
-        us = device_us(cell, baseline)
-        usual = (
-            cell.bench.name.startswith(bench)
-            and cell.one.ways == cell_ways
-            and re.fullmatch(tokens, cell.one.tokens)
-        )
-        if usual and us and case and variant in ("", case.variant):
+        us = device_us(cell, "unfused")
+        usual = cell.bench.name.startswith("gdn-sizes") and not cell.one.ways
+        if usual and us and case and case.variant == "portable":
             found.append(us / device_us(cell, "fused"))
     return found
 
@@ -340,18 +336,12 @@ def held() -> dict[tuple[str, str], float]:
     kernels, large, measuring = (
         f"docs/{name}.md" for name in ("kernels", "large-models", "measuring")
     )
-    sizes = ratios("gdn-sizes", "unfused", variant="portable")
+    sizes = portable_ratios()
     long = prefill("mamba2-2.7b", 131_072)
     qwen = prefill("qwen3.5-9b", 131_072)
-    (whole,) = [
-        one for one in cell_of("ssd", "mamba2-2.7b", "1 x 131,072") if one.bench.name == "ssd"
-    ]
-    (short,) = [
-        one for one in cell_of("ssd", "mamba2-2.7b", "1 x 1,024") if one.bench.name == "ssd-1k"
-    ]
-    (layer,) = [
-        one for one in cell_of("gdn", "qwen3.5-9b", "1 x 131,072") if one.bench.name == "gdn"
-    ]
+    whole = only_cell_of("ssd", "mamba2-2.7b", "1 x 131,072")
+    short = only_cell_of("ssd-1k", "mamba2-2.7b", "1 x 1,024")
+    layer = only_cell_of("gdn", "qwen3.5-9b", "1 x 131,072")
     h200 = capture_s("h200")
     return {
         ("README.md", "1.04"): qwen["fla"] / qwen["fused"],

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import accuracies
 from command_line import DEMOS, ending, passing
-from fakes import RAN, needs_interpreter, noting, pretend_gpu
+from fakes import RAN, needs_interpreter, note_runs, pretend_gpu
 from generated_inputs import generated
 from measure.test_probes import probed
 from torch import Tensor
@@ -104,10 +105,9 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(operator, pool, m
         one = replace(reference, name=name, in_place=partial(wrong_column_in_place, reference))
         monkeypatch.setitem(registry._implementations, (operator, name), one)
         planted_kernels = {**planted_kernels, name: one}
-    for name in ("recurrent",) if operator == "ssd" else ("recurrent", "fused"):
-        monkeypatch.setitem(
-            registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
-        )
+    note_runs(monkeypatch, operator, real=True, recurrent=50.0)
+    if operator != "ssd":
+        note_runs(monkeypatch, operator, real=True, fused=50.0)
     compared = f"--batch 3 --impl fused,{','.join(planted_kernels)}"
     slots = f"--pool {SLOTS}" if pool else ""
     shape = SHAPES[operator]
@@ -133,10 +133,7 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(operator, pool, m
 @pytest.mark.parametrize("operator", SHAPES)
 def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator, monkeypatch):
     pretend_gpu(monkeypatch, real=True)
-    for name in ("unfused", "fused"):
-        monkeypatch.setitem(
-            registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
-        )
+    note_runs(monkeypatch, operator, real=True, unfused=50.0, fused=50.0)
     words = f"bench {operator} --shape {SHAPES[operator]} --seq 70 --state-every 64 --batch 2"
     sizes = "--chunk-size 64" if operator == "ssd" else ""
     passing(words, sizes, "--out kept")
@@ -190,9 +187,7 @@ def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model):
         assert case.size == "2 x 4 tokens, drafted at the end of 2 x 24 tokens"
     assert "drafted at the end of 2 x 24 tokens" in answer.shown
     passing("run a/captures", words, "--out b")
-    assert [case.accuracy for case in load("b")[1].cases] == [
-        case.accuracy for case in report.cases
-    ]
+    assert accuracies(load("b")[1]) == accuracies(report)
 
 
 def right(inputs) -> Output:

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from cases import accuracies
 from command_line import DEMOS, Answer, ending, passing
 
 from ssdprof.capture.layers import CapturedLayer
@@ -86,7 +87,7 @@ def test_decode_steps_are_replayed_stored_and_told(model):
     assert "steps after 2 x 24  recurrent interpreter" in again.out
     _, replayed = reports.load("b")
     assert kinds(replayed) == kinds(report)
-    assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
+    assert accuracies(replayed) == accuracies(report)
     shown = passing("accuracy b")
     assert "In decode steps after 2 x 24 tokens, recurrent may be used" in shown.out
     assert "in decode steps after 2 x 24 tokens" in Answer("export b").out
@@ -124,9 +125,7 @@ def test_packed_sequences_are_one_call():
     assert any("went through the model one by one" in note for note in report.remarks)
     assert f"at {sum(lengths)} tokens in 3 packed sequences" in answer.shown
     passing(f"run a/captures --out b {ONE_PRECISION}")
-    assert [case.accuracy for case in reports.load("b")[1].cases] == [
-        case.accuracy for case in report.cases
-    ]
+    assert accuracies(reports.load("b")[1]) == accuracies(report)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +144,7 @@ def test_a_rank_is_told_and_takes_stored_captures(model, words, fitting):
     assert any("first of 2 tensor-parallel ranks" in note for note in report.remarks)
     assert "the first of 2 tensor-parallel ranks" in answer.out
     passing("run a/captures --tensor-parallel 2 --out b --dtypes exact --states fp32")
-    assert [case.accuracy for case in reports.load("b")[1].cases] == [
-        case.accuracy for case in report.cases
-    ]
+    assert accuracies(reports.load("b")[1]) == accuracies(report)
     for place in (model, "a/captures"):
         length = "--seq 24" if place == model else ""
         refused = Answer(f"run {place} {length} --tensor-parallel 3")

@@ -234,14 +234,20 @@ OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0):
-    """A causal language model of family `name` in eval mode, on the CPU; the same weights for the
-    same seed.
+def config(name: str, **sizes):
+    """The config of family `name`, with other sizes."""
+    kind, usual = (MODELS | IN_MEMORY)[name]
+    return kind.config_class(**deepcopy(usual) | sizes)
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **sizes):
+    """A causal language model of family `name` in eval mode, on the CPU; always with the same
+    weights.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        kind, sizes = (MODELS | IN_MEMORY)[name]
-        model = kind(kind.config_class(**deepcopy(sizes))).eval()
+        torch.manual_seed(0)
+        kind, _ = (MODELS | IN_MEMORY)[name]
+        model = kind(config(name, **sizes)).eval()
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("A_log"):
@@ -263,9 +269,9 @@ def shared(name: str):
     return build(name)
 
 
-def prompt(seqlen: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
+def prompt(seqlen: int, batch: int = 1) -> torch.Tensor:
     """Random token ids (batch, seqlen)."""
-    return torch.randint(2, VOCAB, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(2, VOCAB, (batch, seqlen), generator=torch.Generator().manual_seed(1))
 
 
 def layer_refs(name: str) -> tuple[LayerRef, ...]:

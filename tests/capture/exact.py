@@ -2,7 +2,7 @@
 results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import tiny_models
 import torch
@@ -46,6 +46,14 @@ def capture(
     )
     calls = capture_layers(prompt, on_layer or captured.append, host_budget_bytes=host_budget_bytes)
     return captured, calls
+
+
+def check_same(actual: Iterable[CapturedLayer], expected: Iterable[CapturedLayer]):
+    for layer, other in zip(actual, expected, strict=True):
+        assert (layer.layer, layer.call, layer.remark) == (other.layer, other.call, other.remark)
+        assert layer.inputs.tensors.keys() == other.inputs.tensors.keys()
+        for name, tensor in other.inputs.tensors.items():
+            assert torch.equal(layer.inputs.tensors[name], tensor)
 
 
 def oracle(inputs):

@@ -2,7 +2,6 @@
 damage.
 """
 
-import errno
 import itertools
 import json
 import math
@@ -19,6 +18,7 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import capture
+from fakes import denied
 from safetensors.torch import load_file, save_file
 
 from ssdprof.capture.layers import CapturedLayer
@@ -292,23 +292,12 @@ def test_a_damaged_manifest(stored: Path, content, words):
         load(stored)
 
 
-@pytest.mark.parametrize("opener", ["read_text", "safe_open"])
+@pytest.mark.parametrize("opener", ["pathlib.Path.read_text", "ssdprof.capture.store.safe_open"])
 def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener):
     """Simulated, because root may run the tests and may read every file."""
-
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    if opener == "read_text":
-        monkeypatch.setattr(Path, "read_text", refuse)
-    else:
-        monkeypatch.setattr("ssdprof.capture.store.safe_open", refuse)
+    monkeypatch.setattr(opener, denied)
     with pytest.raises(MissingCapabilityError, match="cannot be read: Permission denied"):
         read_all(stored)
-
-
-def denied(*_):
-    raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_a_folder_is_refused_before_a_model_is_loaded(stored: Path, monkeypatch):

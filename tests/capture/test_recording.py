@@ -288,16 +288,19 @@ def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch):
         with pytest.raises(BadInputError, match=f"{name} holds no recording of FlashInfer"):
             open_recording(Path(name), "flashinfer")
         assert Answer("capture", "--from", "safetensors", name).code == 2
-    for number in (1, 2, 3, 4, 7):
-        edit(call(dump, number), lambda metadata: metadata.update(graph_capture=True))
+
+    def in_graphs(yes: bool):
+        for number in (1, 2, 3, 4, 7):
+            edit(call(dump, number), lambda metadata: metadata.update(graph_capture=yes))
+
+    in_graphs(True)
     with pytest.raises(
         BadInputError, match=r"no call that can be replayed.  Left out: 5 calls inside CUDA graphs"
     ):
         open_recording(dump, "flashinfer")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--seq", "16")
     assert "seqlens cannot be given" in answer.err
-    for number in (1, 2, 3, 4, 7):
-        edit(call(dump, number), lambda metadata: metadata.update(graph_capture=False))
+    in_graphs(False)
     monkeypatch.setattr(recording, "host_memory", lambda: 1 << 17)
     with pytest.raises(MissingCapabilityError, match=r"which main memory of .* cannot hold twice"):
         list(open_recording(dump, "flashinfer").layers())

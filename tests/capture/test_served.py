@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from capture.exact import FP32_ROUNDING, capture, difference, oracle
+from capture.exact import FP32_ROUNDING, capture, check_same, difference, oracle
 from operators import toy
 
 from ssdprof import operators
@@ -117,17 +117,7 @@ def test_stored_captures_keep_every_call(name, serving: Serving, tmp_path):
     manifest, load = store.load(tmp_path)
     assert manifest.prompts == writer.manifest.prompts
     assert len({stored.file for stored in manifest.layers}) == len(calls)
-    for stored, captured in zip(manifest.layers, calls, strict=True):
-        read = load(stored)
-        assert (read.layer, read.call, read.remark) == (
-            captured.layer,
-            captured.call,
-            captured.remark,
-        )
-        assert read.inputs.tensors.keys() == captured.inputs.tensors.keys()
-        for argument, tensor in captured.inputs.tensors.items():
-            assert torch.equal(read.inputs.tensors[argument], tensor)
-            assert read.inputs.tensors[argument].dtype == tensor.dtype
+    check_same(map(load, manifest.layers), calls)
 
 
 @pytest.mark.parametrize("bounds", [[0, 30, 20, LENGTH], [0, 20, LENGTH + 1], [1, LENGTH]])

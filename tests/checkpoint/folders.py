@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tiny_models
 import torch
@@ -19,7 +20,7 @@ def edit_json(file: Path, **changes):
 
 # --- the original format of state-spaces/mamba2-*
 
-ORIGINAL_CONFIG = {
+ORIGINAL_CONFIG: dict[str, Any] = {
     "d_model": 64,
     "d_intermediate": 0,
     "n_layer": 3,
@@ -50,7 +51,7 @@ def original_state() -> dict[str, torch.Tensor]:
     }
 
 
-def write_original(folder: Path, state: dict[str, torch.Tensor], form: str):
+def write_original(folder: Path, state: dict[Any, torch.Tensor], form: str):
     """Store the tiny mamba2 model in the original format, its weights as a pickle, as one file of
     safetensors, or as shards of two tensors.
     """

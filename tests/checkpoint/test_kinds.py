@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,11 +17,12 @@ import pytest
 import tiny_models
 import torch
 import transformers as tf
-from checkpoint.folders import edit_json
+from checkpoint.folders import ORIGINAL_CONFIG, edit_json, write_original
 from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.load import fetch, infer_devices, load_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.weights import INDEX
@@ -352,13 +354,9 @@ def test_checkpoints_of_a_training_run_are_named(files):
 
 
 def test_a_pickle_keyed_by_numbers_is_refused():
-    folder = Path("numbers")
-    folder.mkdir()
-    ssm = {"layer": "Mamba2", "headdim": 16}
-    config = {"d_model": 64, "n_layer": 1, "vocab_size": 256, "ssm_cfg": ssm}
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.save({0: torch.ones(4), "x": torch.ones(4)}, folder / "pytorch_model.bin")
-    answer, _ = run(folder, "--tokenizer", "demo", code=2)
+    write_original(Path(), {0: torch.ones(4), "x": torch.ones(4)}, PICKLE)
+    edit_json(Path("config.json"), vocab_size=256)
+    answer, _ = run(Path(), "--tokenizer", "demo", code=2)
     assert "holds an entry 0, which is no name of a weight" in answer.err
 
 
@@ -536,9 +534,8 @@ def test_blocks_of_fp8_may_be_cut_off(hidden, block):
     """96 in blocks of 64 would divide into two blocks of 48: equal blocks give wrong weights
     without an error.
     """
-    shape = dict(tiny_models.build("qwen3_5_text").config.to_dict(), hidden_size=hidden)
-    model = tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**shape)).to(torch.bfloat16)
     folder = Path("fp8")
+    model = tiny_models.build("qwen3_5_text", torch.bfloat16, hidden_size=hidden)
     model.save_pretrained(folder)
     decoded = {}
     kept = []
@@ -656,15 +653,8 @@ def test_other_formats_of_modelopt_are_refused_by_name(file, algorithm):
 )
 def test_options_of_original_mamba2(change, words):
     folder = checkpoint("mamba2")
-    ssm = {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32} | change
-    config = {
-        "d_model": 64,
-        "n_layer": 3,
-        "vocab_size": 128,
-        "ssm_cfg": ssm,
-        "pad_vocab_size_multiple": 16,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    ssm = ORIGINAL_CONFIG["ssm_cfg"] | change
+    (folder / "config.json").write_text(json.dumps(ORIGINAL_CONFIG | {"ssm_cfg": ssm}))
     rewrite(folder, renamed("embeddings.", "embedding."))
     if words:
         with pytest.raises(BadInputError, match=re.escape(words)):
@@ -711,6 +701,4 @@ def test_a_type_that_nobody_listed_works():
         _, report = run(folder)
         assert (report.model.model_type, len(report.model.layers)) == ("made_up_omni", 3)
         Answer("runs")
-        for file in Path("run").iterdir():
-            file.unlink()
-        Path("run").rmdir()
+        shutil.rmtree("run")

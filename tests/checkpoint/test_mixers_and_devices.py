@@ -9,11 +9,10 @@ import tiny_models
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
-from capture.exact import capture
+from capture.exact import capture, check_same
 from torch import nn
 
 from ssdprof.capture.forward import PromptRun, cache_name
-from ssdprof.capture.layers import CapturedLayer
 from ssdprof.checkpoint.load import (
     DeviceMap,
     fetch,
@@ -72,14 +71,6 @@ def test_a_layer_of_another_operator_is_refused():
 Saved = Callable[[str], Path]
 CPU = torch.device("cpu")
 MIXTURES = ("granitemoehybrid", "qwen3_next", "nemotron_h")
-
-
-def check_same(actual: list[CapturedLayer], expected: list[CapturedLayer]):
-    for layer, other in zip(actual, expected, strict=True):
-        assert (layer.layer, layer.call) == (other.layer, other.call)
-        assert layer.inputs.tensors.keys() == other.inputs.tensors.keys()
-        for name, tensor in other.inputs.tensors.items():
-            assert torch.equal(layer.inputs.tensors[name], tensor)
 
 
 def some_room(located: Model) -> tuple[Any, DeviceMap]:

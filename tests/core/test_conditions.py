@@ -31,12 +31,15 @@ from ssdprof.errors import BadInputError
 NUMBERS = st.floats(min_value=0, max_value=1e9, allow_nan=False)
 
 
+of_every_metric = given(data=st.data(), limit=NUMBERS, name=st.sampled_from(sorted(METRICS)))
+
+
 def places(name: str) -> list[str]:
     of = METRICS[name].choices
     return ["fla", "my_kernels:fast", "int8-carried:head"] if of is None else list(of)
 
 
-@given(data=st.data(), limit=NUMBERS, name=st.sampled_from(sorted(METRICS)))
+@of_every_metric
 def test_every_gate_in_its_own_unit_is_read(data: st.DataObject, limit: float, name: str):
     metric = METRICS[name]
     at = data.draw(st.sampled_from(["", *places(name)]))
@@ -46,7 +49,7 @@ def test_every_gate_in_its_own_unit_is_read(data: st.DataObject, limit: float, n
     assert parse_gate(text) == Condition(metric=name, at=at, limit=limit, text=text)
 
 
-@given(data=st.data(), limit=NUMBERS, name=st.sampled_from(sorted(METRICS)))
+@of_every_metric
 def test_every_change_to_the_worse_is_read(data: st.DataObject, limit: float, name: str):
     metric = METRICS[name]
     at = data.draw(st.sampled_from(["", *places(name)]))

@@ -18,15 +18,11 @@ from ssdprof.core.statistics import (
 )
 
 
-def noisy(
-    median: float, spread: float, seed: int = 0, *, recordings: int = 5, placement: float = 0.0
-) -> np.ndarray:
-    """(recordings, 8).  spread: of rounds.  placement: of recordings."""
+def noisy(median: float, spread: float, seed: int = 0, *, placement: float = 0.0) -> np.ndarray:
+    """(5, 8).  spread: of rounds.  placement: of recordings."""
     draw = np.random.default_rng(seed)
     return median * (
-        1
-        + placement * draw.standard_normal((recordings, 1))
-        + spread * draw.standard_normal((recordings, 8))
+        1 + placement * draw.standard_normal((5, 1)) + spread * draw.standard_normal((5, 8))
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import task_of, value
 from command_line import passing
-from fakes import CELL, RAN, FakeTimer, needs_interpreter, noting, pretend_gpu
+from fakes import CELL, RAN, FakeTimer, needs_interpreter, note_runs, pretend_gpu
 from generated_inputs import cell_of, generated
 
 from ssdprof import kernels, operators
@@ -347,8 +347,7 @@ def library(operator: str) -> Implementation:
 def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_token_takes_part(
     name, monkeypatch
 ):
-    for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
-        monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
+    note_runs(monkeypatch, name, unfused=300.0, fused=100.0, recurrent=50.0)
     operator = operators.get(name)
     short, longer = (cell_of(name, SIZES[name], seqlen, sequences=3) for seqlen in (1, 33))
     states = generated(name, SIZES[name], 1, sequences=3).initial
@@ -375,8 +374,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
 
 def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch):
     operator = operators.get("gdn")
-    for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
-        monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))
+    note_runs(monkeypatch, "gdn", unfused=300.0, fused_portable=150.0)
     cell = cell_of("gdn", SIZES["gdn"], 40, ways=("normalised", "quarter-ungated"))
     report = benched(cell, names=("unfused", "fused_portable"), operator=operator)
     assert results(report) == [("unfused", "passed"), ("fused_portable", "passed")]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import accuracies
 from command_line import passing
 from kernels.kernel_cases import GDNCase, SSDCase
 
@@ -98,4 +99,4 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not():
     passing("run plain/captures --dtype fp16 --dtypes relaxed --out stored")
     _, replayed = load("stored")
     assert replayed.cast == report.cast
-    assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
+    assert accuracies(replayed) == accuracies(report)

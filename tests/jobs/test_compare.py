@@ -151,7 +151,7 @@ def test_a_call_that_changes_its_inputs_has_no_output_and_no_time():
 # --- errors against the baseline, and batches
 
 
-def groups(*, timed: bool = False) -> list[Entry]:
+def groups() -> list[Entry]:
     """Two implementations at four precisions, each with its baseline."""
     made = []
     for states in ("fp32", "bf16"):
@@ -164,7 +164,6 @@ def groups(*, timed: bool = False) -> list[Entry]:
                     name,
                     precision=precision,
                     baseline=base,
-                    turns=states if timed else None,
                     spoil=noisy(0.3) if name == "b" else lambda output: output,
                 )
     return made

@@ -44,21 +44,13 @@ INPUTS = 2**20  # more than twice the captured inputs of a layer
 @pytest.fixture(scope="session")
 def granite(tmp_path_factory) -> Path:
     """A mixture of experts with layers of about 3 MB, without a tokenizer."""
-    config = tf.GraniteMoeHybridConfig(
-        vocab_size=128,
+    config = tiny_models.config(
+        "granitemoehybrid",
         hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         mamba_n_heads=4,
-        mamba_d_head=64,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-        mamba_chunk_size=32,
         intermediate_size=256,
         num_hidden_layers=6,
         num_local_experts=8,
-        num_experts_per_tok=2,
-        shared_intermediate_size=64,
         layer_types=["mamba", "mamba", "attention", "mamba", "mamba", "mamba"],
     )
     folder = tmp_path_factory.mktemp("granite")
@@ -386,52 +378,27 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(granite: Path
 # --- the memory that it needs
 
 
+LINEAR = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 4}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+WIDE: dict[str, dict[str, Any]] = {
+    "mamba2": {"head_dim": 64, "state_size": 64, "n_groups": 1},
+    "granitemoehybrid": {
+        "mamba_d_state": 64,
+        "intermediate_size": 512,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 6,
+        "shared_intermediate_size": 256,
+    },
+    "bamba": {"mamba_d_state": 64, "intermediate_size": 2048},
+    "qwen3_next": LINEAR
+    | EXPERTS
+    | {"linear_num_value_heads": 8, "head_dim": 64, "shared_expert_intermediate_size": 128},
+}
+
+
 def wide(name: str):
     """A config with layers so wide that activations affect the peak."""
-    common = {
-        "vocab_size": 128,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
-    linear = {
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "head_dim": 64,
-        "num_hidden_layers": 4,
-    }
-    experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
-    configs: dict[str, Callable[[], Any]] = {
-        "mamba2": lambda: tf.Mamba2Config(
-            vocab_size=128,
-            hidden_size=256,
-            num_heads=8,
-            head_dim=64,
-            state_size=64,
-            n_groups=1,
-            num_hidden_layers=2,
-        ),
-        "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
-            **common,
-            **mamba,
-            intermediate_size=512,
-            num_hidden_layers=3,
-            num_local_experts=8,
-            num_experts_per_tok=6,
-            shared_intermediate_size=256,
-            layer_types=["mamba", "attention", "mamba"],
-        ),
-        "bamba": lambda: tf.BambaConfig(
-            **common, **mamba, intermediate_size=2048, num_hidden_layers=3, attn_layer_indices=[1]
-        ),
-        "qwen3_next": lambda: tf.Qwen3NextConfig(
-            **common, **linear, **experts, shared_expert_intermediate_size=128
-        ),
-    }
-    return configs[name]()
+    return tiny_models.config(name, hidden_size=256, **WIDE[name])
 
 
 def measured(model, name: str, seqlen: int, segment_length: int, serving: Serving) -> int:
@@ -626,15 +593,13 @@ LONG = 16384
 @pytest.fixture(scope="module")
 def large_granite(tmp_path_factory) -> Path:
     """Layers of 0.27 GB, large enough to detect streaming."""
-    config = tf.GraniteMoeHybridConfig(
-        vocab_size=1024,
+    config = tiny_models.config(
+        "granitemoehybrid",
         hidden_size=2048,
         num_attention_heads=16,
         num_key_value_heads=4,
         mamba_n_heads=64,
-        mamba_d_head=64,
         mamba_d_state=128,
-        mamba_n_groups=1,
         mamba_chunk_size=256,
         intermediate_size=512,
         num_hidden_layers=8,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from captured import store
 from cases import layer, prompt
-from fakes import QUICK, FakeTimer, inputs, needs_interpreter, noting
+from fakes import QUICK, FakeTimer, inputs, needs_interpreter, note_runs
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import intermediates_of, precisions_for, states_of
@@ -169,8 +169,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at, monkeypatc
         request = RunOptions(**place, intermediates="exact", states=("fp32",))
         return job.run(request, find_to_replay(request), None, Watcher())[1]
 
-    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
-        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
+    note_runs(monkeypatch, unfused=300.0, fused=100.0)
     captured()
     whole = ran(None, "whole")
     with pytest.raises(KeyboardInterrupt):

@@ -6,9 +6,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import cases
 import fakes
 import torch
-from cases import layer
 from generated_inputs import generated
 
 from ssdprof.core.base import EXACT_FP32
@@ -28,15 +28,7 @@ from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.operators.tuning import Config
 from ssdprof.store import tuned as store
 
-GPU = Gpu(
-    name="NVIDIA Test",
-    compute_capability="9.0",
-    sm_count=132,
-    memory_bytes=1,
-    l2_bytes=1,
-    driver="1",
-    cuda="13.0",
-)
+GPU = cases.environment(name="NVIDIA Test").gpu
 COMMITTED_SEGMENT = 10
 COMMITTED = {
     "hopper": SSDHopperConfig(segment=COMMITTED_SEGMENT, reason="the model"),
@@ -54,14 +46,16 @@ def ssd_problem(kernel: str, *seqlens: int) -> Problem:
     """
     inputs = tuple(ssd_inputs(seqlen) for seqlen in seqlens)
     of = dict(implementation="committed", precision=EXACT_FP32, status="ran", batch=1)
-    calls_of = [LayerCall(kind="layer", layer=layer(), dims=SSD.oracle.dims(one)) for one in inputs]
-    cases = tuple(Case(task=task, seqlen=task.dims.seqlen, **of) for task in calls_of)
+    calls_of = [
+        LayerCall(kind="layer", layer=cases.layer(), dims=SSD.oracle.dims(one)) for one in inputs
+    ]
+    of_each = tuple(Case(task=task, seqlen=task.dims.seqlen, **of) for task in calls_of)
     calls = SSD.tunable.calls(inputs[-1], "exact", kernel)
     return Problem(
         operator=SSD,
         calls=calls,
         inputs=inputs,
-        cases=cases,
+        cases=of_each,
         precision=Precision(),
         committed=COMMITTED[kernel],
     )

@@ -77,14 +77,15 @@ def ssd_recurrent(case: SSDCase, state_every: int = 0):
     recurrent_launch(inputs)(inputs)
 
 
-def drafted_in_place(inputs):
-    """With a slot of a pool for the state after each token."""
+def drafted_in_place(case: GDNCase | SSDCase):
+    """Inputs with a slot of a pool for the state after each token."""
+    inputs = on_meta(case.inputs())
     table = torch.empty(inputs.sequences, inputs.length, dtype=torch.int32, device="meta")
     return replace(inputs, state_indices=table, accepted=table[:, 0], write_indices=table)
 
 
 def ssd_in_place(case: SSDCase):
-    inputs = drafted_in_place(on_meta(case.inputs()))
+    inputs = drafted_in_place(case)
     recurrent_launch(inputs, in_place=True)(inputs)
 
 
@@ -272,14 +273,14 @@ def gdn_recurrent(case: GDNCase, *, wide: bool = False):
 
 
 def gdn_in_place(case: GDNCase):
-    inputs = drafted_in_place(on_meta(case.inputs()))
+    inputs = drafted_in_place(case)
     gdn_recurrent_launch(inputs, blocks_of(inputs), in_place=True)(inputs)
 
 
 def stepped(case: GDNCase | SSDCase, name: str):
     """Token by token, with states in a format."""
     stepping = Stepping(parse_state_format(name), 1, 0)
-    inputs = drafted_in_place(on_meta(case.inputs()))
+    inputs = drafted_in_place(case)
     if isinstance(case, SSDCase):
         recurrent_launch(inputs, in_place=True, stepping=stepping)(inputs)
     else:

@@ -212,8 +212,8 @@ def changed(inputs, change, *names: str):
     )
 
 
-def moved(inputs, device: str = "cuda"):
-    return changed(inputs, lambda tensor: tensor.to(device), *tensors_of(inputs))
+def moved(inputs):
+    return changed(inputs, lambda tensor: tensor.cuda(), *tensors_of(inputs))
 
 
 def cut(inputs, start: int, stop: int | None, **overrides):

@@ -2,6 +2,7 @@
 bits as near 0.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -33,8 +34,8 @@ SMALL = SSDCase(heads=2, headdim=64, dstate=64, dtype=BF16, device="cuda")
 TOKENS = ("x", "B", "C", "dt")
 
 
-def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
-    """mamba2-2.7b's sizes.  Generated in bf16, because `Case` would need five times the memory."""
+def normal_numbers(batch: int, seqlen: int) -> Callable[..., torch.Tensor]:
+    """Draws a tensor from the sizes of a token, in bf16 on the GPU."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -42,6 +43,12 @@ def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
             generator=generator
         )
 
+    return normal
+
+
+def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
+    """mamba2-2.7b's sizes.  Generated in bf16, because `Case` would need five times the memory."""
+    normal = normal_numbers(batch, seqlen)
     return SSDInputs(
         x=normal(80, 64),
         dt=normal(80),
@@ -192,13 +199,7 @@ def test_tensors_of_the_delta_rule_beyond_two_to_the_31_elements(kernel: Target)
     heads = 8
     tokens = (1 << 31) // (8 * 128) + 5000
     last = 3000
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.empty(1, tokens, *shape, dtype=BF16, device="cuda").normal_(
-            generator=generator
-        )
-
+    normal = normal_numbers(1, tokens)
     channels = (128,) if kernel.operator == "kda" else ()
     inputs = (KDAInputs if channels else GDNInputs)(
         q=normal(1, 128),

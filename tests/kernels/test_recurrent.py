@@ -108,16 +108,15 @@ def pooled(inputs, dtype: torch.dtype):
     return replace(inputs, **{inputs.STATES: pool.mT}, state_indices=slots)
 
 
+OF_DELTA_RULE = dict(
+    batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True
+)
 POOLED: dict[str, Any] = {
     "ssd": SSDCase(
         batch=3, seqlen=1, heads=4, groups=2, headdim=16, dstate=16, initial_states=True
     ),
-    "gdn": GDNCase(
-        batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True
-    ),
-    "kda": KDACase(
-        batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True
-    ),
+    "gdn": GDNCase(**OF_DELTA_RULE),
+    "kda": KDACase(**OF_DELTA_RULE),
 }
 
 

@@ -35,22 +35,24 @@ SSD_CASES = {
     "n 256": (SMALL_SSD.but(batch=3, seqlen=130, heads=1, dstate=256, initial_states=True), EXACT),
 }
 SMALL_GDN = GDNCase(**GDN_ON_HOPPER | dict(gate=1e-3))
+
+
 # whole and partial chunks, one position, empty sequences; no sequence forgets its past before its
 # last chunks
-GDN_CASES = {
-    "batch": (SMALL_GDN.but(batch=3, seqlen=320), EXACT),
-    "ragged": (SMALL_GDN.but(seqlen=437, initial_states=True), EXACT),
-    "packed": (SMALL_GDN.but(lengths=(1, 0, 290, 64, 0, 333), initial_states=True), EXACT),
+def of_delta_rule(small: GDNCase | KDACase):
+    return {
+        "batch": (small.but(batch=3, seqlen=320), EXACT),
+        "ragged": (small.but(seqlen=437, initial_states=True), EXACT),
+        "packed": (small.but(lengths=(1, 0, 290, 64, 0, 333), initial_states=True), EXACT),
+    }
+
+
+GDN_CASES = of_delta_rule(SMALL_GDN) | {
     "olmo": (SMALL_GDN.but(**OLMO, seqlen=200, initial_states=True), EXACT),
     "60": (SMALL_GDN.but(key_dim=60, value_dim=60, seqlen=200), EXACT),
 }
 SMALL_KDA = KDACase(key_dim=128, value_dim=128, values_per_key=2, dtype=BF16)
-KDA_CASES = {
-    "batch": (SMALL_KDA.but(batch=3, seqlen=320), EXACT),
-    "ragged": (SMALL_KDA.but(seqlen=437, initial_states=True), EXACT),
-    "packed": (SMALL_KDA.but(lengths=(1, 0, 290, 64, 0, 333), initial_states=True), EXACT),
-}
-CASES = {"ssd": SSD_CASES, "gdn": GDN_CASES, "kda": KDA_CASES}
+CASES = {"ssd": SSD_CASES, "gdn": GDN_CASES, "kda": of_delta_rule(SMALL_KDA)}
 LARGEST_ERROR = 6e-3  # of GDN and KDA in bf16, relative to the RMS of a head
 EVERY = tuple(SSD_CASES)
 LIKE_128 = ("batch", "ragged", "packed")

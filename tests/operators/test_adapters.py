@@ -21,7 +21,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import triton
-from fakes import CELL
+from fakes import CELL, put
 from kernel_cases import BF16, FP16, FP32, GDNCase, KDACase, SSDCase, rows
 from torch.nn import functional as F
 from triton.runtime import Autotuner, _async_compile
@@ -249,13 +249,6 @@ def checkout(tmp_path) -> Path:
 
 def kernel_file(checkout: Path) -> Path:
     return checkout / "mamba_ssm/ops/triton/ssd_fused5.py"
-
-
-def put(monkeypatch, name: str, **members):
-    """Installs a module of this name with `members`."""
-    module = ModuleType(name)
-    vars(module).update(members)
-    monkeypatch.setitem(sys.modules, name, module)
 
 
 SGLANG = "sglang/kernels/ops/attention/fla"

@@ -1,6 +1,7 @@
 """`lo` computes the operator, and rounds exactly where the precision allows it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,9 +115,13 @@ def test_spans_carry_the_state(make: Make):
     assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
 
 
+def with_states(make: Make):
+    inputs = make(seqlen=150, batch=2)
+    return replace(inputs, **{inputs.STATES: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)})
+
+
 def test_every_sequence_begins_with_its_own_state(make: Make):
-    states = {make(seqlen=1).STATES: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
-    inputs = make(batch=2, **states)
+    inputs = with_states(make)
     apart = rounded(inputs, Precision())
     together = begun(inputs, Precision())
     for batch in range(2):
@@ -126,8 +131,7 @@ def test_every_sequence_begins_with_its_own_state(make: Make):
 
 @pytest.mark.parametrize("length", [0, 150])
 def test_heads_side_by_side_are_computed_as_alone(make: Make, length):
-    states = {make(seqlen=1).STATES: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
-    inputs = make(seqlen=150, batch=2, **states)
+    inputs = with_states(make)
     span = Span(sequence=1, batch=1, start=0, stop=length)
     operator = operators.get(inputs.operator)
     wide, whole = operator.repeated(inputs, span, 3)

@@ -5,11 +5,11 @@ the libraries' conventions: an adapter that follows them agrees with the oracle,
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from fakes import put
 from measure.test_pools import found_by, step, trial
 from torch.nn import functional as F
 
@@ -197,9 +197,7 @@ MODULES: dict[str, Given] = {
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
     for name, members in MODULES.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+        put(monkeypatch, name, **members)
     monkeypatch.setattr("ssdprof.kernels.adapters.import_module", sys.modules.__getitem__)
     monkeypatch.setattr("ssdprof.kernels.gdn.adapters.import_module", sys.modules.__getitem__)
     monkeypatch.setattr("ssdprof.kernels.gdn.adapters.HEAD_DIM", 16)

@@ -9,7 +9,7 @@ import torch
 from captured import layer, store
 from cases import prompt, task_of, value
 from command_line import Answer, ending, passing
-from fakes import RAN, pretend_gpu
+from fakes import note_runs, pretend_gpu
 from operators import toy
 from verdict import assert_passes
 
@@ -91,16 +91,7 @@ def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch):
 
 
 def test_it_is_benched(monkeypatch):
-    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
-
-        def noted(
-            inputs: toy.ToyInputs, precision: Precision, name: str = name, cost: float = cost
-        ) -> toy.Output:
-            RAN.append((name, cost))
-            return toy.running_sum(inputs, precision)
-
-        plain = registry.get("toy", name)
-        monkeypatch.setitem(registry._implementations, ("toy", name), replace(plain, run=noted))
+    note_runs(monkeypatch, "toy", real=True, unfused=300.0, fused=100.0)
     pretend_gpu(monkeypatch)
     ssdprof("bench toy --shape toy-1b,3x16 --seq 40 --out cells")
     report = load("cells")[1]

@@ -25,6 +25,7 @@ from targets import slow
 from torch.nn.functional import normalize
 from torchrun import python
 
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
@@ -167,6 +168,23 @@ def stored() -> int:
     return len(files)
 
 
+def check_recorded(inputs: dict[str, torch.Tensor], out: torch.Tensor) -> CapturedLayer:
+    """The one call that was recorded has these inputs and this output."""
+    (call,) = open_recording(Path("calls"), "safetensors").layers()
+    for name, tensor in inputs.items():
+        assert torch.equal(call.inputs.tensors[name].reshape(tensor.shape), tensor), name
+    assert torch.equal(call.served[0][0], out.flatten(0, 1))
+    return call
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Before this event the thread stores nothing."""
+    event, get = threading.Event(), recorder._Queue.get
+    monkeypatch.setattr(recorder._Queue, "get", lambda queue: event.wait() and get(queue))
+    return event
+
+
 def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Function]):
     package = import_module(LIBRARY)
     original = package.chunk_gated_delta_rule
@@ -184,14 +202,12 @@ def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Funct
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
-    chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch, device: str
+    chunked: Callable[..., Function], blocked: threading.Event, device: str
 ):
     """The function overwrites v, the server all else in its next statement.  A batch of two is
     recorded as a pack.
     """
-    function, blocked = chunked(), threading.Event()
-    get = recorder._Queue.get
-    monkeypatch.setattr(recorder._Queue, "get", lambda queue: blocked.wait() and get(queue))
+    function = chunked()
     buffers = {name: tensor.to(device) for name, tensor in arguments(4).items()} | {
         "initial_state": torch.randn(2, 2, 16, 16, device=device)
     }
@@ -202,12 +218,7 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
         tensor.zero_()
     blocked.set()
     assert stored() == 1
-    (call,) = open_recording(Path("calls"), "safetensors").layers()
-    for name, tensor in before.items():
-        recorded = call.inputs.tensors[name]
-        assert torch.equal(recorded.reshape(tensor.shape), tensor), name
-    assert torch.equal(call.served[0][0], out.flatten(0, 1))
-    assert torch.equal(call.served[1], states)
+    assert torch.equal(check_recorded(before, out).served[1], states)
 
 
 @pytest.mark.gpu
@@ -243,10 +254,7 @@ def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
     ]
     assert stored() == 1
     assert all(tensor.isnan().all() for tensor in taken)
-    (call,) = open_recording(Path("calls"), "safetensors").layers()
-    for name, tensor in before.items():
-        assert torch.equal(call.inputs.tensors[name].reshape(tensor.shape), tensor), name
-    assert torch.equal(call.served[0][0], out.flatten(0, 1))
+    check_recorded(before, out)
 
 
 @pytest.mark.parametrize("driver", ["copies", "refuses", "is older"])
@@ -359,12 +367,10 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
-    chunked: Callable[..., Function], capfd, monkeypatch
+    chunked: Callable[..., Function], blocked: threading.Event, capfd, monkeypatch
 ):
-    function, blocked = chunked(), threading.Event()
+    function = chunked()
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
-    get = recorder._Queue.get
-    monkeypatch.setattr(recorder._Queue, "get", lambda queue: blocked.wait() and get(queue))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for _ in range(6):
         function(**arguments(), output_final_state=True)

@@ -53,8 +53,8 @@ def parsed(found: Report) -> dict[str, junitparser.TestCase]:
     return {case.name: case for suite in suites for case in suite}
 
 
-def annotation_lines(found: Report, kind: str = "error") -> list[str]:
-    return [line for line in exports.workflow_commands(found) if line.startswith(f"::{kind}")]
+def errors(found: Report) -> list[str]:
+    return [line for line in exports.workflow_commands(found) if line.startswith("::error")]
 
 
 def test_each_call_of_a_layer_has_a_name_of_its_own():
@@ -197,10 +197,8 @@ def test_without_times_of_calls_the_whole_run_has_its_own():
 
 
 def test_annotations():
-    assert (
-        annotation_lines(small()) == annotation_lines(prefill()) == annotation_lines(bench()) == []
-    )
-    verdict, reason = annotation_lines(ending("inaccurate"))
+    assert errors(small()) == errors(prefill()) == errors(bench()) == []
+    verdict, reason = errors(ending("inaccurate"))
     assert verdict == (
         "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused "
         "(exact, fp32 states) inaccurate in layer 0."
@@ -209,17 +207,14 @@ def test_annotations():
         "small::layer 0, 131,072 tokens, fused, exact, fp32 states: inaccurate: out, head 7: "
         "max|ours - oracle| is 1.5, its budget 1;" in reason
     )
-    (gate,) = annotation_lines(small(conditions=cases.gates("match@0:89%")))
+    (gate,) = errors(small(conditions=cases.gates("match@0:89%")))
     assert (
         "GATE FAILED: match@0:89%25: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; "
         in gate
     )
-    (line,) = annotation_lines(prefill(conditions=cases.gates("speedup:2.5")))
+    (line,) = errors(prefill(conditions=cases.gates("speedup:2.5")))
     assert line.endswith(f"::GATE FAILED: speedup:2.5: {PREFILL}: 2x.")
-    assert (
-        "::PARTIAL: the command did not reach its end."
-        in annotation_lines(prefill(complete=False))[0]
-    )
+    assert "::PARTIAL: the command did not reach its end." in errors(prefill(complete=False))[0]
     lines = list(
         exports.workflow_commands(small(notes=tuple(f"note {n}\nof many" for n in range(14))))
     )

@@ -16,6 +16,7 @@ from typing import Any
 import cases
 import pytest
 from cases import case, failed, of_answers, samples, timed
+from fakes import denied
 from torchrun import python
 
 from ssdprof.core.case import Case
@@ -60,6 +61,10 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields) -> Path:
 
 
 # --- writing and reading
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_a_report_is_read_back_as_it_was_written():
@@ -245,12 +250,12 @@ def test_a_folder_that_holds_a_report_is_not_used_again(file, document):
         (folder / HEADER).unlink()
         (folder / file).write_text(document)
         (folder / "cases.0.jsonl").write_text("")
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = contents(folder)
     with pytest.raises(BadInputError, match="holds a run already"):
         check_folder(folder)
     with pytest.raises(BadInputError, match="holds a run already"), writing(folder):
         pytest.fail("the folder was handed out")
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert contents(folder) == before
 
 
 def test_a_further_process_that_is_started_again_begins_anew(monkeypatch):
@@ -362,7 +367,7 @@ def test_another_request_does_not_go_on(fields, of):
         header_file.read_text().replace(load(folder)[1].created, "2026-01-01T00:00:00+00:00")
     )
     Path("new").touch()
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = contents(folder)
     with pytest.raises(BadInputError) as caught, writing(folder, **fields):
         pytest.fail("the folder was handed out")
     assert str(caught.value) == f"my run holds an interrupted run {of}."
@@ -370,7 +375,7 @@ def test_another_request_does_not_go_on(fields, of):
         caught.value.hint
         == "Name another folder with --out, or resume that run: ssdprof run --out 'my run'"
     )
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert contents(folder) == before
 
 
 def test_lines_without_a_header_are_of_nobody_and_other_files_the_users():
@@ -452,9 +457,6 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
 
 
 def test_an_unwritable_folder_says_why(monkeypatch):
-    def denied(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     monkeypatch.setattr(Path, "mkdir", denied)
     with (
         pytest.raises(MissingCapabilityError, match=r"cannot be written: permission denied\."),
