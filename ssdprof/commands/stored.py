@@ -313,7 +313,12 @@ def _save_failure(folder: Path, case: Case, target: Path) -> None:
             "It keeps those of the first call of each implementation that fails, or breaks a law: "
             f"{', '.join(sorted(ids)) or 'none here'}.",
         )
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(
+            f"The folder {target} cannot be made: {error.strerror}.", "Name another folder."
+        ) from None
     for file in stored:
         script = target / f"{file.stem}.py"
         shutil.copy(file, target)

@@ -374,18 +374,23 @@ class Trial:
 def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], None]) -> None:
     """Judge the first form that the kernel accepts.
 
-    Raises Skipped if it accepts none: with `otherwise`, and with its refusals.
+    Raises Skipped if it accepts none: with `otherwise`, and with its refusals.  Raises it also if
+    an earlier form failed with another error, which is no refusal.
     """
     reasons = [otherwise]
-    holds: Holds = "not applicable"
+    errors: list[Skipped] = []
     for form in forms:
         try:
-            return judge(form)
+            judge(form)
         except Skipped as refusal:
             reasons.append(str(refusal))
             if refusal.holds == "not tested":
-                holds = "not tested"
-    raise Skipped(": ".join(dict.fromkeys(reasons)), holds)
+                errors.append(refusal)
+            continue
+        if errors:
+            raise errors[0]
+        return
+    raise Skipped(": ".join(dict.fromkeys(reasons)), "not tested" if errors else "not applicable")
 
 
 def judge_kinds(
@@ -393,8 +398,8 @@ def judge_kinds(
 ) -> None:
     """Call `judge_first` for every kind of forms.
 
-    Raises Skipped if all kinds are refused: with the first refusal, or the first because of which
-    the law was not tested; with `otherwise` if there is no kind.
+    Raises Skipped if all kinds are refused: with the first refusal; if one of them could not be
+    tested, with the first such reason; with `otherwise` if there is no kind.
     """
     refusals: list[Skipped] = []
     for forms in kinds:
@@ -404,9 +409,11 @@ def judge_kinds(
             refusals.append(refusal)
     if not kinds:
         raise Skipped(otherwise)
+    not_tested = [refusal for refusal in refusals if refusal.holds == "not tested"]
+    if not_tested:
+        raise not_tested[0]
     if len(refusals) == len(kinds):
-        not_tested = [refusal for refusal in refusals if refusal.holds == "not tested"]
-        raise (not_tested or refusals)[0]
+        raise refusals[0]
 
 
 def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:

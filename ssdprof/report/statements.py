@@ -182,7 +182,11 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     if any(case.variant == "interpreter" for case in report.of_calls):
         result += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
     if report.laws == "quick":
-        result += "; of the laws, only causality and cut in two were tested (--laws quick)"
+        tested = distinct(
+            [law.name for law in case.probes if law.holds in ("yes", "no")] for case in report.cases
+        )
+        names = f"only {fmt.words(tested)}" if tested else "none"
+        result += f"; of the laws, {names} were tested (--laws quick)"
     if outcome.others and report.kind in ("bench", "prefill"):
         result += f"; {outcome.others} more of other libraries do not count"
     yield VerdictLine(f"{_capital(who)} {result}.")
@@ -502,6 +506,7 @@ def caveats(report: Report) -> Iterator[str]:
         yield f"Speedups are over unfused, {OWN_BASELINE}."
     yield from _of_baselines(report)
     yield from _of_libraries(report)
+    yield from _untested_laws(report)
     yield from _equal_precisions(report, timed)
     for left_out in report.left_out:
         subject = left_out.case_key
@@ -509,6 +514,17 @@ def caveats(report: Report) -> Iterator[str]:
             subject = f"{fmt.words(left_out.implementations)} of {subject}"
         yield f"{_capital(subject)} was left out: {left_out.reason}."
     yield from (text for text in report.remarks if not text.startswith(WHILE_RECORDED))
+
+
+def _untested_laws(report: Report) -> Iterator[str]:
+    """A sentence for each user's kernel and each reason why laws of it were not tested."""
+    of_own = [case for case in report.cases if case.kind == "own"]
+    for name, cases in grouped(of_own, lambda case: case.implementation).items():
+        untested = [law for case in cases for law in case.probes if law.holds == "not tested"]
+        for reason, laws in grouped(untested, lambda law: law.detail).items():
+            names = list(dict.fromkeys(law.name for law in laws))
+            count = "law was" if len(names) == 1 else "laws were"
+            yield f"{len(names)} {count} not tested with {name} ({fmt.words(names)}): {reason}."
 
 
 def weaknesses(report: Report) -> list[str]:
