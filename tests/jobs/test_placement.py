@@ -381,7 +381,13 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(granite: Path
 LINEAR = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 4}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 WIDE: dict[str, dict[str, Any]] = {
-    "mamba2": {"head_dim": 64, "state_size": 64, "n_groups": 1},
+    "mamba2": {
+        "head_dim": 64,
+        "state_size": 64,
+        "n_groups": 1,
+        "chunk_size": 256,
+        "num_hidden_layers": 2,
+    },
     "granitemoehybrid": {
         "mamba_d_state": 64,
         "intermediate_size": 512,
