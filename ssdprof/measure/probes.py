@@ -143,7 +143,7 @@ class Prober:
         # before.  Another process would take seconds for each layer.
         is_apart = implementation.isolated and implementation.word and due != [AMPLIFIED_HISTORY]
         if is_apart:
-            probes = list(_tested_elsewhere(trial, due, self._isolated.limit_s, keep))
+            probes = list(_tested_elsewhere(trial, due, keep, interpreted=interpreted))
         else:
             probes = [try_law(trial, name, keep) for name in due]
         results |= {probe.name: probe for probe in probes}
@@ -315,23 +315,21 @@ def applies(implementation: Implementation, inputs: Inputs) -> bool:
 
 
 def _tested_elsewhere(
-    trial: Trial, names: Sequence[str], limit_s: float, keep: Keep | None
+    trial: Trial, names: Sequence[str], keep: Keep | None, *, interpreted: bool
 ) -> Iterator[Probe]:
     """The results of laws whose calls are made in another process.
 
     If a call ends it, its law is broken, and the next process tests the other laws.  If a call does
     not end, the other laws are not tested.
-
-    limit_s: limit in seconds for one call.
     """
     waiting = list(names)
     while waiting:
-        probes, call, goes_on = _ask(trial, waiting, limit_s, keep)
+        probes, call, goes_on = _ask(trial, waiting, keep, interpreted=interpreted)
         yield from probes
         del waiting[: len(probes)]
         fault = probes[-1]
         if call and keep:
-            _ask(trial, [fault.name], limit_s, keep, stop=call)
+            _ask(trial, [fault.name], keep, interpreted=interpreted, stop=call)
         if not goes_on:
             reason = f"law '{fault.name}': {fault.detail}"
             yield from (untested(name, reason) for name in waiting)
@@ -339,7 +337,7 @@ def _tested_elsewhere(
 
 
 def _ask(
-    trial: Trial, names: Sequence[str], limit_s: float, keep: Keep | None, stop: int = 0
+    trial: Trial, names: Sequence[str], keep: Keep | None, *, interpreted: bool, stop: int = 0
 ) -> tuple[list[Probe], int, bool]:
     """Test laws in another process, up to the law in which it ends.
 
@@ -348,7 +346,7 @@ def _ask(
 
     stop: the number of a call that is kept instead of made, and ends the process; 0: none is.
     """
-    interpreted = len(trial.long_heads) == 1
+    limit_s = trial.isolated.limit_s
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         said, ended = elsewhere(
             "ssdprof.measure.probes", Path(folder), trial.implementation, trial.whole,

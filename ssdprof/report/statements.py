@@ -185,8 +185,10 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         tested = distinct(
             [law.name for law in case.probes if law.holds in ("yes", "no")] for case in report.cases
         )
-        names = f"only {fmt.words(tested)}" if tested else "none"
-        result += f"; of the laws, {names} were tested (--laws quick)"
+        if tested:
+            result += f"; laws tested (--laws quick): {fmt.words(tested)}"
+        else:
+            result += "; no law was tested"
     if outcome.others and report.kind in ("bench", "prefill"):
         result += f"; {outcome.others} more of other libraries do not count"
     yield VerdictLine(f"{_capital(who)} {result}.")
