@@ -53,7 +53,7 @@ def not_isolated(monkeypatch):
     """Nothing is called in a separate process; these tests judge the results afterwards."""
     monkeypatch.setattr(isolate, "_tried", lambda *_: ("ran", ""))
 
-    def here(trial, names, _limit_s: float, keep):
+    def here(trial, names, keep, **_: bool):
         return [probes.try_law(trial, name, keep) for name in names]
 
     monkeypatch.setattr(probes, "_tested_elsewhere", here)
