@@ -130,12 +130,14 @@ def packed_sequence(slot, sequences, cu_seqlens_ptr, cu_stride):
 
 
 @gluon.jit
-def segment_of(packing, sequences, bounds, K, truncation_log2, warmup_lengths_ptr, S: gl.constexpr):
+def segment_of(
+    packing, sequences, bounds, segment_chunks, truncation_log2, warmup_lengths_ptr, S: gl.constexpr
+):
     """The segment of a program, and whether it exists.  Heads vary fastest, then sequences, then
-    segments of K chunks.
+    segments of `segment_chunks` chunks.
 
-    With FIRST_SEGMENT_EXTRA, segments have K chunks at most on average, and the first one is longer
-    (`first_segment_extra`).
+    With FIRST_SEGMENT_EXTRA, segments have `segment_chunks` chunks at most on average, and the
+    first one is longer (`first_segment_extra`).
 
     packing: the arguments of `sequence_at` after the first
     bounds: pointer to the bounds of all chunks (HV, slots), and the number of slots
@@ -147,13 +149,13 @@ def segment_of(packing, sequences, bounds, K, truncation_log2, warmup_lengths_pt
     rank = program // S.HEADS
     sequence = sequence_at(rank % sequences, *packing)
     index = rank // sequences  # of the segment in its sequence
-    head, first = program % S.HEADS, index * K
+    head, first = program % S.HEADS, index * segment_chunks
     chunks = gl.cdiv(sequence.length, CHUNK)  # of the sequence
-    nchunks = gl.maximum(gl.minimum(K, chunks - first), 0)
+    nchunks = gl.maximum(gl.minimum(segment_chunks, chunks - first), 0)
     if S.FIRST_SEGMENT_EXTRA:
-        count = gl.cdiv(chunks, K)
+        count = gl.cdiv(chunks, segment_chunks)
         bounds_ptr = bounds_of(bounds, head, sequence)
-        extra = first_segment_extra(bounds_ptr, (count - 1) * K, truncation_log2)
+        extra = first_segment_extra(bounds_ptr, (count - 1) * segment_chunks, truncation_log2)
         first = boundary(index, count, extra, chunks)
         nchunks = boundary(index + 1, count, extra, chunks) - first
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, to copy its state

@@ -53,20 +53,20 @@ class GDNEnv:
 
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments, so integers are
 # not specialised.
-INTEGERS = ["seqlen", "sequences", "slots", "K"]
+INTEGERS = ["seqlen", "sequences", "slots", "segment_chunks"]
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
 def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen,
-    sequences, slots, K, S: gl.constexpr,
+    sequences, slots, segment_chunks, S: gl.constexpr,
 ):  # fmt: skip
     """Compute outputs and final states of a segment, or of whole sequences if PERSISTENT: five
     roles, of which `states` has two lanes, pass tiles through rings in shared memory (`rings.py`).
 
     descriptors: of q, k and v, of the inverses (A) and of the output
     truncation_log2: see `parts.reach_back`.  seqlen: positions of a row of the batch
-    sequences, slots: numbers of sequences, and of slots of chunks.  K: chunks of a segment
+    sequences, slots, segment_chunks: numbers of sequences, slots of chunks, chunks of a segment
     """
     (
         initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr,
@@ -87,10 +87,10 @@ def _hopper_kernel(
             gl.program_id(0), gl.num_programs(0), pairs, seqlen, gl.cdiv(seqlen, CHUNK), S.HEADS
         )
     else:
-        packing = (seqlen, cu_seqlens_ptr, cu_strides[0])
         work, exists = segment_of(
-            packing, sequences, (bounds_ptr, slots), K, truncation_log2, warmup_lengths_ptr, S
-        )
+            (seqlen, cu_seqlens_ptr, cu_strides[0]), sequences, (bounds_ptr, slots),
+            segment_chunks, truncation_log2, warmup_lengths_ptr, S,
+        )  # fmt: skip
     role_barrier()  # threads read sums from memory that warp_specialize overwrites next
     if exists:
         env = GDNEnv(
@@ -122,7 +122,7 @@ def _hopper_kernel(
 @gluon.jit(do_not_specialize=[*INTEGERS, "rows", "longest_first_pass", "least_first_pass"])
 def _parts_kernel(
     k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots,
-    K, rows, longest_first_pass, least_first_pass, S: gl.constexpr,
+    segment_chunks, rows, longest_first_pass, least_first_pass, S: gl.constexpr,
 ):  # fmt: skip
     """Compute the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
     program computes several parts.
@@ -136,8 +136,9 @@ def _parts_kernel(
     rings = allocate(k_desc.dtype, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
-        rows, (seqlen, cu_seqlens_ptr, cu_strides[0]), sequences, (bounds_ptr, slots), K,
-        (longest_first_pass, least_first_pass), truncation_log2, warmup_lengths_ptr, S,
+        rows, (seqlen, cu_seqlens_ptr, cu_strides[0]), sequences, (bounds_ptr, slots),
+        segment_chunks, (longest_first_pass, least_first_pass), truncation_log2,
+        warmup_lengths_ptr, S,
     )  # fmt: skip
     if work.count > 0:
         env = GDNEnv(

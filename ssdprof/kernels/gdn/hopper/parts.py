@@ -134,15 +134,18 @@ def reach_back(
 
 
 @gluon.jit
-def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S: gl.constexpr):
+def first_passes(
+    rows, packing, sequences, bounds, segment_chunks, limits, truncation_log2, S: gl.constexpr
+):
     """Chunks of each row's first pass; -1 if the row is slow, 0 if the segment does not exist.
 
     A row is slow if its first pass would have more than `longest_first_pass` chunks.  If the row of
     a sequence's last segment is slow, so are its head's rows whose segments begin after more than
     `least_first_pass` chunks.
 
-    rows, sequences: their numbers.  K: chunks of a segment.  limits: `longest_first_pass` and
-    `least_first_pass`.  truncation_log2: as in `reach_back`.  packing, bounds: as in `segment_of`
+    rows, sequences: their numbers.  segment_chunks: chunks of a segment.
+    limits: `longest_first_pass` and `least_first_pass`.  truncation_log2: as in `reach_back`.
+    packing, bounds: as in `segment_of`
     """
     longest_first_pass, least_first_pass = limits
     LOOK: gl.constexpr = LOOKS // S.ROWS
@@ -151,12 +154,13 @@ def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S
     row = gl.arange(0, S.ROWS, gl.SliceLayout(1, layout))
     sequence = sequence_at(row // S.HEADS % sequences, *packing)
     # of each row: the segment's first chunk, and the chunks of the sequence
-    first, length = (row // S.HEADS // sequences + 1) * K, gl.cdiv(sequence.length, CHUNK)
+    first = (row // S.HEADS // sequences + 1) * segment_chunks
+    length = gl.cdiv(sequence.length, CHUNK)
     exists = (row < rows) & (first < length)
     bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
     # rows that are slow because that of the last segment is
     late = exists & (first > least_first_pass)
-    last = gl.where(late, (length - 1) // K * K, 0)
+    last = gl.where(late, (length - 1) // segment_chunks * segment_chunks, 0)
     at_last = reach_back(last, late, bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout)
     slow = late & (at_last > longest_first_pass)
     # the other rows
@@ -167,7 +171,9 @@ def first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S
 
 
 @gluon.jit
-def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.constexpr):
+def write_part(
+    table, k, t, before, row, previous, sequence, segment_chunks, pairs, S: gl.constexpr
+):
     """Write part t % PARTS of the segment before a row to the table, as the program's k-th part.
     Returns `before` plus the chunks of the part.
 
@@ -176,14 +182,14 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, S: gl.con
     previous: chunks of the first pass of the segment with the parts, -1 if that segment's row is
         slow, too
     sequence: the row's sequence
-    K: chunks of a segment, a multiple of PARTS
+    segment_chunks: chunks of a segment, a multiple of PARTS
     pairs: sequences times heads
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part = t % S.PARTS
-    end = row // pairs * K + (part + 1) * (K // S.PARTS)
+    end = row // pairs * segment_chunks + (part + 1) * (segment_chunks // S.PARTS)
     # the first part begins with that first pass, unless the state before it is unknown
-    chunks = K // S.PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
+    chunks = segment_chunks // S.PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
     fields = (
         sequence.index,
         sequence.begin,
@@ -219,7 +225,7 @@ def value_at(values, o_r, i):
 
 @gluon.jit
 def parts_of(
-    rows, packing, sequences, bounds, K, limits, truncation_log2, warmup_lengths_ptr,
+    rows, packing, sequences, bounds, segment_chunks, limits, truncation_log2, warmup_lengths_ptr,
     S: gl.constexpr,
 ):  # fmt: skip
     """The program's parts, at most PARTS_OF_PROGRAM.  Program 0 stores the lengths of first passes
@@ -229,7 +235,9 @@ def parts_of(
     program, programs = gl.program_id(0), gl.num_programs(0)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     # the first pass of each row, and which rows are slow
-    warmup_lengths = first_passes(rows, packing, sequences, bounds, K, limits, truncation_log2, S)
+    warmup_lengths = first_passes(
+        rows, packing, sequences, bounds, segment_chunks, limits, truncation_log2, S
+    )
     warmup_lengths, o_r = gl.convert_layout(warmup_lengths, vector), gl.arange(0, S.ROWS, vector)
     if program == 0:
         gl.store(warmup_lengths_ptr + o_r, warmup_lengths, mask=o_r < rows)
@@ -248,7 +256,7 @@ def parts_of(
         # 0 if the segment with the parts begins its sequence
         previous = value_at(warmup_lengths, o_r, row - pairs)
         sequence = sequence_at(row // S.HEADS % sequences, *packing)
-        before = write_part(table, k, t, before, row, previous, sequence, K, pairs, S)
+        before = write_part(table, k, t, before, row, previous, sequence, segment_chunks, pairs, S)
     role_barrier()  # the table is written before the roles read it
     return Parts(table, count)
 
@@ -397,10 +405,10 @@ def part_loads(env):
             load_keys(env, segment, segment.first - 1, n + segment.warmup, k_desc, A_desc)
 
 
-@triton.jit(do_not_specialize=["pairs", "boundaries", "K"])
+@triton.jit(do_not_specialize=["pairs", "boundaries", "segment_chunks"])
 def _combine_kernel(
     parts_ptr, moves_ptr, warmup_lengths_ptr, initial_ptr, entering_ptr, initial_strides, pairs,
-    boundaries, K, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
+    boundaries, segment_chunks, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
     DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The states that enter the segments of slow rows: BLOCK_V rows of V of a sequence and a head,
@@ -414,7 +422,7 @@ def _combine_kernel(
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
     Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` between segments; the segment behind one
-          has row boundary * pairs + pair.  K: chunks of a segment
+          has row boundary * pairs + pair.  segment_chunks: chunks of a segment
     """
     # the program's pair and rows of V, and the boundaries of the pair's slow rows
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
@@ -447,7 +455,7 @@ def _combine_kernel(
                 at_v = o_v.to(tl.int64) * initial_strides[3]
                 at_k = o_k.to(tl.int64) * initial_strides[2]
                 # whether that first pass has all chunks before the segment
-                begins = before == i // PARTS * K
+                begins = before == i // PARTS * segment_chunks
                 tile_of_initial = initial_ptr + of_pair + at_v[:, None] + at_k[None, :]
                 state = tl.load(tile_of_initial, mask=begins, other=0.0).to(tl.float32)
         # the state after the part
