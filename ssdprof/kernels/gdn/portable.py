@@ -70,7 +70,7 @@ FactorShapes = list[tuple[tuple[int, ...], torch.dtype]]
 STAGES = {
     "first_slot": "setup", "piece_of_slot": "setup", "whole_sequence": "setup",
     "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
-    "unit_lower_inverse": "solve_tril",
+    "unit_lower_inverse": "solve_tril", "operand_terms": "solve_tril",
     "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
     "take_state": "setup", "leave_state": "setup.store",
     "residual": "chunk_state.residual", "next_state": "chunk_state.update",
@@ -202,6 +202,20 @@ def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
     return A
 
 
+@triton.jit
+def operand_terms(A, OPERAND: tl.constexpr):
+    """The fp32 matrix A as a sum of operands of products: one if OPERAND is fp32, else two.
+
+    For a run of equal keys, entries of the inverse cancel in its products with K and Q K^T, and the
+    rounding errors of all of its rows to 16 bits add up.
+    """
+    if A.dtype == OPERAND:
+        return (A,)
+    else:
+        high = A.to(OPERAND)
+        return high, (A - high.to(tl.float32)).to(OPERAND)
+
+
 # --- the first launch
 
 
@@ -285,7 +299,8 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     L *= (beta * k_factor)[:, None] * k_factor[None, :]
 
     # stage solve_tril: diag(e) A (C, C)
-    A = (unit_lower_inverse(L, S.MERGE, S.MERGE_PRECISION) * k_factor[:, None]).to(S.OPERAND)
+    inverse = unit_lower_inverse(L, S.MERGE, S.MERGE_PRECISION) * k_factor[:, None]
+    A = operand_terms(inverse, S.OPERAND)
 
     # stage state_factor: X (C, K), and Q K^T (C, C) from the same blocks of k
     qk, q_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
@@ -299,7 +314,10 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
         if S.L2NORM:
             q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
         qk = tl.dot(q.to(S.OPERAND), tl.trans(k), qk, input_precision=DOT_PRECISION)
-        X = tl.dot(tl.trans(A), k, input_precision=DOT_PRECISION) * to_end[:, None]
+        X = tl.zeros((S.CHUNK, S.BLOCK_K), tl.float32)
+        for term in tl.static_range(len(A)):
+            X = tl.dot(tl.trans(A[term]), k, X, input_precision=DOT_PRECISION)
+        X *= to_end[:, None]
         tile = (
             head_slot * (S.CHUNK * BLOCKS * S.BLOCK_K)
             + o_t[:, None] * (BLOCKS * S.BLOCK_K)
@@ -313,7 +331,9 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
         q_factor *= tl.rsqrt(q_squares + L2NORM_EPS)
     causal = o_t[:, None] >= o_t[None, :]
     P = tl.where(causal, qk * q_factor[:, None], 0.0).to(S.OPERAND)
-    W = tl.dot(P, A, input_precision=DOT_PRECISION)
+    W = tl.zeros((S.CHUNK, S.CHUNK), tl.float32)
+    for term in tl.static_range(len(A)):
+        W = tl.dot(P, A[term], W, input_precision=DOT_PRECISION)
     W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * beta[None, :]
     tile = head_slot * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(causal, W, 0.0).to(out_factor_ptr.dtype.element_ty))
