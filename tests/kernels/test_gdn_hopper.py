@@ -343,6 +343,14 @@ def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta, run):
     assert_no_less_exact(kernel(inputs), TARGETS["gdn unfused"](inputs), gdn_chunked(inputs))
 
 
+@targets("gdn wide", emulated=("gdn hopper",), gpu=("gdn hopper", "gdn wide"))
+def test_no_head_is_less_exact_for_short_keys_in_fp16(kernel: Target):
+    """The products with q alone would be subnormal numbers."""
+    inputs = kernel.case(l2norm=True, dtype=FP16, key_dim=128).inputs()
+    inputs.k.mul_(1e-3 / inputs.k.float().norm(dim=-1, keepdim=True))
+    assert_no_less_exact(kernel(inputs), TARGETS["gdn unfused"](inputs), gdn_chunked(inputs))
+
+
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("name", HARD)

@@ -62,6 +62,9 @@ from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
 LEAF = tl.constexpr(16)
 # log2 of the factor at which the rest of a state is neglected: it is less than a rounding of fp32
 NEGLIGIBLE = tl.constexpr(-24.0)
+# A power of 2 that P has as a factor and W has not: in fp16, the products with the shortest keys
+# would have few digits.
+UP = tl.constexpr(16.0)
 LOOK_BACK = tl.constexpr(128)  # chunks: one iteration of `chunks_to_forget` reads their bounds
 
 # shape and dtype of each tensor that the first launch writes for the second
@@ -330,11 +333,11 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     if S.L2NORM:
         q_factor *= tl.rsqrt(q_squares + L2NORM_EPS)
     causal = o_t[:, None] >= o_t[None, :]
-    P = tl.where(causal, qk * q_factor[:, None], 0.0).to(S.OPERAND)
+    P = tl.where(causal, qk * (q_factor * UP)[:, None], 0.0).to(S.OPERAND)
     W = tl.zeros((S.CHUNK, S.CHUNK), tl.float32)
     for term in tl.static_range(len(A)):
         W = tl.dot(P, A[term], W, input_precision=DOT_PRECISION)
-    W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * beta[None, :]
+    W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * (beta / UP)[None, :]
     tile = head_slot * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(causal, W, 0.0).to(out_factor_ptr.dtype.element_ty))
 
