@@ -215,7 +215,8 @@ class Group:
         self.noun = nouns.get(self.call.kind, "chunk") if self.call else "call"
         self.calls = len({(case.layer, case.call) for case in cases})
         self.layers = tuple(sorted({layer_of(case) for case in cases}))
-        # cases of the baseline itself may name none; where all name none, all are of the baseline
+        # Cases of the baseline itself may name none.  If no case names one, the first case counts
+        # as a case of the baseline.
         named_baselines = (case.baseline for case in cases if case.baseline)
         self.baseline = next(named_baselines, first.implementation)
         names = dict.fromkeys(case.implementation for case in cases)
