@@ -293,11 +293,10 @@ def laws(report: Report) -> Iterator[Table]:
     probes = _decisive_probes(report)
     for title, are_of_pool in (("Laws", False), ("State between calls", True)):
         laws_of_row: dict[tuple[str, ...], list[str]] = {}
-        for name, precision, probe in probes:
-            if probe.name.startswith(BETWEEN_CALLS) == are_of_pool:
-                law = probe.name.removeprefix(BETWEEN_CALLS)
+        for (name, precision, law), probe in probes.items():
+            if law.startswith(BETWEEN_CALLS) == are_of_pool:
                 row_key = (name, precision, probe.holds, probe.detail)
-                laws_of_row.setdefault(row_key, []).append(law)
+                laws_of_row.setdefault(row_key, []).append(law.removeprefix(BETWEEN_CALLS))
         rows = [
             {
                 "implementation": name,
@@ -312,21 +311,21 @@ def laws(report: Report) -> Iterator[Table]:
         yield table(title, fold_precisions(rows), words, keys=3, wraps="why")
 
 
-def _decisive_probes(report: Report) -> list[tuple[str, str, Probe]]:
-    """(implementation, precision, probe) for each law, implementation and precision.
+def _decisive_probes(report: Report) -> dict[tuple[str, str, str], Probe]:
+    """(implementation, precision, law) -> the probe that decides whether the law holds.
 
-    If the cases differ, a broken law decides, then a law that holds, then one that was not tested.
+    If cases differ, the first one that found the law broken decides; without such a case one that
+    found that it holds, and else one that did not test it.
     """
-    probes_of_law: dict[tuple[str, str, str], list[Probe]] = {}
+    decisive_first = ("no", "yes", "not tested", "not applicable")
+    decisive: dict[tuple[str, str, str], Probe] = {}
     for case in report.of_calls:
         for probe in case.probes:
-            law = (case.implementation, short_precision(case.precision), probe.name)
-            probes_of_law.setdefault(law, []).append(probe)
-    decisive_first = ("no", "yes", "not tested", "not applicable")
-    return [
-        (name, precision, min(probes, key=lambda probe: decisive_first.index(probe.holds)))
-        for (name, precision, _), probes in probes_of_law.items()
-    ]
+            key = (case.implementation, short_precision(case.precision), probe.name)
+            earlier = decisive.setdefault(key, probe)
+            if decisive_first.index(probe.holds) < decisive_first.index(earlier.holds):
+                decisive[key] = probe
+    return decisive
 
 
 # --- launches, and what did not pass

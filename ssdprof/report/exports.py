@@ -48,7 +48,7 @@ from ssdprof.core.target import LayerRef
 from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
-from ssdprof.report.document import compose, target
+from ssdprof.report.document import compose, target_words
 from ssdprof.report.facts import gpu_name, versions_of
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 from ssdprof.report.table import Table
@@ -118,7 +118,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
     baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
         "report": report.id,
-        "model": target(report),
+        "model": target_words(report),
         "GPU": gpu_name(report.environment),
         "case": case.where,
         "layer": case.layer and case.layer.index,
@@ -350,7 +350,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         "testsuite",
         id=str(number),
         package="ssdprof",
-        name=f"{_clean(target(report))}: {name}",
+        name=f"{_clean(target_words(report))}: {name}",
         timestamp=report.created[:19],
         hostname="localhost",  # reports contain no host name
         tests=str(len(tests)),
@@ -361,7 +361,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     )
     values = {
         report.kind: report.id,
-        "inputs" if report.kind == "bench" else "model": target(report),
+        "inputs" if report.kind == "bench" else "model": target_words(report),
         **versions_of(report, ("torch", "triton"), "none"),
     }
     properties = SubElement(suite, "properties")
@@ -423,7 +423,7 @@ def workflow_commands(report: Report) -> Iterator[str]:
     """The annotations of a GitHub step, one command a line: an error for each reason why the report
     did not pass, and a warning for each caveat.
     """
-    title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
+    title = _data(f"ssdprof: {target_words(report)}").replace(":", "%3A").replace(",", "%2C")
     faulty = (case for case in Outcome(report).faulty if case.why)
     reasons = [f"{case.name}: {case.result}: {case.why}" for case in faulty]
     yield from _annotations("error", title, [*errors(report), *reasons])
