@@ -12,7 +12,6 @@ from rich.text import Text
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import PRECISIONS, PrecisionName, grouped, intermediates_of, states_of
-from ssdprof.core.case import Case
 from ssdprof.core.outcome import ListedRun, Outcome, gated_cases
 from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
@@ -76,13 +75,10 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if all_groups:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
-    first_cases: dict[str, Case] = {}  # the first case that failed for each reason
-    for case in Outcome(report).failed:
-        if case.why:
-            first_cases.setdefault(case.why, case)
+    failed = (case for case in Outcome(report).failed if case.why)
     reasons = [
         f"{case.where}, {case.implementation} ({case.precision}): {why}{calls.again(report, case)}"
-        for why, case in first_cases.items()
+        for why, (case, *_) in grouped(failed, lambda case: case.why).items()
     ]
     yield from _listed(reasons, "reason")
     yield Text(_MORE, style="dim")
@@ -262,10 +258,8 @@ def _compared_at(report: Report, precisions: Container[PrecisionName]) -> list[G
             for case in group.cases
             if case.precision in precisions or case.implementation == group.baseline
         ]
-        if cases:
-            restricted = Group(report, cases)
-            if restricted.compared:
-                compared_groups.append(restricted)
+        if any(case.implementation != group.baseline for case in cases):
+            compared_groups.append(Group(report, cases))
     return compared_groups
 
 

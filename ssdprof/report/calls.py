@@ -384,14 +384,16 @@ def _used_for(cases: Sequence[Case], of_implementation: Sequence[Case]) -> str:
         precision: tuple(dict.fromkeys(map(_key_or_size, of_precision)))
         for precision, of_precision in grouped(ordered, _short_precision_of).items()
     }
+    all_precisions = set(map(_short_precision_of, of_implementation))
+    all_sizes = set(map(_key_or_size, of_implementation))
     words = []
     for sizes, precisions in grouped(sizes_of_precision, sizes_of_precision.__getitem__).items():
-        names = []
-        if set(precisions) < set(map(_short_precision_of, of_implementation)):
-            names.append("; ".join(precisions))
-        if set(sizes) < set(map(_key_or_size, of_implementation)):
-            names.append("; ".join(sizes))
-        words.append(" at ".join(names) or "all")
+        named = []
+        if set(precisions) < all_precisions:
+            named.append("; ".join(precisions))
+        if set(sizes) < all_sizes:
+            named.append("; ".join(sizes))
+        words.append(" at ".join(named) or "all")
     text = " and ".join(words)
     if set(map(layer_of, cases)) < set(map(layer_of, of_implementation)):
         text += f" in {layer_words(cases)}"

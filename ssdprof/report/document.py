@@ -135,7 +135,7 @@ def _search(report: Report, cases: Sequence[Case]) -> Table:
     untimed = [case for case in cases if not case.device_us]
     rows = []
     for case in (*shown, *untimed):
-        verdict = report.faster(case) or case.result
+        verdict: str = report.faster(case) or case.result
         if case is committed and case.device_us:
             verdict = ""  # it is what the others are compared with
         rows.append(

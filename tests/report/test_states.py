@@ -143,7 +143,7 @@ def test_every_output_has_the_losses():
     assert "Error of the state by step, layer 7, decoded, 4,096 tokens" in page
     _, of_bf16, *_ = exports.records(LOSING)
     assert (of_bf16["states"], of_bf16["layer"], of_bf16["heads lost"]) == ("bf16", 7, 1)
-    assert of_bf16["steps until a head is lost"] == 64
+    assert of_bf16["steps kept"] == 64
     again = Report.model_validate(json.loads(exports.baseline(LOSING)))
     same = pairs.compare(("a", LOSING), ("b", again), smallest_difference=0.01)
     words = [line.text for line in comparison.compose(same).verdict]
