@@ -22,7 +22,7 @@ from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer
 from ssdprof.report.table import PRECISION, Table, TableRow, fold_precisions, is_filled, table
 
 # The rows of a group in a table of errors: their first cells, the group, and the implementations to
-# show.
+# show, which are all if none is named.
 GroupRows = tuple[TableRow, Group, Sequence[str]]
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
@@ -70,7 +70,7 @@ def speed(series: Series) -> TableRow:
     row = {"speedup,\ndevice": fmt.speedup(series.speedup())}
     if not series.timed:
         return row | {"verdict": fmt.words(dict.fromkeys(map(untimed, series.cases)))}
-    is_one_process = series.group.report.samplers == 1  # so that call times have no interval
+    is_one_process = series.group.report.samplers == 1  # whose call times have no interval
     return row | {
         "verdict": series.verdict or fmt.MISSING,
         "speedup,\ncall": fmt.speedup(series.speedup("call"), by_call=is_one_process),
@@ -166,7 +166,7 @@ def accuracies(group: Group) -> Iterator[Table]:
 
 def errors_by_layer(group: Group) -> Iterator[Table]:
     """A table for each tensor, with the errors of the compared implementations in each layer of the
-    group.
+    group; those of the baseline if none was compared.
     """
     layers = [
         ({"layer": str(of_layer.layers[0])}, of_layer, group.compared)
@@ -220,7 +220,7 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
     number of the call if a layer has several calls: "layer 3, chunk 2 (0, 5, 7, 3)".
 
     against: the other tensor, in words.
-    within_budget: the cell of that column; empty where the other tensor is no oracle.
+    within_budget: the cell of that column; empty but for a series against fp64.
     """
     call = pooled.case.call
     largest = pooled.largest
@@ -271,8 +271,8 @@ def match(pooled: Pooled | None, tolerance: float) -> str:
 
 
 def budget_word(series: Series, tensor: TensorName) -> str:
-    """Whether the errors of a tensor are within their budgets and rounding explains them: "yes",
-    "NO", or "NO: 2/3" if they are not in two of three calls.
+    """Whether a tensor passes in all calls (see `Accuracy.reason`): "yes", "NO", or "NO: 2/3" if it
+    does not in two of three calls.
 
     At least one call has errors of the tensor.
     """
