@@ -99,7 +99,7 @@ def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[Rendera
     most = max(least, _MOST_LINES[noun])
     yield from map(terminal.bullet, lines[:most])
     if len(lines) > most:
-        yield Text(f"  {fmt.plural(len(lines) - most, f'more {noun}')} with --full.")
+        yield Text(f"  {fmt.plural(len(lines) - most, f'more {noun}')} in the exported report.")
 
 
 # --- the screen's tables of speed and accuracy: series of compared implementations

@@ -158,8 +158,10 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
         yield VerdictLine(f"FAILED: nothing was compared: {reason} ({times}).", False)
         return
     compared_count = sum(not pair.apart for pair in comparison.pairs)
-    all_cases = fmt.plural(len(comparison.pairs), "case")
-    summary = f"Compared {compared_count:,} of {all_cases}.  Time: {times}."
+    summary = (
+        f"Compared {compared_count:,} of {fmt.plural(len(comparison.pairs), 'case')}.  "
+        f"Time: {times}."
+    )
     if changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
         summary += f"  Accuracy: {changes}."
     yield VerdictLine(summary)

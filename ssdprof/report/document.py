@@ -147,11 +147,10 @@ def _search(report: Report, cases: Sequence[Case]) -> Table:
             }
         )
     intermediates = intermediates_of(committed.precision)
-    others = fmt.plural(len(cases) - 1, "other")
     return table(
         f"{committed.case_key}, {intermediates}: {committed.variant} kernel",
         rows,
         ("candidate", "verdict"),
         wraps="verdict",
-        note=f"Committed: {committed.plan}.  {others} tried.",
+        note=f"Committed: {committed.plan}.  {fmt.plural(len(cases) - 1, 'other')} tried.",
     )

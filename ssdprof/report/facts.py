@@ -3,6 +3,7 @@
 The facts about a machine are here, too, for the reports of other commands.
 """
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
@@ -53,7 +54,7 @@ def meanings(report: Report) -> tuple[Fact, ...]:
     """(word, meaning) for the implementations and intermediates of the report.
 
     The meaning of the baseline's name says that it is the baseline.  A baseline that has no meaning
-    here, such as a library, is explained first, under the word "baseline".
+    here, such as a library, or no case, is explained first, under the word "baseline".
     """
     used = {case.implementation for case in report.cases}
     used |= {intermediates_of(case.precision) for case in report.cases}
@@ -213,8 +214,11 @@ def _prefill(report: Report) -> Iterator[Fact]:
     if not prefills:
         return
     first = next(iter(prefills.values()))
-    loaded = f"{first.layers} of {first.layer_count} were loaded and timed"
-    yield "layers", f"{loaded}; {first.operator_layers} have the operator"
+    yield (
+        "layers",
+        f"{first.layers} of {first.layer_count} were loaded and timed; {first.operator_layers} "
+        "have the operator",
+    )
     segments = (
         f"{fmt.tokens(seqlen)} by {task.segment_length:,}" for seqlen, task in prefills.items()
     )
@@ -227,10 +231,11 @@ def _prompts(report: Report) -> Iterator[Fact]:
     """A fact for each prompt, and one for how the model ran the prompts."""
     serving: dict[str, None] = {}  # distinct words, in order
     for prompt in report.prompts:
-        size = fmt.tokens(prompt.seqlen, prompt.batch)
-        kind = _PROMPTS[prompt.kind]
-        digest = f"sha256 of the ids {prompt.token_sha256[:16]}"
-        yield "prompt", f"{size} of {kind}: {prompt.source}; {digest}"
+        yield (
+            "prompt",
+            f"{fmt.tokens(prompt.seqlen, prompt.batch)} of {_PROMPTS[prompt.kind]}: "
+            f"{prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}",
+        )
         words = fmt.serving_words(
             prompt.serving, batch=prompt.batch, tensor_parallel=report.tensor_parallel
         )
@@ -257,12 +262,14 @@ def _settings(report: Report) -> Iterator[Fact]:
         which = ", ".join(filter(None, dict.fromkeys((name, version))))
         yield _NOT_BUNDLED[kind], f"{which}, at {precisions_of_version}"
     for seqlen, of_length in grouped(report.of_answers, lambda case: case.seqlen).items():
-        answers = of_length[0].task
+        answers = of_length[0].task  # the others have the same reference, layers and segments
         assert isinstance(answers, Answers)
-        compared = f"{answers_words(of_length)} against {answers.reference}"
-        layers = numbered_layers(answers.layers)
-        ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
-        yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
+        yield (
+            f"answers, {fmt.tokens(seqlen)}",
+            f"{answers_words(of_length)} against {answers.reference}, "
+            f"{numbered_layers(answers.layers)}, model in {answers.weights}, "
+            f"segments of {answers.segment_length:,}",
+        )
     generated = (case.task for case in cases if isinstance(case.task, Generated))
     if checked := sorted({task.checked for task in generated if task.checked}):
         lengths = fmt.words(f"{length:,}" for length in checked)
@@ -319,4 +326,4 @@ def _machine(report: Report) -> Iterator[Fact]:
     yield software(environment, ssdprof=report.ssdprof_version)
     yield "started", report.created
     yield "commit", report.commit
-    yield "command", " ".join(report.command)
+    yield "command", shlex.join(report.command)

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
     assert any(line.startswith("FAILED: 4 of 8 cases") for line in lines)
     assert lines[-1] == "In short: fused did not pass; keep unfused."
     text = printed(brief.render(report(notes=NOTES)), 200)
-    assert "  1 more caveat with --full." in text
+    assert "  1 more caveat in the exported report." in text
     assert NOTES[0].strip() in text
 
 
