@@ -223,8 +223,9 @@ class Group:
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
         self.size = first.calls
-        are_parts_of_prompt = self.call is not None and self.call.kind in ("chunk", "decode")
-        self.where = f"{'in' if are_parts_of_prompt else 'at'} {self.size}"
+        # "in chunks of 8 tokens", "in decode steps", but "at 8 tokens"
+        size_names_calls = self.call is not None and self.call.kind in ("chunk", "decode")
+        self.where = f"{'in' if size_names_calls else 'at'} {self.size}"
 
     @property
     def extent(self) -> str:
@@ -232,7 +233,7 @@ class Group:
 
         "layer 3", "3 layers": one call in each layer.
         "4 steps in each of 3 layers": several calls in each layer.
-        "2 of 3 chunks in layer 0": the layer has other calls of another size.
+        "2 of 3 chunks in layer 0": the layer has calls of another size, or some did not run.
         "11 steps in 3 layers": the layers have different numbers of calls, as in a run that was
             interrupted.
         """
@@ -241,7 +242,7 @@ class Group:
         calls_per_layer = {layer.calls for layer in self.by_layer()}
         if len(calls_per_layer) > 1:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        calls_of_any_size = self.call.count if self.call else 1  # of each layer
+        calls_of_any_size = self.call.count if self.call else 1  # of this kind in each layer
         if calls_of_any_size == 1:
             return of_layers
         calls = calls_per_layer.pop()
