@@ -176,7 +176,9 @@ def _times(comparison: Comparison) -> str:
 
 def _accuracy_change(pair: CasePair) -> str:
     """How the result of a case changed, or else its errors, in words.  Empty if BASE or NEW has no
-    such case, or no finite error of it.
+    such case, or no error of it, as where an RMS error is infinite.
+
+    "equal": all cells that the tables show are.
     """
     base = pair.base
     new = pair.new
